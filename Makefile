@@ -1,0 +1,43 @@
+# Every target sets up what it needs, once, in .venv; nothing has to be installed beforehand but Python 3.11+ and make.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: help demo test check format bench gpu-check clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "manyhands needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1). Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@echo "Setting up .venv (once; the largest part is torch)"
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'torch==2.13.0'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  --editable '.[train]' hypothesis mypy pytest ruff
+	@touch $@
+
+demo: $(READY)  ## train ResNet-18 on real pictures, on every device, and show the result
+	@$(BIN)/manyhands train --output runs/demo
+
+test: $(READY)  ## run the test suite
+	$(BIN)/python -m pytest
+
+check: $(READY)  ## lint, format, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)  ## let ruff mend and format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)  ## measure, side by side
+	$(BIN)/python benchmarks/replicate.py
+
+gpu-check: $(READY)  ## the tests that need a GPU (says so where there is none)
+	$(BIN)/python -m pytest -m gpu
+
+clean:  ## remove the environment and what runs leave behind
+	rm -rf .venv runs .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,62 @@
+"""How fast replicas are made: `manyhands.replicate` against `torch.nn.parallel.replicate`, in one run.
+
+    python benchmarks/replicate.py
+
+torch's copy layer is replaced by one that copies nothing, so that only the work on modules is compared (and so that it
+runs on the CPU at all); ours does all its work. Two replicas on the CPU. The goal is a ratio of 8 or more on both models.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.nn.parallel import replicate as torch_replicate
+
+import manyhands
+from manyhands.training import models
+
+REPEATS = 40
+
+
+def main() -> None:
+    print(f"torch {torch.__version__}, 2 replicas, medians of {REPEATS} interleaved runs, milliseconds")
+    print(f"{'model':<32}{'torch':>10}{'manyhands':>12}{'ratio':>8}")
+    for name, model in (
+        ("ResNet-18", models.build("resnet18", num_classes=10, image_shape=(1, 28, 28))),
+        ("500 blocks of Linear+ReLU", nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(500)))),
+    ):
+        theirs, ours = interleaved(lambda model=model: torchs(model), lambda model=model: manyhands_replicate(model))
+        print(f"{name:<32}{theirs * 1e3:>10.2f}{ours * 1e3:>12.2f}{theirs / ours:>8.1f}")
+
+
+def torchs(model: nn.Module) -> object:
+    def no_copies(tensors: list[torch.Tensor], devices: list[int], detach: bool = False) -> list[list[torch.Tensor]]:
+        return [list(tensors) for _ in devices]
+
+    with (
+        mock.patch.object(torch_replicate, "_broadcast_coalesced_reshape", no_copies),
+        mock.patch.object(torch_replicate, "_get_device_index", lambda device, optional: device),
+    ):
+        return torch_replicate.replicate(model, [0, 1])
+
+
+def manyhands_replicate(model: nn.Module) -> object:
+    return manyhands.replicate(model, ["cpu", "cpu"])
+
+
+def interleaved(first: Callable[[], object], second: Callable[[], object]) -> tuple[float, float]:
+    """Return the median seconds of each, run in turn."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(REPEATS + 3):
+        for function, seconds in zip((first, second), times, strict=True):
+            started = time.perf_counter()
+            function()
+            seconds.append(time.perf_counter() - started)
+    return statistics.median(times[0][3:]), statistics.median(times[1][3:])
+
+
+if __name__ == "__main__":
+    main()

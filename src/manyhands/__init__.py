@@ -1,0 +1,21 @@
+"""manyhands: one line, every device, same numbers.
+
+model = manyhands.DataParallel(model)
+"""
+
+from manyhands.data_parallel import DataParallel, data_parallel
+from manyhands.parallel_apply import parallel_apply
+from manyhands.replicate import replicate
+from manyhands.scatter_gather import gather, scatter, scatter_kwargs
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DataParallel",
+    "data_parallel",
+    "gather",
+    "parallel_apply",
+    "replicate",
+    "scatter",
+    "scatter_kwargs",
+]

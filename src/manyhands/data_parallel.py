@@ -1,0 +1,251 @@
+"""DataParallel: the one line, and its plain composition `data_parallel`.
+
+`DataParallel.forward` reads as the algorithm: check, scatter, run, gather. The work is done by an engine; where a
+subclass overrides one of the four verbs, or a mode is active that cannot follow into other threads, the plain
+composition of the verbs does it instead.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands import devices as _devices
+from manyhands import nested
+from manyhands.devices import DeviceLike
+from manyhands.engines.base import Call, Engine, ReplicaTiming
+from manyhands.engines.threads import ThreadsEngine
+from manyhands.errors import say_once
+from manyhands.parallel_apply import parallel_apply
+from manyhands.replicate import replicate
+from manyhands.scatter_gather import Rows, count_rows, gather, scatter_kwargs, split_call
+from manyhands.shares import Shares, check_shares, split_rows
+from manyhands.thread_state import modes_that_stay
+from manyhands.workers import inside_replica
+
+_ENGINES: dict[str, type[Engine]] = {"threads": ThreadsEngine}
+_VERBS = ("replicate", "scatter", "parallel_apply", "gather")
+
+
+class DataParallel(nn.DataParallel[Any]):
+    """Run a module on every device of the machine, each on its share of the batch, with the results of one device.
+
+        >>> model = torch.nn.Linear(5, 2)
+        >>> model = manyhands.DataParallel(model, device_ids=["cpu", "cpu"])
+        >>> output = model(torch.zeros(30, 5))  # two replicas, 15 rows each, forward and backward at once
+        >>> output.shape
+        torch.Size([30, 2])
+
+    With GPUs, and nothing else to say: `model = manyhands.DataParallel(model.to("cuda"))`.
+
+    Everything else of a training script stays as it is. Gradients arrive in the module's own parameters, summed over
+    the replicas; outputs are in the order of the inputs. For a module whose rows do not interact, outputs and
+    gradients are the plain module's within float rounding; where rows do interact (batch normalisation in training),
+    each replica sees its own rows only, as in `torch.nn.DataParallel`.
+
+    Args:
+        module: the model; with two or more devices, its parameters and buffers are on the first one.
+        device_ids: one device a replica: accelerator indices, strings or `torch.device`s; `["cpu"] * 4` is four
+            replicas on the CPU, and a device may be named twice. None: every accelerator. On a machine without
+            accelerators None, an empty list and indices mean the plain module.
+        output_device: where outputs are gathered; None: the first device.
+        dim: the axis of the rows, in every input and output tensor that is not 0-dim.
+        engine: what runs the replicas: "threads".
+        shares: how many rows each replica gets. "chunk": ceil(rows / n) each, torch's rule; "even": differing by one
+            row at most; or one weight a device, where 0 leaves a device idle.
+
+    Attributes:
+        module: the module itself; its parameters are the only truth.
+        device_ids, output_device: as torch has them: indices for accelerators, else `torch.device`s. Without
+            accelerators `[]` and None.
+        replica_timings: what each replica did in the last step.
+
+    Raises:
+        TypeError, ValueError: arguments that cannot be used, with what was expected.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[DeviceLike] | None = None,
+        output_device: DeviceLike | None = None,
+        dim: int = 0,
+        *,
+        engine: str = "threads",
+        shares: str | Sequence[float] = "chunk",
+    ) -> None:
+        nn.Module.__init__(self)  # not that of torch.nn.DataParallel, which knows GPUs only
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module: expected a torch.nn.Module, got {module!r}")
+        if not isinstance(dim, int) or isinstance(dim, bool):
+            raise TypeError(f"dim={dim!r}: expected an int, the axis that holds the rows")
+        if engine not in _ENGINES:
+            raise ValueError(f"engine={engine!r}: expected one of {sorted(_ENGINES)}")
+        self.module = module
+        self.dim = dim
+        self.devices = _devices.resolve(device_ids)
+        self.device_ids: list[Any] = [_devices.public_id(device) for device in self.devices]
+        self.output_device: Any = None
+        self.shares: Shares = "chunk"
+        self._engine = _ENGINES[engine]()
+        self._most_rows = 0
+        self.register_load_state_dict_pre_hook(_accept_clean_names)
+        if not self.devices:
+            say_once(
+                "this machine has no accelerator: DataParallel runs the plain module. For several replicas on the CPU, "
+                'write DataParallel(model, ["cpu"] * n).'
+            )
+            return
+        self._gather_on = _devices.resolve_output(output_device, self.devices)
+        self.output_device = _devices.public_id(self._gather_on)
+        self.src_device_obj = self.devices[0]
+        self.shares = check_shares(shares, len(self.devices))
+        _devices.warn_if_unequal(self.devices)
+        if len(self.devices) == 1:
+            module.to(self.devices[0])
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if not self.devices:
+            return self.module(*inputs, **kwargs)
+        if len(self.devices) == 1:
+            return self._run_on_one_device(inputs, kwargs)
+        if self._verbs_overridden() or modes_that_stay():
+            return self._run_plain_composition(inputs, kwargs)
+        return self._engine.forward(self.module, self._plan(inputs, kwargs))
+
+    def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
+        """Split the inputs of a call for `device_ids`; override it, and forward uses yours."""
+        return scatter_kwargs(inputs, kwargs, device_ids, self.dim)
+
+    def replicate(self, module: nn.Module, device_ids: Sequence[DeviceLike]) -> list[nn.Module]:  # type: ignore[override]
+        """Return one replica of `module` a device; override it, and forward uses yours."""
+        return replicate(module, device_ids, detach=not torch.is_grad_enabled())
+
+    def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        """Call every replica with its shard; override it, and forward uses yours."""
+        return parallel_apply(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
+
+    def gather(self, outputs: Any, output_device: DeviceLike) -> Any:
+        """Join the replicas' outputs; override it, and forward uses yours."""
+        return gather(outputs, output_device, self.dim)
+
+    @property
+    def replica_timings(self) -> list[ReplicaTiming]:
+        """What each replica did in the last step: device, rows, seconds forward and backward. Empty before it."""
+        return self._engine.timings()
+
+    def _plan(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Decide which rows of the inputs go where. Without rows there is one replica, on the first device."""
+        rows = count_rows(inputs, kwargs, self.dim)
+        sizes = split_rows(rows or 0, len(self.devices), self.shares)
+        used = [i for i, size in enumerate(sizes) if size] or [0]
+        if rows:
+            self._say_if_idle(rows, sizes)
+        # Inside a replica all of a wrapper's replicas stand where that replica does.
+        here = _device_of(self.module) if inside_replica() else None
+        return Call(
+            inputs=inputs,
+            kwargs=kwargs,
+            rows=Rows(self.dim, tuple(sizes[i] for i in used)),
+            devices=[here or self.devices[i] for i in used],
+            replica_numbers=used,
+            source=here or self.devices[0],
+            output_device=here or self._gather_on,
+            dim=self.dim,
+        )
+
+    def _say_if_idle(self, rows: int, sizes: Sequence[int]) -> None:
+        """Say once if full batches leave a device without rows; a short last batch may."""
+        full, self._most_rows = rows >= self._most_rows, max(rows, self._most_rows)
+        wanted = [True] * len(sizes) if isinstance(self.shares, str) else [weight > 0 for weight in self.shares]
+        idle = [str(self.devices[i]) for i, size in enumerate(sizes) if wanted[i] and not size]
+        if full and idle:
+            better = 'shares="even"' if rows >= len(sizes) else f"batches of {len(sizes)} rows or more"
+            say_once(
+                f"a batch of {rows} rows gives {list(sizes)} rows to the {len(sizes)} devices: {len(idle)} of them "
+                f"({', '.join(dict.fromkeys(idle))}) stay idle. Use {better}."
+            )
+
+    def _run_on_one_device(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        device = self.devices[0]
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return _devices.copy_to(tensor, device)
+
+        try:
+            return self.module(*nested.map_tensors(move, inputs), **nested.map_tensors(move, kwargs))
+        except RuntimeError as error:
+            elsewhere = next((n for n, p in self.module.named_parameters() if p.device != device), None)
+            if elsewhere is not None:
+                error.add_note(
+                    f"parameter {elsewhere!r} is not on {device}, the wrapper's device: model.to('{device}')"
+                )
+            raise
+
+    def _verbs_overridden(self) -> bool:
+        own = self.__dict__
+        return any(verb in own or getattr(type(self), verb) is not getattr(DataParallel, verb) for verb in _VERBS)
+
+    def _run_plain_composition(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        rows = count_rows(inputs, kwargs, self.dim)
+        device_ids = self.device_ids if rows else self.device_ids[:1]
+        shards, shard_kwargs = self.scatter(inputs, kwargs, device_ids)
+        replicas = self.replicate(self.module, device_ids[: len(shards)])
+        outputs = self.parallel_apply(replicas, shards, shard_kwargs)
+        return self.gather(outputs, self.output_device)
+
+
+def data_parallel(
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Sequence[DeviceLike] | None = None,
+    output_device: DeviceLike | None = None,
+    dim: int = 0,
+    module_kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Run `module` once on every device: scatter, replicate, parallel_apply and gather, one after the other.
+
+        >>> manyhands.data_parallel(torch.nn.Linear(5, 2), torch.zeros(30, 5), ["cpu", "cpu"]).shape
+        torch.Size([30, 2])
+
+    This is what `DataParallel` means, in its plainest form; `DataParallel` is the faster one for a training loop.
+
+    Args:
+        inputs: the positional inputs: a tuple of them, or the only one; None for none.
+        module_kwargs: the keyword inputs.
+        module, device_ids, output_device, dim: as in `DataParallel`.
+
+    Returns:
+        The gathered output, linked to inputs and parameters for autograd.
+
+    Raises:
+        As the four verbs; RuntimeError for a parameter that is not on the first device.
+    """
+    inputs = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+    kwargs = module_kwargs or {}
+    devices = _devices.resolve(device_ids)
+    if not devices:
+        return module(*inputs, **kwargs)
+    gather_on = _devices.resolve_output(output_device, devices)
+    if count_rows(inputs, kwargs, dim) is None:
+        devices = devices[:1]
+    shards = split_call(inputs, kwargs, devices, dim)
+    replicas = replicate(module, devices[: len(shards)], detach=not torch.is_grad_enabled())
+    outputs = parallel_apply(replicas, [args for args, _ in shards], [kw for _, kw in shards], devices[: len(shards)])
+    return gather(outputs, gather_on, dim)
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    tensor = next((*module.parameters(), *module.buffers()).__iter__(), None)
+    return tensor.device if tensor is not None else torch.device("cpu")
+
+
+def _accept_clean_names(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """Let `load_state_dict` take the module's own names as well as those with `module.` in front."""
+    clean = list(wrapper.module.state_dict())  # type: ignore[operator, union-attr]
+    if any(f"{prefix}module.{name}" in state_dict for name in clean):
+        return
+    for name in clean:
+        if prefix + name in state_dict:
+            state_dict[f"{prefix}module.{name}"] = state_dict.pop(prefix + name)

@@ -1,0 +1,184 @@
+"""Devices: naming, checking, and everything that differs from one kind of device to another.
+
+No other file asks what kind a device is. There are two ways to compute:
+
+    on the host     the CPU, and simulated devices: a replica computes in the thread that calls it, so a backward pass
+                    runs in whichever thread asks for it, and the CPU's intra-op threads are divided among replicas
+    on accelerators work is queued on streams, and torch's autograd engine has a thread of its own for each device
+"""
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+import torch
+
+DeviceLike: TypeAlias = int | str | torch.device
+
+
+def accelerators() -> list[torch.device]:
+    """Return every accelerator of this machine, in index order; an empty list where there is none."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
+        return []
+    return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
+
+
+def resolve(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
+    """Return the devices that `device_ids` names, one a replica, in order.
+
+    None is every accelerator. Ints are accelerator indices. On a machine without accelerators, None, ints and an empty
+    list give an empty list: "the plain module, where it stands", so that a script written for GPUs runs unchanged.
+
+    >>> resolve(["cpu", "cpu"])
+    [device(type='cpu'), device(type='cpu')]
+
+    Raises:
+        TypeError: not a sequence of ints, strings and devices.
+        ValueError: an index or device that is not there, an empty list although there are accelerators, or devices
+            of different kinds.
+    """
+    present = accelerators()
+    if device_ids is None:
+        return present
+    if isinstance(device_ids, str | bytes) or not isinstance(device_ids, Sequence):
+        raise TypeError(f'device_ids={device_ids!r}: expected a list, such as [0, 1], ["cuda:0"] or ["cpu"] * 2')
+    if not present and all(_is_index(device_id) for device_id in device_ids):
+        return []
+    if not device_ids:
+        raise ValueError(f"device_ids is empty: leave it out for every accelerator, or name some of {_names(present)}")
+    devices = [resolve_one(device_id, "device_ids") for device_id in device_ids]
+    if len({device.type for device in devices}) > 1:
+        raise ValueError(f"device_ids={list(device_ids)!r} mixes kinds of device: replicas must all be of one kind")
+    return devices
+
+
+def resolve_one(device_id: DeviceLike, argument: str) -> torch.device:
+    """Return the device that an int, a string or a `torch.device` names, with its index; check that it is there."""
+    present = accelerators()
+    if _is_index(device_id):
+        if not 0 <= device_id < len(present):  # type: ignore[operator]
+            raise ValueError(f"{argument}: there is no accelerator {device_id}; {_what_is_there(present)}")
+        return present[device_id]  # type: ignore[index]
+    if not isinstance(device_id, str | torch.device):
+        raise TypeError(f"{argument}: expected an int, a string or a torch.device, got {device_id!r}")
+    try:
+        device = torch.device(device_id)
+    except RuntimeError as error:
+        raise ValueError(f"{argument}: {device_id!r} names no device ({str(error).splitlines()[0]})") from None
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type == "meta":
+        raise ValueError(f"{argument}: the meta device holds no data, so no replica can run on it")
+    if present and device.type == present[0].type:
+        if device.index is None:
+            return torch.device(device.type, torch.accelerator.current_device_index())
+        return resolve_one(device.index, argument)
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # what torch raises differs by kind
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{argument}: {device} cannot be used here ({reason}); {_what_is_there(present)}") from None
+    return torch.device(device.type, device.index or 0)
+
+
+def resolve_output(output_device: DeviceLike | None, devices: Sequence[torch.device]) -> torch.device:
+    """Return the device on which outputs are gathered: the first replica's unless another is named.
+
+    -1 is the CPU, as in torch, and deprecated there as here.
+    """
+    if output_device is None:
+        return devices[0]
+    if _is_index(output_device) and output_device == -1:
+        warnings.warn('output_device=-1 is deprecated: write output_device="cpu"', FutureWarning, stacklevel=3)
+        return torch.device("cpu")
+    return resolve_one(output_device, "output_device")
+
+
+def public_id(device: torch.device) -> int | torch.device:
+    """Return a device as `torch.nn.DataParallel` shows it in `device_ids`: an accelerator's index, else the device."""
+    return device.index if device in accelerators() else device
+
+
+def same_device(a: torch.device, b: torch.device) -> bool:
+    """Return whether two devices are one; the CPU is one device, with an index or without."""
+    return a == b or (a.type == "cpu" and b.type == "cpu")
+
+
+def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return `tensor` on `device`: itself if it is there already, else a differentiable copy.
+
+    Copies between accelerators are queued, ordered by both devices' current streams; copies from and to the host
+    have ended on return.
+    """
+    return tensor if same_device(tensor.device, device) else tensor.to(device)
+
+
+def computes_on_host(device: torch.device) -> bool:
+    """Return whether work on `device` runs in the calling thread rather than on an accelerator's streams."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    return kind is None or device.type != kind.type
+
+
+def current_streams(devices: Sequence[torch.device]) -> list[torch.Stream]:
+    """Return the calling thread's current stream on each accelerator among `devices`."""
+    return [torch.accelerator.current_stream(d) for d in dict.fromkeys(devices) if not computes_on_host(d)]
+
+
+@contextlib.contextmanager
+def using(device: torch.device, streams: Sequence[torch.Stream]) -> Iterator[None]:
+    """Make `device` the current one, and `streams` current on their devices, for as long as the context lasts."""
+    if computes_on_host(device):
+        yield
+        return
+    device_before = torch.accelerator.current_device_index()
+    streams_before = [torch.accelerator.current_stream(stream.device) for stream in streams]
+    try:
+        for stream in streams:
+            torch.accelerator.set_stream(stream)
+        torch.accelerator.set_device_index(device.index)
+        yield
+    finally:
+        for stream in streams_before:
+            torch.accelerator.set_stream(stream)
+        torch.accelerator.set_device_index(device_before)
+
+
+def warn_if_unequal(devices: Sequence[torch.device]) -> None:
+    """Warn about accelerators that have less than 75 % of the memory or cores of the largest (torch's threshold)."""
+    different = [device for device in dict.fromkeys(devices) if not computes_on_host(device)]
+    if len(different) < 2:
+        return
+    properties = [torch.get_device_module(device).get_device_properties(device) for device in different]
+    for what, attribute in (("memory", "total_memory"), ("cores", "multi_processor_count")):
+        values = [getattr(p, attribute, None) for p in properties]
+        known = [value for value in values if value]
+        if len(known) == len(values) and min(known) < 0.75 * max(known):
+            least, most = values.index(min(known)), values.index(max(known))
+            weights = [round(value / max(known), 2) for value in known]
+            warnings.warn(
+                f"{different[least]} has less than 75 % of the {what} of {different[most]}: every step waits for the "
+                f"slowest replica. Give each its share, shares={weights}, or leave {different[least]} out of "
+                "device_ids.",
+                UserWarning,
+                stacklevel=3,
+            )
+            return
+
+
+def _is_index(device_id: object) -> bool:
+    return isinstance(device_id, int) and not isinstance(device_id, bool)
+
+
+def _names(devices: Sequence[torch.device]) -> str:
+    return ", ".join(str(device) for device in devices)
+
+
+def _what_is_there(present: Sequence[torch.device]) -> str:
+    there = f"this process sees {_names(present)}" if present else "this process sees no accelerator"
+    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"):
+        if variable in os.environ:
+            there += f" ({variable}={os.environ[variable]!r} hides the others and numbers these from 0)"
+    return there

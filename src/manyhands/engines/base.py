@@ -1,0 +1,89 @@
+"""The engine contract: run the replicas of one forward over their shards, and be closed.
+
+An engine is asked for the gathered output of one forward. If it needs a backward, it is part of that output's graph;
+nobody calls it. tests/test_engines.py is the contract's test suite, and runs over every engine there is.
+"""
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands.scatter_gather import Rows
+
+
+@dataclass
+class ReplicaTiming:
+    """What one replica did in the last step.
+
+    Attributes:
+        device: where it stood.
+        rows: its share of the batch.
+        forward_s, backward_s: seconds it took; on an accelerator, to queue the work. 0 until it has ended.
+    """
+
+    device: torch.device
+    rows: int
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Call:
+    """One forward: the caller's inputs, and how their rows go to the replicas and come back.
+
+    Attributes:
+        inputs, kwargs: the caller's own, not split yet.
+        rows: the axis of the rows, and one share a device in `devices`; every share but an only one is above 0.
+        devices: the devices that have a share, in replica order.
+        replica_numbers: what messages call them: their places in the wrapper's `device_ids`.
+        source: the device on which the live module's parameters are.
+        output_device, dim: where, and along which axis, outputs are joined.
+    """
+
+    inputs: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rows: Rows
+    devices: Sequence[torch.device]
+    replica_numbers: Sequence[int]
+    source: torch.device
+    output_device: torch.device
+    dim: int
+
+    def where(self) -> list[str]:
+        """Return how a message calls each replica: its number, its device and its rows."""
+        places = []
+        start, total = 0, sum(self.rows.sizes)
+        for number, device, size in zip(self.replica_numbers, self.devices, self.rows.sizes, strict=True):
+            rows = f"rows {start} to {start + size - 1} of {total}" if size else "no rows"
+            places.append(f"replica {number} on {device}, {rows}")
+            start += size
+        return places
+
+
+class Engine(abc.ABC):
+    """Runs replicas. An engine belongs to one wrapper and is made anew with each copy of it."""
+
+    @abc.abstractmethod
+    def forward(self, module: nn.Module, call: Call) -> Any:
+        """Run `module` on every shard of `call` at once; return the gathered output, differentiable.
+
+        Raises:
+            RuntimeError: parameters or buffers that are not on `call.source`, or that a replica reaches in a way
+                that cannot be followed.
+            BaseException: what a replica raised, the same object with a note. Then no buffer has changed.
+        """
+
+    @abc.abstractmethod
+    def timings(self) -> list[ReplicaTiming]:
+        """Return what each replica did in the last step; an empty list before the first."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Give back what the engine holds; a later forward starts again. May be called twice."""
+
+    def __reduce__(self) -> tuple[type["Engine"], tuple[()]]:
+        return type(self), ()  # a copied or unpickled wrapper has an engine of its own, which has run nothing yet

@@ -1,0 +1,222 @@
+"""The autograd boundary: the caller's graph sees all replicas as one node.
+
+    caller's graph:   inputs, parameters ──► Boundary.forward ──► outputs ──► loss
+                                                 │       ▲
+                                             (1) part    │ join (2)
+                                                 ▼       │
+    replica graphs:   leaves of replica i ──► replica i ──► outputs of replica i      one graph for each replica
+
+    (1) Each input is parted into one leaf a replica: a tensor with rows by `Rows`, a parameter by `Whole`.
+    (2) Each output is joined from the replicas' outputs: by `Rows`.
+    (3) Backward goes the other way with the roles exchanged: output gradients are parted as (2) joined, every replica
+        graph is walked, and the leaves' gradients are joined as (1) parted: rows concatenated, whole tensors summed in
+        replica order, so that runs repeat bit for bit.
+    (4) With create_graph=True the replicas' gradients are themselves outputs of the replica graphs, which get leaves
+        for the incoming gradients beside the first ones; one more Boundary of the same kind stands for them in the
+        caller's graph. So derivatives of any order come from the graphs of the first pass: nothing is computed again,
+        no buffer is written and no random number drawn a second time.
+
+Who walks the replica graphs. On the host each worker walks its own, so backward runs in parallel (torch walks a CPU
+graph in the thread that asked). On accelerators one call walks all: torch's engine has one thread a device, this code
+runs on such a thread, and waiting in it for another thread's backward on the same device would wait for ever.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from manyhands import devices as _devices
+from manyhands import torch_private
+from manyhands.engines.base import ReplicaTiming
+from manyhands.parallel_apply import values_or_raise
+from manyhands.scatter_gather import Rows
+from manyhands.workers import run_together
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A tensor of which every replica has all; its gradient is the sum of theirs."""
+
+    def part(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
+        return tensor
+
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part  # not in place: a leaf's gradient may share memory with one that the caller has
+        return total
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One input or output of the boundary: its layout, its device, and what each replica has of it.
+
+    For an input the replicas have leaves (None where it needs no gradient), for an output they have results (None
+    where a replica has none, which only a `Whole` allows).
+    """
+
+    layout: Rows | Whole
+    device: torch.device
+    tensors: Sequence[torch.Tensor | None]
+
+    def part(self, tensor: torch.Tensor, index: int, device: torch.device) -> torch.Tensor:
+        return _devices.copy_to(self.layout.part(tensor, index), device)
+
+    def join(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        return self.layout.join([_devices.copy_to(part, self.device) for part in parts if part is not None])
+
+
+@dataclass
+class Graphs:
+    """The replica graphs of one forward: what goes in, what comes out, and where each stands.
+
+    Attributes:
+        timings: one a replica; `timings[i].device` is its device.
+        where: how a message calls each replica.
+        inputs, outputs: the boundary's edges.
+        keep: whether graphs of a higher order share nodes with these, so that a backward must not free them.
+        live_inputs: the caller's tensors, one an input edge.
+    """
+
+    timings: list[ReplicaTiming]
+    where: list[str]
+    inputs: list[Edge]
+    outputs: list[Edge]
+    keep: bool = False
+    live_inputs: tuple[torch.Tensor, ...] = ()
+    released: bool = field(default=False, init=False)
+
+    def release(self) -> None:
+        """Let the replica graphs go; what only they held is freed here."""
+        self.inputs, self.outputs, self.live_inputs, self.released = [], [], (), True
+
+    def walk(self, output_grads: Sequence[torch.Tensor | None], keep: bool) -> list[list[torch.Tensor | None]]:
+        """Run backward in every replica graph; return each input edge's gradients, one a replica."""
+
+        def walk_some(replicas: Sequence[int]) -> None:
+            started = time.perf_counter()
+            ends, grads = [], []
+            for edge, grad in zip(self.outputs, output_grads, strict=True):
+                for i in replicas:
+                    end = edge.tensors[i]
+                    if grad is not None and end is not None and end.requires_grad:
+                        ends.append(end)
+                        grads.append(edge.part(grad, i, end.device))
+            if ends:
+                torch.autograd.backward(ends, grads, retain_graph=keep)
+            for i in replicas:
+                self.timings[i].backward_s = time.perf_counter() - started
+
+        replicas = range(len(self.timings))
+        devices = [timing.device for timing in self.timings]
+        if all(_devices.computes_on_host(device) for device in devices):
+            tasks = [lambda i=i: walk_some([i]) for i in replicas]  # type: ignore[misc]
+            values_or_raise(run_together(tasks, devices), [f"the backward of {place}" for place in self.where])
+        else:
+            walk_some(replicas)
+        return [[_take_grad(leaf) for leaf in edge.tensors] for edge in self.inputs]
+
+
+class Boundary(torch.autograd.Function):
+    """The node of the caller's graph; `Boundary.apply(graphs, *live_inputs)` returns the joined outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, graphs: Graphs, *live_inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.graphs = graphs
+        ctx.set_materialize_grads(False)
+        graphs.live_inputs = live_inputs
+        joined = []
+        constant = []
+        for edge in graphs.outputs:
+            result = edge.join(edge.tensors)
+            if any(result is tensor for tensor in edge.tensors):
+                result = result.clone()  # a tensor of the caller's own, which he may write into
+            joined.append(result)
+            if not any(tensor is not None and tensor.requires_grad for tensor in edge.tensors):
+                constant.append(result)
+        ctx.mark_non_differentiable(*constant)
+        return tuple(joined)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        graphs: Graphs = ctx.graphs
+        if graphs.released:
+            raise RuntimeError(
+                "Trying to backward through the replicas a second time: what they had saved was freed by the first "
+                "backward. Give the first one retain_graph=True, or add the losses up and call backward once."
+            )
+        if all(grad is None for grad in grads):
+            return (None, *(None for _ in graphs.inputs))
+        if torch.is_grad_enabled():
+            return (None, *_differentiable_backward(graphs, grads))
+        keep = graphs.keep or torch_private.backward_keeps_graph()
+        parts = graphs.walk(grads, keep)
+        joined = []
+        for edge, of_edge in zip(graphs.inputs, parts, strict=True):
+            joined.append(None if all(part is None for part in of_edge) else edge.join(_with_all_rows(edge, of_edge)))
+            of_edge.clear()  # the replicas' gradients go as soon as their sum is there
+        if not keep:
+            graphs.release()
+        return (None, *joined)
+
+
+def _differentiable_backward(graphs: Graphs, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Return the inputs' gradients as outputs of one more Boundary (4)."""
+    graphs.keep = True
+    devices = [timing.device for timing in graphs.timings]
+    replicas = range(len(devices))
+    incoming: list[Edge] = []
+    live_grads: list[torch.Tensor] = []
+    ends: list[torch.Tensor] = []
+    end_grads: list[torch.Tensor] = []
+    for edge, grad in zip(graphs.outputs, grads, strict=True):
+        if grad is None:
+            continue
+        parts = [edge.part(grad.detach(), i, devices[i]).detach().requires_grad_(grad.requires_grad) for i in replicas]
+        incoming.append(Edge(edge.layout, grad.device, parts))
+        live_grads.append(grad)
+        for end, part in zip(edge.tensors, parts, strict=True):
+            if end is not None and end.requires_grad:
+                ends.append(end)
+                end_grads.append(part)
+    leaves = [leaf for edge in graphs.inputs for leaf in edge.tensors if leaf is not None]
+    # One call for all replicas, also on the host: this pass is rare, and its graphs need no thread of their own.
+    results = torch.autograd.grad(ends, leaves, end_grads, create_graph=True, allow_unused=True)
+    grad_of = dict(zip(map(id, leaves), results, strict=True))
+    gradients: list[Edge | None] = []
+    for edge in graphs.inputs:
+        of_edge = [grad_of[id(leaf)] if leaf is not None else None for leaf in edge.tensors]
+        used = any(part is not None for part in of_edge)
+        gradients.append(Edge(edge.layout, edge.device, _with_all_rows(edge, of_edge)) if used else None)
+    higher = Graphs(
+        timings=graphs.timings,
+        where=graphs.where,
+        inputs=[*graphs.inputs, *incoming],
+        outputs=[edge for edge in gradients if edge is not None],
+        keep=True,
+    )
+    if not higher.outputs:
+        return [None] * len(gradients)
+    joined = iter(Boundary.apply(higher, *graphs.live_inputs, *live_grads))
+    return [next(joined) if edge is not None else None for edge in gradients]
+
+
+def _with_all_rows(edge: Edge, parts: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+    """Return the parts of a gradient with zeros for rows that nothing depends on."""
+    if isinstance(edge.layout, Whole):
+        return parts
+    leaves = edge.tensors
+    return [
+        torch.zeros_like(leaf) if part is None and leaf is not None else part
+        for part, leaf in zip(parts, leaves, strict=True)
+    ]
+
+
+def _take_grad(leaf: torch.Tensor | None) -> torch.Tensor | None:
+    if leaf is None:
+        return None
+    grad, leaf.grad = leaf.grad, None
+    return grad

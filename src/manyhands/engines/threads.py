@@ -1,0 +1,235 @@
+"""The threads engine: one replica a thread, all in this process.
+
+One forward, step by step:
+
+    1. refresh the blueprint and check where the live module's tensors are
+    2. cut the inputs into shards; on the replicas' side of the autograd boundary they are leaves
+    3. stamp one replica a shard, with leaves of its own for the parameters
+    4. call the replicas, all at once; the caller's thread runs the first
+    5. match the outputs; where the structure is new, look for live tensors in the replicas' graphs
+    6. join the outputs through the boundary
+
+Buffers: the first replica has the live ones (so its updates persist), the others have copies. If anything fails in
+steps 4 or 5, the live buffers get back what they held before.
+
+Assumes that nobody changes the module while a forward runs. Calls from several threads may overlap; they share
+nothing but the blueprint, which is used under a lock.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands import devices as _devices
+from manyhands import nested
+from manyhands.engines.base import Call, Engine, ReplicaTiming
+from manyhands.engines.boundary import Boundary, Edge, Graphs, Whole
+from manyhands.parallel_apply import values_or_raise
+from manyhands.replicate import Blueprint, buffer_for, constant_for
+from manyhands.scatter_gather import Group, Rows, collect, put_together
+from manyhands.workers import inside_replica, run_together
+
+
+class ThreadsEngine(Engine):
+    """See the module's docstring."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blueprint: Blueprint | None = None
+        self._unchecked = True  # whether the structure has changed since the replicas' graphs were looked at
+        self._timings: list[ReplicaTiming] = []
+
+    def forward(self, module: nn.Module, call: Call) -> Any:
+        tracked = torch.is_grad_enabled()
+        where = call.where()
+        timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.rows.sizes, strict=True)]
+        with self._lock:
+            blueprint = self._current_blueprint(module)
+            blueprint.check_device(call.source)
+            shards = [_Shard(call, i, tracked) for i in range(len(call.devices))]
+            stamps = [_Stamp(blueprint, call.source, device, i == 0, tracked) for i, device in enumerate(call.devices)]
+        backups = [(buffer, buffer.clone()) for buffer in blueprint.buffers.values()]
+        if not inside_replica():
+            self._timings = timings
+
+        def task(index: int) -> Callable[[], Any]:
+            def run() -> Any:
+                started = time.perf_counter()
+                output = stamps[index].replica(*shards[index].inputs, **shards[index].kwargs)
+                timings[index].forward_s = time.perf_counter() - started
+                return output
+
+            return run
+
+        try:
+            outcomes = run_together([task(i) for i in range(len(call.devices))], call.devices)
+            outputs = values_or_raise(outcomes, where)
+            del outcomes
+            groups, values = collect(outputs, call.dim)
+            if tracked and self._unchecked:
+                _look_for_live_tensors(blueprint, groups, where)
+                self._unchecked = False
+        except BaseException:
+            for buffer, before in backups:
+                buffer.data.copy_(before)
+            raise
+        stamps[0].commit_buffers()
+
+        edges = [Edge(group.rows, call.output_device, group.tensors) for group in groups]
+        if not any(tensor.requires_grad for group in groups for tensor in group.tensors):
+            return put_together(outputs[0], values, [edge.join(edge.tensors) for edge in edges])
+        live_inputs = shards[0].live_inputs
+        live_parameters = stamps[0].live_parameters
+        graphs = Graphs(
+            timings=timings,
+            where=where,
+            inputs=[
+                *_edges(shards[0].layouts, live_inputs, [shard.leaves for shard in shards]),
+                *_edges([Whole()] * len(live_parameters), live_parameters, [stamp.leaves for stamp in stamps]),
+            ],
+            outputs=edges,
+        )
+        joined = Boundary.apply(graphs, *live_inputs, *live_parameters)
+        return put_together(outputs[0], values, joined)
+
+    def timings(self) -> list[ReplicaTiming]:
+        return self._timings
+
+    def close(self) -> None:
+        self._blueprint = None
+
+    def _current_blueprint(self, module: nn.Module) -> Blueprint:
+        """Return the blueprint of `module`, up to date."""
+        if inside_replica():  # a wrapper inside a replica: its module is new in every forward
+            blueprint = Blueprint(module)
+            blueprint.refresh()
+            return blueprint
+        if self._blueprint is None or self._blueprint.root is not module:
+            self._blueprint = Blueprint(module)
+        self._unchecked |= self._blueprint.refresh()
+        return self._blueprint
+
+
+class _Shard:
+    """The inputs of one replica, and the leaves behind those that need a gradient."""
+
+    def __init__(self, call: Call, index: int, tracked: bool) -> None:
+        self.live_inputs: list[torch.Tensor] = []
+        self.layouts: list[Rows | Whole] = []
+        self.leaves: list[torch.Tensor] = []
+
+        def part(tensor: torch.Tensor) -> torch.Tensor:
+            layout = call.rows if tensor.dim() else Whole()
+            mine = layout.part(tensor.detach(), index)
+            if tracked and tensor.requires_grad:
+                self.live_inputs.append(tensor)
+                self.layouts.append(layout)
+                self.leaves.append(mine.requires_grad_())
+            # A copy even on the same device, so that a module that writes into its input writes into its own; and
+            # made in the replica's graph, because writing into a leaf is forbidden.
+            return mine.to(call.devices[index], copy=True)
+
+        self.inputs = nested.map_tensors(part, call.inputs)
+        self.kwargs = nested.map_tensors(part, call.kwargs)
+
+
+class _Stamp:
+    """One replica, and the leaves that stand in it for the live parameters."""
+
+    def __init__(
+        self, blueprint: Blueprint, source: torch.device, device: torch.device, first: bool, tracked: bool
+    ) -> None:
+        self.live_parameters: list[torch.Tensor] = []
+        self.leaves: list[torch.Tensor] = []
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        tensors: dict[int, torch.Tensor] = {}
+        for key, parameter in blueprint.parameters.items():
+            if tracked and parameter.requires_grad:
+                tensors[key] = leaf = _leaf(parameter, device)
+                self.live_parameters.append(parameter)
+                self.leaves.append(leaf)
+            elif _devices.same_device(parameter.device, device):
+                tensors[key] = parameter
+            else:
+                tensors[key] = _leaf(parameter, device)
+        for key, buffer in blueprint.buffers.items():
+            tensors[key] = buffer_for(buffer, device, shared=first)
+            self._buffers.append((buffer, tensors[key]))
+        for key, constant in blueprint.constants.items():
+            tensors[key] = constant_for(constant, source, device)
+        self.replica = blueprint.stamp(tensors)
+
+    def commit_buffers(self) -> None:
+        """Write this replica's buffers into the live ones, where it does not have those themselves."""
+        for live, own in self._buffers:
+            if own is not live:
+                live.data.copy_(own)
+
+
+def _leaf(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a parameter of its own for a replica on `device`; it shares storage where the device is the same."""
+    there = _devices.copy_to(parameter.detach(), device)
+    if type(there) is torch.Tensor and type(parameter) in (nn.Parameter, torch.Tensor):
+        leaf: torch.Tensor = nn.Parameter(there, parameter.requires_grad)
+    elif isinstance(parameter, nn.Parameter) and type(there) is torch.Tensor:  # a user's subclass of Parameter
+        leaf = there.as_subclass(type(parameter)).requires_grad_(parameter.requires_grad)
+    else:  # a tensor subclass, which detach() keeps
+        leaf = nn.Parameter(there, parameter.requires_grad)
+    for name, value in parameter.__dict__.items():
+        leaf.__dict__.setdefault(name, value)
+    return leaf
+
+
+def _edges(
+    layouts: Sequence[Rows | Whole], live: Sequence[torch.Tensor], leaves: Sequence[Sequence[torch.Tensor]]
+) -> Iterator[Edge]:
+    """Yield the boundary's input edges: `leaves[i][k]` is replica i's leaf for live tensor k."""
+    for layout, tensor, of_edge in zip(layouts, live, zip(*leaves, strict=True), strict=True):
+        yield Edge(layout, tensor.device, of_edge)
+
+
+def _look_for_live_tensors(blueprint: Blueprint, groups: Sequence[Group], where: Sequence[str]) -> None:
+    """Check that no replica's graph leads to a tensor of the live module instead of the replica's own.
+
+    Raises:
+        RuntimeError: one does; its gradient would be wrong, so the forward fails. Names the tensor.
+    """
+    histories = {tensor.grad_fn: tensor for tensor in blueprint.histories.values()}
+    for place, outputs in zip(where, zip(*(group.tensors for group in groups), strict=True), strict=True):
+        for reached in _leaves_and_nodes(outputs):
+            if isinstance(reached, torch.Tensor) and id(reached) in blueprint.parameters:
+                raise RuntimeError(
+                    f"{place} used {blueprint.name_of(reached)} of the original module instead of its own: something "
+                    "in the module refers to the original in a way that cannot be followed, such as an object that "
+                    "holds the module or one of its methods. Reach it through self, in forward."
+                )
+            if reached in histories:
+                raise RuntimeError(
+                    f"{place} used {blueprint.name_of(histories[reached])}, a tensor that was computed outside "
+                    "forward and needs gradients. Pass it to the model as an input, compute it in forward, or "
+                    "detach() it."
+                )
+
+
+def _leaves_and_nodes(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:
+    """Yield every leaf tensor and every node in the graph behind `outputs`."""
+    pending: list[Any] = []
+    for output in outputs:
+        if output.grad_fn is not None:
+            pending.append(output.grad_fn)
+        elif output.requires_grad:
+            yield output
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        yield node
+        if hasattr(node, "variable"):
+            yield node.variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)

@@ -1,0 +1,54 @@
+"""Messages: what is said once, and the one place where context is added to an exception.
+
+manyhands raises the types that torch raises in the same place (`ValueError`, `TypeError`, `RuntimeError`), so that
+programs written for `torch.nn.DataParallel` catch what they caught before. An exception from a user's module stays
+the object it was; where it happened is added to it as a note (PEP 678).
+"""
+
+import logging
+import threading
+import warnings
+
+log = logging.getLogger("manyhands")
+
+_said: set[str] = set()
+_said_lock = threading.Lock()
+
+
+def say_once(message: str) -> None:
+    """Log `message` as a warning, the first time only in this process."""
+    if _first_time(message):
+        log.warning(message)
+
+
+def warn_once(message: str) -> None:
+    """Issue `message` as a `UserWarning`, the first time only in this process."""
+    if _first_time(message):
+        warnings.warn(message, UserWarning, stacklevel=2)
+
+
+def forget_what_was_said() -> None:
+    """Let every message be said again (for tests)."""
+    with _said_lock:
+        _said.clear()
+
+
+def _first_time(message: str) -> bool:
+    with _said_lock:
+        first = message not in _said
+        _said.add(message)
+    return first
+
+
+def annotate(errors: list[tuple[str, BaseException]]) -> BaseException:
+    """Return the first of several replicas' errors, with notes that tell where it and the others came from.
+
+    Args:
+        errors: (where, exception) in replica order, at least one; `where` reads like "replica 1 on cpu, rows 8 to 15".
+    """
+    where, first = errors[0]
+    first.add_note(f"raised in {where}")
+    for elsewhere, other in errors[1:]:
+        if other is not first:
+            first.add_note(f"{elsewhere} raised too: {type(other).__name__}: {other}")
+    return first

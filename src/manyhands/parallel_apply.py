@@ -1,0 +1,73 @@
+"""parallel_apply: replica i to shard i, all at once, each in a thread of its own."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from manyhands import devices as _devices
+from manyhands import nested
+from manyhands.devices import DeviceLike
+from manyhands.errors import annotate
+from manyhands.workers import Outcome, run_together
+
+
+def parallel_apply(
+    modules: Sequence[Callable[..., Any]],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[dict[str, Any] | None] | None = None,
+    devices: Sequence[DeviceLike] | None = None,
+) -> list[Any]:
+    """Call `modules[i](*inputs[i], **kwargs_tup[i])` for every i, all at once; return the outputs in order.
+
+        >>> double, negate = torch.nn.Threshold(-1, 0), lambda x: -x
+        >>> manyhands.parallel_apply([double, negate], [torch.ones(2), torch.ones(3)])
+        [tensor([1., 1.]), tensor([-1., -1., -1.])]
+
+    Every call sees the caller's thread state: grad mode, autocast, default device and the rest.
+
+    Args:
+        modules: one module (or any callable) a call.
+        inputs: one tuple of positional inputs a call; anything else counts as the only input.
+        kwargs_tup: one dict of keyword inputs a call, or None for none.
+        devices: the device that is current during each call; left out, that of the call's first tensor.
+
+    Raises:
+        ValueError: sequences of different lengths, or none at all.
+        BaseException: what a call raised, the same object, with a note that names the replica and its device; of
+            several the lowest replica's, the others named in the note.
+    """
+    calls = len(modules)
+    if not calls:
+        raise ValueError("no modules to apply: expected at least one")
+    for name, given in (("inputs", inputs), ("kwargs_tup", kwargs_tup), ("devices", devices)):
+        if given is not None and len(given) != calls:
+            raise ValueError(f"{calls} modules but {len(given)} {name}: expected one a module")
+    all_kwargs = [kwargs or {} for kwargs in kwargs_tup] if kwargs_tup is not None else [{}] * calls
+    all_inputs = [given if isinstance(given, tuple | list) else (given,) for given in inputs]
+    if devices is None:
+        used = [_device_of(args, kwargs) for args, kwargs in zip(all_inputs, all_kwargs, strict=True)]
+    else:
+        used = [_devices.resolve_one(device, "devices") for device in devices]
+
+    def task(index: int) -> Callable[[], Any]:
+        return lambda: modules[index](*all_inputs[index], **all_kwargs[index])
+
+    outcomes = run_together([task(i) for i in range(calls)], used)
+    return values_or_raise(outcomes, [f"replica {i} on {device}" for i, device in enumerate(used)])
+
+
+def values_or_raise(outcomes: Sequence[Outcome[Any]], where: Sequence[str]) -> list[Any]:
+    """Return the outcomes' values; or raise the first error among them, annotated with where each came from."""
+    errors = [(place, o.error) for place, o in zip(where, outcomes, strict=True) if o.error is not None]
+    try:
+        if errors:
+            raise annotate(errors)
+        return [outcome.value for outcome in outcomes]
+    finally:
+        del errors, outcomes  # the traceback refers to this frame: nothing in it may refer to the exception
+
+
+def _device_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device:
+    found = next(nested.tensors([list(args), kwargs]), None)
+    return found[1].device if found else torch.device("cpu")

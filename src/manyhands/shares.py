@@ -1,0 +1,62 @@
+"""How many rows of a batch each replica gets.
+
+A *share* is a number of rows; the shares of a batch add up to the batch, exactly. Three rules:
+
+    "chunk"    torch's own: ceil(rows / n) rows each until they are used up, so possibly fewer shares than devices
+    "even"     shares differ by one row at most
+    weights    in proportion to the given numbers; a weight of 0 leaves that replica idle
+"""
+
+import math
+from collections.abc import Sequence
+
+Shares = str | Sequence[float]
+
+
+def check_shares(shares: object, num_replicas: int) -> Shares:
+    """Return `shares` in its normal form (a string, or a tuple of floats), or say what is wrong with it.
+
+    Raises:
+        TypeError: neither a string nor a sequence of numbers.
+        ValueError: an unknown rule, another number of weights than replicas, a negative or non-finite weight, or
+            no weight above 0.
+    """
+    if isinstance(shares, str):
+        if shares not in ("chunk", "even"):
+            raise ValueError(f'shares={shares!r}: expected "chunk", "even" or one weight a device')
+        return shares
+    if not isinstance(shares, Sequence) or not all(
+        isinstance(weight, int | float) and not isinstance(weight, bool) for weight in shares
+    ):
+        raise TypeError(f'shares={shares!r}: expected "chunk", "even" or a sequence of numbers, one a device')
+    weights = tuple(float(weight) for weight in shares)
+    if len(weights) != num_replicas:
+        raise ValueError(f"shares={shares!r} has {len(weights)} weights for {num_replicas} devices: give one a device")
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) <= 0:
+        raise ValueError(f"shares={shares!r}: expected finite weights of 0 or more, at least one of them above 0")
+    return weights
+
+
+def split_rows(rows: int, num_replicas: int, shares: Shares = "chunk") -> list[int]:
+    """Return how many of `rows` rows each replica gets; the result has `num_replicas` entries that sum to `rows`.
+
+    >>> split_rows(10, 4), split_rows(10, 4, "even"), split_rows(30, 2, [2, 1])
+    ([3, 3, 3, 1], [3, 3, 2, 2], [20, 10])
+
+    "chunk" is the rule of `torch.Tensor.chunk`; weights are rounded by the largest remainder (Hamilton's method),
+    ties to the lower replica.
+    """
+    if shares == "chunk":
+        size = max(1, math.ceil(rows / num_replicas))
+        return [max(0, min(size, rows - i * size)) for i in range(num_replicas)]
+    if shares == "even":
+        quotient, remainder = divmod(rows, num_replicas)
+        return [quotient + (i < remainder) for i in range(num_replicas)]
+    weights = [float(weight) for weight in shares]
+    exact = [rows * (weight / sum(weights)) for weight in weights]
+    sizes = [math.floor(share) for share in exact]
+    by_remainder = sorted(range(num_replicas), key=lambda i: (sizes[i] - exact[i], i))
+    by_remainder = [i for i in by_remainder if weights[i] > 0]
+    for i in range(rows - sum(sizes)):
+        sizes[by_remainder[i % len(by_remainder)]] += 1
+    return sizes

@@ -1,0 +1,88 @@
+"""The caller's thread-local state, carried into the worker threads.
+
+torch keeps much of what a user has switched on per thread: grad mode, inference mode, autocast, the default device,
+saved-tensor hooks, the current streams, denormal flushing. A replica must see all of it as the caller does.
+(The default dtype and the deterministic flags belong to the process and need no carrying.) Two kinds of state cannot
+follow into another thread: dispatch and function modes, and torch.func transforms; while one is active,
+`modes_that_stay()` says so and replicas run in the caller's thread.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from manyhands import torch_private
+
+# Device types that autocast knows; asking about one that this build of torch lacks is harmless.
+_AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "ipu", "privateuseone")
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadState:
+    """What `capture` found in one thread, for `applied` to set in others."""
+
+    grad_enabled: bool
+    inference: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    autocast_cache: bool
+    saved_tensor_hooks: tuple[Callable[..., Any], Callable[..., Any]] | None
+    saved_tensor_hooks_disabled: str | None
+    default_device: torch.device | None
+    flush_denormal: bool
+    context: contextvars.Context
+
+    @classmethod
+    def capture(cls) -> "ThreadState":
+        """Return the calling thread's state."""
+        return cls(
+            grad_enabled=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast=tuple((t, torch.get_autocast_dtype(t)) for t in _AUTOCAST_TYPES if torch.is_autocast_enabled(t)),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            saved_tensor_hooks=torch_private.saved_tensor_hooks(),
+            saved_tensor_hooks_disabled=torch_private.saved_tensor_hooks_disabled(),
+            default_device=torch.get_default_device() if torch_private.function_modes() else None,
+            flush_denormal=_flushes_denormals(),
+            context=contextvars.copy_context(),
+        )
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Set this state, all but `context`, in the calling thread for as long as the context lasts."""
+        with contextlib.ExitStack() as stack:
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            if self.default_device is not None:
+                stack.enter_context(self.default_device)
+            for device_type, dtype in self.autocast:
+                stack.enter_context(torch.autocast(device_type, dtype, cache_enabled=self.autocast_cache))
+            if self.saved_tensor_hooks is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_tensor_hooks))
+            if self.saved_tensor_hooks_disabled is not None:
+                message = self.saved_tensor_hooks_disabled
+                stack.enter_context(torch.autograd.graph.disable_saved_tensors_hooks(message))
+            if self.flush_denormal != _flushes_denormals():
+                torch.set_flush_denormal(self.flush_denormal)  # nothing to undo: each task sets what it needs
+            stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
+            yield
+
+
+def modes_that_stay() -> bool:
+    """Return whether this thread is under a mode or transform that no other thread can join."""
+    return (
+        torch_private.has_dispatch_modes()
+        or torch_private.has_transforms()
+        or any(not torch_private.is_default_device(mode) for mode in torch_private.function_modes())
+    )
+
+
+_smallest_denormal = 5e-324
+
+
+def _flushes_denormals() -> bool:
+    # torch.set_flush_denormal cannot be read back; Python's own float arithmetic obeys the same processor flag.
+    return _smallest_denormal * 1.0 == 0.0

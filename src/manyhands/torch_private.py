@@ -1,0 +1,80 @@
+"""Every private call of torch that manyhands makes, each with what happens where a release of torch lacks it.
+
+Nothing else in the package may name a `torch._C` function; tests/test_torch_private.py calls each of these.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def backward_keeps_graph() -> bool:
+    """Return whether the backward pass that is running was asked to keep its graph (`retain_graph=True`).
+
+    Fallback: True. Then activations go when the loss goes, instead of while backward runs.
+    """
+    try:
+        return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+    except AttributeError:
+        return True
+
+
+def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return the innermost pair of this thread's default saved-tensor hooks, or None.
+
+    Fallback: None. Then hooks such as `save_on_cpu` act on the caller's replica only.
+    """
+    try:
+        return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    except AttributeError:
+        return None
+
+
+def saved_tensor_hooks_disabled() -> str | None:
+    """Return the message of `torch.autograd.graph.disable_saved_tensors_hooks` where that is active, else None."""
+    try:
+        return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    except AttributeError:
+        return None
+
+
+def function_modes() -> list[Any]:
+    """Return this thread's active `TorchFunctionMode`s; the default device is one of them. Fallback: none."""
+    try:
+        if not torch._C._len_torch_function_stack():
+            return []
+        return list(torch.overrides._get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+    except AttributeError:
+        return []
+
+
+def is_default_device(mode: object) -> bool:
+    """Return whether a function mode is the one behind `torch.set_default_device`. Fallback: False."""
+    try:
+        return isinstance(mode, torch.utils._device.DeviceContext)
+    except AttributeError:
+        return False
+
+
+def has_dispatch_modes() -> bool:
+    """Return whether a `TorchDispatchMode` is active in this thread. Fallback: False."""
+    try:
+        return bool(torch._C._len_torch_dispatch_stack())
+    except AttributeError:
+        return False
+
+
+def has_transforms() -> bool:
+    """Return whether a `torch.func` transform or forward-mode AD is active in this thread. Fallback: False."""
+    try:
+        if torch._C._functorch.maybe_current_level() is not None:
+            return True
+        return bool(torch.autograd.forward_ad._current_level >= 0)
+    except AttributeError:
+        return False
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Return whether calling `module` runs code that torch.compile made for this very object."""
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"

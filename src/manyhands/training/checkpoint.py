@@ -1,0 +1,142 @@
+"""The checkpoint: all that a run needs to go on as if it had not stopped.
+
+That is the weights, the optimizer's state, the states of the random number generators, and how far the run is. The
+learning rate and the order of the rows follow from the number of steps, and the history is in metrics.jsonl; neither
+is saved twice.
+
+A checkpoint is a file of `torch.save`, which is a zip archive. `torch.load` does not compare its checksums, so they
+are compared here; and it is told to load plain values only, so a checkpoint from elsewhere cannot run code.
+"""
+
+import pickle
+import random
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands import devices
+from manyhands.training.errors import FolderError
+from manyhands.training.run_folder import RunFolder, replaced
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is.
+
+    Args:
+        steps: optimizer steps that are finished.
+        epochs: epochs that are finished, the evaluation at their end included.
+    """
+
+    steps: int = 0
+    epochs: int = 0
+
+
+def save(
+    folder: RunFolder,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
+    on: Sequence[torch.device],
+) -> None:
+    """Write checkpoint.pt; the one that was there becomes checkpoint.previous.pt."""
+    state = {
+        "format": _FORMAT,
+        "steps": progress.steps,
+        "epochs": progress.epochs,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "random": _random_state(on),
+    }
+    with replaced(folder.checkpoint, keep_as=folder.previous_checkpoint) as unfinished:
+        torch.save(state, unfinished)
+
+
+def restore(
+    folder: RunFolder,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    on: Sequence[torch.device],
+    say: Callable[[str], None],
+) -> Progress:
+    """Load the last checkpoint into model, optimizer and generators; where it is damaged, the one before.
+
+    Args:
+        on: the devices of the run's replicas. A device that the checkpoint has no random state for keeps its own.
+        say: called with a line when the last checkpoint cannot be used.
+
+    Raises:
+        FolderError: no checkpoint can be used.
+    """
+    state = _read_last(folder, say)
+    try:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        _set_random_state(state["random"], on)
+        return Progress(steps=state["steps"], epochs=state["epochs"])
+    except (KeyError, ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise FolderError(f"the checkpoint in {folder} does not fit the run in its config.json: {reason}") from error
+
+
+def _read_last(folder: RunFolder, say: Callable[[str], None]) -> dict[str, Any]:
+    problems = []
+    for path in (folder.checkpoint, folder.previous_checkpoint):
+        try:
+            state = _read(path)
+        except _UnusableError as error:
+            problems.append(f"{path.name} {error}")
+            continue
+        if problems:
+            say(f"{problems[0]}; using {path.name}, of step {state['steps']}")
+        return state
+    raise FolderError(f"no checkpoint in {folder} can be used: {'; '.join(problems)}")
+
+
+class _UnusableError(Exception):
+    """A checkpoint cannot be read; says why."""
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Read a checkpoint onto the CPU."""
+    if not path.exists():
+        raise _UnusableError("is missing")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise _UnusableError(f"is damaged (in {damaged})")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (zipfile.BadZipFile, pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        raise _UnusableError(f"is damaged ({str(error).splitlines()[0]})") from error
+    if not isinstance(state, dict) or state.get("format") != _FORMAT:
+        raise _UnusableError("is not a checkpoint of this version of manyhands")
+    return state
+
+
+def _random_state(on: Sequence[torch.device]) -> dict[str, Any]:
+    """Return the states of python's generator and torch's: the CPU's, and those of the accelerators in use."""
+    return {
+        "python": random.getstate(),
+        "cpu": torch.get_rng_state(),
+        **{str(device): torch.get_device_module(device).get_rng_state(device) for device in _accelerators_in(on)},
+    }
+
+
+def _set_random_state(state: dict[str, Any], on: Sequence[torch.device]) -> None:
+    random.setstate(state["python"])
+    torch.set_rng_state(state["cpu"])
+    for device in _accelerators_in(on):
+        if str(device) in state:
+            torch.get_device_module(device).set_rng_state(state[str(device)], device)
+
+
+def _accelerators_in(on: Sequence[torch.device]) -> list[torch.device]:
+    return [device for device in dict.fromkeys(on) if not devices.computes_on_host(device)]

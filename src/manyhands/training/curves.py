@@ -1,0 +1,80 @@
+"""curves.png: loss and accuracy by epoch, the picture of a run that people look at."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from manyhands.training.metrics import EpochRecord
+from manyhands.training.run_folder import replaced
+
+_TRAIN = "#2a6f97"
+_TEST = "#d1495b"
+_INK = "#3d3d3d"
+_PAPER = "#ffffff"
+_GRID = "#e6e6e6"
+
+# On its first use matplotlib lists the machine's fonts, and logs that it does. Nobody who trains wants to know.
+logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
+
+
+def draw(path: Path, epochs: Sequence[EpochRecord], *, title: str, last_epoch: int) -> None:
+    """Draw the picture and put it in the place of the one before.
+
+    Args:
+        path: where the PNG goes.
+        epochs: what has been measured so far, at least one.
+        title: stands above it.
+        last_epoch: where the run ends, so that the picture fills from left to right while it works.
+    """
+    figure = Figure(figsize=(10, 4.2), facecolor=_PAPER, layout="constrained")
+    loss_axes, accuracy_axes = figure.subplots(1, 2)
+    figure.suptitle(title, x=0.012, ha="left", fontsize=12, color=_INK)
+
+    numbers = [record.epoch for record in epochs]
+    _line(loss_axes, numbers, [record.train_loss for record in epochs], _TRAIN, "train")
+    _line(loss_axes, numbers, [record.test_loss for record in epochs], _TEST, "test")
+    _line(accuracy_axes, numbers, [record.test_accuracy for record in epochs], _TEST, "test")
+
+    _dress(loss_axes, "Loss", last_epoch)
+    _dress(accuracy_axes, "Accuracy", last_epoch)
+    loss_axes.set_ylim(bottom=0)
+    loss_axes.legend(frameon=False, labelcolor=_INK)
+    _note_last(accuracy_axes, epochs[-1])
+
+    with replaced(path) as unfinished:
+        figure.savefig(unfinished, format="png", dpi=150)
+
+
+def _line(axes: Axes, numbers: Sequence[int], values: Sequence[float], color: str, label: str) -> None:
+    axes.plot(numbers, values, color=color, label=label, linewidth=2, marker="o", markersize=4, clip_on=False)
+
+
+def _dress(axes: Axes, title: str, last_epoch: int) -> None:
+    axes.set_title(title, loc="left", fontsize=11, color=_INK)
+    axes.set_xlabel("epoch", color=_INK)
+    margin = 0.02 * max(1, last_epoch - 1)
+    axes.set_xlim(1 - margin, max(2, last_epoch) + margin)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.tick_params(colors=_INK, length=0)
+    axes.grid(color=_GRID)
+    axes.set_axisbelow(True)
+    axes.spines[:].set_visible(False)
+
+
+def _note_last(axes: Axes, record: EpochRecord) -> None:
+    """Write the last accuracy beside its point, on the side where there is room."""
+    low, high = axes.get_ylim()
+    above = record.test_accuracy < (low + high) / 2
+    axes.annotate(
+        f"{record.test_accuracy:.4f}",
+        (record.epoch, record.test_accuracy),
+        xytext=(0, 8 if above else -16),
+        textcoords="offset points",
+        ha="right" if record.epoch > 1 else "left",
+        color=_TEST,
+        fontweight="bold",
+    )

@@ -1,0 +1,113 @@
+"""What a run shows while it works: a progress bar on a terminal, plain lines anywhere else.
+
+Both are told the same things. The bar shows every step in place; the lines show the first step, so that it is seen
+at once that the run has begun, and after that one every few seconds.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TextIO
+
+import torch
+
+from manyhands.training.metrics import StepRecord
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one replica did in a step: its rows, and the seconds it took for their forward and backward pass."""
+
+    device: torch.device
+    rows: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.device} {self.rows} rows {1000 * self.seconds:.0f} ms"
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """A finished step, where it stands in the run, and how it was shared."""
+
+    record: StepRecord
+    epochs: int
+    step_in_epoch: int
+    steps_per_epoch: int
+    shares: Sequence[Share]
+
+    @property
+    def rows_per_second(self) -> float:
+        """Rows trained on in a second, over all replicas."""
+        return self.record.rows / self.record.seconds
+
+    @property
+    def replicas(self) -> str:
+        """Each replica's share and time."""
+        return ", ".join(map(str, self.shares))
+
+
+class Display(Protocol):
+    """Shows a run to whoever started it."""
+
+    def say(self, line: str) -> None:
+        """Show a line that stays."""
+
+    def step(self, report: StepReport) -> None:
+        """Show a finished step, as long as nothing newer is there."""
+
+    def download(self, name: str, done_bytes: int, total_bytes: int | None) -> None:
+        """Show how far a download is."""
+
+    def close(self) -> None:
+        """Take away what does not stay."""
+
+
+def for_stdout() -> Display:
+    """Return the display that suits standard output."""
+    if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
+        return Lines()
+    from manyhands.training.bar import Bar  # rich takes its time to load
+
+    return Bar()
+
+
+class Lines:
+    """A display for pipes, files and logs: each line is written out at once."""
+
+    def __init__(self, out: TextIO | None = None) -> None:
+        self._out = out or sys.stdout
+        self._last_line_at = -_SECONDS_BETWEEN_LINES
+        self._downloading = ""
+
+    def say(self, line: str) -> None:
+        """Write a line."""
+        print(line, file=self._out, flush=True)
+
+    def step(self, report: StepReport) -> None:
+        """Write a line for the first step, and when the last such line is some seconds old."""
+        now = time.monotonic()
+        if now - self._last_line_at < _SECONDS_BETWEEN_LINES:
+            return
+        self._last_line_at = now
+        self.say(
+            f"  epoch {report.record.epoch}/{report.epochs}, step {report.step_in_epoch}/{report.steps_per_epoch}: "
+            f"loss {report.record.loss:.4f}, {report.rows_per_second:,.0f} rows/s ({report.replicas})"
+        )
+
+    def download(self, name: str, done_bytes: int, total_bytes: int | None) -> None:
+        """Write a line when a file is begun."""
+        if name != self._downloading:
+            self._downloading = name
+            self.say(f"downloading {name}" + (f" ({_megabytes(total_bytes)})" if total_bytes else ""))
+
+    def close(self) -> None:
+        """Do nothing: lines stay."""
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.1f} MB"

@@ -1,0 +1,44 @@
+"""Ctrl-C and SIGTERM while training: the step in flight is finished, and the loop is told to stop.
+
+Half a step cannot be saved: some of its numbers would be old, some new. A step takes a few seconds at most, so the
+loop finishes it, saves, and leaves. Who cannot wait presses Ctrl-C again, and the last checkpoint is what stays.
+"""
+
+import os
+import signal
+from types import FrameType, TracebackType
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_STDERR = 2
+_NOTICE = b"\nfinishing the step in flight, then stopping (again: at once, without saving)\n"
+
+
+class StopRequest:
+    """While entered, remembers the first signal that asks the program to stop instead of letting it act.
+
+    `received` is that signal, or None. The second signal acts as usual. To be entered in the main thread.
+    """
+
+    received: signal.Signals | None = None
+
+    def __enter__(self) -> "StopRequest":
+        self._before = {number: signal.signal(number, self._receive) for number in _SIGNALS}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._let_act()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number)
+        self._let_act()
+        # os.write, because the signal may have arrived in the middle of a print
+        os.write(_STDERR, _NOTICE)
+
+    def _let_act(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

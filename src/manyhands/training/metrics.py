@@ -1,0 +1,114 @@
+"""metrics.jsonl: what a run has measured, a JSON object on each line.
+
+    {"kind": "step", "step": 1, "epoch": 1, "loss": 2.31, "learning_rate": 0.008, "rows": 120, "seconds": 0.31}
+    {"kind": "epoch", "epoch": 1, "step": 12, "train_loss": 1.2, "test_loss": 0.6, "test_accuracy": 0.82, ...}
+
+Steps and epochs are counted from 1: a line's `step` is how many steps the run had finished then. The records are
+also the run's only memory of itself: an epoch's loss and seconds are sums over its steps, also when the run was
+interrupted half-way.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from manyhands.training.run_folder import replaced
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step; `loss` is the mean over its `rows`."""
+
+    step: int
+    epoch: int
+    loss: float
+    learning_rate: float
+    rows: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """One epoch; `train_loss` is the mean over its rows as they were trained on, `train_seconds` leaves testing out."""
+
+    epoch: int
+    step: int
+    train_loss: float
+    test_loss: float
+    test_accuracy: float
+    train_seconds: float
+    test_seconds: float
+
+
+class Metrics:
+    """The records of a run, in memory and in metrics.jsonl.
+
+    Each record is a line in the file at once; `sync` waits until the lines are on the disk.
+    """
+
+    def __init__(self, path: Path, records: Iterable[StepRecord | EpochRecord] = ()) -> None:
+        self.steps: list[StepRecord] = []
+        self.epochs: list[EpochRecord] = []
+        with replaced(path) as unfinished, unfinished.open("w") as file:
+            for record in records:
+                file.write(self._remember(record))
+        self._file = path.open("a")
+
+    @classmethod
+    def reopen(cls, path: Path, *, steps: int, epochs: int) -> "Metrics":
+        """Go on with a file, without the lines after a checkpoint of so many steps and epochs."""
+        kept = []
+        for line in path.read_text().splitlines() if path.exists() else []:
+            with contextlib.suppress(ValueError, TypeError):  # the last line may be half a line
+                record = _record(json.loads(line))
+                if record.step <= steps and (isinstance(record, StepRecord) or record.epoch <= epochs):
+                    kept.append(record)
+        return cls(path, kept)
+
+    def add(self, record: StepRecord | EpochRecord) -> None:
+        """Add a record."""
+        self._file.write(self._remember(record))
+        self._file.flush()
+
+    def train_loss(self, epoch: int) -> float:
+        """Return the mean loss over the rows of an epoch so far."""
+        steps = [record for record in self.steps if record.epoch == epoch]
+        return sum(record.loss * record.rows for record in steps) / max(1, sum(record.rows for record in steps))
+
+    def train_seconds(self, epoch: int) -> float:
+        """Return the seconds that the steps of an epoch have taken so far."""
+        return sum(record.seconds for record in self.steps if record.epoch == epoch)
+
+    def sync(self) -> None:
+        """Return when all lines are on the disk."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _remember(self, record: StepRecord | EpochRecord) -> str:
+        """Keep a record in memory, and return its line."""
+        if isinstance(record, StepRecord):
+            self.steps.append(record)
+            kind = "step"
+        else:
+            self.epochs.append(record)
+            kind = "epoch"
+        return json.dumps({"kind": kind, **asdict(record)}) + "\n"
+
+
+def _record(line: dict[str, Any]) -> StepRecord | EpochRecord:
+    """Return what a line says. Raises ValueError or TypeError if it is no line of ours."""
+    if not isinstance(line, dict):
+        raise TypeError(f"expected an object, got {line!r}")
+    kind = line.pop("kind", None)
+    if kind == "step":
+        return StepRecord(**line)
+    if kind == "epoch":
+        return EpochRecord(**line)
+    raise ValueError(f"unknown kind {kind!r}")

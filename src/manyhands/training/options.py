@@ -1,0 +1,117 @@
+"""The options of a training: their defaults, what values they may have, and how they survive in config.json.
+
+This module imports nothing slow, so that a mistyped option is told at once, before torch is loaded.
+"""
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manyhands.training.errors import OptionError
+
+SCHEDULES = ("constant", "cosine")
+PRECISIONS = ("fp32", "bf16")
+DEVICE_ORDERS = ("PCI_BUS_ID", "FASTEST_FIRST")
+
+# A run can go on elsewhere and for longer; whatever else changes makes it another run.
+MAY_CHANGE_ON_RESUME = ("devices", "device_order", "epochs", "mirror")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `manyhands train` is asked to do; one field for each option of the command line.
+
+    The defaults are one recipe: SGD with momentum, a rate that rises over the first epoch and falls along a cosine
+    after it. Rate and batch size are those of one optimizer step over all devices, so that a run gives the same
+    numbers however many devices share its batches.
+
+    Raises:
+        OptionError: a value is out of its range; the message names the option as it is typed.
+    """
+
+    data: str = "digits"
+    mirror: str | None = None
+    model: str = "resnet18"
+    init: str = "default"
+    devices: str = "auto"
+    batch_size: int = 128
+    epochs: int = 10
+    lr: float = 0.1
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    warmup_epochs: float = 1.0
+    schedule: str = "cosine"
+    accumulate: int = 1
+    precision: str = "fp32"
+    seed: int = 0
+    device_order: str = "PCI_BUS_ID"
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "epochs", "accumulate"):
+            self._expect(name, getattr(self, name) >= 1, "a whole number from 1 up")
+        self._expect("lr", math.isfinite(self.lr) and self.lr > 0, "a number above 0")
+        self._expect("momentum", 0 <= self.momentum < 1, "a number from 0 up to, but not including, 1")
+        self._expect("weight_decay", math.isfinite(self.weight_decay) and self.weight_decay >= 0, "0 or more")
+        self._expect("seed", 0 <= self.seed < 2**32, "a whole number from 0 to 4294967295")
+        self._expect("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
+        self._expect("precision", self.precision in PRECISIONS, f"one of {', '.join(PRECISIONS)}")
+        self._expect("device_order", self.device_order in DEVICE_ORDERS, f"one of {', '.join(DEVICE_ORDERS)}")
+        self._expect(
+            "warmup_epochs",
+            0 <= self.warmup_epochs <= self.epochs,
+            f"0 (none) or more, and no more than --epochs {self.epochs}",
+        )
+        self._expect(
+            "accumulate",
+            self.accumulate <= self.batch_size,
+            f"at most --batch-size {self.batch_size}, so that no part of a batch is empty",
+        )
+
+    def _expect(self, name: str, holds: bool, expected: str) -> None:
+        if not holds:
+            raise OptionError(f"{flag(name)} {getattr(self, name)}: expected {expected}")
+
+    @classmethod
+    def from_given(cls, given: Mapping[str, Any]) -> "Options":
+        """Return the defaults with the options that were given in their place."""
+        order_of_environment = os.environ.get("CUDA_DEVICE_ORDER")
+        if order_of_environment in DEVICE_ORDERS:
+            given = {"device_order": order_of_environment, **given}
+        return cls(**_with_absolute_folder(given))
+
+    @classmethod
+    def from_saved(cls, saved: Mapping[str, Any], given: Mapping[str, Any]) -> "Options":
+        """Return the options of a run that is resumed: the saved ones, some of which the command line may change.
+
+        Raises:
+            OptionError: an option was given that would make it another run.
+            TypeError: `saved` has fields that this version does not know.
+        """
+        begun = cls(**saved)
+        given = _with_absolute_folder(given)
+        for name, value in given.items():
+            if name not in MAY_CHANGE_ON_RESUME and value != getattr(begun, name):
+                may_change = ", ".join(map(flag, MAY_CHANGE_ON_RESUME))
+                raise OptionError(
+                    f"{flag(name)} {value}: the run to resume has {flag(name)} {getattr(begun, name)}; leave it out, or "
+                    f"start another run (what may change on resuming: {may_change})"
+                )
+        return dataclasses.replace(begun, **given)
+
+
+def flag(name: str) -> str:
+    """Return an option's name as it is typed: `batch_size` is `--batch-size`."""
+    return "--" + name.replace("_", "-")
+
+
+def _with_absolute_folder(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Make a data folder's path absolute, so that the run can be resumed from elsewhere."""
+    given = dict(given)
+    names_a_folder = "data" in given and given["data"] not in ("digits", "fashion-mnist")
+    if names_a_folder and (folder := Path(given["data"]).expanduser()).is_dir():
+        given["data"] = str(folder.absolute())
+    return given

@@ -1,0 +1,144 @@
+"""The output folder of a run: which files it has, who may write into it, and how a file is replaced.
+
+    config.json              the options, and what they came to
+    metrics.jsonl            a line for each step and for each epoch
+    curves.png               loss and accuracy by epoch
+    model.safetensors        the weights of the last checkpoint
+    checkpoint.pt            what resuming needs
+    checkpoint.previous.pt   the one before
+
+Everything but metrics.jsonl, which is appended to, is replaced whole: at every moment, and whatever stops the
+program or the machine, a file under one of these names is a complete one. It is assumed that one process at a time
+trains in a folder.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from manyhands.training.errors import FolderError
+
+
+class RunFolder:
+    """The folder of one run, and the paths in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.json"
+        self.metrics = path / "metrics.jsonl"
+        self.curves = path / "curves.png"
+        self.model = path / "model.safetensors"
+        self.checkpoint = path / "checkpoint.pt"
+        self.previous_checkpoint = path / "checkpoint.previous.pt"
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @classmethod
+    def create(cls, path: Path | None, *, overwrite: bool = False) -> "RunFolder":
+        """Make the folder for a new run; by default `runs/` and the time. A run that is in it already stays, for now.
+
+        Raises:
+            FolderError: the folder cannot be made, or holds a run and `overwrite` is false.
+        """
+        folder = cls(path or Path("runs") / time.strftime("%Y-%m-%d-%H-%M-%S"))
+        if folder.holds_a_run() and not overwrite:
+            raise FolderError(
+                f"{folder} holds a run already: go on with it (--resume {folder}), replace it (--overwrite), or name "
+                "another folder (--output DIR)"
+            )
+        try:
+            folder.path.mkdir(parents=True, exist_ok=True)
+            with replaced(folder.path / ".writable"):
+                pass
+            (folder.path / ".writable").unlink()
+        except OSError as error:
+            raise FolderError(
+                f"--output {folder} cannot be written: {error.strerror}; name another folder (--output DIR)"
+            ) from None
+        return folder
+
+    @classmethod
+    def reopen(cls, path: Path) -> "RunFolder":
+        """Return the folder of a run that can be resumed.
+
+        Raises:
+            FolderError: there is no such folder, or no checkpoint in it.
+        """
+        folder = cls(path)
+        if not path.is_dir():
+            raise FolderError(f"--resume {folder}: there is no such folder; expected the --output of an earlier run")
+        if not (folder.checkpoint.exists() or folder.previous_checkpoint.exists()):
+            raise FolderError(
+                f"--resume {folder}: no checkpoint.pt in it; expected the --output of a run that has finished at least "
+                f"one epoch or was stopped with Ctrl-C (start it again: --output {folder} --overwrite)"
+            )
+        return folder
+
+    def holds_a_run(self) -> bool:
+        """Return whether any file of a run is there."""
+        return any(path.exists() for path in self._files())
+
+    def clear(self) -> None:
+        """Delete the run in the folder, and nothing else that may lie there."""
+        for path in self._files():
+            path.unlink(missing_ok=True)
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Write config.json."""
+        with replaced(self.config) as unfinished:
+            unfinished.write_text(json.dumps(config, indent=2) + "\n")
+
+    def saved_options(self) -> dict[str, Any]:
+        """Return the options in config.json.
+
+        Raises:
+            FolderError: the file is missing or damaged.
+        """
+        try:
+            config = json.loads(self.config.read_text())
+            return dict(config["options"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise FolderError(f"{self.config} cannot be used ({error!r}); it is needed to resume the run") from None
+
+    def _files(self) -> tuple[Path, ...]:
+        return (
+            self.config,
+            self.metrics,
+            self.curves,
+            self.model,
+            self.checkpoint,
+            self.previous_checkpoint,
+        )
+
+
+@contextlib.contextmanager
+def replaced(path: Path, *, keep_as: Path | None = None) -> Iterator[Path]:
+    """Give a temporary path to write to, and put what was written in the place of `path` when the block ends well.
+
+    The bytes are on the disk before the name is theirs; so after a power cut there is the old file or the new one.
+    With `keep_as` the old one is kept under that name. Between its renaming and the new one's, there is no `path`:
+    who reads must then turn to `keep_as`.
+    """
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        unfinished.touch()
+        yield unfinished
+        with unfinished.open("rb+") as file:
+            os.fsync(file.fileno())
+        if keep_as is not None and path.exists():
+            path.replace(keep_as)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    if sys.platform != "win32":  # the names themselves; Windows has no way to ask for it
+        names = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(names)
+        finally:
+            os.close(names)

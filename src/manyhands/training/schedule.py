@@ -1,0 +1,44 @@
+"""What a step is made of, as far as it depends on nothing but its number: which rows, at which learning rate.
+
+Neither depends on the devices. The order of the rows depends on the seed and the epoch, not on what was drawn
+before, so that a run can be resumed anywhere, and on more or fewer devices.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def num_steps(rows: int, batch_size: int) -> int:
+    """Return how many steps an epoch has: enough for every row, with no step above `batch_size` rows."""
+    return math.ceil(rows / batch_size)
+
+
+def epoch_batches(rows: int, batch_size: int, *, seed: int, epoch: int) -> tuple[Tensor, ...]:
+    """Return the row numbers of each step of an epoch, shuffled; every row once.
+
+    All steps get as many rows, give or take one, rather than `batch_size` rows and a small rest at the end: the rate
+    is made for the full batch, and a rest of a few rows would leave replicas with a single row, which batch norm
+    cannot train on.
+
+    Example:
+        >>> [len(batch) for batch in epoch_batches(1437, 128, seed=0, epoch=0)]
+        [120, 120, 120, 120, 120, 120, 120, 120, 120, 119, 119, 119]
+    """
+    order = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(rows, generator=order).tensor_split(num_steps(rows, batch_size))
+
+
+def learning_rate(step: int, *, peak: float, schedule: str, warmup_steps: int, total_steps: int) -> float:
+    """Return the rate for a step, counted from 0.
+
+    It rises in a line over `warmup_steps` to `peak`, and from there stays ("constant"), or falls along half a
+    cosine towards 0 at the end of the run ("cosine"; Loshchilov and Hutter, "SGDR", 2016, without restarts).
+    """
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    if schedule == "constant":
+        return peak
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    return peak * (1 + math.cos(math.pi * progress)) / 2

@@ -1,0 +1,451 @@
+"""Downloads against a server on loopback that behaves well, badly, and not at all."""
+
+import doctest
+import hashlib
+import os
+import random
+import re
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from manyhands.training import download
+from manyhands.training.download import DownloadError, download_file, download_files
+
+BODY = random.Random(0).randbytes(300_000)
+MD5 = hashlib.md5(BODY).hexdigest()
+HALF = 150_000
+
+
+class Server(ThreadingHTTPServer):
+    """Serve BODY under every name, in the manner that `manner` names, and keep the requests' Range headers."""
+
+    manner = "ranges"
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/file.gz"
+        self.requests: list[tuple[str, str | None]] = []
+
+    @property
+    def ranges(self):
+        return [requested for _, requested in self.requests]
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        requested = self.headers["Range"]
+        self.server.requests.append((self.path, requested))
+        try:
+            getattr(self, self.server.manner)(int(requested[6:-1]) if requested else 0)
+        except ConnectionError:
+            self.close_connection = True  # the client has gone, as some of the tests make it
+
+    def ranges(self, start):
+        if start >= len(BODY):
+            self.send_error(416)
+        elif start:
+            self.answer(206, BODY[start:], **{"Content-Range": f"bytes {start}-{len(BODY) - 1}/{len(BODY)}"})
+        else:
+            self.answer(200, BODY)
+
+    def no_ranges(self, start):
+        self.answer(200, BODY)
+
+    def wrong_range(self, start):
+        if start:
+            self.answer(206, BODY[start - 1 :], **{"Content-Range": f"bytes {start - 1}-/{len(BODY)}"})
+        else:
+            self.answer(200, BODY)
+
+    def truncated(self, start):
+        self.answer(200, BODY[:HALF], **{"Content-Length": str(len(BODY))})
+
+    def truncated_chunks(self, start):
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.wfile.write(b"%x\r\n%s\r\n" % (HALF, BODY[:HALF]))
+
+    def without_length(self, start):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(BODY)
+
+    def web_page(self, start):
+        self.answer(200, b"<html>Please log in</html>")
+
+    def not_found(self, start):
+        self.send_error(404)
+
+    def redirect(self, start):
+        if self.path == "/file.gz":
+            self.answer(302, b"", Location="/elsewhere")
+        else:
+            self.ranges(start)
+
+    def answer(self, status, body, **headers):
+        self.send_response(status)
+        for name, value in ({"Content-Length": str(len(body))} | headers).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch):
+    for name in ("http_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+
+@pytest.fixture
+def server():
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "cache" / "file.gz"
+
+
+@pytest.fixture
+def part(path):
+    return path.with_name("file.gz.part")
+
+
+def files(path):
+    return sorted(os.listdir(path.parent))
+
+
+def leave_part(part, content):
+    part.parent.mkdir()
+    part.write_bytes(content)
+
+
+def interrupt_at(num_bytes):
+    def progress(name, done, total):
+        if done >= num_bytes:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+def test_examples_in_docstrings():
+    result = doctest.testmod(download)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize("manner", ["ranges", "no_ranges", "without_length", "redirect"])
+def test_a_file_arrives_whole_and_leaves_no_part(server, path, manner):
+    server.manner = manner
+    download_file(server.url, path, MD5)
+    assert path.read_bytes() == BODY
+    assert files(path) == ["file.gz"]
+
+
+@pytest.mark.parametrize(("manner", "total"), [("ranges", len(BODY)), ("without_length", None)])
+def test_progress_begins_at_nothing_and_ends_at_all(server, path, manner, total):
+    server.manner = manner
+    calls = []
+    download_file(server.url, path, MD5, progress=lambda *call: calls.append(call))
+    assert calls[0] == ("file.gz", 0, total)
+    assert calls[-1] == ("file.gz", len(BODY), total)
+    assert [done for _, done, _ in calls] == sorted({done for _, done, _ in calls})
+
+
+def test_a_verified_file_is_not_downloaded_again(server, path):
+    path.parent.mkdir()
+    path.write_bytes(BODY)
+    os.chmod(path.parent, 0o500)  # a shared cache may be read-only
+    try:
+        download_file(server.url, path, MD5)
+    finally:
+        os.chmod(path.parent, 0o700)
+    assert server.requests == []
+
+
+def test_a_damaged_file_is_downloaded_again_and_said_so(server, path, caplog):
+    path.parent.mkdir()
+    path.write_bytes(BODY[:-1])
+    download_file(server.url, path, MD5)
+    assert path.read_bytes() == BODY
+    assert f"{path} has the MD5" in caplog.text
+
+
+def test_ctrl_c_half_way_leaves_a_part_that_the_next_call_continues(server, path, part):
+    with pytest.raises(KeyboardInterrupt):
+        download_file(server.url, path, MD5, progress=interrupt_at(HALF))
+    assert files(path) == ["file.gz.part"]
+    arrived = part.read_bytes()
+    assert HALF <= len(arrived) < len(BODY)
+    assert BODY.startswith(arrived)
+
+    calls = []
+    download_file(server.url, path, MD5, progress=lambda *call: calls.append(call))
+    assert server.ranges == [None, f"bytes={len(arrived)}-"]
+    assert calls[0] == ("file.gz", len(arrived), len(BODY))
+    assert calls[-1] == ("file.gz", len(BODY), len(BODY))
+    assert path.read_bytes() == BODY
+    assert files(path) == ["file.gz"]
+
+
+@pytest.mark.parametrize("manner", ["truncated", "truncated_chunks"])
+def test_a_body_that_ends_early_is_an_error_whose_part_is_continued(server, path, part, manner):
+    server.manner = manner
+    with pytest.raises(DownloadError, match=r"the connection broke after \d+.*; try again to continue") as caught:
+        download_file(server.url, path, MD5)
+    assert str(caught.value).startswith(server.url)
+    assert files(path) == ["file.gz.part"]
+    arrived = part.stat().st_size
+    assert 0 < arrived <= HALF
+
+    server.manner = "ranges"
+    download_file(server.url, path, MD5)
+    assert server.ranges == [None, f"bytes={arrived}-"]
+    assert path.read_bytes() == BODY
+
+
+def test_a_server_that_ignores_ranges_makes_the_part_begin_again(server, path, part):
+    server.manner = "no_ranges"
+    leave_part(part, BODY[:HALF])
+    calls = []
+    download_file(server.url, path, MD5, progress=lambda *call: calls.append(call))
+    assert server.ranges == [f"bytes={HALF}-"]
+    assert calls[0] == ("file.gz", 0, len(BODY))
+    assert path.read_bytes() == BODY
+
+
+def test_a_server_that_continues_elsewhere_is_asked_for_the_whole(server, path, part):
+    server.manner = "wrong_range"
+    leave_part(part, BODY[:HALF])
+    download_file(server.url, path, MD5)
+    assert server.ranges == [f"bytes={HALF}-", None]
+    assert path.read_bytes() == BODY
+
+
+@pytest.mark.parametrize("surplus", [0, 7], ids=["as long", "longer"])
+def test_a_wrong_part_as_long_as_the_file_begins_again_after_416(server, path, part, surplus):
+    leave_part(part, bytes(len(BODY) + surplus))
+    download_file(server.url, path, MD5)
+    assert server.ranges == [f"bytes={len(BODY) + surplus}-", None]
+    assert path.read_bytes() == BODY
+
+
+def test_a_whole_part_needs_only_its_name(server, path, part):
+    # The process had ended between the last byte and the rename.
+    leave_part(part, BODY)
+    download_file(server.url, path, MD5)
+    assert server.requests == []
+    assert files(path) == ["file.gz"]
+
+
+def test_a_continued_part_that_was_damaged_is_deleted_and_the_next_call_begins_again(server, path, part):
+    leave_part(part, bytes(HALF))
+    with pytest.raises(DownloadError, match=f"is not the expected file: its MD5 is .*, not {MD5}"):
+        download_file(server.url, path, MD5)
+    assert files(path) == []
+    download_file(server.url, path, MD5)
+    assert server.ranges == [f"bytes={HALF}-", None]
+    assert path.read_bytes() == BODY
+
+
+def test_another_file_under_the_address_is_deleted_and_said(server, path):
+    server.manner = "web_page"
+    with pytest.raises(DownloadError, match=f"^{server.url} is not the expected file.* was deleted$"):
+        download_file(server.url, path, MD5)
+    assert files(path) == []
+
+
+@pytest.mark.parametrize("content", [b"", BODY[:HALF]], ids=["nothing", "a part"])
+def test_404_names_the_address_and_keeps_what_was_there(server, path, part, content):
+    server.manner = "not_found"
+    leave_part(part, content)
+    with pytest.raises(DownloadError, match=f"^{server.url}: the server answered 404 Not Found$"):
+        download_file(server.url, path, MD5)
+    assert files(path) == (["file.gz.part"] if content else [])
+
+
+def test_no_server_is_said_in_one_line(path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    url = f"http://127.0.0.1:{port}/file.gz"
+    with pytest.raises(DownloadError, match=f"^{url} cannot be reached: Connection refused$"):
+        download_file(url, path, MD5)
+    assert files(path) == []
+
+
+def test_no_such_host_is_said_in_one_line(path, monkeypatch):
+    def no_host(*args, **kwargs):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", no_host)
+    with pytest.raises(DownloadError, match=r"^http://nowhere.invalid/f cannot be reached: Name or service not"):
+        download_file("http://nowhere.invalid/f", path, MD5)
+
+
+@pytest.mark.parametrize("url", ["http://host:port/f", "http://a..b/f", "http://[/f"])
+def test_an_address_that_is_none_is_said_in_one_line(path, url):
+    with pytest.raises(DownloadError, match=f"^{re.escape(url)} cannot be reached: "):
+        download_file(url, path, MD5)
+
+
+def test_a_server_that_never_answers_is_given_up(path):
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts, nobody answers
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/file.gz"
+        with pytest.raises(DownloadError, match=f"^{url} cannot be reached: no answer for 0.05 seconds$"):
+            download_file(url, path, MD5, timeout_s=0.05)
+
+
+def test_a_server_that_falls_silent_half_way_is_given_up_and_the_part_kept(path, part):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def half_an_answer():
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 300000\r\n\r\n" + BODY[:100_000])
+                connection.recv(1)  # returns when the client hangs up
+
+        thread = threading.Thread(target=half_an_answer)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/file.gz"
+        with pytest.raises(DownloadError, match=r"broke after \d+ of 300000 bytes \(no answer for 0.2 seconds\)"):
+            download_file(url, path, MD5, timeout_s=0.2)
+        thread.join()
+    assert BODY.startswith(part.read_bytes())
+    assert part.stat().st_size > 0
+
+
+def test_the_proxy_of_the_environment_is_asked(server, path, monkeypatch):
+    monkeypatch.setenv("http_proxy", server.url.removesuffix("/file.gz"))
+    download_file("http://pictures.invalid/file.gz", path, MD5)
+    assert server.requests == [("http://pictures.invalid/file.gz", None)]
+    assert path.read_bytes() == BODY
+
+
+def test_two_downloads_at_once_each_write_a_part_of_their_own(server, path, part):
+    # The second runs, start to end, while the first is half way; no need for luck with two threads.
+    inside = []
+
+    def download_again(name, done, total):
+        if done >= HALF and not inside:
+            before = part.read_bytes()
+            inside.append(len(before))
+            download_file(server.url, path, MD5)
+            assert path.read_bytes() == BODY
+            assert part.read_bytes() == before
+            assert files(path) == ["file.gz", "file.gz.part"]
+
+    download_file(server.url, path, MD5, progress=download_again)
+    assert inside
+    assert server.ranges == [None, None]
+    assert path.read_bytes() == BODY
+    assert files(path) == ["file.gz"]
+
+
+def test_a_second_download_that_fails_leaves_only_the_part_of_the_first(server, path, part):
+    def interrupt_a_second(name, done, total):
+        if done >= HALF:
+            with pytest.raises(KeyboardInterrupt):
+                download_file(server.url, path, MD5, progress=interrupt_at(HALF))
+            assert files(path) == ["file.gz.part"]
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        download_file(server.url, path, MD5, progress=interrupt_a_second)
+    assert BODY.startswith(part.read_bytes())
+
+
+def test_a_part_that_was_finished_and_renamed_before_we_locked_it_is_not_written(server, path, part, monkeypatch):
+    # 1. we open name.part   2. the other process renames it to name and ends   3. we get the lock on `name` itself
+    leave_part(part, BODY)
+    lock = download._lock
+
+    def rename_then_lock(file):
+        os.replace(part, path)
+        return lock(file)
+
+    monkeypatch.setattr(download, "_lock", rename_then_lock)
+    download_file(server.url, path, MD5)
+    assert server.requests == []
+    assert path.read_bytes() == BODY
+    assert files(path) == ["file.gz"]
+
+
+def test_threads_that_race_for_one_file_all_get_it(server, path):
+    failures = []
+
+    def race():
+        try:
+            download_file(server.url, path, MD5)
+            assert path.read_bytes() == BODY
+        except BaseException as error:  # noqa: BLE001 (handed to the test's thread)
+            failures.append(error)
+
+    threads = [threading.Thread(target=race) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert files(path) == ["file.gz"]
+
+
+def test_a_folder_that_cannot_be_made_is_named(server, tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    path = tmp_path / "file" / "cache" / "file.gz"
+    with pytest.raises(DownloadError, match=f"^{path} cannot be (read|written): Not a directory$"):
+        download_file(server.url, path, MD5)
+
+
+def test_a_full_disk_is_named_and_the_part_kept(server, path, part):
+    resource = pytest.importorskip("resource", reason="files are kept small by a limit of the process, as Unix has")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (HALF, hard))
+    try:
+        with pytest.raises(DownloadError, match=f"^{path} cannot be written: File too large$"):
+            download_file(server.url, path, MD5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert part.read_bytes() == BODY[:HALF]
+    download_file(server.url, path, MD5)
+    assert server.ranges == [None, f"bytes={HALF}-"]
+    assert path.read_bytes() == BODY
+
+
+def test_an_error_of_the_progress_callback_is_its_own(server, path):
+    def pipe_closed(name, done, total):
+        raise BrokenPipeError("stdout")
+
+    with pytest.raises(BrokenPipeError, match="stdout"):
+        download_file(server.url, path, MD5, progress=pipe_closed)
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_several_files_come_from_below_one_address(server, tmp_path, slash):
+    names = []
+    base_url = server.url.replace("/file.gz", "/some/where") + slash
+    download_files(base_url, tmp_path / "cache", {"a": MD5, "b": MD5}, progress=lambda name, *_: names.append(name))
+    assert [path for path, _ in server.requests] == ["/some/where/a", "/some/where/b"]
+    assert set(names) == {"a", "b"}
+    assert (tmp_path / "cache" / "b").read_bytes() == BODY
+
+
+@pytest.mark.parametrize("base_url", ["file:///etc", "ftp://host/x", "host/x", "", "http://"])
+def test_only_http_is_downloaded_from(tmp_path, base_url):
+    with pytest.raises(DownloadError, match=f"cannot download from '{base_url}': .* begin with http:// or https://"):
+        download_files(base_url, tmp_path, {"a": MD5})
