@@ -18,8 +18,8 @@ from manyhands.engines.base import Call, Engine, ReplicaTiming
 from manyhands.engines.threads import ThreadsEngine
 from manyhands.errors import say_once
 from manyhands.parallel_apply import parallel_apply
-from manyhands.replicate import replicate
-from manyhands.scatter_gather import Rows, count_rows, gather, scatter_kwargs, split_call
+from manyhands.replicate import check_device, replicate
+from manyhands.scatter_gather import Rows, count_rows, gather, split_call
 from manyhands.shares import Shares, check_shares, split_rows
 from manyhands.thread_state import modes_that_stay
 from manyhands.workers import inside_replica
@@ -90,7 +90,7 @@ class DataParallel(nn.DataParallel[Any]):
         self.shares: Shares = "chunk"
         self._engine = _ENGINES[engine]()
         self._most_rows = 0
-        self.register_load_state_dict_pre_hook(_accept_clean_names)
+        self.register_load_state_dict_pre_hook(_accept_clean_names)  # type: ignore[no-untyped-call]
         if not self.devices:
             say_once(
                 "this machine has no accelerator: DataParallel runs the plain module. For several replicas on the CPU, "
@@ -116,9 +116,12 @@ class DataParallel(nn.DataParallel[Any]):
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
         """Split the inputs of a call for `device_ids`; override it, and forward uses yours."""
-        return scatter_kwargs(inputs, kwargs, device_ids, self.dim)
+        devices = [_devices.resolve_one(device, "device_ids") for device in device_ids]
+        shares = self.shares if len(devices) == len(self.devices) else "chunk"
+        shards = split_call(tuple(inputs), kwargs or {}, devices, self.dim, shares)
+        return [args for args, _ in shards], [kw for _, kw in shards]
 
-    def replicate(self, module: nn.Module, device_ids: Sequence[DeviceLike]) -> list[nn.Module]:  # type: ignore[override]
+    def replicate(self, module: nn.Module, device_ids: Sequence[DeviceLike]) -> list[nn.Module]:
         """Return one replica of `module` a device; override it, and forward uses yours."""
         return replicate(module, device_ids, detach=not torch.is_grad_enabled())
 
@@ -168,7 +171,7 @@ class DataParallel(nn.DataParallel[Any]):
             )
 
     def _run_on_one_device(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        device = self.devices[0]
+        device = _device_of(self.module) if inside_replica() else self.devices[0]
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             return _devices.copy_to(tensor, device)
@@ -188,8 +191,8 @@ class DataParallel(nn.DataParallel[Any]):
         return any(verb in own or getattr(type(self), verb) is not getattr(DataParallel, verb) for verb in _VERBS)
 
     def _run_plain_composition(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        rows = count_rows(inputs, kwargs, self.dim)
-        device_ids = self.device_ids if rows else self.device_ids[:1]
+        check_device(self.module, (*self.module.parameters(), *self.module.buffers()), self.devices[0])
+        device_ids = self.device_ids if count_rows(inputs, kwargs, self.dim) else self.device_ids[:1]
         shards, shard_kwargs = self.scatter(inputs, kwargs, device_ids)
         replicas = self.replicate(self.module, device_ids[: len(shards)])
         outputs = self.parallel_apply(replicas, shards, shard_kwargs)
@@ -230,6 +233,7 @@ def data_parallel(
     gather_on = _devices.resolve_output(output_device, devices)
     if count_rows(inputs, kwargs, dim) is None:
         devices = devices[:1]
+    check_device(module, (*module.parameters(), *module.buffers()), devices[0])
     shards = split_call(inputs, kwargs, devices, dim)
     replicas = replicate(module, devices[: len(shards)], detach=not torch.is_grad_enabled())
     outputs = parallel_apply(replicas, [args for args, _ in shards], [kw for _, kw in shards], devices[: len(shards)])
@@ -237,13 +241,13 @@ def data_parallel(
 
 
 def _device_of(module: nn.Module) -> torch.device:
-    tensor = next((*module.parameters(), *module.buffers()).__iter__(), None)
+    tensor = next(iter((*module.parameters(), *module.buffers())), None)
     return tensor.device if tensor is not None else torch.device("cpu")
 
 
 def _accept_clean_names(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
     """Let `load_state_dict` take the module's own names as well as those with `module.` in front."""
-    clean = list(wrapper.module.state_dict())  # type: ignore[operator, union-attr]
+    clean = list(wrapper.module.state_dict())  # type: ignore[union-attr]
     if any(f"{prefix}module.{name}" in state_dict for name in clean):
         return
     for name in clean:

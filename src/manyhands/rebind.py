@@ -23,12 +23,24 @@ from torch import nn
 
 _LARGE = 1000
 
-# Values of exactly these types point at nothing; most attributes are of one of them.
+# Values of exactly these types point at nothing.
 INERT = frozenset(
     {bool, int, float, complex, str, bytes, type(None), type, range, slice}
     | {torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format}
     | {types.BuiltinFunctionType, types.ModuleType}
 )
+
+
+def is_inert(value: Any) -> bool:
+    """Return whether `value` surely points at nothing, as most attributes do; a quick look."""
+    kind = type(value)
+    if kind in INERT:
+        return True
+    if kind is tuple or kind is list or kind is set:
+        return len(value) > _LARGE or INERT.issuperset(map(type, value))
+    if kind is dict:
+        return len(value) > _LARGE or INERT.issuperset(map(type, value.values()))
+    return False
 
 
 def references(value: Any, seen: set[int] | None = None) -> Iterator[nn.Module | torch.Tensor]:

@@ -1,26 +1,19 @@
 """replicate: copies of a module on several devices, stamped from a blueprint.
 
-A `Blueprint` knows a module's structure: its modules (each once, however often it is shared), the parameters and
-buffers in them, and which attributes point back at the live module. Before every use it is brought up to date, which
-costs a comparison a module; then it *stamps* replicas: new objects of the same classes whose `__dict__` is a copy of
-the live one, with children, parameters, buffers and those attributes replaced by the replica's own. Nothing is called
-and nothing is assigned through `setattr`, so no class can notice or interfere.
+A `Blueprint` is one look at a live module: its modules (each once, however often it is shared), the parameters and
+buffers in them, and the attributes that point back at the live module. It is taken anew for every use, so it is never
+stale: one pass, a microsecond or so a module. From it replicas are *stamped*: new objects of the same classes whose
+`__dict__` is a copy of the live one, with children, parameters, buffers and those attributes replaced by the
+replica's own. Nothing is called and nothing is assigned through `setattr`, so no class can notice or interfere.
 
-    live module      refresh()      what changed since the last time is looked at again
-        |
-        v
-    blueprint        stamp(tensors) tensors: id of a live parameter or buffer -> the replica's
-        |
-        v
-    replica          complete: parameters(), state_dict(), len() of a ParameterList, ties and sharing as in the original
-
-Attributes that a replica assigns are the replica's own and go with it; lists and dicts that it changes in place are
+A replica is complete: `parameters()`, `state_dict()`, the `len()` of a ParameterList, ties and sharing are those of the
+original. Attributes that a replica assigns are its own and go with it; lists and dicts that it changes in place are
 the live module's, unless they hold modules, parameters or methods, when each replica has its own.
 """
 
-import functools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+import gc
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -29,118 +22,112 @@ from torch import nn
 from manyhands import devices as _devices
 from manyhands import torch_private
 from manyhands.devices import DeviceLike
-from manyhands.rebind import INERT, rebind, references
+from manyhands.rebind import INERT, is_inert, rebind, references
 
 M = TypeVar("M", bound=nn.Module)
 
-# What nn.Module itself keeps in `__dict__`: its tables are replaced by the stamp, and hooks are looked at separately.
-_OWN_ATTRIBUTES = frozenset(nn.Module().__dict__)
+# What nn.Module itself keeps in `__dict__`, in the order in which it puts it there.
+_OWN_ATTRIBUTES = list(nn.Module().__dict__)
+_NUM_OWN = len(_OWN_ATTRIBUTES)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-class Blueprint:
-    """The structure of `root`, kept between forwards.
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Keep Python's garbage collector from looking, again and again, through thousands of objects just made."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
-    Attributes, valid after `refresh`:
+
+class Blueprint:
+    """The structure of `root` at the moment when the blueprint is made.
+
+    Attributes:
         modules: every module of the tree, then modules that are only reachable through attributes ("hidden").
         parameters: id -> tensor, of all that may need a gradient: parameters, and hidden leaf tensors.
         buffers: id -> tensor, of the buffers that need none.
         constants: id -> tensor, of plain tensors in attributes that need no gradient.
         histories: id -> tensor, of tensors in attributes that have a history; a replica cannot use these.
+        signature: equal for two blueprints of one root if no module and no pointing attribute was exchanged.
+
+    Raises:
+        TypeError: a module of a kind that cannot be replicated; says what to do.
     """
 
+    @_collector_paused()
     def __init__(self, root: nn.Module) -> None:
         self.root = root
-        self.modules: list[nn.Module] = []
+        self.modules = modules = [root]
         self.parameters: dict[int, torch.Tensor] = {}
         self.buffers: dict[int, torch.Tensor] = {}
         self.constants: dict[int, torch.Tensor] = {}
         self.histories: dict[int, torch.Tensor] = {}
-        self._scans: dict[int, _Scan] = {}
-        self._to_rebind: list[tuple[str, ...]] = []  # attributes to rebind, one entry a module
-
-    def refresh(self) -> bool:
-        """Bring the blueprint up to date with the live module; return whether its structure changed.
-
-        Raises:
-            TypeError: a module of a kind that cannot be replicated; names it and says what to do.
-        """
-        modules = _tree(self.root)
-        known = {id(module) for module in modules}
-        scans: dict[int, _Scan] = {}
-        to_rebind: list[tuple[str, ...]] = []
-        found_tensors: dict[int, torch.Tensor] = {}
-        changed = False
-        for module in modules:  # grows at its end while hidden modules are found
+        self._to_rebind: dict[int, list[str]] = {}  # id of a module -> its attributes that point at something live
+        self._slots: dict[type, list[str]] = {}  # of the classes that have any
+        found: dict[int, nn.Module | torch.Tensor] = {}
+        known = {id(root), id(None)}
+        parameters, buffers = self.parameters, self.buffers
+        classes: set[type] = set()
+        for module in modules:  # grows at its end
             attributes = module.__dict__
-            scan = self._scans.get(id(module))
-            if scan is None or not scan.is_current(attributes):
-                new = _Scan.of(module)
-                changed |= scan is None or scan.suspects != new.suspects
-                scan = new
-            scans[id(module)] = scan
-            if not scan.suspects and not any(attributes[hooks] for hooks in _HOOKS):
-                to_rebind.append(())
-                continue
-            pointing = []
-            for name in (*(name for name, _ in scan.suspects), *_HOOKS):
-                for reference in references(attributes[name]):
-                    if name not in pointing:
-                        pointing.append(name)
-                    if isinstance(reference, torch.Tensor):
-                        found_tensors[id(reference)] = reference
-                    elif id(reference) not in known:
-                        hidden = [m for m in _tree(reference) if id(m) not in known]
-                        known.update(map(id, hidden))
-                        modules.extend(hidden)
-            to_rebind.append(tuple(pointing))
-        changed |= scans.keys() != self._scans.keys()
-        self.modules, self._scans, self._to_rebind = modules, scans, to_rebind
-        self._collect_tensors(found_tensors)
-        return changed
+            for child in attributes["_modules"].values():
+                if id(child) not in known:
+                    known.add(id(child))
+                    modules.append(child)
+            for parameter in attributes["_parameters"].values():
+                parameters[id(parameter)] = parameter
+            for buffer in attributes["_buffers"].values():
+                if buffer is not None:
+                    (parameters if buffer.requires_grad else buffers)[id(buffer)] = buffer
+            if type(module) not in classes:
+                classes.add(type(module))
+                self._look_at_class(module)
+            for name in _attributes_of_its_own(attributes):
+                value = attributes[name]
+                if type(value) not in INERT and not is_inert(value):
+                    self._look_at_attribute(module, name, found)
+            if (
+                attributes["_forward_hooks"]
+                or attributes["_forward_pre_hooks"]
+                or attributes["_backward_hooks"]
+                or attributes["_backward_pre_hooks"]
+            ):
+                for name in _HOOKS:
+                    self._look_at_attribute(module, name, found)
+            if module is modules[-1]:  # the tree is complete: now what is only reachable through attributes
+                hidden = [m for m in found.values() if isinstance(m, nn.Module) and id(m) not in known]
+                known.update(map(id, hidden))
+                modules.extend(hidden)
+        self.parameters.pop(id(None), None)
+        self._sort_tensors(found)
+        self.signature = [
+            *map(id, modules),
+            *((module, name, id(value)) for module, name, value in self._pointing_attributes()),
+        ]
 
-    def check_device(self, device: torch.device) -> None:
-        """Check that every parameter and buffer of the tree is on `device`.
-
-        Raises:
-            RuntimeError: one is not; names it, both devices and the remedy (the type is torch's).
-        """
-        for tensor in (*self.parameters.values(), *self.buffers.values()):
-            if tensor.device != device and not _devices.same_device(tensor.device, device):
-                named = (*self.root.named_parameters(), *self.root.named_buffers())
-                name = next((name for name, other in named if other is tensor), None)
-                if name is None:
-                    continue  # hidden: it is copied to each replica's device from where it is
-                raise RuntimeError(
-                    f"module must have its parameters and buffers on device {device} (device_ids[0]), but {name} is "
-                    f"on {tensor.device}. Move the model first: model.to({str(device)!r})"
-                )
-
+    @_collector_paused()
     def stamp(self, tensors: Mapping[int, torch.Tensor]) -> nn.Module:
         """Return a new replica of `root` that has `tensors[id(t)]` wherever the live module has tensor t."""
         replicas: dict[int, Any] = {id(module): _new(type(module)) for module in self.modules}
         replicas[id(None)] = None
         own: dict[int, Any] = {**tensors, id(None): None}
-        replacements: dict[int, Any] | None = None
-        memo: dict[int, Any] = {}
-        for module, names in zip(self.modules, self._to_rebind, strict=True):
-            replica = replicas[id(module)]
+        for module in self.modules:
             attributes = module.__dict__.copy()
-            attributes["_parameters"] = {name: own[id(t)] for name, t in attributes["_parameters"].items()}
-            attributes["_buffers"] = {name: own[id(t)] for name, t in attributes["_buffers"].items()}
-            attributes["_modules"] = {name: replicas[id(child)] for name, child in attributes["_modules"].items()}
+            inside: dict[str, Any] = attributes["_parameters"]
+            attributes["_parameters"] = {name: own[id(tensor)] for name, tensor in inside.items()} if inside else {}
+            inside = attributes["_buffers"]
+            attributes["_buffers"] = {name: own[id(tensor)] for name, tensor in inside.items()} if inside else {}
+            inside = attributes["_modules"]
+            attributes["_modules"] = {name: replicas[id(child)] for name, child in inside.items()} if inside else {}
             attributes["_is_replica"] = True
-            slots = _slots(type(module))  # type: ignore[arg-type]  # mypy doubts that classes are hashable
-            if names or slots:
-                if replacements is None:
-                    replacements = {**own, **replicas}
-                    del replacements[id(None)]
-                for name in names:
-                    attributes[name] = rebind(attributes[name], replacements, memo)
-                for name in slots:
-                    if hasattr(module, name):
-                        object.__setattr__(replica, name, rebind(getattr(module, name), replacements, memo))
-            object.__setattr__(replica, "__dict__", attributes)
+            _set(replicas[id(module)], "__dict__", attributes)
+        if self._to_rebind or self._slots:
+            self._rebind_attributes(replicas, {**own, **replicas})
         return replicas[id(self.root)]  # type: ignore[no-any-return]
 
     def name_of(self, tensor: torch.Tensor) -> str:
@@ -149,62 +136,59 @@ class Blueprint:
             if parameter is tensor:
                 return f"parameter {name!r}"
         for path, module in self.root.named_modules():
-            for name, value in module.__dict__.items():
-                if name not in _OWN_ATTRIBUTES and any(reference is tensor for reference in references(value)):
+            for name in self._to_rebind.get(id(module), ()):
+                if any(reference is tensor for reference in references(module.__dict__[name])):
                     return f"attribute {f'{path}.{name}' if path else name!r}"
         return f"a tensor of shape {tuple(tensor.shape)}"
 
-    def _collect_tensors(self, found: dict[int, torch.Tensor]) -> None:
-        parameters: dict[int, torch.Tensor] = {}
-        buffers: dict[int, torch.Tensor] = {}
-        for module in self.modules:
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    parameters[id(parameter)] = parameter
-            for buffer in module._buffers.values():
-                if buffer is not None:
-                    (parameters if buffer.requires_grad else buffers)[id(buffer)] = buffer
-        self.constants, self.histories = {}, {}
+    def _look_at_class(self, module: nn.Module) -> None:
+        cls = type(module)
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"{cls.__name__} is a ScriptModule, which cannot be replicated yet: wrap the Python module that it "
+                "was made from"
+            )
+        slots = list(_slot_names(cls))
+        if slots:
+            self._slots[cls] = slots
+
+    def _look_at_attribute(self, module: nn.Module, name: str, found: dict[int, nn.Module | torch.Tensor]) -> None:
+        """Add what an attribute leads to to `found`; remember the attribute if it leads anywhere."""
+        if torch_private.is_compiled(module):
+            raise TypeError(
+                f"{type(module).__name__} is compiled, and its compiled call would run the original in every replica: "
+                "wrap the module that is not compiled"
+            )
+        led_to = list(references(module.__dict__[name]))
+        if led_to:
+            self._to_rebind.setdefault(id(module), []).append(name)
+            found.update((id(reference), reference) for reference in led_to)
+
+    def _sort_tensors(self, found: dict[int, nn.Module | torch.Tensor]) -> None:
         for key, tensor in found.items():
-            if key in parameters or key in buffers:
+            if isinstance(tensor, nn.Module) or key in self.parameters or key in self.buffers:
                 continue
             if not tensor.requires_grad:
                 self.constants[key] = tensor
             elif tensor.is_leaf:
-                parameters[key] = tensor
+                self.parameters[key] = tensor
             else:
                 self.histories[key] = tensor
-        self.parameters, self.buffers = parameters, buffers
 
+    def _pointing_attributes(self) -> Iterator[tuple[int, str, Any]]:
+        for module in self.modules if self._to_rebind else ():
+            for name in self._to_rebind.get(id(module), ()):
+                yield id(module), name, module.__dict__[name]
 
-@dataclass(frozen=True, slots=True)
-class _Scan:
-    """What was found in one module's attributes.
-
-    `suspects` are the attributes that can point at something live, with the ids of their values; all others are inert.
-    `snapshot` is what the attributes were, to compare with; None where they hold a tensor, which must not be kept
-    alive, so that module is looked at again every time.
-    """
-
-    suspects: tuple[tuple[str, int], ...]
-    snapshot: dict[str, Any] | None
-
-    @classmethod
-    def of(cls, module: nn.Module) -> "_Scan":
-        _check_replicable(module)
-        attributes = module.__dict__
-        others = [(name, value) for name, value in attributes.items() if name not in _OWN_ATTRIBUTES]
-        suspects = tuple((name, id(value)) for name, value in others if type(value) not in INERT)
-        holds_tensor = any(isinstance(value, torch.Tensor) for _, value in others)
-        return cls(suspects, None if holds_tensor else attributes.copy())
-
-    def is_current(self, attributes: dict[str, Any]) -> bool:
-        if self.snapshot is None:
-            return False
-        try:
-            return bool(self.snapshot == attributes)  # identical values, nearly always: one pass in C
-        except Exception:  # noqa: BLE001 - a value whose comparison is no truth value (an array) was replaced
-            return False
+    def _rebind_attributes(self, replicas: Mapping[int, Any], replacements: dict[int, Any]) -> None:
+        del replacements[id(None)]
+        memo: dict[int, Any] = {}
+        for key, name, value in self._pointing_attributes():
+            replicas[key].__dict__[name] = rebind(value, replacements, memo)
+        for module in self.modules if self._slots else ():
+            for name in self._slots.get(type(module), ()):
+                if hasattr(module, name):
+                    _set(replicas[id(module)], name, rebind(getattr(module, name), replacements, memo))
 
 
 def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -> list[M]:
@@ -223,24 +207,21 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
 
     Returns:
         Modules of the same classes, complete: parameters, buffers, children, attributes. Where the device is the
-        network's own, storage is shared; buffers only with the first such replica, so updates there persist.
+        network's own, parameters are the network's own too; buffers only in the first such replica, so that updates
+        there persist and replicas do not write into each other's.
 
     Raises:
         TypeError: a module that cannot be replicated. ValueError: a device that is not there.
     """
     targets = [_devices.resolve_one(device, "devices") for device in devices]
     blueprint = Blueprint(network)
-    blueprint.refresh()
     source = next((tensor.device for tensor in blueprint.parameters.values()), torch.device("cpu"))
     shares_buffers: set[int] = set()
     replicas = []
     for device in targets:
-        tensors = {}
-        for key, parameter in blueprint.parameters.items():
-            copy = _devices.copy_to(parameter, device)
-            if detach or not parameter.requires_grad:
-                copy = copy.detach()
-            tensors[key] = copy.view_as(copy) if copy is parameter else copy
+        tensors = {key: _devices.copy_to(parameter, device) for key, parameter in blueprint.parameters.items()}
+        if detach:
+            tensors = {key: tensor.detach() for key, tensor in tensors.items()}
         for key, buffer in blueprint.buffers.items():
             tensors[key] = buffer_for(buffer, device, shared=key not in shares_buffers)
             if tensors[key] is buffer:
@@ -250,12 +231,30 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
     return replicas  # type: ignore[return-value]
 
 
+def check_device(root: nn.Module, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Check that those of `tensors` that are parameters or buffers of `root` are on `device`.
+
+    Raises:
+        RuntimeError: one is not; names it, both devices and the remedy (the type is torch's).
+    """
+    for tensor in tensors:
+        if tensor.device != device and not _devices.same_device(tensor.device, device):
+            named = (*root.named_parameters(), *root.named_buffers())
+            name = next((name for name, other in named if other is tensor), None)
+            if name is None:
+                continue  # reached through an attribute only: each replica gets a copy from where it is
+            raise RuntimeError(
+                f"module must have its parameters and buffers on device {device} (device_ids[0]), but {name} is on "
+                f"{tensor.device}. Move the model first: model.to({str(device)!r})"
+            )
+
+
 def buffer_for(buffer: torch.Tensor, device: torch.device, *, shared: bool) -> torch.Tensor:
     """Return what a replica on `device` has for a live buffer: the buffer itself if `shared`, else a copy."""
     if shared and _devices.same_device(buffer.device, device):
         return buffer
-    copy = buffer.detach().to(device, copy=True)
-    return copy if type(buffer) is torch.Tensor else copy.as_subclass(type(buffer))
+    copy = _devices.copy_to(buffer, device)
+    return copy.clone() if copy is buffer else copy
 
 
 def constant_for(constant: torch.Tensor, source: torch.device, device: torch.device) -> torch.Tensor:
@@ -266,37 +265,16 @@ def constant_for(constant: torch.Tensor, source: torch.device, device: torch.dev
     return _devices.copy_to(constant, device) if _devices.same_device(constant.device, source) else constant
 
 
+def _attributes_of_its_own(attributes: dict[str, Any]) -> Collection[str]:
+    """Return the names of the attributes that are not nn.Module's."""
+    names = list(attributes)
+    if names[:_NUM_OWN] == _OWN_ATTRIBUTES:  # as nearly always: nn.Module.__init__ ran first
+        return names[_NUM_OWN:]
+    return attributes.keys() - set(_OWN_ATTRIBUTES)
+
+
 _new: Any = object.__new__  # of any class, whatever its own __new__ asks for
-
-
-def _tree(root: nn.Module) -> list[nn.Module]:
-    """Return root and its descendants, each once."""
-    found = [root]
-    seen = {id(root), id(None)}
-    for module in found:  # grows at its end
-        for child in module._modules.values():
-            if id(child) not in seen:
-                seen.add(id(child))
-                found.append(child)  # type: ignore[arg-type]
-    return found
-
-
-def _check_replicable(module: nn.Module) -> None:
-    if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(
-            f"{type(module).__name__} is a ScriptModule, which cannot be replicated yet: wrap the Python module that "
-            "it was made from"
-        )
-    if torch_private.is_compiled(module):
-        raise TypeError(
-            f"{type(module).__name__} is compiled, and its compiled call would run the original in every replica: "
-            "wrap the module that is not compiled"
-        )
-
-
-@functools.cache
-def _slots(cls: type) -> tuple[str, ...]:
-    return tuple(_slot_names(cls))
+_set = object.__setattr__  # of any class, whatever its own __setattr__ does
 
 
 def _slot_names(cls: type) -> Iterator[str]:

@@ -8,13 +8,15 @@
 What is simulated. Tensors on `sim:0` to `sim:7` are CPU tensors that wear the name of a device, and torch keeps the
 devices apart as it keeps GPUs apart: an operation whose tensors are on different devices is refused (a 0-dim CPU tensor
 may join any), `.to("sim:1")` copies into memory of its own, `.cpu()` gives a plain tensor, gradients live where their
-tensors live. Modules, optimizers, autograd and in-place operations run the CPU's kernels, so the numbers are the CPU's.
+tensors live. Modules, optimizers, autograd and in-place operations run CPU kernels, so the numbers are the CPU's within
+rounding (an LSTM or an attention layer may be put together from other CPU kernels than on "cpu").
 `simulated_accelerators(2)` makes manyhands itself believe that the machine has two accelerators.
 
 What is not. There are no streams and no asynchrony, nothing is faster, and autograd walks all simulated devices in the
 thread that asks for the backward pass, as on the CPU. Random numbers come from the CPU's one generator.
-`torch.autocast`, torch.compile, sparse and quantized tensors do not work on simulated devices, and `torch.save` of
-simulated tensors needs `weights_only=False` to load: save `.cpu()` copies. A device is named with its number.
+`torch.autocast` has no effect on simulated devices; sparse tensors are refused; torch.compile and quantized tensors are
+not supported. What `torch.save` writes of simulated tensors needs `weights_only=False` to load: save `.cpu()` copies. A
+device is named with its number, "sim:0".
 
 What importing this module changes, once and for the whole process. It takes torch's one free device name (PrivateUse1)
 and calls it "sim", with a `torch.sim` that reports no available device; `import manyhands` alone does not.
@@ -42,6 +44,7 @@ from manyhands import devices
 __all__ = ["SimulatedTensor", "simulated_accelerators"]
 
 MAX_DEVICES = 8
+_SIMULATED = ("sim", "lazy")  # what Python calls a simulated device, and what operations inside torch call it
 _aten = torch.ops.aten
 
 _COPIES = {_aten.copy_.default, _aten._to_copy.default}  # what moves data between devices
@@ -91,14 +94,15 @@ class SimulatedTensor(torch.Tensor):
         super().__init__()
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
         label = _common_label(func, args, kwargs)
         if kwargs.get("device") is not None:
             label = kwargs["device"]
-            kwargs["device"] = torch.device("cpu")
+            if label.type in _SIMULATED:
+                kwargs["device"] = torch.device("cpu")
         inputs = list(_tensors((args, kwargs)))
         known = {id(_host_of(tensor)): tensor for tensor in inputs}
         outputs = func(*_map_tensors(_host_of, args), **_map_tensors(_host_of, kwargs))
@@ -109,14 +113,14 @@ class SimulatedTensor(torch.Tensor):
         def label_output(output: torch.Tensor) -> torch.Tensor:
             if id(output) in known:  # an in-place operation, or out=, returns its argument
                 return known[id(output)]
-            return _labelled(output, label)
+            return SimulatedTensor(output, _index(label)) if label.type in _SIMULATED else output
 
         if func is _aten._pack_padded_sequence.default:
             return label_output(outputs[0]), outputs[1]  # torch keeps batch sizes on the CPU, whatever the device
         return _map_tensors(label_output, outputs)
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         return torch.device("sim", super().device.index)
 
     @property
@@ -148,7 +152,7 @@ class SimulatedTensor(torch.Tensor):
     def untyped_storage(self) -> torch.UntypedStorage:
         return self._host.untyped_storage()
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         text = f"{repr(self._host)[:-1]}, device='{self.device}'"
         if self.grad_fn is not None:
             text += f", grad_fn=<{self.grad_fn.name()}>"
@@ -191,6 +195,7 @@ def simulated_accelerators(count: int) -> Iterator[list[torch.device]]:
     It replaces `manyhands.devices.accelerators`, for all threads of the process, until the context ends; of contexts
     that are open at once, the one opened last counts.
 
+    >>> import manyhands
     >>> with simulated_accelerators(2):
     ...     model = manyhands.DataParallel(torch.nn.Linear(3, 1).to("sim:0"))
     ...     model(torch.ones(4, 3)).device
@@ -254,10 +259,6 @@ def _host_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._host if isinstance(tensor, SimulatedTensor) else tensor
 
 
-def _labelled(host: torch.Tensor, label: torch.device) -> torch.Tensor:
-    return host if label.type == "cpu" else SimulatedTensor(host, _index(label))
-
-
 def _common_label(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     """Return the one device of an operation's tensors; raise RuntimeError if there are several."""
     checked = [argument for position, argument in enumerate(args) if position != _CPU_ARGUMENT.get(func)]
@@ -285,7 +286,7 @@ def _follow_host(tensor: torch.Tensor) -> None:
 
 def _set_outside(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Give a wrapper the shape, strides and device of another; what they wrap stays as it is."""
-    torch.Tensor.data.__set__(tensor, value)
+    torch.Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
 
 
 def _index(device: torch.device | None) -> int:
@@ -334,10 +335,10 @@ def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = 
     return target
 
 
-def _register() -> torch.library.Library:
+def _register() -> Any:
     """Make torch know the device type "sim"."""
     try:
-        torch.utils.rename_privateuse1_backend("sim")
+        torch.utils.rename_privateuse1_backend("sim")  # type: ignore[attr-defined]
     except RuntimeError as error:
         raise ImportError(
             "manyhands.testing needs torch's one free device name (PrivateUse1), which another backend of this process "
@@ -354,9 +355,9 @@ def _register() -> torch.library.Library:
         "manual_seed_all": lambda seed: None,  # the CPU's generator serves simulated devices
     }
     vars(module).update(facts)
-    torch._register_device_module("sim", module)
-    library = torch.library.Library("aten", "IMPL")
-    for key in ("PrivateUse1", "Lazy"):  # "sim:0" in Python; the same, as operations inside torch name it
+    torch._register_device_module("sim", module)  # type: ignore[no-untyped-call]
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    for key in ("PrivateUse1", "Lazy"):  # the dispatch keys of the two names in _SIMULATED
         library.impl("empty.memory_format", _empty, key)
         library.impl("empty_strided", _empty_strided, key)
     library.impl("_copy_from", _copy_from, "Lazy")  # torch.tensor([1.0], device="sim:0") fills its result with it

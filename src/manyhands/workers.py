@@ -19,7 +19,7 @@ import contextlib
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Generic, TypeVar
@@ -53,12 +53,7 @@ def run_together(tasks: Sequence[Callable[[], T]], devices: Sequence[torch.devic
         BaseException: what a task (or Ctrl-C) raised, where that is not an `Exception`.
     """
     if len(tasks) == 1 or inside_replica() or modes_that_stay():
-        outcomes = []
-        for task, device in zip(tasks, devices, strict=True):
-            with _marked_as_replica(), _devices.using(device, []):
-                outcomes.append(_outcome(task))
-            _raise_if_urgent(outcomes)
-        return outcomes
+        return [_run_here(task, device) for task, device in zip(tasks, devices, strict=True)]
 
     state = ThreadState.capture()
     streams = _devices.current_streams(devices)
@@ -82,16 +77,18 @@ def run_together(tasks: Sequence[Callable[[], T]], devices: Sequence[torch.devic
             worker.inbox.put(job(i))
         with _intra_op_threads(threads_each), _marked_as_replica(), _devices.using(devices[0], streams):
             ended[0] = _outcome(tasks[0])
-        _raise_if_urgent(ended.values())
+        _raise_if_urgent(ended[0])
         while len(ended) < len(tasks):
-            index, outcome = done.get()
-            ended[index] = outcome
-        _raise_if_urgent(ended.values())
+            index, ended_now = done.get()
+            ended[index] = ended_now
+        for i in range(len(tasks)):
+            _raise_if_urgent(ended[i])
+        return [ended[i] for i in range(len(tasks))]
     finally:
         _pool.give_back([worker for i, worker in enumerate(workers, 1) if i in ended])
         _pool.abandon([worker for i, worker in enumerate(workers, 1) if i not in ended])
         torch.set_num_threads(threads_before)  # this also restores the default of new threads, which workers have set
-    return [ended[i] for i in range(len(tasks))]
+        ended.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
 
 
 def inside_replica() -> bool:
@@ -106,10 +103,16 @@ def _outcome(task: Callable[[], T]) -> Outcome[T]:
         return Outcome(error=error)
 
 
-def _raise_if_urgent(outcomes: Iterable[Outcome[T]]) -> None:
-    for outcome in outcomes:
-        if outcome.error is not None and not isinstance(outcome.error, Exception):
-            raise outcome.error
+def _run_here(task: Callable[[], T], device: torch.device) -> Outcome[T]:
+    with _marked_as_replica(), _devices.using(device, []):
+        outcome = _outcome(task)
+    _raise_if_urgent(outcome)
+    return outcome
+
+
+def _raise_if_urgent(outcome: Outcome[T]) -> None:
+    if outcome.error is not None and not isinstance(outcome.error, Exception):
+        raise outcome.error
 
 
 def _threads_each(devices: Sequence[torch.device], threads: int) -> int:

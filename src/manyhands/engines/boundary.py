@@ -113,7 +113,7 @@ class Graphs:
         replicas = range(len(self.timings))
         devices = [timing.device for timing in self.timings]
         if all(_devices.computes_on_host(device) for device in devices):
-            tasks = [lambda i=i: walk_some([i]) for i in replicas]  # type: ignore[misc]
+            tasks = [lambda i=i: walk_some([i]) for i in replicas]
             values_or_raise(run_together(tasks, devices), [f"the backward of {place}" for place in self.where])
         else:
             walk_some(replicas)
@@ -200,7 +200,7 @@ def _differentiable_backward(graphs: Graphs, grads: Sequence[torch.Tensor | None
     )
     if not higher.outputs:
         return [None] * len(gradients)
-    joined = iter(Boundary.apply(higher, *graphs.live_inputs, *live_grads))
+    joined = iter(Boundary.apply(higher, *graphs.live_inputs, *live_grads))  # type: ignore[no-untyped-call]
     return [next(joined) if edge is not None else None for edge in gradients]
 
 

@@ -2,7 +2,7 @@
 
 One forward, step by step:
 
-    1. refresh the blueprint and check where the live module's tensors are
+    1. take a blueprint of the live module and check where its tensors are
     2. cut the inputs into shards; on the replicas' side of the autograd boundary they are leaves
     3. stamp one replica a shard, with leaves of its own for the parameters
     4. call the replicas, all at once; the caller's thread runs the first
@@ -12,11 +12,10 @@ One forward, step by step:
 Buffers: the first replica has the live ones (so its updates persist), the others have copies. If anything fails in
 steps 4 or 5, the live buffers get back what they held before.
 
-Assumes that nobody changes the module while a forward runs. Calls from several threads may overlap; they share
-nothing but the blueprint, which is used under a lock.
+Assumes that nobody changes the module while a forward runs. Calls from several threads may overlap; each has replicas
+of its own.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -29,7 +28,7 @@ from manyhands import nested
 from manyhands.engines.base import Call, Engine, ReplicaTiming
 from manyhands.engines.boundary import Boundary, Edge, Graphs, Whole
 from manyhands.parallel_apply import values_or_raise
-from manyhands.replicate import Blueprint, buffer_for, constant_for
+from manyhands.replicate import Blueprint, buffer_for, check_device, constant_for
 from manyhands.scatter_gather import Group, Rows, collect, put_together
 from manyhands.workers import inside_replica, run_together
 
@@ -38,20 +37,17 @@ class ThreadsEngine(Engine):
     """See the module's docstring."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._blueprint: Blueprint | None = None
-        self._unchecked = True  # whether the structure has changed since the replicas' graphs were looked at
+        self._checked: list[Any] = []  # signature of the blueprint whose replicas' graphs have been looked at
         self._timings: list[ReplicaTiming] = []
 
     def forward(self, module: nn.Module, call: Call) -> Any:
         tracked = torch.is_grad_enabled()
         where = call.where()
         timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.rows.sizes, strict=True)]
-        with self._lock:
-            blueprint = self._current_blueprint(module)
-            blueprint.check_device(call.source)
-            shards = [_Shard(call, i, tracked) for i in range(len(call.devices))]
-            stamps = [_Stamp(blueprint, call.source, device, i == 0, tracked) for i, device in enumerate(call.devices)]
+        blueprint = Blueprint(module)
+        check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], call.source)
+        shards = [_Shard(call, i, tracked) for i in range(len(call.devices))]
+        stamps = [_Stamp(blueprint, call.source, device, i == 0, tracked) for i, device in enumerate(call.devices)]
         backups = [(buffer, buffer.clone()) for buffer in blueprint.buffers.values()]
         if not inside_replica():
             self._timings = timings
@@ -66,13 +62,11 @@ class ThreadsEngine(Engine):
             return run
 
         try:
-            outcomes = run_together([task(i) for i in range(len(call.devices))], call.devices)
-            outputs = values_or_raise(outcomes, where)
-            del outcomes
+            outputs = values_or_raise(run_together([task(i) for i in range(len(call.devices))], call.devices), where)
             groups, values = collect(outputs, call.dim)
-            if tracked and self._unchecked:
+            if tracked and self._checked != blueprint.signature:
                 _look_for_live_tensors(blueprint, groups, where)
-                self._unchecked = False
+                self._checked = blueprint.signature
         except BaseException:
             for buffer, before in backups:
                 buffer.data.copy_(before)
@@ -93,25 +87,14 @@ class ThreadsEngine(Engine):
             ],
             outputs=edges,
         )
-        joined = Boundary.apply(graphs, *live_inputs, *live_parameters)
+        joined = Boundary.apply(graphs, *live_inputs, *live_parameters)  # type: ignore[no-untyped-call]
         return put_together(outputs[0], values, joined)
 
     def timings(self) -> list[ReplicaTiming]:
         return self._timings
 
     def close(self) -> None:
-        self._blueprint = None
-
-    def _current_blueprint(self, module: nn.Module) -> Blueprint:
-        """Return the blueprint of `module`, up to date."""
-        if inside_replica():  # a wrapper inside a replica: its module is new in every forward
-            blueprint = Blueprint(module)
-            blueprint.refresh()
-            return blueprint
-        if self._blueprint is None or self._blueprint.root is not module:
-            self._blueprint = Blueprint(module)
-        self._unchecked |= self._blueprint.refresh()
-        return self._blueprint
+        self._timings = []
 
 
 class _Shard:

@@ -1,8 +1,8 @@
 """The display for terminals: what stays scrolls up, and below it stands a bar with the step just finished.
 
-    epoch 3/10: train loss 0.1620, test accuracy 0.9778, 3.1 s of training
-    epoch 4/10 ━━━━━━━━━━━━━━━━━━━━━━━━  7/12  loss 0.0921  412 rows/s
-    cpu 60 rows 140 ms, cpu 60 rows 142 ms
+epoch 3/10: train loss 0.1620, test accuracy 0.9778, 3.1 s of training
+epoch 4/10 ━━━━━━━━━━━━━━━━━━━━━━━━  7/12  loss 0.0921  412 rows/s
+cpu 60 rows 140 ms, cpu 60 rows 142 ms
 """
 
 from rich.console import Console, Group, RenderableType

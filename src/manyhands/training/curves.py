@@ -42,6 +42,7 @@ def draw(path: Path, epochs: Sequence[EpochRecord], *, title: str, last_epoch: i
     _dress(loss_axes, "Loss", last_epoch)
     _dress(accuracy_axes, "Accuracy", last_epoch)
     loss_axes.set_ylim(bottom=0)
+    accuracy_axes.set_ylim(min(record.test_accuracy for record in epochs) - 0.02, 1)
     loss_axes.legend(frameon=False, labelcolor=_INK)
     _note_last(accuracy_axes, epochs[-1])
 
@@ -66,13 +67,13 @@ def _dress(axes: Axes, title: str, last_epoch: int) -> None:
 
 
 def _note_last(axes: Axes, record: EpochRecord) -> None:
-    """Write the last accuracy beside its point, on the side where there is room."""
-    low, high = axes.get_ylim()
-    above = record.test_accuracy < (low + high) / 2
+    """Write the last accuracy beside its point: below it, or above where the panel ends."""
+    bottom, top = axes.get_ylim()
+    has_room_below = record.test_accuracy - bottom > (top - bottom) / 6
     axes.annotate(
         f"{record.test_accuracy:.4f}",
         (record.epoch, record.test_accuracy),
-        xytext=(0, 8 if above else -16),
+        xytext=(0, -18 if has_room_below else 10),
         textcoords="offset points",
         ha="right" if record.epoch > 1 else "left",
         color=_TEST,

@@ -28,14 +28,8 @@ class DivergedError(TrainingError):
 
 
 class Interrupted(Exception):  # noqa: N818  not an error
-    """A signal asked the training to stop, and the last finished step has been saved.
+    """A signal asked the training to stop, and it stops between two steps."""
 
-    Args:
-        received: the signal.
-        steps: how many steps the checkpoint has.
-    """
-
-    def __init__(self, received: signal.Signals, steps: int) -> None:
-        super().__init__(received, steps)
+    def __init__(self, received: signal.Signals) -> None:
+        super().__init__(received)
         self.received = received
-        self.steps = steps

@@ -8,6 +8,8 @@ import os
 import signal
 from types import FrameType, TracebackType
 
+from manyhands.training.errors import Interrupted
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _STDERR = 2
 _NOTICE = b"\nfinishing the step in flight, then stopping (again: at once, without saving)\n"
@@ -32,6 +34,11 @@ class StopRequest:
         traceback: TracebackType | None,
     ) -> None:
         self._let_act()
+
+    def check(self) -> None:
+        """Raise Interrupted if a signal has arrived."""
+        if self.received is not None:
+            raise Interrupted(self.received)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number)

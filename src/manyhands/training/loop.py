@@ -1,31 +1,238 @@
-"""The training loop of `manyhands train`, from top to bottom one story.
+"""The training loop of `manyhands train`, one story from top to bottom.
 
-    manyhands train                                              # digits, every device
-    manyhands train --devices cpu*2 --model mlp --epochs 3       # two replicas on the CPU, done in a moment
+    manyhands train                                       # digits, every device
+    manyhands train --devices 'cpu*2' --model mlp         # two replicas on the CPU, done in a moment
 
 A step is: rows, learning rate, forward, backward, update, record. An epoch is: steps, evaluation, record, picture,
-checkpoint. manyhands has one line in it, where the model is wrapped.
+checkpoint. That the model runs on several devices cannot be seen here, which is the point.
 """
 
+import contextlib
 import math
-import random
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-import manyhands
-from manyhands.training import checkpoint, data, models, placement
+from manyhands.training import curves
 from manyhands.training.checkpoint import Progress
 from manyhands.training.display import Display, Share, StepReport
 from manyhands.training.errors import DivergedError, Interrupted, OptionError
 from manyhands.training.interrupts import StopRequest
-from manyhands.training.metrics import EpochRecord, Metrics, StepRecord
+from manyhands.training.metrics import EpochRecord, StepRecord
 from manyhands.training.options import Options
-from manyhands.training.run_folder import RunFolder, replaced
-from manyhands.training.schedule import epoch_batches, learning_rate, num_steps
+from manyhands.training.run import Run, describe
+from manyhands.training.run_folder import RunFolder
+from manyhands.training.schedule import epoch_batches, learning_rate
 
-CHECKPOINT_EVERY_S = 300.0  # within an epoch; at the end of each there is one anyway
+_SAVE_EVERY_S = 300.0  # within an epoch; each epoch ends with a checkpoint anyway
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to: the test accuracy after its last epoch, and what an epoch of training took on average."""
+
+    test_accuracy: float
+    seconds_per_epoch: float
+    devices: Sequence[torch.device]
+
+
+def train(options: Options, folder: RunFolder, display: Display, *, resume: bool = False) -> Outcome:
+    """Train as the options say, and leave in the folder what run_folder.py lists.
+
+    Args:
+        options: what to do.
+        folder: where the results go; without `resume` a run that it holds is deleted.
+        display: shown what happens.
+        resume: go on from the checkpoint in the folder.
+
+    Raises:
+        TrainingError, DataError: it cannot start or go on; the message is one line for the user.
+        Interrupted: a signal asked it to stop, and the last finished step has been saved.
+    """
+    run = Run.begin(options, folder, display, resume=resume)
+    with contextlib.closing(run), StopRequest() as stop:
+        try:
+            for epoch in range(run.progress.epochs, options.epochs):
+                _train_epoch(run, epoch, display, stop)
+                _finish_epoch(run, epoch, display, stop)
+        except Interrupted:
+            run.keep()
+            display.say(f"stopped after step {run.progress.steps}; to go on: manyhands train --resume {folder}")
+            raise
+    return _outcome(run)
+
+
+def _train_epoch(run: Run, epoch: int, display: Display, stop: StopRequest) -> None:
+    """Take the steps of an epoch that have not been taken yet."""
+    options, optimizer = run.options, run.optimizer
+    images, labels = run.dataset.train_images, run.dataset.train_labels
+    batches = epoch_batches(run.num_rows, options.batch_size, seed=options.seed, epoch=epoch)
+    first_step = epoch * run.steps_per_epoch
+
+    run.model.train()
+    saved_at = began = time.perf_counter()
+    for step in range(run.progress.steps, first_step + run.steps_per_epoch):
+        stop.check()
+
+        rate = learning_rate(
+            step,
+            peak=options.lr,
+            schedule=options.schedule,
+            warmup_steps=round(options.warmup_epochs * run.steps_per_epoch),
+            total_steps=options.epochs * run.steps_per_epoch,
+        )
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+
+        # The batch is taken in as many parts as --accumulate says. Each part's loss is its sum over the rows of the
+        # whole batch, so that losses and gradients add up to those of the mean, however uneven the parts are.
+        rows = batches[step - first_step]
+        loss_of_parts = torch.zeros((), device=run.devices[0])
+        work = _Work()
+        optimizer.zero_grad()
+        for part in rows.tensor_split(min(options.accumulate, len(rows))):
+            with _explained(run), work.of_part(run, len(part)):
+                loss = _sum_of_losses(run, images[part], labels[part]) / len(rows)
+                loss.backward()  # type: ignore[no-untyped-call]
+            loss_of_parts += loss.detach()
+        mean_loss = loss_of_parts.item()  # waits for the accelerators
+        if not math.isfinite(mean_loss):
+            raise _diverged(run, f"the training loss is {mean_loss} in step {step + 1} (epoch {epoch + 1})", rate)
+        optimizer.step()
+
+        now = time.perf_counter()
+        record = StepRecord(step + 1, epoch + 1, mean_loss, rate, len(rows), seconds=now - began)
+        began = now
+        run.progress = Progress(steps=step + 1, epochs=epoch)
+        run.metrics.add(record)
+        display.step(StepReport(record, options.epochs, step + 1 - first_step, run.steps_per_epoch, work.shares))
+        if now - saved_at > _SAVE_EVERY_S:
+            run.keep()
+            saved_at = began = time.perf_counter()  # saving is not training
+
+
+def _finish_epoch(run: Run, epoch: int, display: Display, stop: StopRequest) -> None:
+    """Evaluate, and record, draw and save what the epoch came to."""
+    began = time.perf_counter()
+    test_loss, test_accuracy = evaluate(run, stop)
+    test_seconds = time.perf_counter() - began
+    if not math.isfinite(test_loss):
+        raise _diverged(run, f"the test loss is {test_loss} after epoch {epoch + 1}", run.options.lr)
+
+    record = EpochRecord(
+        epoch=epoch + 1,
+        step=run.progress.steps,
+        train_loss=run.metrics.train_loss(epoch + 1),
+        test_loss=test_loss,
+        test_accuracy=test_accuracy,
+        train_seconds=run.metrics.train_seconds(epoch + 1),
+        test_seconds=test_seconds,
+    )
+    run.progress = replace(run.progress, epochs=epoch + 1)
+    run.metrics.add(record)
+    display.say(
+        f"epoch {record.epoch}/{run.options.epochs}: train loss {record.train_loss:.4f}, "
+        f"test accuracy {record.test_accuracy:.4f}, {record.train_seconds:.1f} s of training"
+    )
+    curves.draw(
+        run.folder.curves,
+        run.metrics.epochs,
+        title=f"{run.options.model} on {run.dataset.name}, {describe(run.devices)}",
+        last_epoch=run.options.epochs,
+    )
+    run.keep()
+
+
+def evaluate(run: Run, stop: StopRequest) -> tuple[float, float]:
+    """Return the mean loss and the accuracy over the test rows, each counted once, on all replicas."""
+    images, labels = run.dataset.test_images, run.dataset.test_labels
+    total_loss = torch.zeros((), dtype=torch.float64)
+    num_correct = 0
+    run.model.eval()
+    with torch.inference_mode(), _explained(run):
+        for first in range(0, len(labels), run.options.batch_size):
+            stop.check()
+            rows = slice(first, first + run.options.batch_size)
+            with _precision(run):
+                logits = run.model(images[rows].to(run.devices[0]))
+            on_host = logits.float().cpu()
+            total_loss += F.cross_entropy(on_host, labels[rows], reduction="sum")
+            num_correct += int((on_host.argmax(dim=1) == labels[rows]).sum())
+    return total_loss.item() / len(labels), num_correct / len(labels)
+
+
+def _sum_of_losses(run: Run, images: Tensor, labels: Tensor) -> Tensor:
+    """Return the sum of the losses of some rows, with the graph to walk backward."""
+    with _precision(run):
+        logits = run.model(images.to(run.devices[0]))
+    return F.cross_entropy(logits.float(), labels.to(logits.device), reduction="sum")
+
+
+def _precision(run: Run) -> contextlib.AbstractContextManager[object]:
+    """Return what the model runs under: autocast to bfloat16 if that was asked for."""
+    return torch.autocast(run.devices[0].type, torch.bfloat16, enabled=run.options.precision == "bf16")
+
+
+class _Work:
+    """What each replica did in a step, summed over the parts of its batch."""
+
+    def __init__(self) -> None:
+        self.shares: list[Share] = []
+
+    @contextlib.contextmanager
+    def of_part(self, run: Run, num_rows: int) -> Iterator[None]:
+        """Measure the block, which runs one part forward and backward."""
+        began = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - began
+        done = [
+            Share(timing.device, timing.rows, timing.forward_s + timing.backward_s)
+            for timing in run.model.replica_timings
+        ] or [Share(run.devices[0], num_rows, seconds)]
+        for index, share in enumerate(done):
+            if index < len(self.shares):
+                before = self.shares[index]
+                share = Share(share.device, before.rows + share.rows, before.seconds + share.seconds)
+                self.shares[index] = share
+            else:
+                self.shares.append(share)
+
+
+@contextlib.contextmanager
+def _explained(run: Run) -> Iterator[None]:
+    """Turn what torch raises when batch size and devices do not go together into what to do about it."""
+    options, num_replicas = run.options, len(run.devices)
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OptionError(
+            f"out of memory with --batch-size {options.batch_size} on {describe(run.devices)}: "
+            f"--accumulate {2 * options.accumulate} takes about half at a time, with the same result"
+        ) from error
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise OptionError(
+            f"--batch-size {options.batch_size} on {describe(run.devices)} leaves some replica a single row, which "
+            f"batch norm cannot train on: take --batch-size {4 * num_replicas * options.accumulate}, or fewer --devices"
+        ) from error
+
+
+def _diverged(run: Run, what: str, rate: float) -> DivergedError:
+    options = run.options
+    saved = run.saved
+    kept = f"the checkpoint of step {saved.steps} stays in {run.folder}" if saved else "nothing had been saved yet"
+    return DivergedError(
+        f"{what}, at learning rate {rate:g}: start again with a longer warm-up (--warmup-epochs "
+        f"{options.warmup_epochs + 2:g}) or a lower rate (--lr {options.lr / 2:g}); {kept}"
+    )
+
+
+def _outcome(run: Run) -> Outcome:
+    epochs = run.metrics.epochs
+    seconds = sum(record.train_seconds for record in epochs) / len(epochs)
+    return Outcome(epochs[-1].test_accuracy, seconds, run.devices)

@@ -97,8 +97,8 @@ class Options:
             if name not in MAY_CHANGE_ON_RESUME and value != getattr(begun, name):
                 may_change = ", ".join(map(flag, MAY_CHANGE_ON_RESUME))
                 raise OptionError(
-                    f"{flag(name)} {value}: the run to resume has {flag(name)} {getattr(begun, name)}; leave it out, or "
-                    f"start another run (what may change on resuming: {may_change})"
+                    f"{flag(name)} {value}: the run to resume has {flag(name)} {getattr(begun, name)}; leave it "
+                    f"out, or start another run (what may change on resuming: {may_change})"
                 )
         return dataclasses.replace(begun, **given)
 

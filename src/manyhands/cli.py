@@ -1,0 +1,229 @@
+"""The command `manyhands`.
+
+What is slow to load (torch, and all that the extra `[train]` brings) is imported by the subcommand that needs it,
+after the arguments have been checked and a first line has been printed.
+"""
+
+import argparse
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from manyhands import __version__
+from manyhands.training.errors import DivergedError, Interrupted, OptionError, TrainingError
+from manyhands.training.options import DEVICE_ORDERS, PRECISIONS, SCHEDULES, Options
+from manyhands.training.run_folder import RunFolder
+
+_DONE = 0
+_FAILED = 1
+_MISUSED = 2
+_STOPPED = 128  # plus the number of the signal, as shells have it
+
+_NEEDED_TO_TRAIN = ("matplotlib", "numpy", "rich", "safetensors")
+
+_DESCRIPTION = """\
+Put a PyTorch training on every device of the machine, with the numbers of one.
+
+In your own script it is one line:
+
+    model = manyhands.DataParallel(model)
+"""
+
+_EXAMPLES = """\
+examples:
+  manyhands train                 train ResNet-18 on handwritten digits, on every device
+  manyhands train --help          say what else it can do
+"""
+
+_TRAIN_DESCRIPTION = """\
+Train an image classifier on every device: every accelerator, or two replicas on the CPU where there is none.
+
+Batch size and learning rate are those of one optimizer step over all devices together.
+"""
+
+_TRAIN_EXAMPLES = """\
+examples:
+  manyhands train
+  manyhands train --data fashion-mnist --batch-size 256 --devices 1
+  manyhands train --data fashion-mnist --batch-size 512 --lr 0.2 --devices 2
+  manyhands train --data path/to/idx/files --model mlp --devices 'cpu*4' --epochs 3
+  manyhands train --devices cuda:0,cuda:1 --precision bf16 --accumulate 2
+  manyhands train --resume runs/demo --epochs 20
+
+files in the output folder:
+  metrics.jsonl       loss of each step, loss and accuracy of each epoch
+  curves.png          the same as a picture
+  model.safetensors   the weights
+  checkpoint.pt       what --resume needs (checkpoint.previous.pt: the one before)
+  config.json         the options
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with these arguments (None: those of the process), and return its exit status."""
+    parser = _parser()
+    given = vars(parser.parse_args(argv))
+    if given.pop("command") is None:
+        parser.print_help()
+        return _MISUSED
+    try:
+        return _train(given)
+    except KeyboardInterrupt:
+        return _fail("stopped at once; what had been saved stays", _STOPPED + signal.SIGINT)
+    except Interrupted as stopped:
+        return _STOPPED + stopped.received
+    except DivergedError as error:
+        return _fail(error, _FAILED)
+    except TrainingError as error:
+        return _fail(error, _MISUSED)
+    except BrokenPipeError:  # who read our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for python's own flush at exit
+        return _FAILED
+    except OSError as error:  # such as a full disk
+        return _fail(error, _FAILED)
+
+
+def _train(given: dict[str, Any]) -> int:
+    """`manyhands train`: check, say that it starts, load what is slow, and go."""
+    output, resume = given.pop("output", None), given.pop("resume", None)
+    overwrite = given.pop("overwrite", False)
+    if resume is None:
+        options = Options.from_given(given)
+        folder = RunFolder.create(output, overwrite=overwrite)
+    elif output is not None or overwrite:
+        raise OptionError(f"--resume {resume} goes on in the same folder: leave out --output and --overwrite")
+    else:
+        folder = RunFolder.reopen(resume)
+        options = Options.from_saved(folder.saved_options(), given)
+    _expect_installed(_NEEDED_TO_TRAIN)
+    os.environ["CUDA_DEVICE_ORDER"] = options.device_order  # read when CUDA is initialised, later than this
+    print(f"manyhands {__version__}: {options.model} on {options.data}; results in {folder}", flush=True)
+
+    from manyhands.training import display
+    from manyhands.training.data import DataError
+    from manyhands.training.loop import train
+    from manyhands.training.run import describe
+
+    shown = display.for_stdout()
+    try:
+        outcome = train(options, folder, shown, resume=resume is not None)
+    except DataError as error:
+        raise OptionError(error) from error
+    finally:
+        shown.close()
+    print(
+        f"test accuracy {outcome.test_accuracy:.4f}, {outcome.seconds_per_epoch:.1f} seconds of training an epoch, "
+        f"on {describe(outcome.devices)}"
+    )
+    print(f"see {folder.curves}; the weights are {folder.model}")
+    return _DONE
+
+
+def _fail(reason: object, status: int) -> int:
+    print(f"manyhands train: error: {reason}", file=sys.stderr)
+    return status
+
+
+def _expect_installed(packages: Sequence[str]) -> None:
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise OptionError(f"{', '.join(missing)} not installed: pip install 'manyhands[train]'")
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(_MISUSED, f"{self.prog}: error: {message} ({self.prog} --help lists the options)\n")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="manyhands",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"manyhands {__version__}")
+    commands = parser.add_subparsers(dest="command", title="commands", metavar="")
+    train = commands.add_parser(
+        "train",
+        help="train an image classifier on every device",
+        description=_TRAIN_DESCRIPTION,
+        epilog=_TRAIN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,  # the defaults are in Options; here is only what was given
+        allow_abbrev=False,
+    )
+    _add_train_options(train)
+    return parser
+
+
+def _add_train_options(parser: argparse.ArgumentParser) -> None:
+    default = Options()
+
+    what = parser.add_argument_group("what to train")
+    what.add_argument(
+        "--data",
+        metavar="NAME|DIR",
+        help=f"digits (in scikit-learn), fashion-mnist (downloaded once), or a folder of IDX files ({default.data})",
+    )
+    what.add_argument("--mirror", metavar="URL", help="download fashion-mnist from here")
+    what.add_argument("--model", metavar="NAME", help=f"resnet18 or mlp ({default.model})")
+    what.add_argument(
+        "--init", metavar="NAME", help=f"default: as torch does; seeds: weights from N(0, 0.01) ({default.init})"
+    )
+
+    where = parser.add_argument_group("where")
+    where.add_argument(
+        "--devices",
+        metavar="WHICH",
+        help="auto: every accelerator, or two CPU replicas without one; a count: so many accelerators, or CPU replicas "
+        f"without one; or by name: cpu,cpu, 'cpu*8', cuda:0,cuda:1 ({default.devices})",
+    )
+    where.add_argument(
+        "--device-order",
+        choices=DEVICE_ORDERS,
+        help="how CUDA numbers its devices; PCI_BUS_ID as nvidia-smi does (CUDA_DEVICE_ORDER of the environment, or "
+        f"{default.device_order})",
+    )
+
+    how = parser.add_argument_group("how")
+    how.add_argument(
+        "--batch-size", type=int, metavar="ROWS", help=f"rows of one step, over all devices ({default.batch_size})"
+    )
+    how.add_argument("--epochs", type=int, metavar="N", help=f"({default.epochs})")
+    how.add_argument(
+        "--lr", type=float, metavar="RATE", help=f"learning rate after warm-up, for the whole batch ({default.lr})"
+    )
+    how.add_argument("--momentum", type=float, metavar="M", help=f"({default.momentum})")
+    how.add_argument("--weight-decay", type=float, metavar="W", help=f"({default.weight_decay})")
+    how.add_argument(
+        "--warmup-epochs",
+        type=float,
+        metavar="N",
+        help=f"epochs over which the rate rises from 0; 0 for none ({default.warmup_epochs:g})",
+    )
+    how.add_argument("--schedule", choices=SCHEDULES, help=f"the rate after warm-up ({default.schedule})")
+    how.add_argument(
+        "--accumulate",
+        type=int,
+        metavar="K",
+        help=f"take each batch in K parts, for less memory and the same result ({default.accumulate})",
+    )
+    how.add_argument("--precision", choices=PRECISIONS, help=f"bf16 is torch.autocast ({default.precision})")
+    how.add_argument("--seed", type=int, metavar="N", help=f"for weights and order ({default.seed})")
+
+    results = parser.add_argument_group("results")
+    results.add_argument("--output", type=Path, metavar="DIR", help="the folder for them (runs/ and the time)")
+    results.add_argument("--overwrite", action="store_true", help="replace the run that is in the folder")
+    results.add_argument(
+        "--resume",
+        type=Path,
+        metavar="DIR",
+        help="go on with the run in this folder, with its options; --devices and --epochs may be given anew",
+    )

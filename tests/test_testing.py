@@ -1,0 +1,639 @@
+"""Simulated devices: kept apart like GPUs, and with the numbers of the CPU."""
+
+import copy
+import gc
+import io
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
+
+from manyhands import devices
+from manyhands.testing import SimulatedTensor, simulated_accelerators
+
+SIM0, SIM1 = torch.device("sim:0"), torch.device("sim:1")
+MIXED = "Expected all tensors to be on the same device, but found at least two devices"
+
+
+class TiedAutoencoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(4, 4, bias=False)
+        self.decoder = nn.Linear(4, 4, bias=False)
+        self.decoder.weight = self.encoder.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(torch.tanh(self.encoder(x)))
+
+
+class TokenClassifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 5)
+        self.lstm = nn.LSTM(5, 6, num_layers=2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(self.embedding(tokens))[0][:, -1])
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.GELU(), nn.LayerNorm(8), nn.Dropout(0.3), nn.Linear(8, 3))
+
+
+def conv_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3)
+    )
+
+
+def attention() -> nn.Module:
+    return nn.Sequential(
+        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), nn.Flatten(), nn.Linear(24, 3)
+    )
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
+    "mlp": (mlp, lambda: torch.randn(6, 5)),
+    "conv": (conv_net, lambda: torch.randn(6, 2, 6, 6)),
+    "lstm": (TokenClassifier, lambda: torch.randint(0, 11, (6, 4))),
+    "attention": (attention, lambda: torch.randn(6, 3, 8)),
+}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+}
+
+
+def train(model_name: str, device: str, optimizer_name: str = "sgd", steps: int = 3, seed: int = 0):
+    """Train a fresh model for some steps on a device; return its losses and its state on the CPU."""
+    make_model, make_batch = MODELS[model_name]
+    torch.manual_seed(seed)
+    model, batch, target = make_model(), make_batch(), torch.randint(0, 3, (6,))
+    model.to(device)
+    batch, target = batch.to(device), target.to(device)
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(batch), target)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: value.cpu() for name, value in model.state_dict().items()}
+
+
+def assert_same_training(a, b) -> None:
+    assert a[0] == pytest.approx(b[0], rel=1e-5)
+    torch.testing.assert_close(a[1], b[1], rtol=1e-5, atol=1e-6)
+
+
+def run_python(code: str) -> str:
+    """Run a program in a fresh interpreter in which warnings are errors; return what it printed."""
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], check=False, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+# Devices and copies
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(3, device="sim:1"),
+        lambda: torch.tensor([1.0, 2.0], device="sim:1"),
+        lambda: torch.tensor(3, device=SIM1),
+        lambda: torch.as_tensor([1, 2], device="sim:1"),
+        lambda: torch.randn(2, 3, device=SIM1),
+        lambda: torch.arange(5, device="sim:1"),
+        lambda: torch.full((2,), 7, device="sim:1"),
+        lambda: torch.eye(2, device="sim:1"),
+        lambda: torch.randperm(4, device="sim:1"),
+        lambda: torch.linspace(0, 1, 3, device="sim:1"),
+        lambda: torch.empty(2, 3, 4, 5, device="sim:1", memory_format=torch.channels_last),
+        lambda: torch.zeros_like(torch.ones(2), device="sim:1"),
+        lambda: torch.zeros_like(torch.ones(2, device="sim:1")),
+        lambda: torch.ones(2, device="sim:1").new_zeros(4),
+        lambda: torch.ones(2, device="sim:1").new_tensor([1.0]),
+        lambda: torch.ones(2).to("sim:1"),
+        lambda: torch.ones(2).to(torch.ones(2, device="sim:1")),
+        lambda: torch.ones(2, device="sim:0").to(device="sim:1", dtype=torch.float64, non_blocking=True),
+        lambda: nn.Linear(2, 2, device="sim:1").weight,
+        lambda: nn.Parameter(torch.ones(2, device="sim:1")),
+        lambda: nn.functional.one_hot(torch.tensor([0, 2], device="sim:1")),
+        lambda: torch.ones(2, device="sim:1", dtype=torch.complex64).conj().abs(),
+    ],
+)
+def test_tensors_are_made_on_a_simulated_device(make):
+    tensor = make()
+    assert isinstance(tensor, SimulatedTensor)
+    assert tensor.device == SIM1
+    assert not tensor.is_cpu
+    assert tensor.cpu().device.type == "cpu"
+    assert type(tensor.cpu()) is torch.Tensor
+
+
+def test_default_device_context_and_tensor_values():
+    with torch.device("sim:2"):
+        assert torch.ones(2).device == torch.device("sim:2")
+    values = torch.tensor([[1.5, 2.5]], device="sim:0")
+    assert values.tolist() == [[1.5, 2.5]]
+    assert values.sum().item() == 4.0
+    assert torch.empty_like(values, device="meta").is_meta
+    with pytest.raises(TypeError, match=r"sim:0 tensor to numpy: use \.cpu\(\)"):
+        values.numpy()
+
+
+def test_to_the_same_device_is_the_same_tensor_and_to_another_is_a_copy():
+    x = torch.ones(3, device="sim:0")
+    assert x.to("sim:0") is x
+    assert x.to(x.device, torch.float32) is x
+    assert x.to(x) is x
+    for other in (x.to("sim:0", copy=True), x.to("sim:1"), x.cpu(), x.to("sim:1").to("sim:0")):
+        assert other.data_ptr() != x.data_ptr()
+        other.zero_()
+    assert x.tolist() == [1.0] * 3
+    source = torch.ones(3)
+    source.to("sim:0").zero_()
+    assert source.tolist() == [1.0] * 3
+
+
+def test_a_ninth_device_is_refused():
+    with pytest.raises(RuntimeError, match="sim:8: there are 8 simulated devices, sim:0 to sim:7"):
+        torch.zeros(1, device="sim:8")
+    with pytest.raises(RuntimeError, match="sim:8"):
+        torch.zeros(1, device="sim:0").to("sim:8")
+
+
+def test_sparse_tensors_are_refused():
+    with pytest.raises(NotImplementedError, match="dense tensors only"):
+        torch.eye(2, device="sim:0").to_sparse()
+
+
+# Devices are kept apart
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda a, b: a + b,
+        lambda a, b: b * a,
+        lambda a, b: a @ b,
+        lambda a, b: torch.cat([a, b]),
+        lambda a, b: torch.stack((b, a)),
+        lambda a, b: a.add_(b),
+        lambda a, b: torch.where(a > 0, a, b),
+        lambda a, b: torch.add(a, a, out=b),
+        torch.equal,
+        torch.allclose,
+        lambda a, b: a.add_(torch.ones(2, 2)),
+        lambda a, b: torch.ones(2, 2).mul_(a),
+        lambda a, b: torch.tensor(1.0).add_(a.sum()),
+        lambda a, b: a + b.sum(),
+        lambda a, b: nn.Linear(2, 2).to("sim:0")(b),
+        lambda a, b: nn.Linear(2, 2)(a),
+        nn.functional.mse_loss,
+        lambda a, b: nn.functional.cross_entropy(a, torch.tensor([0, 1], device="sim:1")),
+        lambda a, b: nn.functional.cross_entropy(a, torch.tensor([0, 1])),
+        lambda a, b: nn.functional.embedding(torch.tensor([0, 1]), a),
+    ],
+)
+def test_mixing_devices_is_refused(mix):
+    a, b = torch.ones(2, 2, device="sim:0"), torch.ones(2, 2, device="sim:1")
+    with pytest.raises(RuntimeError, match=MIXED):
+        mix(a, b)
+    assert a.tolist() == b.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_the_message_names_both_devices_and_the_operation():
+    with pytest.raises(RuntimeError, match=r"found at least two devices, sim:0 and sim:1! \(in aten\.add\.Tensor\)"):
+        torch.ones(2, device="sim:0") + torch.ones(2, device="sim:1")
+
+
+def test_a_gradient_from_another_device_is_refused():
+    parameter = nn.Parameter(torch.ones(2, device="sim:0"))
+    with pytest.raises(RuntimeError):
+        parameter.grad = torch.ones(2, device="sim:1")
+    with pytest.raises(RuntimeError):
+        parameter.grad = torch.ones(2)
+
+
+def test_0_dim_cpu_tensors_and_copies_cross_devices():
+    x = torch.ones(2, device="sim:0")
+    assert (x * torch.tensor(3.0)).tolist() == [3.0, 3.0]
+    assert (torch.tensor(3.0) - x).device == SIM0
+    x.copy_(torch.tensor([5.0, 6.0]))
+    assert torch.zeros(2, device="sim:1").copy_(x).tolist() == [5.0, 6.0]
+    host = torch.zeros(2)
+    assert host.copy_(x) is host
+    assert host.tolist() == [5.0, 6.0]
+
+
+# Views, in-place operations, indexing
+
+
+def test_views_share_memory_and_keep_the_device():
+    x = torch.zeros(2, 3, device="sim:1")
+    x[0].add_(1)
+    x.t()[2].fill_(7)
+    x.view(-1)[3:5] = 2
+    assert x.tolist() == [[1.0, 1.0, 7.0], [2.0, 2.0, 7.0]]
+    assert all(part.device == SIM1 for part in (*x, *x.split(1), x.T, x[..., 0], x.expand(4, 2, 3)))
+
+
+def test_detach_shares_memory_and_the_version_counter():
+    parameter = nn.Parameter(torch.ones(2, device="sim:0"))
+    detached = parameter.detach()
+    version = parameter._version
+    detached.add_(1)
+    assert detached.device == SIM0
+    assert parameter.tolist() == [2.0, 2.0]
+    assert parameter._version == version + 1
+    assert detached.data_ptr() == parameter.data_ptr()
+    assert detached.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+
+
+def test_a_saved_tensor_changed_in_place_is_noticed():
+    x = torch.ones(2, device="sim:0", requires_grad=True)
+    y = x.exp()
+    y.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_in_place_operations_return_their_tensor_and_may_change_its_shape():
+    x = torch.arange(6.0, device="sim:0").view(2, 3)
+    assert x.mul_(2) is x
+    assert x.t_().unsqueeze_(0) is x
+    assert x.shape == (1, 3, 2)
+    assert x.stride() == x.cpu().contiguous().as_strided((1, 3, 2), x.stride()).stride()
+    assert x.tolist() == [[[0.0, 6.0], [2.0, 8.0], [4.0, 10.0]]]
+    out = torch.empty(0, device="sim:0")
+    assert torch.add(torch.ones(3, device="sim:0"), 1, out=out.resize_(3)) is out
+    assert out.tolist() == [2.0] * 3
+
+
+def test_indexing_takes_indices_from_the_cpu():
+    x = torch.arange(9.0, device="sim:0").view(3, 3)
+    assert x[torch.tensor([2, 0])].device == SIM0
+    assert x[torch.tensor([2, 0])].tolist() == [[6.0, 7.0, 8.0], [0.0, 1.0, 2.0]]
+    assert x[x > 6].tolist() == [7.0, 8.0]
+    x[torch.tensor([1])] = -1
+    x[0, 0] = 5.0
+    x[x == 8] = 0
+    assert x.tolist() == [[5.0, 1.0, 2.0], [-1.0, -1.0, -1.0], [6.0, 7.0, 0.0]]
+
+
+def test_data_is_read_and_replaced():
+    parameter = nn.Parameter(torch.ones(2, device="sim:0"))
+    parameter.data.mul_(3)
+    assert parameter.tolist() == [3.0, 3.0]
+    replacement = torch.zeros(3, device="sim:0")
+    parameter.data = replacement
+    assert parameter.shape == (3,)
+    with torch.no_grad():
+        assert parameter.add_(replacement).add_(1) is parameter
+    assert replacement.tolist() == [1.0] * 3
+    (parameter * 2).sum().backward()
+    assert parameter.grad.tolist() == [2.0] * 3
+
+
+# Autograd
+
+
+def test_gradients_carry_devices():
+    layer = nn.Linear(3, 2).to("sim:1")
+    x = torch.ones(4, 3, device="sim:1", requires_grad=True)
+    layer(x).sum().backward()
+    assert {tensor.grad.device for tensor in (x, *layer.parameters())} == {SIM1}
+
+
+def test_backward_crosses_devices():
+    """Half of the model on the CPU, the rest on two simulated devices, moved inside forward."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 3) for _ in range(4)]
+    twins = copy.deepcopy(layers)
+    twins[1].to("sim:0")
+    twins[2].to("sim:1")
+    x = torch.randn(5, 3)
+    leaf = x.clone().requires_grad_()
+    plain = nn.Sequential(*layers)(x).square().mean()
+    hidden = twins[1](twins[0](leaf).to("sim:0"))
+    moved = twins[3](twins[2](hidden.to("sim:1")).cpu()).square().mean()
+    plain.backward()
+    moved.backward()
+    torch.testing.assert_close(moved, plain)
+    assert type(leaf.grad) is torch.Tensor
+    for layer, twin, device in zip(layers, twins, ["cpu", "sim:0", "sim:1", "cpu"], strict=True):
+        assert twin.weight.grad.device == torch.device(device)
+        torch.testing.assert_close(twin.weight.grad.cpu(), layer.weight.grad)
+
+
+def test_copy_is_differentiable_across_devices():
+    source = torch.ones(3, requires_grad=True)
+    target = torch.zeros(2, 3, device="sim:0")
+    target[0].copy_(source)
+    (target * 2).sum().backward()
+    assert type(source.grad) is torch.Tensor
+    assert source.grad.tolist() == [2.0] * 3
+
+
+def test_double_backward():
+    x = torch.tensor([2.0, 3.0], device="sim:0", requires_grad=True)
+    (first,) = torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)
+    first.square().sum().backward()
+    assert first.device == SIM0
+    assert x.grad.tolist() == [2 * 12 * 12.0, 2 * 27 * 18.0]  # d/dx (3x²)² = 2 · 3x² · 6x
+    points = torch.randn(3, dtype=torch.float64, device="sim:0", requires_grad=True)
+    assert torch.autograd.gradcheck(torch.sin, points)
+    assert torch.autograd.gradgradcheck(torch.sin, points)
+
+
+def test_custom_functions_hooks_and_no_grad():
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 10, x + 1
+
+        @staticmethod
+        def backward(ctx, used, unused):
+            assert used.device == unused.device == ctx.saved_tensors[0].device == SIM1
+            return used * 10 + unused
+
+    seen = []
+    x = torch.ones(2, device="sim:1", requires_grad=True)
+    x.register_hook(lambda gradient: seen.append(gradient.device))
+    Scale.apply(x)[0].sum().backward()
+    assert x.grad.tolist() == [10.0, 10.0]
+    assert seen == [SIM1]
+    with torch.no_grad():
+        assert not (x * 2).requires_grad
+    with torch.inference_mode():
+        assert (x * 2).device == SIM1
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpoints_repeat_their_random_numbers(use_reentrant):
+    x = torch.ones(50, device="sim:0", requires_grad=True)
+    y = checkpoint(lambda value: nn.functional.dropout(value, 0.5), x, use_reentrant=use_reentrant)
+    y.sum().backward()
+    assert torch.equal(x.grad, y.detach())
+
+
+def test_a_step_leaves_no_reference_cycle():
+    layer = nn.Linear(3, 2).to("sim:0")
+    layer(torch.ones(4, 3, device="sim:0")).sum().backward()
+    gc.collect()
+    layer(torch.ones(4, 3, device="sim:0")).sum().backward()
+    assert gc.collect() == 0
+
+
+# Modules
+
+
+@pytest.mark.parametrize(
+    ("model_name", "optimizer_name"),
+    # Not attention with Adam: the gradient of the key bias is rounding noise around 0; Adam scales it to full steps.
+    [(m, o) for m in MODELS for o in OPTIMIZERS if (m, o) != ("attention", "adam")],
+)
+def test_training_gives_the_numbers_of_the_cpu(model_name, optimizer_name):
+    assert_same_training(train(model_name, "sim:3", optimizer_name), train(model_name, "cpu", optimizer_name))
+
+
+def test_several_threads_train_on_several_devices_at_once():
+    names = ["conv", "lstm", "attention", "conv"]
+    alone = [prepared("cpu", name)() for name in names]
+    runs = [prepared(f"sim:{index}", name) for index, name in enumerate(names)]
+    together = threading.Barrier(len(runs))
+
+    def run(steps):
+        together.wait()
+        return steps()
+
+    with ThreadPoolExecutor(len(runs)) as pool:
+        results = list(pool.map(run, runs))
+    for result, reference in zip(results, alone, strict=True):
+        torch.testing.assert_close(result, reference, rtol=1e-5, atol=1e-6)
+
+
+def prepared(device: str, model_name: str) -> Callable[[], dict[str, torch.Tensor]]:
+    """Make a model and a batch now, because all threads share one random generator; train them later."""
+    make_model, make_batch = MODELS[model_name]
+    torch.manual_seed(1)
+    model, batch = make_model().to(device), make_batch().to(device)
+
+    def steps() -> dict[str, torch.Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            assert {parameter.grad.device for parameter in model.parameters()} == {torch.device(device)}
+            optimizer.step()
+        return {name: value.cpu() for name, value in model.state_dict().items()}
+
+    return steps
+
+
+def test_module_to_keeps_tied_weights_and_parameters():
+    model = TiedAutoencoder()
+    weight = model.encoder.weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.ones(2, 4)).sum().backward()
+    model.to("sim:0")
+    assert model.encoder.weight is model.decoder.weight is weight
+    assert weight.device == weight.grad.device == SIM0
+    assert isinstance(weight, nn.Parameter)
+    assert len(list(model.parameters())) == 1
+    before = weight.tolist()
+    optimizer.step()
+    assert weight.tolist() != before
+    model.to("sim:1")
+    assert model.decoder.weight is weight
+    assert weight.device == SIM1
+    model.double()
+    assert weight.dtype == torch.float64
+    assert weight.device == SIM1
+
+
+def test_module_goes_back_to_the_cpu():
+    model = conv_net().to("sim:0").cpu()
+    assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
+    assert {type(buffer) for buffer in model.buffers()} == {torch.Tensor}
+    assert model(torch.ones(2, 2, 6, 6)).shape == (2, 3)
+
+
+def test_batch_norm_updates_its_buffers_in_place():
+    layer = nn.BatchNorm1d(3).to("sim:0")
+    mean = layer.running_mean
+    layer(torch.full((4, 3), 2.0, device="sim:0"))
+    assert layer.running_mean is mean
+    assert mean.tolist() == pytest.approx([0.2] * 3)
+    assert layer.num_batches_tracked.item() == 1
+
+
+def test_packed_sequences():
+    torch.manual_seed(0)
+    lstm, x = nn.LSTM(3, 4, batch_first=True), torch.randn(2, 5, 3)
+    twin = copy.deepcopy(lstm).to("sim:0")
+    outputs = []
+    for module, batch in ((lstm, x), (twin, x.to("sim:0"))):
+        packed = pack_padded_sequence(batch, torch.tensor([5, 3]), batch_first=True)
+        assert packed.batch_sizes.device.type == "cpu"
+        padded, lengths = pad_packed_sequence(module(packed)[0], batch_first=True)
+        padded.sum().backward()
+        assert lengths.tolist() == [5, 3]
+        outputs.append(padded.detach().cpu())
+    torch.testing.assert_close(*outputs)
+    torch.testing.assert_close(twin.weight_ih_l0.grad.cpu(), lstm.weight_ih_l0.grad)
+
+
+def test_deepcopy_and_pickle_keep_device_values_and_ties():
+    model = TiedAutoencoder().to("sim:2")
+    model(torch.ones(1, 4, device="sim:2")).sum().backward()
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        weight = twin.encoder.weight
+        assert weight is twin.decoder.weight
+        assert isinstance(weight, nn.Parameter)
+        assert weight.requires_grad
+        assert weight.device == torch.device("sim:2")
+        assert torch.equal(weight, model.encoder.weight)
+        assert weight.data_ptr() != model.encoder.weight.data_ptr()
+    assert torch.equal(copy.deepcopy(model).encoder.weight.grad, model.encoder.weight.grad)
+    with pytest.raises(RuntimeError, match="graph leaves"):
+        copy.deepcopy(model.encoder.weight * 2)
+
+
+def test_state_dict_travels_through_a_file_of_cpu_copies():
+    model, other = conv_net().to("sim:0"), conv_net().to("sim:1")
+    file = io.BytesIO()
+    torch.save({name: value.cpu() for name, value in model.state_dict().items()}, file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    for (name, value), (other_name, loaded) in zip(model.state_dict().items(), other.state_dict().items(), strict=True):
+        assert name == other_name
+        assert loaded.device == SIM1
+        assert torch.equal(loaded.cpu(), value.cpu())
+    other.load_state_dict(model.state_dict())  # from device to device
+    assert all(value.device == SIM1 for value in other.state_dict().values())
+
+
+# Printing
+
+
+def test_tensors_print_their_device():
+    x = torch.tensor([1.0, 2.0], device="sim:1")
+    assert repr(x) == "tensor([1., 2.], device='sim:1')"
+    assert str(nn.Parameter(x)) == "Parameter containing:\ntensor([1., 2.], device='sim:1', requires_grad=True)"
+    product = x.requires_grad_() * 2
+    assert repr(product) == "tensor([2., 4.], device='sim:1', grad_fn=<MulBackward0>)"
+    assert f"{product.sum():.2f}" == "6.00"
+    assert f"{x.detach()}" == "tensor([1., 2.], device='sim:1')"
+
+
+# simulated_accelerators
+
+
+def test_simulated_accelerators_are_what_the_library_sees():
+    real = devices.accelerators
+    with simulated_accelerators(3) as present:
+        assert devices.accelerators() == present == [torch.device("sim", index) for index in range(3)]
+        assert devices.resolve(None) == present
+        assert devices.resolve([1, "sim:0"]) == [SIM1, SIM0]
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(devices.accelerators).result() == present
+        with simulated_accelerators(1):
+            assert devices.accelerators() == [SIM0]
+        assert devices.accelerators() == present
+    assert devices.accelerators is real
+
+
+def test_simulated_accelerators_end_with_an_exception_and_in_any_order():
+    real = devices.accelerators
+    with pytest.raises(KeyError), simulated_accelerators(2):
+        raise KeyError
+    first, second = simulated_accelerators(2), simulated_accelerators(4)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert len(devices.accelerators()) == 4
+    second.__exit__(None, None, None)
+    assert devices.accelerators is real
+
+
+@pytest.mark.parametrize("count", [0, 9, -1, 1.5, "2", None])
+def test_simulated_accelerators_checks_its_count(count):
+    with pytest.raises(ValueError, match="expected 1 to 8"), simulated_accelerators(count):
+        pass
+
+
+# What the import changes, and what it leaves alone
+
+
+def test_import_manyhands_does_not_register_the_devices():
+    code = "import manyhands, torch; print(hasattr(torch, 'sim'), torch.accelerator.current_accelerator())"
+    assert run_python(code).startswith("False")
+
+
+def test_import_is_refused_where_the_name_is_taken():
+    printed = run_python(
+        "import torch\n"
+        "torch.utils.rename_privateuse1_backend('mine')\n"
+        "try:\n    import manyhands.testing\n"
+        "except ImportError as error:\n    print(error)\n"
+    )
+    assert "another backend of this process has taken" in printed
+    assert "mine" in printed
+
+
+def test_import_leaves_programs_on_the_cpu_alone():
+    """Imported after a first backward pass, which is when the autograd engine counts devices; warnings are errors."""
+    printed = run_python("""
+import io
+import torch
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+torch.ones(2, requires_grad=True).sum().backward()
+import manyhands.testing
+
+assert not torch.accelerator.is_available()
+assert torch.accelerator.device_count() == 0
+assert torch.accelerator.current_accelerator(check_available=True) is None
+torch.manual_seed(0)
+torch.seed()
+with torch.random.fork_rng():
+    torch.rand(1)
+assert len(list(DataLoader(torch.arange(6.0), batch_size=2, num_workers=1))) == 3
+layer = torch.nn.Linear(2, 2)
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    output = layer(torch.ones(1, 2))
+assert output.dtype == torch.bfloat16
+for use_reentrant in (True, False):
+    checkpoint(layer, torch.ones(1, 2, requires_grad=True), use_reentrant=use_reentrant).sum().backward()
+for foreach in (None, True, False):
+    torch.optim.AdamW(layer.parameters(), foreach=foreach).step()
+torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+torch.nn.utils.vector_to_parameters(torch.nn.utils.parameters_to_vector(layer.parameters()), layer.parameters())
+file = io.BytesIO()
+torch.save(layer.state_dict(), file)
+file.seek(0)
+layer.load_state_dict(torch.load(file, map_location="cpu"))
+assert torch.device("meta") == torch.empty(2, device="meta").device
+x = torch.ones(2, device="sim:7", requires_grad=True)
+(x * x).sum().backward()
+print(x.grad)
+""")
+    assert printed == "tensor([2., 2.], device='sim:7')"
