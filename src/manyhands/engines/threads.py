@@ -155,13 +155,15 @@ class _Stamp:
 
 def _leaf(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a parameter of its own for a replica on `device`; it shares storage where the device is the same."""
-    there = _devices.copy_to(parameter.detach(), device)
-    if type(there) is torch.Tensor and type(parameter) in (nn.Parameter, torch.Tensor):
-        leaf: torch.Tensor = nn.Parameter(there, parameter.requires_grad)
-    elif isinstance(parameter, nn.Parameter) and type(there) is torch.Tensor:  # a user's subclass of Parameter
-        leaf = there.as_subclass(type(parameter)).requires_grad_(parameter.requires_grad)
-    else:  # a tensor subclass, which detach() keeps
-        leaf = nn.Parameter(there, parameter.requires_grad)
+    here = _devices.same_device(parameter.device, device)
+    data = parameter if here else parameter.detach().to(device)
+    leaf: torch.Tensor
+    if type(parameter) in (nn.Parameter, torch.Tensor):
+        leaf = nn.Parameter(data, parameter.requires_grad)
+    elif isinstance(parameter, nn.Parameter) and type(parameter.detach()) is torch.Tensor:  # a user's subclass of it
+        leaf = data.detach().as_subclass(type(parameter)).requires_grad_(parameter.requires_grad)
+    else:  # a subclass of Tensor, which detach() keeps
+        leaf = nn.Parameter(data.detach(), parameter.requires_grad)
     for name, value in parameter.__dict__.items():
         leaf.__dict__.setdefault(name, value)
     return leaf

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from manyhands.training.metrics import EpochRecord
 from manyhands.training.run_folder import replaced
@@ -41,7 +41,7 @@ def draw(path: Path, epochs: Sequence[EpochRecord], *, title: str, last_epoch: i
 
     _dress(loss_axes, "Loss", last_epoch)
     _dress(accuracy_axes, "Accuracy", last_epoch)
-    loss_axes.set_ylim(bottom=0)
+    _scale_loss(loss_axes)
     accuracy_axes.set_ylim(min(record.test_accuracy for record in epochs) - 0.02, 1)
     loss_axes.legend(frameon=False, labelcolor=_INK)
     _note_last(accuracy_axes, epochs[-1])
@@ -64,6 +64,18 @@ def _dress(axes: Axes, title: str, last_epoch: int) -> None:
     axes.grid(color=_GRID)
     axes.set_axisbelow(True)
     axes.spines[:].set_visible(False)
+
+
+def _scale_loss(axes: Axes) -> None:
+    """Show the loss on a logarithmic scale.
+
+    Batch norm's running statistics are far off in the first epochs of a short run, so that its test loss falls over
+    several powers of ten: on a linear scale nothing else could be seen.
+    """
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
 
 
 def _note_last(axes: Axes, record: EpochRecord) -> None:

@@ -11,23 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TextIO
 
-import torch
-
 from manyhands.training.metrics import StepRecord
+from manyhands.training.work import Share
 
 _SECONDS_BETWEEN_LINES = 5.0
-
-
-@dataclass(frozen=True)
-class Share:
-    """What one replica did in a step: its rows, and the seconds it took for their forward and backward pass."""
-
-    device: torch.device
-    rows: int
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"{self.device} {self.rows} rows {1000 * self.seconds:.0f} ms"
 
 
 @dataclass(frozen=True)

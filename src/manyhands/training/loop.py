@@ -19,7 +19,7 @@ from torch import Tensor
 
 from manyhands.training import curves
 from manyhands.training.checkpoint import Progress
-from manyhands.training.display import Display, Share, StepReport
+from manyhands.training.display import Display, StepReport
 from manyhands.training.errors import DivergedError, Interrupted, OptionError
 from manyhands.training.interrupts import StopRequest
 from manyhands.training.metrics import EpochRecord, StepRecord
@@ -27,6 +27,7 @@ from manyhands.training.options import Options
 from manyhands.training.run import Run, describe
 from manyhands.training.run_folder import RunFolder
 from manyhands.training.schedule import epoch_batches, learning_rate
+from manyhands.training.work import Work
 
 _SAVE_EVERY_S = 300.0  # within an epoch; each epoch ends with a checkpoint anyway
 
@@ -92,10 +93,10 @@ def _train_epoch(run: Run, epoch: int, display: Display, stop: StopRequest) -> N
         # whole batch, so that losses and gradients add up to those of the mean, however uneven the parts are.
         rows = batches[step - first_step]
         loss_of_parts = torch.zeros((), device=run.devices[0])
-        work = _Work()
+        work = Work(run.devices)
         optimizer.zero_grad()
         for part in rows.tensor_split(min(options.accumulate, len(rows))):
-            with _explained(run), work.of_part(run, len(part)):
+            with _explained(run), work.of_part(run.model, len(part)):
                 loss = _sum_of_losses(run, images[part], labels[part]) / len(rows)
                 loss.backward()  # type: ignore[no-untyped-call]
             loss_of_parts += loss.detach()
@@ -175,31 +176,6 @@ def _sum_of_losses(run: Run, images: Tensor, labels: Tensor) -> Tensor:
 def _precision(run: Run) -> contextlib.AbstractContextManager[object]:
     """Return what the model runs under: autocast to bfloat16 if that was asked for."""
     return torch.autocast(run.devices[0].type, torch.bfloat16, enabled=run.options.precision == "bf16")
-
-
-class _Work:
-    """What each replica did in a step, summed over the parts of its batch."""
-
-    def __init__(self) -> None:
-        self.shares: list[Share] = []
-
-    @contextlib.contextmanager
-    def of_part(self, run: Run, num_rows: int) -> Iterator[None]:
-        """Measure the block, which runs one part forward and backward."""
-        began = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - began
-        done = [
-            Share(timing.device, timing.rows, timing.forward_s + timing.backward_s)
-            for timing in run.model.replica_timings
-        ] or [Share(run.devices[0], num_rows, seconds)]
-        for index, share in enumerate(done):
-            if index < len(self.shares):
-                before = self.shares[index]
-                share = Share(share.device, before.rows + share.rows, before.seconds + share.seconds)
-                self.shares[index] = share
-            else:
-                self.shares.append(share)
 
 
 @contextlib.contextmanager

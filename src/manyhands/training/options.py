@@ -39,8 +39,8 @@ class Options:
     init: str = "default"
     devices: str = "auto"
     batch_size: int = 128
-    epochs: int = 10
-    lr: float = 0.1
+    epochs: int = 8
+    lr: float = 0.05
     momentum: float = 0.9
     weight_decay: float = 5e-4
     warmup_epochs: float = 1.0
