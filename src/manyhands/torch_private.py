@@ -78,3 +78,15 @@ def has_transforms() -> bool:
 def is_compiled(module: torch.nn.Module) -> bool:
     """Return whether calling `module` runs code that torch.compile made for this very object."""
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
+def owns_its_memory(tensor: torch.Tensor) -> bool:
+    """Return whether no other tensor shares the memory of `tensor`, so that it may be written into.
+
+    Fallback: False.
+    """
+    try:
+        storage = tensor.untyped_storage()
+        return bool(torch._C._storage_Use_Count(storage._cdata) == 2)  # the tensor's reference, and `storage`'s
+    except (AttributeError, RuntimeError):  # RuntimeError: a tensor without storage
+        return False

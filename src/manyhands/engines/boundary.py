@@ -46,7 +46,16 @@ class Whole:
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         total = parts[0]
         for part in parts[1:]:
-            total = total + part  # not in place: a leaf's gradient may share memory with one that the caller has
+            total = total + part
+        return total
+
+    def join_gradients(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the sum, made in the memory of the first part where that is nobody else's."""
+        total = parts[0]
+        for part in parts[1:]:
+            # A leaf's gradient can be a view of what the caller gave to backward, or of another leaf's gradient:
+            # (a.view(-1) + b.view(-1)).backward(g) leaves a.grad and b.grad in the memory of g.
+            total = total.add_(part) if torch_private.owns_its_memory(total) else total + part
         return total
 
 
@@ -66,7 +75,25 @@ class Edge:
         return _devices.copy_to(self.layout.part(tensor, index), device)
 
     def join(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        return self.layout.join([_devices.copy_to(part, self.device) for part in parts if part is not None])
+        return self.layout.join(self._here(parts))
+
+    def join_gradients(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """Return the gradient of an input from its leaves' gradients; None if no replica has one."""
+        if all(part is None for part in parts):
+            return None
+        if isinstance(self.layout, Whole):
+            return self.layout.join_gradients(self._here(parts))
+        return self.layout.join(self._here(self.with_all_rows(parts)))
+
+    def with_all_rows(self, parts: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+        """Return the leaves' gradients with zeros for rows that nothing depends on."""
+        if isinstance(self.layout, Whole):
+            return parts
+        pairs = zip(parts, self.tensors, strict=True)
+        return [torch.zeros_like(leaf) if part is None and leaf is not None else part for part, leaf in pairs]
+
+    def _here(self, parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        return [_devices.copy_to(part, self.device) for part in parts if part is not None]
 
 
 @dataclass
@@ -156,7 +183,7 @@ class Boundary(torch.autograd.Function):
         parts = graphs.walk(grads, keep)
         joined = []
         for edge, of_edge in zip(graphs.inputs, parts, strict=True):
-            joined.append(None if all(part is None for part in of_edge) else edge.join(_with_all_rows(edge, of_edge)))
+            joined.append(edge.join_gradients(of_edge))
             of_edge.clear()  # the replicas' gradients go as soon as their sum is there
         if not keep:
             graphs.release()
@@ -190,7 +217,7 @@ def _differentiable_backward(graphs: Graphs, grads: Sequence[torch.Tensor | None
     for edge in graphs.inputs:
         of_edge = [grad_of[id(leaf)] if leaf is not None else None for leaf in edge.tensors]
         used = any(part is not None for part in of_edge)
-        gradients.append(Edge(edge.layout, edge.device, _with_all_rows(edge, of_edge)) if used else None)
+        gradients.append(Edge(edge.layout, edge.device, edge.with_all_rows(of_edge)) if used else None)
     higher = Graphs(
         timings=graphs.timings,
         where=graphs.where,
@@ -202,17 +229,6 @@ def _differentiable_backward(graphs: Graphs, grads: Sequence[torch.Tensor | None
         return [None] * len(gradients)
     joined = iter(Boundary.apply(higher, *graphs.live_inputs, *live_grads))  # type: ignore[no-untyped-call]
     return [next(joined) if edge is not None else None for edge in gradients]
-
-
-def _with_all_rows(edge: Edge, parts: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-    """Return the parts of a gradient with zeros for rows that nothing depends on."""
-    if isinstance(edge.layout, Whole):
-        return parts
-    leaves = edge.tensors
-    return [
-        torch.zeros_like(leaf) if part is None and leaf is not None else part
-        for part, leaf in zip(parts, leaves, strict=True)
-    ]
 
 
 def _take_grad(leaf: torch.Tensor | None) -> torch.Tensor | None:

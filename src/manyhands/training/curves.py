@@ -40,11 +40,11 @@ def draw(path: Path, epochs: Sequence[EpochRecord], *, title: str, last_epoch: i
     _line(accuracy_axes, numbers, [record.test_accuracy for record in epochs], _TEST, "test")
 
     _dress(loss_axes, "Loss", last_epoch)
-    _dress(accuracy_axes, "Accuracy", last_epoch)
+    _dress(accuracy_axes, "Test accuracy", last_epoch)
     _scale_loss(loss_axes)
     accuracy_axes.set_ylim(min(record.test_accuracy for record in epochs) - 0.02, 1)
     loss_axes.legend(frameon=False, labelcolor=_INK)
-    _note_last(accuracy_axes, epochs[-1])
+    _note_last(accuracy_axes, epochs[-1], last_epoch)
 
     with replaced(path) as unfinished:
         figure.savefig(unfinished, format="png", dpi=150)
@@ -78,16 +78,16 @@ def _scale_loss(axes: Axes) -> None:
     axes.yaxis.set_minor_locator(NullLocator())
 
 
-def _note_last(axes: Axes, record: EpochRecord) -> None:
-    """Write the last accuracy beside its point: below it, or above where the panel ends."""
-    bottom, top = axes.get_ylim()
-    has_room_below = record.test_accuracy - bottom > (top - bottom) / 6
+def _note_last(axes: Axes, record: EpochRecord, last_epoch: int) -> None:
+    """Write the last accuracy beside its point: on its right, where the line has yet to go, and in the end below it."""
+    has_ended = record.epoch == last_epoch and last_epoch > 1
     axes.annotate(
         f"{record.test_accuracy:.4f}",
         (record.epoch, record.test_accuracy),
-        xytext=(0, -18 if has_room_below else 10),
+        xytext=(0, -12) if has_ended else (9, 0),
         textcoords="offset points",
-        ha="right" if record.epoch > 1 else "left",
+        ha="right" if has_ended else "left",
+        va="top" if has_ended else "center",
         color=_TEST,
         fontweight="bold",
     )

@@ -125,10 +125,9 @@ class Run:
         )
 
     def _introduce(self, say: Callable[[str], None]) -> None:
-        options = self.options
         say(
-            f"{options.model} with {self._num_parameters():,} parameters on {describe(self.devices)}, {self.num_rows:,} "
-            f"pictures to train on, {len(self.dataset.test_labels):,} to test on"
+            f"{self._num_parameters():,} parameters on {describe(self.devices)}; "
+            f"{self.num_rows:,} pictures to train on, {len(self.dataset.test_labels):,} to test on"
         )
         if self.progress.steps:
             say(f"going on after step {self.progress.steps}; {self.progress.epochs} epochs are finished")

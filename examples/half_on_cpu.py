@@ -1,0 +1,82 @@
+"""A model that is half on the CPU and half on a device; then its device half on several devices.
+
+    python examples/half_on_cpu.py
+
+An embedding table may be too large for an accelerator, so it stays on the CPU; what follows runs on the device. To use
+several devices, wrap the half that is to be replicated, not the whole model: a wrapper's module is all on one device.
+Both ways train, and each parameter's gradient is where the parameter is.
+
+Where there is no accelerator, the devices are simulated ones, `sim:0` and `sim:1`: CPU memory, but kept apart as the
+memory of two accelerators is, so a tensor in the wrong place is an error on a laptop too.
+"""
+
+import sys
+
+import torch
+from torch import nn
+
+import manyhands
+
+NUM_WORDS, BATCH_ROWS, NUM_REPLICAS = 1000, 30, 2
+
+
+class Reported(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        # One write for the whole line: replicas run at once.
+        sys.stdout.write(f"    In model: input {list(x.shape)} output {list(output.shape)} on {x.device}\n")
+        return output
+
+
+class HalfOnCpu(nn.Module):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.embedding = nn.Embedding(NUM_WORDS, 10)  # on the CPU
+        self.rest = Reported(10, 10).to(device)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(words)
+        x = x.to(self.device)  # autograd takes the gradient back the same way
+        return self.rest(x)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    devices = pick_devices(NUM_REPLICAS)
+    model = HalfOnCpu(devices[0])
+    words = torch.randint(NUM_WORDS, (BATCH_ROWS,))
+
+    print(f"Halves: embedding on {model.embedding.weight.device}, rest on {model.rest.weight.device}")
+    one_device = step(model, words)
+
+    model.rest = manyhands.DataParallel(model.rest, devices)
+    print(f"Halves: embedding on {model.embedding.weight.device}, rest on {', '.join(map(str, devices))}")
+    several_devices = step(model, words)
+
+    for name, tensor in several_devices.items():
+        torch.testing.assert_close(tensor, one_device[name.replace("rest.module.", "rest.")])
+    print("Output and gradients: the same both ways")
+
+
+def step(model: nn.Module, words: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Run one forward and backward; return the output, and each parameter's gradient by the parameter's name."""
+    model.zero_grad()
+    output = model(words)
+    print(f"Outside: input {list(words.shape)} on {words.device} output {list(output.shape)} on {output.device}")
+    output.square().mean().backward()
+    return {"output": output, **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
+
+
+def pick_devices(num: int) -> list[torch.device]:
+    """Return `num` devices: accelerators, in turn if there are fewer; without any, simulated ones."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
+        import manyhands.testing  # its import is what makes the simulated devices known to torch
+
+        return [torch.device("sim", i) for i in range(num)]
+    return [torch.device(kind.type, i % torch.accelerator.device_count()) for i in range(num)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""What each replica did in a step: its share of the rows, and how long it took for them."""
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from manyhands.data_parallel import DataParallel
+
+
+@dataclass(frozen=True)
+class Share:
+    """The rows of one replica, and the seconds it took for their forward and backward pass."""
+
+    device: torch.device
+    rows: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.device} {self.rows} rows {1000 * self.seconds:.0f} ms"
+
+
+class Work:
+    """The shares of one step, which may be taken in several parts."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.shares = [Share(device, 0, 0.0) for device in devices]
+
+    @contextlib.contextmanager
+    def of_part(self, model: DataParallel, num_rows: int) -> Iterator[None]:
+        """Add what the replicas do in the block, which runs `num_rows` rows through `model`, forward and backward."""
+        began = time.perf_counter()
+        yield
+        if len(self.shares) == 1:
+            self._add(0, num_rows, time.perf_counter() - began)
+            return
+        # Without rows a replica is left out; as shares are even, those are the last ones.
+        for index, timing in enumerate(model.replica_timings):
+            self._add(index, timing.rows, timing.forward_s + timing.backward_s)
+
+    def _add(self, index: int, rows: int, seconds: float) -> None:
+        before = self.shares[index]
+        self.shares[index] = Share(before.device, before.rows + rows, before.seconds + seconds)
