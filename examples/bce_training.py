@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 import manyhands
 
 INPUT_SIZE, NUM_ROWS, BATCH_ROWS = 5, 100, 30
-SEED = 0
+LEARNING_RATE, SEED = 0.5, 0
 
 
 class RandomDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -34,10 +34,10 @@ class RandomDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return self.rows[index], self.targets[index]
 
 
-def train(model: nn.Module, dataset: RandomDataset, device: int | str, epochs: int, lr: float) -> list[float]:
+def train(model: nn.Module, dataset: RandomDataset, device: int | str, epochs: int) -> list[float]:
     """Train `model`, print the mean loss of each epoch, and return these losses."""
     batches = DataLoader(dataset, BATCH_ROWS, shuffle=True, generator=torch.Generator().manual_seed(SEED))
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     criterion = nn.BCELoss()  # of the gathered output: a mean over all rows of the batch, whoever computed them
     losses = []
     for epoch in range(1, epochs + 1):
@@ -61,10 +61,7 @@ def main() -> None:
     )
     parser.add_argument("--devices", type=positive, default=2, metavar="N", help="number of replicas (default: 2)")
     parser.add_argument("--epochs", type=positive, default=10, metavar="N", help="times over the data (default: 10)")
-    parser.add_argument("--lr", type=float, default=0.5, help="learning rate of SGD (default: 0.5)")
     options = parser.parse_args()
-    if not 0 < options.lr < float("inf"):
-        parser.error(f"argument --lr: expected a number above 0, got {options.lr}")
 
     torch.manual_seed(SEED)
     device_ids = pick_devices(options.devices)
@@ -73,11 +70,11 @@ def main() -> None:
     model = manyhands.DataParallel(copy.deepcopy(plain), device_ids)
 
     print(f"Wrapped: {options.devices} replicas")
-    losses = train(model, dataset, device_ids[0], options.epochs, options.lr)
+    losses = train(model, dataset, device_ids[0], options.epochs)
     for replica, timing in enumerate(model.replica_timings):
         print(f"    In the last step: replica {replica} trained on {timing.rows} rows on {timing.device}")
     print("Plain module:")
-    plain_losses = train(plain, dataset, device_ids[0], options.epochs, options.lr)
+    plain_losses = train(plain, dataset, device_ids[0], options.epochs)
 
     torch.testing.assert_close(losses, plain_losses, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(model.module.state_dict(), plain.state_dict())

@@ -65,14 +65,16 @@ def step(model: nn.Module, words: torch.Tensor) -> dict[str, torch.Tensor]:
     output = model(words)
     print(f"Outside: input {list(words.shape)} on {words.device} output {list(output.shape)} on {output.device}")
     output.square().mean().backward()
-    return {"output": output, **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    print(f"Gradients: {', '.join(f'{name} on {grad.device}' for name, grad in grads.items())}")
+    return {"output": output, **grads}
 
 
 def pick_devices(num: int) -> list[torch.device]:
     """Return `num` devices: accelerators, in turn if there are fewer; without any, simulated ones."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None:
-        import manyhands.testing  # its import is what makes the simulated devices known to torch
+        import manyhands.testing  # noqa: F401  the import makes torch know the simulated devices
 
         return [torch.device("sim", i) for i in range(num)]
     return [torch.device(kind.type, i % torch.accelerator.device_count()) for i in range(num)]

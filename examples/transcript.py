@@ -4,7 +4,7 @@
 
 The module reports the sizes of its input and output. Wrapped in `DataParallel`, it is called once for every replica,
 with that replica's rows; the caller sees whole batches, as before. Batches are cut into chunks of ceil(rows / devices)
-rows, so 30 rows on 4 devices are 8, 8, 8 and 6, and the last batch, 10 rows, on 8 devices is five chunks of 2: three
+rows: 30 rows on 4 devices are 8, 8, 8 and 6; the last batch, 10 rows, on 8 devices is five chunks of 2, and three
 devices rest.
 
 Runs on accelerators where there are some, on CPU replicas elsewhere. Replicas run at once, so the order of their lines
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--devices", type=positive, default=2, metavar="N", help="number of replicas (default: 2)")
     device_ids = pick_devices(parser.parse_args().devices)
 
-    model = manyhands.DataParallel(Model().to(device_ids[0]), device_ids)  # all that is new, is here
+    model = manyhands.DataParallel(Model().to(device_ids[0]), device_ids)  # the one new line
     print(f"Replicas: {len(device_ids)}")
     for batch in DataLoader(RandomDataset(NUM_ROWS, INPUT_SIZE), batch_size=BATCH_ROWS, shuffle=True):
         output = model(batch)  # the batch may be on any device: each replica's rows are sent to it

@@ -66,10 +66,14 @@ files in the output folder:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with these arguments (None: those of the process), and return its exit status."""
     parser = _parser()
-    given = vars(parser.parse_args(argv))
+    arguments, unknown = parser.parse_known_args(argv)
+    given = vars(arguments)
     if given.pop("command") is None:
         parser.print_help()
         return _MISUSED
+    if unknown:
+        given["parser"].error(f"there is no option {unknown[0]}")
+    del given["parser"]
     try:
         return _train(given)
     except KeyboardInterrupt:
@@ -93,7 +97,7 @@ def _train(given: dict[str, Any]) -> int:
     overwrite = given.pop("overwrite", False)
     if resume is None:
         options = Options.from_given(given)
-        folder = RunFolder.create(output, overwrite=overwrite)
+        folder = RunFolder.for_new_run(output, overwrite=overwrite)
     elif output is not None or overwrite:
         raise OptionError(f"--resume {resume} goes on in the same folder: leave out --output and --overwrite")
     else:
@@ -159,6 +163,7 @@ def _parser() -> _Parser:
         argument_default=argparse.SUPPRESS,  # the defaults are in Options; here is only what was given
         allow_abbrev=False,
     )
+    train.set_defaults(parser=train)
     _add_train_options(train)
     return parser
 
@@ -170,12 +175,14 @@ def _add_train_options(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--data",
         metavar="NAME|DIR",
-        help=f"digits (in scikit-learn), fashion-mnist (downloaded once), or a folder of IDX files ({default.data})",
+        help=f"digits (in scikit-learn), fashion-mnist (downloaded once), or a folder of IDX files (default: {default.data})",
     )
     what.add_argument("--mirror", metavar="URL", help="download fashion-mnist from here")
-    what.add_argument("--model", metavar="NAME", help=f"resnet18 or mlp ({default.model})")
+    what.add_argument("--model", metavar="NAME", help=f"resnet18 or mlp (default: {default.model})")
     what.add_argument(
-        "--init", metavar="NAME", help=f"default: as torch does; seeds: weights from N(0, 0.01) ({default.init})"
+        "--init",
+        metavar="NAME",
+        help=f"default: as torch does; seeds: weights from N(0, 0.01) (default: {default.init})",
     )
 
     where = parser.add_argument_group("where")
@@ -183,43 +190,51 @@ def _add_train_options(parser: argparse.ArgumentParser) -> None:
         "--devices",
         metavar="WHICH",
         help="auto: every accelerator, or two CPU replicas without one; a count: so many accelerators, or CPU replicas "
-        f"without one; or by name: cpu,cpu, 'cpu*8', cuda:0,cuda:1 ({default.devices})",
+        f"without one; or by name: cpu,cpu, 'cpu*8', cuda:0,cuda:1 (default: {default.devices})",
     )
     where.add_argument(
         "--device-order",
         choices=DEVICE_ORDERS,
-        help="how CUDA numbers its devices; PCI_BUS_ID as nvidia-smi does (CUDA_DEVICE_ORDER of the environment, or "
-        f"{default.device_order})",
+        help="how CUDA numbers its devices; PCI_BUS_ID as nvidia-smi does (default: CUDA_DEVICE_ORDER of the "
+        f"environment, or {default.device_order})",
     )
 
     how = parser.add_argument_group("how")
     how.add_argument(
-        "--batch-size", type=int, metavar="ROWS", help=f"rows of one step, over all devices ({default.batch_size})"
+        "--batch-size",
+        type=int,
+        metavar="ROWS",
+        help=f"rows of one step, over all devices (default: {default.batch_size})",
     )
-    how.add_argument("--epochs", type=int, metavar="N", help=f"({default.epochs})")
     how.add_argument(
-        "--lr", type=float, metavar="RATE", help=f"learning rate after warm-up, for the whole batch ({default.lr})"
+        "--epochs", type=int, metavar="N", help=f"times through the training pictures (default: {default.epochs})"
     )
-    how.add_argument("--momentum", type=float, metavar="M", help=f"({default.momentum})")
-    how.add_argument("--weight-decay", type=float, metavar="W", help=f"({default.weight_decay})")
+    how.add_argument(
+        "--lr",
+        type=float,
+        metavar="RATE",
+        help=f"learning rate after warm-up, for the whole batch (default: {default.lr})",
+    )
+    how.add_argument("--momentum", type=float, metavar="M", help=f"(default: {default.momentum})")
+    how.add_argument("--weight-decay", type=float, metavar="W", help=f"(default: {default.weight_decay})")
     how.add_argument(
         "--warmup-epochs",
         type=float,
         metavar="N",
-        help=f"epochs over which the rate rises from 0; 0 for none ({default.warmup_epochs:g})",
+        help=f"epochs over which the rate rises from 0; 0 for none (default: {default.warmup_epochs:g})",
     )
-    how.add_argument("--schedule", choices=SCHEDULES, help=f"the rate after warm-up ({default.schedule})")
+    how.add_argument("--schedule", choices=SCHEDULES, help=f"the rate after warm-up (default: {default.schedule})")
     how.add_argument(
         "--accumulate",
         type=int,
         metavar="K",
-        help=f"take each batch in K parts, for less memory and the same result ({default.accumulate})",
+        help=f"take each batch in K parts, for less memory and the same result (default: {default.accumulate})",
     )
-    how.add_argument("--precision", choices=PRECISIONS, help=f"bf16 is torch.autocast ({default.precision})")
-    how.add_argument("--seed", type=int, metavar="N", help=f"for weights and order ({default.seed})")
+    how.add_argument("--precision", choices=PRECISIONS, help=f"bf16 is torch.autocast (default: {default.precision})")
+    how.add_argument("--seed", type=int, metavar="N", help=f"for weights and order (default: {default.seed})")
 
     results = parser.add_argument_group("results")
-    results.add_argument("--output", type=Path, metavar="DIR", help="the folder for them (runs/ and the time)")
+    results.add_argument("--output", type=Path, metavar="DIR", help="the folder for them (default: runs/ and the time)")
     results.add_argument("--overwrite", action="store_true", help="replace the run that is in the folder")
     results.add_argument(
         "--resume",

@@ -173,11 +173,13 @@ class DataParallel(nn.DataParallel[Any]):
     def _run_on_one_device(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = _device_of(self.module) if inside_replica() else self.devices[0]
 
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            return _devices.copy_to(tensor, device)
+        def move(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):  # the common case, without a walk
+                return _devices.copy_to(value, device)
+            return nested.map_tensors(lambda tensor: _devices.copy_to(tensor, device), value)
 
         try:
-            return self.module(*nested.map_tensors(move, inputs), **nested.map_tensors(move, kwargs))
+            return self.module(*map(move, inputs), **{name: move(value) for name, value in kwargs.items()})
         except RuntimeError as error:
             elsewhere = next((n for n, p in self.module.named_parameters() if p.device != device), None)
             if elsewhere is not None:

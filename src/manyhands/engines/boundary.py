@@ -180,7 +180,11 @@ class Boundary(torch.autograd.Function):
         if torch.is_grad_enabled():
             return (None, *_differentiable_backward(graphs, grads))
         keep = graphs.keep or torch_private.backward_keeps_graph()
-        parts = graphs.walk(grads, keep)
+        try:
+            parts = graphs.walk(grads, keep)
+        except BaseException:
+            graphs.release()  # partly walked: what the leaves hold now must not be counted in another backward
+            raise
         joined = []
         for edge, of_edge in zip(graphs.inputs, parts, strict=True):
             joined.append(edge.join_gradients(of_edge))

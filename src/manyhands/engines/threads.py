@@ -74,7 +74,7 @@ class ThreadsEngine(Engine):
         stamps[0].commit_buffers()
 
         edges = [Edge(group.rows, call.output_device, group.tensors) for group in groups]
-        if not any(tensor.requires_grad for group in groups for tensor in group.tensors):
+        if not tracked or not any(tensor.requires_grad for group in groups for tensor in group.tensors):
             return put_together(outputs[0], values, [edge.join(edge.tensors) for edge in edges])
         live_inputs = shards[0].live_inputs
         live_parameters = stamps[0].live_parameters

@@ -49,7 +49,11 @@ def _repeated(part: str, text: str) -> list[torch.device]:
     if not name or (star and not (times.isdecimal() and int(times) > 0)):
         raise OptionError(f"--devices {text}: expected {_FORMS}")
     try:
+        torch.device(name)
+    except RuntimeError:  # torch would list every kind of device there ever was
+        raise OptionError(f"--devices {text}: {name} is no device; expected {_FORMS}") from None
+    try:
         device = devices.resolve_one(name, "--devices")
     except ValueError as error:
-        raise OptionError(f"{error}; expected {_FORMS}") from None
+        raise OptionError(str(error)) from error
     return [device] * (int(times) if star else 1)

@@ -76,7 +76,7 @@ class Run:
             progress = checkpoint.restore(folder, live, optimizer, devices, display.say)
             metrics = Metrics.reopen(folder.metrics, steps=progress.steps, epochs=progress.epochs)
         else:
-            folder.clear()
+            folder.make_empty()
             progress = Progress()
             metrics = Metrics(folder.metrics)
         run = cls(

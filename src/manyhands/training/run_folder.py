@@ -40,8 +40,8 @@ class RunFolder:
         return str(self.path)
 
     @classmethod
-    def create(cls, path: Path | None, *, overwrite: bool = False) -> "RunFolder":
-        """Make the folder for a new run; by default `runs/` and the time. A run that is in it already stays, for now.
+    def for_new_run(cls, path: Path | None, *, overwrite: bool = False) -> "RunFolder":
+        """Choose the folder for a new run, by default `runs/` and the time. Nothing is made or deleted yet.
 
         Raises:
             FolderError: the folder cannot be made, or holds a run and `overwrite` is false.
@@ -52,15 +52,11 @@ class RunFolder:
                 f"{folder} holds a run already: go on with it (--resume {folder}), replace it (--overwrite), or name "
                 "another folder (--output DIR)"
             )
-        try:
-            folder.path.mkdir(parents=True, exist_ok=True)
-            with replaced(folder.path / ".writable"):
-                pass
-            (folder.path / ".writable").unlink()
-        except OSError as error:
-            raise FolderError(
-                f"--output {folder} cannot be written: {error.strerror}; name another folder (--output DIR)"
-            ) from None
+        there = next(parent for parent in (folder.path.absolute(), *folder.path.absolute().parents) if parent.exists())
+        if not there.is_dir():
+            raise FolderError(f"--output {folder}: {there} is not a folder; name another one (--output DIR)")
+        if not os.access(there, os.W_OK):
+            raise FolderError(f"--output {folder}: {there} cannot be written to; name another folder (--output DIR)")
         return folder
 
     @classmethod
@@ -84,10 +80,18 @@ class RunFolder:
         """Return whether any file of a run is there."""
         return any(path.exists() for path in self._files())
 
-    def clear(self) -> None:
-        """Delete the run in the folder, and nothing else that may lie there."""
-        for path in self._files():
-            path.unlink(missing_ok=True)
+    def make_empty(self) -> None:
+        """Make the folder, and delete the run in it, but nothing else that may lie there.
+
+        Raises:
+            FolderError: the system does not let us.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            for path in self._files():
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise FolderError(f"--output {self}: {error}; name another folder (--output DIR)") from error
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write config.json."""
