@@ -37,7 +37,7 @@ bench: $(READY)  ## measure, side by side
 	$(BIN)/python benchmarks/replicate.py
 
 gpu-check: $(READY)  ## the tests that need a GPU (says so where there is none)
-	$(BIN)/python -m pytest tests/test_gpu.py -m gpu
+	$(BIN)/python -m pytest tests/test_gpu.py tests/test_examples.py -m gpu
 
 clean:  ## remove the environment and what runs leave behind
 	rm -rf .venv runs .pytest_cache .ruff_cache .mypy_cache .hypothesis

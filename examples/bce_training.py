@@ -69,7 +69,7 @@ def main() -> None:
     plain = nn.Sequential(nn.Linear(INPUT_SIZE, 1), nn.Sigmoid()).to(device_ids[0])
     model = manyhands.DataParallel(copy.deepcopy(plain), device_ids)
 
-    print(f"Wrapped: {options.devices} replicas")
+    print(f"Wrapped, replicas: {options.devices}")
     losses = train(model, dataset, device_ids[0], options.epochs)
     for replica, timing in enumerate(model.replica_timings):
         print(f"    In the last step: replica {replica} trained on {timing.rows} rows on {timing.device}")

@@ -153,7 +153,7 @@ def _parser() -> _Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"manyhands {__version__}")
-    commands = parser.add_subparsers(dest="command", title="commands", metavar="")
+    commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     train = commands.add_parser(
         "train",
         help="train an image classifier on every device",
@@ -175,14 +175,15 @@ def _add_train_options(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--data",
         metavar="NAME|DIR",
-        help=f"digits (in scikit-learn), fashion-mnist (downloaded once), or a folder of IDX files (default: {default.data})",
+        help="digits (in scikit-learn), fashion-mnist (downloaded once), or a folder of IDX files (default: "
+        f"{default.data})",
     )
     what.add_argument("--mirror", metavar="URL", help="download fashion-mnist from here")
     what.add_argument("--model", metavar="NAME", help=f"resnet18 or mlp (default: {default.model})")
     what.add_argument(
         "--init",
         metavar="NAME",
-        help=f"default: as torch does; seeds: weights from N(0, 0.01) (default: {default.init})",
+        help="default: weights as torch draws them; seeds: from N(0, 0.01)",
     )
 
     where = parser.add_argument_group("where")
@@ -215,8 +216,10 @@ def _add_train_options(parser: argparse.ArgumentParser) -> None:
         metavar="RATE",
         help=f"learning rate after warm-up, for the whole batch (default: {default.lr})",
     )
-    how.add_argument("--momentum", type=float, metavar="M", help=f"(default: {default.momentum})")
-    how.add_argument("--weight-decay", type=float, metavar="W", help=f"(default: {default.weight_decay})")
+    how.add_argument("--momentum", type=float, metavar="M", help=f"of SGD (default: {default.momentum})")
+    how.add_argument(
+        "--weight-decay", type=float, metavar="W", help=f"L2, on all parameters (default: {default.weight_decay})"
+    )
     how.add_argument(
         "--warmup-epochs",
         type=float,

@@ -57,8 +57,9 @@ class DataParallel(nn.DataParallel[Any]):
 
     Attributes:
         module: the module itself; its parameters are the only truth.
-        device_ids, output_device: as torch has them: indices for accelerators, else `torch.device`s. Without
-            accelerators `[]` and None.
+        devices: the `torch.device` of each replica; empty where the plain module runs.
+        device_ids, output_device: as torch has them: indices for accelerators, else `torch.device`s. Where the plain
+            module runs, `[]` and None.
         replica_timings: what each replica did in the last step.
 
     Raises:
@@ -116,7 +117,7 @@ class DataParallel(nn.DataParallel[Any]):
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
         """Split the inputs of a call for `device_ids`; override it, and forward uses yours."""
-        devices = [_devices.resolve_one(device, "device_ids") for device in device_ids]
+        devices = _devices.resolve_each(device_ids, "device_ids")
         shares = self.shares if len(devices) == len(self.devices) else "chunk"
         shards = split_call(tuple(inputs), kwargs or {}, devices, self.dim, shares)
         return [args for args, _ in shards], [kw for _, kw in shards]
@@ -135,7 +136,10 @@ class DataParallel(nn.DataParallel[Any]):
 
     @property
     def replica_timings(self) -> list[ReplicaTiming]:
-        """What each replica did in the last step: device, rows, seconds forward and backward. Empty before it."""
+        """What each replica did in the last step: device, rows, seconds forward and backward.
+
+        Empty before the first step, and where no engine runs: with one device, or with overridden verbs.
+        """
         return self._engine.timings()
 
     def _plan(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

@@ -43,16 +43,21 @@ def resolve(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
     present = accelerators()
     if device_ids is None:
         return present
-    if isinstance(device_ids, str | bytes) or not isinstance(device_ids, Sequence):
-        raise TypeError(f'device_ids={device_ids!r}: expected a list, such as [0, 1], ["cuda:0"] or ["cpu"] * 2')
+    _check_is_list(device_ids, "device_ids")
     if not present and all(_is_index(device_id) for device_id in device_ids):
         return []
     if not device_ids:
         raise ValueError(f"device_ids is empty: leave it out for every accelerator, or name some of {_names(present)}")
-    devices = [resolve_one(device_id, "device_ids") for device_id in device_ids]
+    devices = resolve_each(device_ids, "device_ids")
     if len({device.type for device in devices}) > 1:
         raise ValueError(f"device_ids={list(device_ids)!r} mixes kinds of device: replicas must all be of one kind")
     return devices
+
+
+def resolve_each(device_ids: Sequence[DeviceLike], argument: str) -> list[torch.device]:
+    """Return the devices that a list names; check that they are there."""
+    _check_is_list(device_ids, argument)
+    return [resolve_one(device_id, argument) for device_id in device_ids]
 
 
 def resolve_one(device_id: DeviceLike, argument: str) -> torch.device:
@@ -166,6 +171,11 @@ def warn_if_unequal(devices: Sequence[torch.device]) -> None:
                 stacklevel=3,
             )
             return
+
+
+def _check_is_list(device_ids: object, argument: str) -> None:
+    if isinstance(device_ids, str | bytes) or not isinstance(device_ids, Sequence):
+        raise TypeError(f'{argument}={device_ids!r}: expected a list, such as [0, 1], ["cuda:0"] or ["cpu"] * 2')
 
 
 def _is_index(device_id: object) -> bool:

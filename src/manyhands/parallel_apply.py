@@ -48,7 +48,7 @@ def parallel_apply(
     if devices is None:
         used = [_device_of(args, kwargs) for args, kwargs in zip(all_inputs, all_kwargs, strict=True)]
     else:
-        used = [_devices.resolve_one(device, "devices") for device in devices]
+        used = _devices.resolve_each(devices, "devices")
 
     def task(index: int) -> Callable[[], Any]:
         return lambda: modules[index](*all_inputs[index], **all_kwargs[index])

@@ -13,8 +13,10 @@ the live module's, unless they hold modules, parameters or methods, when each re
 
 import contextlib
 import gc
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -87,8 +89,7 @@ class Blueprint:
             if type(module) not in classes:
                 classes.add(type(module))
                 self._look_at_class(module)
-            for name in _attributes_of_its_own(attributes):
-                value = attributes[name]
+            for name, value in _attributes_of_its_own(attributes):
                 if type(value) not in INERT and not is_inert(value):
                     self._look_at_attribute(module, name, found)
             if (
@@ -148,7 +149,9 @@ class Blueprint:
                 f"{cls.__name__} is a ScriptModule, which cannot be replicated yet: wrap the Python module that it "
                 "was made from"
             )
-        slots = list(_slot_names(cls))
+        slots = _slots.get(cls)
+        if slots is None:
+            slots = _slots[cls] = list(_slot_names(cls))
         if slots:
             self._slots[cls] = slots
 
@@ -213,20 +216,21 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
     Raises:
         TypeError: a module that cannot be replicated. ValueError: a device that is not there.
     """
-    targets = [_devices.resolve_one(device, "devices") for device in devices]
+    targets = _devices.resolve_each(devices, "devices")
     blueprint = Blueprint(network)
     source = next((tensor.device for tensor in blueprint.parameters.values()), torch.device("cpu"))
-    shares_buffers: set[int] = set()
     replicas = []
-    for device in targets:
-        tensors = {key: _devices.copy_to(parameter, device) for key, parameter in blueprint.parameters.items()}
-        if detach:
-            tensors = {key: tensor.detach() for key, tensor in tensors.items()}
+    for number, device in enumerate(targets):
+        tensors = dict(blueprint.parameters)
+        if detach or device != source:
+            for key, parameter in tensors.items():
+                there = _devices.copy_to(parameter, device)
+                tensors[key] = there.detach() if detach else there
+        shared = device not in targets[:number]
         for key, buffer in blueprint.buffers.items():
-            tensors[key] = buffer_for(buffer, device, shared=key not in shares_buffers)
-            if tensors[key] is buffer:
-                shares_buffers.add(key)
-        tensors.update((key, constant_for(t, source, device)) for key, t in blueprint.constants.items())
+            tensors[key] = buffer_for(buffer, device, shared=shared)
+        for key, constant in blueprint.constants.items():
+            tensors[key] = constant_for(constant, source, device)
         replicas.append(blueprint.stamp(tensors))
     return replicas  # type: ignore[return-value]
 
@@ -245,7 +249,8 @@ def check_device(root: nn.Module, tensors: Iterable[torch.Tensor], device: torch
                 continue  # reached through an attribute only: each replica gets a copy from where it is
             raise RuntimeError(
                 f"module must have its parameters and buffers on device {device} (device_ids[0]), but {name} is on "
-                f"{tensor.device}. Move the model first: model.to({str(device)!r})"
+                f"{tensor.device}. Move the whole module there first, model.to({str(device)!r}), or wrap only the part "
+                "of the model that is to run on several devices."
             )
 
 
@@ -265,16 +270,18 @@ def constant_for(constant: torch.Tensor, source: torch.device, device: torch.dev
     return _devices.copy_to(constant, device) if _devices.same_device(constant.device, source) else constant
 
 
-def _attributes_of_its_own(attributes: dict[str, Any]) -> Collection[str]:
-    """Return the names of the attributes that are not nn.Module's."""
-    names = list(attributes)
-    if names[:_NUM_OWN] == _OWN_ATTRIBUTES:  # as nearly always: nn.Module.__init__ ran first
-        return names[_NUM_OWN:]
-    return attributes.keys() - set(_OWN_ATTRIBUTES)
+def _attributes_of_its_own(attributes: dict[str, Any]) -> Iterable[tuple[str, Any]]:
+    """Return name and value of the attributes that are not nn.Module's."""
+    if list(islice(attributes, _NUM_OWN)) == _OWN_ATTRIBUTES:  # as nearly always: nn.Module.__init__ ran first
+        return islice(attributes.items(), _NUM_OWN, None)
+    return [(name, value) for name, value in attributes.items() if name not in _OWN_ATTRIBUTES]
 
 
 _new: Any = object.__new__  # of any class, whatever its own __new__ asks for
 _set = object.__setattr__  # of any class, whatever its own __setattr__ does
+
+
+_slots: WeakKeyDictionary[type, list[str]] = WeakKeyDictionary()  # what _slot_names found, by class
 
 
 def _slot_names(cls: type) -> Iterator[str]:

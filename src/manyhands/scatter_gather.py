@@ -123,7 +123,9 @@ def scatter_kwargs(
 def _scatter_call(
     inputs: tuple[Any, ...], kwargs: dict[str, Any], target_gpus: Sequence[DeviceLike], dim: int
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    devices = _target_devices(target_gpus)
+    devices = _devices.resolve_each(target_gpus, "target_gpus")
+    if not devices:
+        raise ValueError("no devices to scatter to: expected at least one")
     return split_call(inputs, kwargs, devices, dim)
 
 
@@ -142,12 +144,6 @@ def split_call(
     rows = Rows(dim, tuple(split_rows(count, len(devices), shares)))
     used = max((i for i, size in enumerate(rows.sizes) if size), default=0) + 1
     return [(deal(inputs, rows, i, devices[i]), deal(kwargs, rows, i, devices[i])) for i in range(used)]
-
-
-def _target_devices(target_gpus: Sequence[DeviceLike]) -> list[torch.device]:
-    if not target_gpus:
-        raise ValueError("no devices to scatter to: expected at least one")
-    return [_devices.resolve_one(device, "target_gpus") for device in target_gpus]
 
 
 @dataclass(frozen=True)

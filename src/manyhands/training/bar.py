@@ -18,8 +18,8 @@ _REFRESHES_PER_SECOND = 8
 class Bar:
     """A display for terminals. It takes over standard output and error until it is closed."""
 
-    def __init__(self) -> None:
-        self._console = Console(highlight=False)
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console()
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
@@ -38,7 +38,7 @@ class Bar:
 
     def say(self, line: str) -> None:
         """Write a line above the bar."""
-        self._console.print(line, markup=False, soft_wrap=True)
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def step(self, report: StepReport) -> None:
         """Move the bar to a step."""

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from manyhands.training.errors import FolderError
 from manyhands.training.run_folder import replaced
 
 
@@ -60,13 +61,22 @@ class Metrics:
 
     @classmethod
     def reopen(cls, path: Path, *, steps: int, epochs: int) -> "Metrics":
-        """Go on with a file, without the lines after a checkpoint of so many steps and epochs."""
-        kept = []
+        """Go on with a file, without the lines after a checkpoint of so many steps and epochs.
+
+        Raises:
+            FolderError: lines before the checkpoint are missing.
+        """
+        kept: list[StepRecord | EpochRecord] = []
         for line in path.read_text().splitlines() if path.exists() else []:
             with contextlib.suppress(ValueError, TypeError):  # the last line may be half a line
                 record = _record(json.loads(line))
                 if record.step <= steps and (isinstance(record, StepRecord) or record.epoch <= epochs):
                     kept.append(record)
+        if len(kept) != steps + epochs:
+            raise FolderError(
+                f"{path} has {len(kept)} records of the {steps} steps and {epochs} epochs up to the checkpoint, and the "
+                "run cannot go on without its history; put the file back, or start again"
+            )
         return cls(path, kept)
 
     def add(self, record: StepRecord | EpochRecord) -> None:

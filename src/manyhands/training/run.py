@@ -129,8 +129,12 @@ class Run:
             f"{self._num_parameters():,} parameters on {describe(self.devices)}; "
             f"{self.num_rows:,} pictures to train on, {len(self.dataset.test_labels):,} to test on"
         )
-        if self.progress.steps:
-            say(f"going on after step {self.progress.steps}; {self.progress.epochs} epochs are finished")
+        if self.progress.epochs >= self.options.epochs:
+            say(
+                f"the run has all its {self.progress.epochs} epochs; --epochs {2 * self.progress.epochs} makes it longer"
+            )
+        elif self.progress.steps:
+            say(f"going on after step {self.progress.steps}, with {self.progress.epochs} epochs finished")
 
     def _num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.live.parameters())

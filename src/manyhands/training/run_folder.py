@@ -77,8 +77,8 @@ class RunFolder:
         return folder
 
     def holds_a_run(self) -> bool:
-        """Return whether any file of a run is there."""
-        return any(path.exists() for path in self._files())
+        """Return whether there is anything to lose: weights, or a checkpoint."""
+        return any(path.exists() for path in (self.checkpoint, self.previous_checkpoint, self.model))
 
     def make_empty(self) -> None:
         """Make the folder, and delete the run in it, but nothing else that may lie there.

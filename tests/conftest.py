@@ -1,0 +1,36 @@
+"""What every test gets, and fixtures for tests of several devices."""
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from manyhands import errors
+
+
+@pytest.fixture(autouse=True)
+def _nothing_has_been_said() -> None:
+    """Let each test see the messages that are given once in a process."""
+    errors.forget_what_was_said()
+
+
+@pytest.fixture
+def no_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without accelerators, whatever this one has."""
+    monkeypatch.setattr("manyhands.devices.accelerators", list)
+
+
+@pytest.fixture
+def simulated_accelerators() -> Callable[[int], contextlib.AbstractContextManager[list[torch.device]]]:
+    """`manyhands.testing.simulated_accelerators`, imported by the tests that use it only: the import is for good."""
+    from manyhands import testing
+
+    return testing.simulated_accelerators
+
+
+@pytest.fixture
+def sim(simulated_accelerators: Callable[[int], contextlib.AbstractContextManager[list[torch.device]]]):
+    """A machine with four accelerators, `sim:0` to `sim:3`."""
+    with simulated_accelerators(4) as devices:
+        yield devices

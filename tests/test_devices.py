@@ -1,0 +1,203 @@
+"""Names of devices, and what is said of devices that are not there."""
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from manyhands import devices
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("device_ids", [None, [], (), [0], [0, 1], range(2), (5,)], ids=repr)
+def test_without_accelerators_indices_mean_the_plain_module(no_accelerators, device_ids):
+    """A2: None, empty or ints."""
+    assert devices.resolve(device_ids) == []
+
+
+def test_names_of_the_cpu(no_accelerators):
+    """A1: strings and torch.device, once for each replica."""
+    assert devices.resolve(["cpu", CPU, "cpu:0", torch.device("cpu", 0)]) == [CPU] * 4
+    assert devices.resolve(("cpu",)) == [CPU]
+
+
+def test_names_of_accelerators(sim):
+    """A1: None, ints, strings, torch.device; in the order given, and twice if given twice (A12)."""
+    assert devices.resolve(None) == sim
+    assert devices.resolve([2, 0]) == [sim[2], sim[0]]
+    assert devices.resolve(["sim:1", torch.device("sim", 3)]) == [sim[1], sim[3]]
+    assert devices.resolve([0, "sim:0"]) == [sim[0]] * 2
+    assert devices.resolve(range(2)) == sim[:2]
+    assert devices.resolve(["cpu"] * 2) == [CPU] * 2
+
+
+@pytest.mark.parametrize("device_ids", [0, "cpu", "0,1", b"cpu", CPU, {0, 1}, {0: 1}], ids=repr)
+@pytest.mark.parametrize("machine", ["no_accelerators", "sim"])
+def test_device_ids_must_be_a_list(machine, device_ids, request):
+    """A13: TypeError that shows the value."""
+    request.getfixturevalue(machine)
+    with pytest.raises(TypeError, match="device_ids=.*expected a list, such as"):
+        devices.resolve(device_ids)
+
+
+@pytest.mark.parametrize(
+    ("device_ids", "error", "message"),
+    [
+        ([], ValueError, "device_ids is empty: leave it out .* sim:0, sim:1, sim:2, sim:3"),
+        ([0, 4], ValueError, "device_ids: there is no accelerator 4; this process sees sim:0, sim:1, sim:2, sim:3"),
+        ([-1], ValueError, "there is no accelerator -1"),
+        (["sim:0", "sim:5"], ValueError, "no accelerator 5"),
+        (["sim:0", "sim:9"], ValueError, "no accelerator 9"),
+        (["cpu", 0], ValueError, r"device_ids=\['cpu', 0\] mixes kinds of device"),
+        (["gpu:0"], ValueError, "device_ids: 'gpu:0' names no device"),
+        (["sim:x"], ValueError, "'sim:x' names no device"),
+        (["meta"], ValueError, "the meta device holds no data"),
+        ([True, False], TypeError, "expected an int, a string or a torch.device, got True"),
+        ([0.0], TypeError, "got 0.0"),
+        ([None], TypeError, "got None"),
+    ],
+    ids=repr,
+)
+def test_devices_that_cannot_be_used(sim, device_ids, error, message):
+    """A13: the value, and what is there."""
+    with pytest.raises(error, match=message):
+        devices.resolve(device_ids)
+
+
+def test_a_kind_of_accelerator_without_a_number_is_the_current_one(sim):
+    """A1: as "cuda" is for torch; of simulated devices the first is current."""
+    assert devices.resolve(["sim", "sim:1"]) == sim[:2]
+
+
+@pytest.mark.parametrize("device_id", ["cuda:0", "xpu", "mps"])
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without accelerators")
+def test_a_device_that_this_build_of_torch_lacks(no_accelerators, device_id):
+    """A13: ValueError, whatever torch raises."""
+    with pytest.raises(ValueError, match=f"device_ids: {device_id}.* cannot be used here .*sees no accelerator"):
+        devices.resolve([device_id])
+
+
+def test_ints_beside_names_need_an_accelerator(no_accelerators):
+    """A13: a list of ints falls back to the plain module, a list that names the CPU does not."""
+    with pytest.raises(ValueError, match="there is no accelerator 0; this process sees no accelerator"):
+        devices.resolve(["cpu", 0])
+
+
+@pytest.mark.parametrize("variable", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"])
+def test_a_variable_that_hides_devices_is_named(sim, monkeypatch, variable):
+    """A13: where CUDA_VISIBLE_DEVICES is set, the message says that it renumbers from 0."""
+    monkeypatch.setenv(variable, "4,5,6,7")
+    with pytest.raises(ValueError, match=rf"accelerator 4; .*\({variable}='4,5,6,7' hides .* from 0\)"):
+        devices.resolve([4])
+
+
+def test_no_variable_is_named_where_none_is_set(sim, monkeypatch):
+    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"):
+        monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(ValueError, match="sim:3$"):
+        devices.resolve([4])
+
+
+def test_outputs_go_to_the_first_device_unless_another_is_named(sim):
+    """A6: any device, the CPU included."""
+    assert devices.resolve_output(None, sim[1:]) == sim[1]
+    assert devices.resolve_output(3, sim) == sim[3]
+    assert devices.resolve_output("cpu", sim) == CPU
+    assert devices.resolve_output(torch.device("sim:2"), sim) == sim[2]
+    with pytest.raises(ValueError, match="output_device: there is no accelerator 7"):
+        devices.resolve_output(7, sim)
+    with pytest.raises(TypeError, match=r"output_device: expected an int, .* got 1.5"):
+        devices.resolve_output(1.5, sim)
+
+
+def test_minus_one_is_the_cpu_and_deprecated(sim):
+    """A6: as in torch."""
+    with pytest.warns(FutureWarning, match='output_device=-1 is deprecated: write output_device="cpu"'):
+        assert devices.resolve_output(-1, sim) == CPU
+
+
+def test_public_ids_are_those_of_torch(sim):
+    """A1: an accelerator's index, else the device."""
+    assert [devices.public_id(device) for device in [*sim[:2], CPU]] == [0, 1, CPU]
+
+
+def test_copies_are_made_only_where_something_has_to_move(sim):
+    tensor = torch.ones(2)
+    assert devices.copy_to(tensor, CPU) is tensor
+    assert devices.copy_to(tensor, torch.device("cpu", 0)) is tensor
+    there = devices.copy_to(tensor, sim[1])
+    assert there.device == sim[1]
+    assert devices.copy_to(there, sim[1]) is there
+    assert not devices.same_device(sim[0], sim[1])
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Three accelerators with the memory (GiB) and cores that the test says."""
+
+    def say(memory, cores=(10, 10, 10)):
+        properties = [
+            SimpleNamespace(total_memory=gib * 2**30, multi_processor_count=count)
+            for gib, count in zip(memory, cores, strict=True)
+        ]
+        module = SimpleNamespace(get_device_properties=lambda device: properties[torch.device(device).index])
+        monkeypatch.setattr(torch, "get_device_module", lambda device=None: module)
+        monkeypatch.setattr(devices, "computes_on_host", lambda device: device.type == "cpu")
+        return [torch.device("cuda", index) for index in range(3)]
+
+    return say
+
+
+@pytest.mark.parametrize(
+    ("memory", "cores", "message"),
+    [
+        (
+            (16, 16, 8),
+            (10, 10, 10),
+            r"cuda:2 has less than 75 % of the memory of cuda:0.*shares=\[1.0, 1.0, 0.5\].*leave cuda:2 out",
+        ),
+        ((16, 16, 16), (40, 10, 80), r"cuda:1 has less than 75 % of the cores of cuda:2.*shares=\[0.5, 0.12, 1.0\]"),
+    ],
+)
+def test_unequal_devices_are_warned_about(machine, memory, cores, message):
+    """A5: memory or cores that differ by more than 25 %; the weights to use are in the warning."""
+    three = machine(memory, cores)
+    with pytest.warns(UserWarning, match=message) as warned:
+        devices.warn_if_unequal(three)
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize("used", [(0, 1, 2), (0, 0), (1,), ()])
+def test_equal_enough_devices_are_not_warned_about(machine, used):
+    """A5: 75 % is enough, and a device is not compared with itself."""
+    three = machine((16, 12, 16))
+    with warnings.catch_warnings(record=True) as warned:
+        devices.warn_if_unequal([three[i] for i in used])
+    assert warned == []
+
+
+def test_only_the_devices_in_use_are_compared(machine):
+    """A5."""
+    three = machine((16, 1, 16))
+    with warnings.catch_warnings(record=True) as warned:
+        devices.warn_if_unequal([three[0], three[2], CPU])
+    assert warned == []
+
+
+def test_the_weights_in_the_warning_are_one_a_replica(machine):
+    """A5 with A12: `device_ids=[0, 0, 2]` needs three weights."""
+    three = machine((16, 16, 8))
+    with pytest.warns(UserWarning, match=r"shares=\[1.0, 1.0, 0.5\]"):
+        devices.warn_if_unequal([three[0], three[0], three[2]])
+
+
+def test_devices_that_do_not_tell_are_not_compared(monkeypatch, machine):
+    """A5: a backend whose properties have other names."""
+    three = machine((16, 8, 16))
+    module = SimpleNamespace(get_device_properties=lambda device: SimpleNamespace())
+    monkeypatch.setattr(torch, "get_device_module", lambda device=None: module)
+    with warnings.catch_warnings(record=True) as warned:
+        devices.warn_if_unequal(three)
+    assert warned == []

@@ -1,0 +1,250 @@
+"""Every example runs as its docstring says, reports the sizes it should, in whole lines, and says nothing else."""
+
+import ast
+import contextlib
+import io
+import itertools
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+# Rows of each shard of a full batch (30 rows) and of the last one (10 rows), by number of devices.
+SHARDS = {
+    1: ([30], [10]),
+    2: ([15, 15], [5, 5]),
+    3: ([10, 10, 10], [4, 4, 2]),
+    4: ([8, 8, 8, 6], [3, 3, 3, 1]),
+    8: ([4, 4, 4, 4, 4, 4, 4, 2], [2, 2, 2, 2, 2]),
+}
+
+MIDDLE_BLOCK = """\
+    In block1: input [30, 10] output [30, 20]
+    In block2: input [15, 20] output [15, 20]
+    In block2: input [15, 20] output [15, 20]
+    In block3: input [30, 20] output [30, 20]
+Outside: input [30, 10] output [30, 20]
+Output and gradients: as without the wrapper
+"""
+
+HALF_ON_CPU = """\
+Halves: embedding on cpu, rest on {0}
+    In model: input [30, 10] output [30, 10] on {0}
+Outside: input [30] on cpu output [30, 10] on {0}
+Gradients: embedding.weight on cpu, rest.weight on {0}, rest.bias on {0}
+Halves: embedding on cpu, rest on {0}, {1}
+    In model: input [15, 10] output [15, 10] on {0}
+    In model: input [15, 10] output [15, 10] on {1}
+Outside: input [30] on cpu output [30, 10] on {0}
+Gradients: embedding.weight on cpu, rest.module.weight on {0}, rest.module.bias on {0}
+Output and gradients: the same both ways
+"""
+
+VERBS_BY_HAND = """\
+By hand:
+    In model: input [11, 5] output [11, 2] on {0}
+    In model: input [11, 5] output [11, 2] on {1}
+    In model: input [9, 5] output [9, 2] on {2}
+Shards: [11, 11, 9] rows, replicas: 3, outputs: 3
+Outside: input [31, 5] output [31, 2]
+Plain module:
+    In model: input [31, 5] output [31, 2] on {0}
+Output and gradients: those of the plain module
+"""
+
+
+def check_transcript(output: str, num_devices: int, devices: tuple[str, ...]) -> None:
+    full, last = SHARDS[num_devices]
+    expected = f"Replicas: {num_devices}\n"
+    for shards in (full, full, full, last):
+        for rows, device in zip(shards, in_turn(devices, len(shards)), strict=True):
+            expected += f"    In model: input [{rows}, 5] output [{rows}, 2] on {device}\n"
+        expected += f"Outside: input [{sum(shards)}, 5] output [{sum(shards)}, 2]\n"
+    assert in_order(output) == in_order(expected)
+
+
+def check_middle_block(output: str, devices: tuple[str, ...]) -> None:
+    assert output == MIDDLE_BLOCK
+
+
+def check_half_on_cpu(output: str, devices: tuple[str, ...]) -> None:
+    if devices == ("cpu",):
+        devices = ("sim:0", "sim:1")
+    assert in_order(output) == HALF_ON_CPU.format(*in_turn(devices, 2))
+
+
+def check_bce_training(output: str, devices: tuple[str, ...]) -> None:
+    epochs = 10
+    patterns = ["Wrapped, replicas: 2"]
+    patterns += [rf"    epoch {epoch}: loss (\d\.\d{{6}})" for epoch in range(1, epochs + 1)]
+    for replica, device in enumerate(in_turn(devices, 2)):
+        patterns.append(f"    In the last step: replica {replica} trained on 5 rows on {device}")
+    patterns += ["Plain module:", *patterns[1 : 1 + epochs], r"Same numbers: losses differ by \d\.\de-\d\d at most"]
+    lines = output.splitlines()
+    matches = [re.fullmatch(pattern, line) for pattern, line in zip(patterns, lines, strict=True)]
+    assert None not in matches, output
+    losses = [float(match[1]) for match in matches if match and match.re.groups]
+    wrapped, plain = losses[:epochs], losses[epochs:]
+    assert all(later < earlier for earlier, later in itertools.pairwise(wrapped))
+    assert wrapped == pytest.approx(plain, rel=1e-5, abs=2e-6)
+
+
+def check_verbs_by_hand(output: str, devices: tuple[str, ...]) -> None:
+    assert in_order(output) == in_order(VERBS_BY_HAND.format(*in_turn(devices, 3)))
+
+
+# Of each example: the arguments it is run with, and what reads its output.
+CHECKS = {
+    "transcript.py": (["--devices", "8"], lambda output, devices: check_transcript(output, 8, devices)),
+    "middle_block.py": ([], check_middle_block),
+    "half_on_cpu.py": ([], check_half_on_cpu),
+    "bce_training.py": (["--devices", "2", "--epochs", "10"], check_bce_training),
+    "verbs_by_hand.py": ([], check_verbs_by_hand),
+}
+
+
+def in_turn(devices: tuple[str, ...], num_replicas: int) -> list[str]:
+    """The device of each replica, where there are more replicas than devices."""
+    return [devices[i % len(devices)] for i in range(num_replicas)]
+
+
+def in_order(output: str) -> str:
+    """Sort the lines that replicas wrote at once: each run of `In ...` lines."""
+    blocks = re.split(r"((?:^    In .*\n)+)", output, flags=re.MULTILINE)
+    return "".join("".join(sorted(b.splitlines(True))) if b.startswith("    In ") else b for b in blocks)
+
+
+def run_program(name: str, *, use_gpus: bool = False) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if not use_gpus:
+        environment.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
+    # -u: nothing is buffered, so pieces of lines written by several threads would mix if there were any.
+    command = [sys.executable, "-W", "error", "-u", f"examples/{name}", *CHECKS[name][0]]
+    return subprocess.run(
+        command, cwd=EXAMPLES.parent, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def programs() -> dict[str, subprocess.CompletedProcess[str]]:
+    """Every example as a program; most of their time is the import of torch, so two run at once."""
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(CHECKS, pool.map(run_program, CHECKS), strict=True))
+
+
+class RecordedStdout(io.StringIO):
+    """Keeps what each call of write was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.writes.append(text)
+        return super().write(text)
+
+
+def run_here(
+    name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, num_accelerators: int = 0
+) -> RecordedStdout:
+    """Run an example in this process, as on a machine with `num_accelerators`."""
+    stdout = RecordedStdout()
+    with monkeypatch.context() as patch, torch.random.fork_rng(devices=[]):
+        patch.setattr(sys, "argv", [name, *arguments])
+        patch.setattr(sys, "stdout", stdout)
+        patch.setattr(torch.accelerator, "device_count", lambda: num_accelerators)
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return stdout
+
+
+@pytest.fixture
+def two_accelerators(
+    simulated_accelerators: Callable[[int], contextlib.AbstractContextManager[list[torch.device]]],
+) -> Iterator[tuple[str, ...]]:
+    """The names of two simulated devices, which manyhands takes for the machine's accelerators."""
+    with simulated_accelerators(2) as devices:
+        yield tuple(map(str, devices))
+
+
+def test_every_example_has_a_test_and_a_row_in_the_index() -> None:
+    files = {path.name for path in EXAMPLES.rglob("*.py")}
+    assert files == set(CHECKS)
+    assert set(re.findall(r"^\| \[(\w+\.py)\]\(\1\)", (EXAMPLES / "README.md").read_text(), re.MULTILINE)) == files
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_docstring_gives_the_command(name: str) -> None:
+    docstring = ast.get_docstring(ast.parse((EXAMPLES / name).read_text())) or ""
+    command = re.search(r"^    python (examples/\w+\.py)", docstring, re.MULTILINE)
+    assert command
+    assert command[1] == f"examples/{name}"
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_runs_as_a_program(name: str, programs: dict[str, subprocess.CompletedProcess[str]]) -> None:
+    done = programs[name]
+    assert (done.returncode, done.stderr) == (0, "")
+    CHECKS[name][1](done.stdout, ("cpu",))
+
+
+@pytest.mark.parametrize("num_devices", SHARDS)
+def test_transcript(num_devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    stdout = run_here("transcript.py", ["--devices", str(num_devices)], monkeypatch)
+    check_transcript(stdout.getvalue(), num_devices, ("cpu",))
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_accelerators_too(name: str, two_accelerators: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are two accelerators, the first replica stands on the first, the second on the second, and so on."""
+    arguments, check = CHECKS[name]
+    check(run_here(name, arguments, monkeypatch, num_accelerators=2).getvalue(), two_accelerators)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_replicas_write_whole_lines(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tutorials' own transcript is torn: print() writes a line in pieces, and replicas write at once."""
+    stdout = run_here(name, CHECKS[name][0], monkeypatch)
+    # What the program prints between two calls of the model may come in pieces.
+    from_replicas = [text for text in stdout.writes if re.match(r" *In (model|block)", text)]
+    assert all(re.fullmatch(r"    In .*\n", text) for text in from_replicas)
+    assert from_replicas or name == "bce_training.py"
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", "1.5", ""])
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("transcript.py", "--devices"), ("bce_training.py", "--devices"), ("bce_training.py", "--epochs")],
+)
+def test_bad_numbers_are_refused_in_one_line(
+    name: str, option: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        run_here(name, [f"{option}={value}"], monkeypatch)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"{name}: error: argument {option}: expected a whole number, 1 or more, got {value!r}"
+
+
+@pytest.mark.parametrize("name", ["transcript.py", "bce_training.py"])
+def test_help_has_an_example(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    assert f"example: python examples/{name} --devices " in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a GPU")
+@pytest.mark.parametrize("name", CHECKS)
+def test_runs_on_gpus(name: str) -> None:
+    done = run_program(name, use_gpus=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    CHECKS[name][1](done.stdout, tuple(f"cuda:{i}" for i in range(torch.cuda.device_count())))

@@ -1,0 +1,459 @@
+"""scatter and gather: each alone, and as each other's inverse."""
+
+import dataclasses
+import re
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import manyhands
+from manyhands.scatter_gather import split_call
+
+CPU = torch.device("cpu")
+Pair = namedtuple("Pair", "left right")
+
+
+class Sample(NamedTuple):
+    image: Any
+    label: Any = None
+
+
+@dataclasses.dataclass
+class Batch:
+    x: Any
+    note: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: Any
+
+
+def numbered(rows: int, *more: int) -> torch.Tensor:
+    """Return a tensor whose rows all differ."""
+    shape = (rows, *more)
+    return torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+
+
+def rows_of(shards) -> list[int]:
+    return [shard.shape[0] for shard in shards]
+
+
+# scatter
+
+
+@pytest.mark.parametrize(
+    ("rows", "devices"), [(5, 4), (6, 4), (9, 4), (10, 4), (10, 8), (30, 8), (1, 4), (4, 4), (3, 1)]
+)
+def test_shards_are_those_of_torch_chunk(rows, devices):
+    """S1: sizes and rows."""
+    x = numbered(rows, 2)
+    shards = manyhands.scatter(x, ["cpu"] * devices)
+    torch.testing.assert_close(shards, list(x.chunk(devices)), rtol=0, atol=0)
+
+
+def test_each_shard_is_on_its_device(sim):
+    """S1 on four devices, and with indices, names and devices (A1)."""
+    shards = manyhands.scatter({"x": numbered(7, 3)}, [0, "sim:1", torch.device("sim:2"), 3])
+    assert [str(shard["x"].device) for shard in shards] == ["sim:0", "sim:1", "sim:2", "sim:3"]
+    assert [shard["x"].shape[0] for shard in shards] == [2, 2, 2, 1]
+
+
+def test_the_same_device_twice_gets_two_shards(sim):
+    """A12."""
+    first, second = manyhands.scatter(numbered(4), [1, 1])
+    assert first.device == second.device == sim[1]
+    assert (first.tolist(), second.tolist()) == ([0, 1], [2, 3])
+
+
+def test_containers_keep_their_types():
+    """S3: and what is no tensor is the same object everywhere (S4)."""
+    marker = object()
+    inputs = {
+        "ordered": OrderedDict(b=numbered(4), a=numbered(4, 2)),
+        "default": defaultdict(list, x=numbered(4)),
+        "pair": Pair(numbered(4), marker),
+        "sample": Sample(image=[numbered(4)]),
+        "batch": Batch(numbered(4), "note"),
+        "frozen": Frozen((numbered(4),)),
+        "size": torch.Size([4, 2]),
+        "counter": Counter("aab"),
+        "set": {1, 2},
+    }
+    first, second = manyhands.scatter(inputs, ["cpu", "cpu"])
+    for name, value in inputs.items():
+        assert type(first[name]) is type(second[name]) is type(value)
+    assert list(second["ordered"]) == ["b", "a"]
+    assert second["ordered"]["a"].tolist() == [[4, 5], [6, 7]]
+    assert second["default"]["new"] == []
+    assert second["pair"].right is marker
+    assert second["sample"].image[0].tolist() == [2, 3]
+    assert second["batch"].x.tolist() == [2, 3]
+    assert second["frozen"].x[0].tolist() == [2, 3]
+    assert second["size"] is inputs["size"]
+    assert second["counter"] is inputs["counter"]
+    assert second["set"] is first["set"] is inputs["set"]
+
+
+@pytest.mark.parametrize("value", [None, "text", 3, {1}, (), [], {}, object(), [None, 1]], ids=repr)
+def test_inputs_without_tensors_go_whole_to_every_device(value):
+    """S4, S8."""
+    assert [shard is value for shard in manyhands.scatter(value, ["cpu"] * 3)] == [True] * 3
+
+
+def test_a_0_dim_tensor_goes_whole_to_every_device(sim):
+    """S6: torch raises."""
+    shards = manyhands.scatter((numbered(4), torch.tensor(7.0)), [0, 1])
+    assert [shard[1].item() for shard in shards] == [7, 7]
+    assert [shard[1].device for shard in shards] == sim[:2]
+    assert len(manyhands.scatter(torch.tensor(7.0), ["cpu"] * 3)) == 3
+
+
+def test_an_empty_batch_is_one_shard():
+    """S9."""
+    (shard,) = manyhands.scatter(torch.zeros(0, 3), ["cpu"] * 4)
+    assert shard.shape == (0, 3)
+
+
+@pytest.mark.parametrize("dim", [1, -2])
+def test_any_axis_can_hold_the_rows(dim):
+    """S10."""
+    x = numbered(2, 5, 3)
+    shards = manyhands.scatter(x, ["cpu", "cpu"], dim=dim)
+    torch.testing.assert_close(shards, [x[:, :3], x[:, 3:]])
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool]
+)
+def test_any_dtype(dtype):
+    """S15."""
+    x = numbered(5).to(dtype)
+    shards = manyhands.scatter(x, ["cpu", "cpu"])
+    assert [shard.dtype for shard in shards] == [dtype] * 2
+    assert torch.equal(manyhands.gather(shards, "cpu"), x)
+
+
+def test_sparse_tensors():
+    """S15: a sparse batch comes back as it went."""
+    x = torch.eye(5).to_sparse()
+    shards = manyhands.scatter(x, ["cpu", "cpu"])
+    assert [shard.layout for shard in shards] == [torch.sparse_coo] * 2
+    assert torch.equal(manyhands.gather(shards, "cpu").to_dense(), torch.eye(5))
+
+
+def test_memory_formats_are_kept():
+    """S11: channels_last, and a batch that is not contiguous."""
+    x = numbered(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)
+    for shard in manyhands.scatter(x, ["cpu", "cpu"]):
+        assert shard.is_contiguous(memory_format=torch.channels_last)
+    strided = numbered(4, 6)[:, ::2]
+    assert torch.equal(torch.cat(manyhands.scatter(strided, ["cpu", "cpu"])), strided)
+
+
+def test_a_shard_is_a_copy_also_on_the_same_device():
+    """S12: in-place writes never reach the caller's batch."""
+    x, scalar = numbered(4), torch.tensor(1.0)
+    for shard, whole in manyhands.scatter((x, scalar), ["cpu", "cpu"]):
+        shard.zero_()
+        whole.zero_()
+    assert x.tolist() == [0, 1, 2, 3]
+    assert scalar.item() == 1
+
+
+def test_scatter_is_differentiable(sim):
+    """S12: gradients come back row by row, those of a 0-dim tensor summed; writes in place are allowed."""
+    x, scalar = numbered(5).requires_grad_(), torch.tensor(2.0, requires_grad=True)
+    shards = manyhands.scatter((x, scalar), [0, 1])
+    for i, (shard, factor) in enumerate(shards):
+        (shard.mul_(10**i).sum() * factor).backward()
+    assert x.grad.tolist() == [2, 2, 2, 20, 20]
+    assert scalar.grad.item() == 0 + 1 + 2 + 10 * (3 + 4)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "dim", "message"),
+    [
+        (
+            {"x": torch.zeros(8, 2), "mask": [torch.zeros(9)]},
+            0,
+            r"rows along dim=0: inputs\[0\]\['x'\] has 8, inputs\[0\]\['mask'\]\[0\] has 9",
+        ),
+        ((torch.zeros(8), Batch(torch.zeros(1))), 0, r"inputs\[0\]\[0\] has 8, inputs\[0\]\[1\].x has 1"),
+        (torch.zeros(4), 1, r"cannot scatter inputs\[0\] of shape \(4,\) along dim=1: it has no such axis"),
+        (torch.zeros(4), -2, "along dim=-2: it has no such axis"),
+    ],
+)
+def test_tensors_that_do_not_fit_together_are_named(inputs, dim, message):
+    """S5: each tensor's path and rows."""
+    with pytest.raises(ValueError, match=message):
+        manyhands.scatter(inputs, ["cpu", "cpu"], dim)
+
+
+def test_devices_to_scatter_to_are_checked(sim):
+    """A13."""
+    with pytest.raises(ValueError, match="no devices to scatter to"):
+        manyhands.scatter(numbered(4), [])
+    with pytest.raises(ValueError, match="target_gpus: there is no accelerator 9"):
+        manyhands.scatter(numbered(4), [0, 9])
+
+
+# scatter_kwargs
+
+
+def test_keyword_inputs_go_with_the_positional_ones():
+    """S7: as many shards as there are rows, also where the keyword inputs alone would give more."""
+    inputs, kwargs = manyhands.scatter_kwargs((numbered(1),), {"flag": True, "y": [numbered(1)]}, ["cpu"] * 4)
+    assert len(inputs) == len(kwargs) == 1
+    assert kwargs[0]["flag"] is True
+    inputs, kwargs = manyhands.scatter_kwargs((numbered(5),), {"flag": True}, ["cpu"] * 4)
+    assert (rows_of(shard[0] for shard in inputs), kwargs) == ([2, 2, 1], ({"flag": True},) * 3)
+
+
+def test_only_keyword_inputs():
+    """S8."""
+    inputs, kwargs = manyhands.scatter_kwargs((), {"x": numbered(3)}, ["cpu", "cpu"])
+    assert inputs == ((), ())
+    assert rows_of(kw["x"] for kw in kwargs) == [2, 1]
+
+
+@pytest.mark.parametrize("kwargs", [None, {}])
+def test_no_keyword_inputs(kwargs):
+    inputs, shard_kwargs = manyhands.scatter_kwargs((numbered(4),), kwargs, ["cpu", "cpu"])
+    assert rows_of(shard[0] for shard in inputs) == [2, 2]
+    assert shard_kwargs == ({}, {})
+
+
+def test_an_only_input_needs_no_tuple():
+    inputs, _ = manyhands.scatter_kwargs(numbered(4), None, ["cpu", "cpu"])
+    assert [type(shard) for shard in inputs] == [tuple, tuple]
+    assert rows_of(shard[0] for shard in inputs) == [2, 2]
+
+
+def test_keyword_inputs_with_other_rows_are_named():
+    """S5."""
+    with pytest.raises(ValueError, match=r"inputs\[0\] has 4, kwargs\['mask'\] has 3"):
+        manyhands.scatter_kwargs((numbered(4),), {"mask": numbered(3)}, ["cpu", "cpu"])
+
+
+# gather
+
+
+def test_tensors_are_joined_in_order_on_the_target_device(sim):
+    """G1."""
+    outputs = [numbered(3, 2).to("sim:0"), numbered(1, 2).to("sim:2")]
+    for target, device in ((1, sim[1]), ("sim:0", sim[0]), ("cpu", CPU), (CPU, CPU)):
+        joined = manyhands.gather(outputs, target)
+        assert joined.device == device
+        assert joined.tolist() == [[0, 1], [2, 3], [4, 5], [0, 1]]
+
+
+@pytest.mark.parametrize("dim", [1, -1])
+def test_tensors_are_joined_along_any_axis(dim):
+    """G1, S10."""
+    a, b = numbered(2, 3), numbered(2, 1)
+    assert torch.equal(manyhands.gather([a, b], "cpu", dim=dim), torch.cat([a, b], 1))
+
+
+def test_0_dim_outputs_become_a_vector_and_are_warned_about_once():
+    """G2."""
+    with pytest.warns(UserWarning, match="they become a vector with one entry a replica") as warned:
+        joined = [manyhands.gather([torch.tensor(1.0), torch.tensor(2.0)], "cpu", dim) for dim in (0, 1, -1)]
+    assert [vector.tolist() for vector in joined] == [[1, 2]] * 3
+    assert len(warned) == 1
+
+
+def test_output_types_are_kept():
+    """G3, G4: None, containers, dataclasses."""
+    outputs = [
+        {
+            "nothing": None,
+            "pair": Pair(numbered(2), (None, [numbered(2, 2)])),
+            "ordered": OrderedDict(b=numbered(2), a=numbered(2)),
+            "frozen": Frozen(numbered(2)),
+            "empty": (),
+        }
+        for _ in range(2)
+    ]
+    joined = manyhands.gather(outputs, "cpu")
+    assert joined["nothing"] is None
+    assert type(joined["pair"]) is Pair
+    assert joined["pair"].left.tolist() == [0, 1, 0, 1]
+    assert joined["pair"].right[0] is None
+    assert joined["pair"].right[1][0].shape == (4, 2)
+    assert type(joined["ordered"]) is OrderedDict
+    assert list(joined["ordered"]) == ["b", "a"]
+    assert joined["frozen"].x.shape == (4,)
+    assert joined["empty"] == ()
+    assert outputs[0]["frozen"].x.shape == (2,)
+
+
+def test_numbers_become_a_list_and_equal_values_stay_one():
+    """G4: one number a replica, also where they are equal; equal strings are one."""
+    shape = torch.Size([2])
+    joined = manyhands.gather([(1, 2.5, True, "name", 1j, b"b", shape, torch.float32)] * 2, "cpu")
+    assert joined == ([1, 1], [2.5, 2.5], [True, True], "name", [1j, 1j], b"b", shape, torch.float32)
+    assert manyhands.gather([3, 4, 5], "cpu") == [3, 4, 5]
+    assert manyhands.gather([Batch(numbered(1), 1), Batch(numbered(1), 2)], "cpu").note == [1, 2]
+
+
+def test_the_same_object_from_every_replica_is_that_object():
+    """G4."""
+    marker = object()
+    assert manyhands.gather([{"marker": marker}, {"marker": marker}], "cpu")["marker"] is marker
+
+
+@pytest.mark.parametrize(
+    ("outputs", "error", "message"),
+    [
+        ([torch.zeros(2), None], ValueError, "cannot gather output: .* (replica 0: Tensor; replica 1: NoneType)"),
+        ([None, 1], ValueError, "different types (replica 0: NoneType; replica 1: int)"),
+        ([{"a": None}, {"a": torch.ones(1)}], ValueError, "cannot gather output['a']"),
+        ([{"a": 1}, {"b": 1}], ValueError, "different keys (replica 0: ['a']; replica 1: ['b'])"),
+        ([(torch.ones(1),), (torch.ones(1),) * 2], ValueError, "different lengths (replica 0: 1; replica 1: 2)"),
+        (
+            [torch.ones(2, 3), torch.ones(2, 3), torch.ones(2)],
+            ValueError,
+            "different numbers of axes (replica 0: (2, 3); replica 1: (2, 3); replica 2: (2,))",
+        ),
+        (
+            [[torch.ones(2)], [torch.ones(2).long()]],
+            ValueError,
+            "cannot gather output[0]: replicas returned different dtypes (replica 0: torch.float32; replica 1: "
+            "torch.int64)",
+        ),
+        (
+            [torch.ones(3, 5), torch.ones(1, 4)],
+            ValueError,
+            "different sizes off the joined axis 0 (replica 0: (3, 5); replica 1: (1, 4))",
+        ),
+        (["a", "b"], ValueError, "different values (replica 0: 'a'; replica 1: 'b')"),
+        ([1, 2.0], ValueError, "different types (replica 0: int; replica 1: float)"),
+        ([True, 1], ValueError, "different types (replica 0: bool; replica 1: int)"),
+        ([{1}, {1}], TypeError, "cannot gather output: the replicas returned objects of type set"),
+        ([{"o": object()}, {"o": object()}], TypeError, "cannot gather output['o']: .* type object"),
+        ([], ValueError, "no outputs to gather"),
+    ],
+)
+def test_outputs_that_do_not_fit_together(outputs, error, message):
+    """G3, G5: the path, the replicas and what each gave."""
+    pattern = re.escape(message).replace(r"\.\*", ".*")
+    with pytest.raises(error, match=pattern):
+        manyhands.gather(outputs, "cpu")
+
+
+def test_an_output_without_the_axis_is_named():
+    """S10, G5."""
+    with pytest.raises(ValueError, match=r"cannot gather output\['y'\] of shape \(2,\) along dim=1"):
+        manyhands.gather([{"y": torch.ones(2)}] * 2, "cpu", dim=1)
+
+
+def test_the_target_device_is_checked(sim):
+    """A6, A13."""
+    outputs = [torch.ones(1), torch.ones(1)]
+    with pytest.raises(ValueError, match="there is no accelerator 7"):
+        manyhands.gather(outputs, 7)
+    with pytest.raises(TypeError, match="target_device is None"):
+        manyhands.gather(outputs, None)
+    with pytest.warns(FutureWarning, match="deprecated"):
+        assert manyhands.gather(outputs, -1).device == CPU
+
+
+def test_gather_is_differentiable(sim):
+    """G1: each replica gets the gradient of its own rows, on its own device."""
+    a = torch.ones(2, device="sim:0", requires_grad=True)
+    b = torch.ones(1, device="sim:1", requires_grad=True)
+    (manyhands.gather([a, b], "cpu") * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    assert (a.grad.tolist(), a.grad.device) == ([1, 2], sim[0])
+    assert (b.grad.tolist(), b.grad.device) == ([3], sim[1])
+
+
+def test_what_is_gathered_from_one_replica_is_not_its_own_tensor():
+    x = torch.ones(2)
+    manyhands.gather([x], "cpu").zero_()
+    assert x.tolist() == [1, 1]
+
+
+# Each other's inverse
+
+
+def nested_batches(rows: int) -> st.SearchStrategy:
+    """Nested values with at least one tensor: every container, tensors of `rows` rows, None and text."""
+    tensors = st.builds(
+        lambda more, dtype: numbered(rows, *more).to(dtype),
+        st.lists(st.integers(0, 3), max_size=2),
+        st.sampled_from([torch.float32, torch.int64, torch.float64]),
+    )
+    leaves = st.one_of(tensors, st.none(), st.text(max_size=3))
+    keys = st.one_of(st.text(max_size=3), st.integers(-9, 9))
+
+    def containers(inside: st.SearchStrategy) -> st.SearchStrategy:
+        dicts = st.dictionaries(keys, inside, max_size=3)
+        return st.one_of(
+            st.lists(inside, max_size=3),
+            st.lists(inside, max_size=3).map(tuple),
+            dicts,
+            dicts.map(OrderedDict),
+            dicts.map(lambda items: defaultdict(list, items)),
+            st.tuples(inside, inside).map(lambda two: Pair(*two)),
+            inside.map(Sample),
+            st.tuples(inside, inside).map(lambda two: Batch(*two)),
+            inside.map(Frozen),
+        )
+
+    return st.builds(lambda tensor, rest: [tensor, rest], tensors, st.recursive(leaves, containers, max_leaves=8))
+
+
+@st.composite
+def calls(draw):
+    devices = draw(st.integers(1, 8))
+    rows = draw(st.integers(0, 2 * devices + 1))
+    return devices, draw(nested_batches(rows))
+
+
+def assert_same(given: Any, expected: Any) -> None:
+    assert type(given) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert given.dtype == expected.dtype
+        assert torch.equal(given, expected)
+    elif isinstance(expected, dict):
+        assert list(given) == list(expected)
+        for key in expected:
+            assert_same(given[key], expected[key])
+    elif isinstance(expected, tuple | list):
+        assert len(given) == len(expected)
+        for one, other in zip(given, expected, strict=True):
+            assert_same(one, other)
+    elif dataclasses.is_dataclass(expected):
+        for field in dataclasses.fields(expected):
+            assert_same(getattr(given, field.name), getattr(expected, field.name))
+    else:
+        assert given == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(calls())
+def test_gather_undoes_scatter(call):
+    """S1, S3, G1, G3: any nesting, 0 to 2n + 1 rows, 1 to 8 devices."""
+    devices, batch = call
+    shards = manyhands.scatter(batch, ["cpu"] * devices)
+    assert 1 <= len(shards) <= devices
+    assert_same(manyhands.gather(shards, "cpu"), batch)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(0, 17),
+    st.lists(st.integers(0, 4), min_size=1, max_size=8).filter(any),
+    st.sampled_from([0, 1, -1]),
+)
+def test_gather_undoes_a_weighted_split(rows, weights, dim):
+    """S2, S10."""
+    x = numbered(rows, rows)
+    shards = split_call((x,), {}, [CPU] * len(weights), dim, weights)
+    joined = manyhands.gather([args[0] for args, _ in shards], "cpu", dim)
+    assert torch.equal(joined, x)

@@ -1,0 +1,121 @@
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands.training import checkpoint
+from manyhands.training.checkpoint import Progress
+from manyhands.training.errors import FolderError
+from manyhands.training.run_folder import RunFolder
+
+CPU = [torch.device("cpu")]
+
+
+class Trained:
+    """A small model and its optimizer after some steps."""
+
+    def __init__(self, *, steps: int) -> None:
+        self.model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.model(torch.randn(8, 4)).square().sum().backward()
+            self.optimizer.step()
+
+    def state(self) -> list[torch.Tensor]:
+        momenta = [state["momentum_buffer"] for state in self.optimizer.state.values()]
+        return [tensor.clone() for tensor in (*self.model.state_dict().values(), *momenta)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path)
+
+
+def save(folder: RunFolder, trained: Trained, steps: int) -> None:
+    checkpoint.save(folder, trained.model, trained.optimizer, Progress(steps=steps, epochs=1), CPU)
+
+
+def restore(folder: RunFolder, said: list[str]) -> tuple[Trained, Progress]:
+    fresh = Trained(steps=0)
+    return fresh, checkpoint.restore(folder, fresh.model, fresh.optimizer, CPU, said.append)
+
+
+def test_everything_comes_back(folder: RunFolder) -> None:
+    trained = Trained(steps=3)
+    save(folder, trained, steps=3)
+    expected = (torch.rand(5), random.random())
+
+    said: list[str] = []
+    fresh, progress = restore(folder, said)
+    assert progress == Progress(steps=3, epochs=1)
+    assert said == []
+    for ours, theirs in zip(fresh.state(), trained.state(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(torch.rand(5), expected[0])
+    assert random.random() == expected[1]
+
+
+def truncate(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def flip_a_bit(path: Path) -> None:
+    """Change one bit of a tensor's bytes, which leaves the file a good one to torch.load."""
+    weights = next(iter(torch.load(path, weights_only=True)["model"].values())).numpy().tobytes()
+    content = bytearray(path.read_bytes())
+    content[content.index(weights)] ^= 1
+    path.write_bytes(content)
+
+
+def make_empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def fill_with_something_else(path: Path) -> None:
+    torch.save({"something": "else"}, path)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, make_empty, fill_with_something_else, Path.unlink])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(folder: RunFolder, damage) -> None:
+    earlier = Trained(steps=2)
+    save(folder, earlier, steps=2)
+    save(folder, Trained(steps=3), steps=3)
+    damage(folder.checkpoint)
+
+    said: list[str] = []
+    fresh, progress = restore(folder, said)
+    assert progress.steps == 2
+    assert torch.equal(fresh.state()[0], earlier.state()[0])
+    (line,) = said
+    assert line.startswith("checkpoint.pt is ")
+    assert line.endswith("using checkpoint.previous.pt, of step 2")
+
+
+def test_two_damaged_checkpoints_are_an_error(folder: RunFolder) -> None:
+    for steps in (2, 3):
+        save(folder, Trained(steps=steps), steps=steps)
+    truncate(folder.checkpoint)
+    truncate(folder.previous_checkpoint)
+    with pytest.raises(FolderError, match=r"no checkpoint in .* can be used: checkpoint.pt is damaged"):
+        restore(folder, [])
+
+
+def test_a_checkpoint_of_another_model_is_an_error(folder: RunFolder) -> None:
+    save(folder, Trained(steps=1), steps=1)
+    other = nn.Linear(2, 2)
+    with pytest.raises(FolderError, match="does not fit the run"):
+        checkpoint.restore(folder, other, torch.optim.SGD(other.parameters(), lr=0.1), CPU, print)
+
+
+def test_a_checkpoint_cannot_run_code(folder: RunFolder) -> None:
+    class Harmful:
+        def __reduce__(self) -> tuple[object, ...]:
+            return (print, ("harm done",))
+
+    torch.save({"format": 1, "steps": Harmful()}, folder.checkpoint)
+    with pytest.raises(FolderError, match="can be used"):
+        restore(folder, [])

@@ -1,0 +1,331 @@
+"""Trainings of a perceptron on digits, which take a second each."""
+
+import json
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from manyhands.training import data, loop, models
+from manyhands.training.display import StepReport
+from manyhands.training.errors import DivergedError, Interrupted, OptionError
+from manyhands.training.interrupts import StopRequest
+from manyhands.training.loop import evaluate, train
+from manyhands.training.options import Options
+from manyhands.training.run import Run, describe
+from manyhands.training.run_folder import RunFolder
+
+SMALL = Options(model="mlp", devices="cpu*2", epochs=2)  # 12 steps an epoch
+
+
+class Recorder:
+    """A display that keeps what it is told, and can act on a step."""
+
+    def __init__(self, on_step: Callable[[int], None] = lambda step: None) -> None:
+        self.said: list[str] = []
+        self.reports: list[StepReport] = []
+        self._on_step = on_step
+
+    def say(self, line: str) -> None:
+        self.said.append(line)
+
+    def step(self, report: StepReport) -> None:
+        self.reports.append(report)
+        self._on_step(report.record.step)
+
+    def download(self, name: str, done_bytes: int, total_bytes: int | None) -> None:
+        raise AssertionError("digits need no download")
+
+    def close(self) -> None:
+        pass
+
+
+def ctrl_c_after(step: int) -> Recorder:
+    return Recorder(lambda now: signal.raise_signal(signal.SIGINT) if now == step else None)
+
+
+def new_folder(path: Path) -> RunFolder:
+    return RunFolder.for_new_run(path)
+
+
+def metrics_of(folder: RunFolder) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl without what differs from run to run: the time."""
+    lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    return [{key: value for key, value in line.items() if "seconds" not in key} for line in lines]
+
+
+def losses_of(folder: RunFolder) -> list[float]:
+    return [line["loss"] for line in metrics_of(folder) if line["kind"] == "step"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A run of two epochs that nothing has disturbed."""
+    folder = new_folder(tmp_path_factory.mktemp("uninterrupted"))
+    train(SMALL, folder, Recorder())
+    return folder
+
+
+def test_a_run_leaves_its_results(tmp_path: Path) -> None:
+    folder, display = new_folder(tmp_path), Recorder()
+    outcome = train(SMALL, folder, display)
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoint.previous.pt",
+        "checkpoint.pt",
+        "config.json",
+        "curves.png",
+        "metrics.jsonl",
+        "model.safetensors",
+    ]
+    lines = metrics_of(folder)
+    steps = [line for line in lines if line["kind"] == "step"]
+    epochs = [line for line in lines if line["kind"] == "epoch"]
+    assert [line["step"] for line in steps] == list(range(1, 25))
+    assert {line["rows"] for line in steps} == {119, 120}
+    assert sum(line["rows"] for line in steps) == 2 * 1437
+    assert [line["epoch"] for line in epochs] == [1, 2]
+    assert epochs[1]["train_loss"] == pytest.approx(
+        sum(line["loss"] * line["rows"] for line in steps[12:]) / 1437, rel=1e-12
+    )
+    assert epochs[1]["test_loss"] < epochs[0]["test_loss"]
+    assert outcome.test_accuracy == epochs[1]["test_accuracy"]
+    assert outcome.devices == [torch.device("cpu")] * 2
+
+    assert [share.rows for share in display.reports[0].shares] == [60, 60]
+    assert all(share.seconds > 0 for report in display.reports for share in report.shares)
+    assert f"epoch 2/2: train loss {epochs[1]['train_loss']:.4f}, test accuracy" in display.said[-1]
+
+    config = json.loads(folder.config.read_text())
+    assert Options(**config["options"]) == SMALL
+    assert config["devices"] == ["cpu", "cpu"]
+
+
+def test_the_weights_have_clean_names_and_the_accuracy_that_was_told(uninterrupted: RunFolder) -> None:
+    digits = data.load("digits")
+    model = models.build("mlp", num_classes=10, image_shape=digits.image_shape)
+    model.load_state_dict(safetensors.torch.load_file(uninterrupted.model))
+    with torch.no_grad():
+        logits = model(digits.test_images)
+    told = metrics_of(uninterrupted)[-1]
+    assert (logits.argmax(1) == digits.test_labels).double().mean().item() == pytest.approx(told["test_accuracy"])
+    assert F.cross_entropy(logits, digits.test_labels).item() == pytest.approx(told["test_loss"], rel=1e-5)
+
+
+def test_equal_seeds_give_equal_runs(uninterrupted: RunFolder, tmp_path: Path) -> None:
+    folder = new_folder(tmp_path)
+    train(SMALL, folder, Recorder())
+    assert metrics_of(folder) == metrics_of(uninterrupted)
+    assert folder.model.read_bytes() == uninterrupted.model.read_bytes()
+
+
+@pytest.mark.parametrize("devices", ["1", "cpu*3"])
+def test_losses_do_not_depend_on_the_devices(uninterrupted: RunFolder, tmp_path: Path, devices: str) -> None:
+    folder = new_folder(tmp_path)
+    train(replace(SMALL, devices=devices), folder, Recorder())
+    assert losses_of(folder)[:20] == pytest.approx(losses_of(uninterrupted)[:20], rel=1e-5)
+
+
+def test_losses_do_not_depend_on_the_parts_of_a_batch(uninterrupted: RunFolder, tmp_path: Path) -> None:
+    folder, display = new_folder(tmp_path), Recorder()
+    train(replace(SMALL, accumulate=7), folder, display)
+    assert losses_of(folder) == pytest.approx(losses_of(uninterrupted), rel=1e-4)
+    assert sum(share.rows for share in display.reports[0].shares) == 120
+
+
+def test_bfloat16_trains_to_other_numbers_nearby(uninterrupted: RunFolder, tmp_path: Path) -> None:
+    folder = new_folder(tmp_path)
+    train(replace(SMALL, precision="bf16"), folder, Recorder())
+    assert losses_of(folder) != losses_of(uninterrupted)
+    assert losses_of(folder) == pytest.approx(losses_of(uninterrupted), rel=0.05)
+
+
+def test_the_learning_rate_warms_up_over_the_first_epoch(uninterrupted: RunFolder) -> None:
+    rates = [line["learning_rate"] for line in metrics_of(uninterrupted) if line["kind"] == "step"]
+    assert rates[:12] == pytest.approx([SMALL.lr * step / 12 for step in range(1, 13)])
+    assert rates[12] == SMALL.lr
+    assert rates[-1] < SMALL.lr / 10
+
+
+@pytest.mark.parametrize("step", [1, 7, 12, 13, 23])
+def test_a_run_that_was_stopped_goes_on_to_the_same_numbers(
+    uninterrupted: RunFolder, tmp_path: Path, step: int
+) -> None:
+    folder, display = new_folder(tmp_path), ctrl_c_after(step)
+    with pytest.raises(Interrupted):
+        train(SMALL, folder, display)
+    assert display.said[-1] == f"stopped after step {step}; to go on: manyhands train --resume {tmp_path}"
+    assert len(losses_of(folder)) == step
+    torch.manual_seed(99)  # whatever happens in between
+
+    resumed = Recorder()
+    train(SMALL, folder, resumed, resume=True)
+    assert resumed.reports[0].record.step == step + 1
+    assert metrics_of(folder) == metrics_of(uninterrupted)
+    assert folder.model.read_bytes() == uninterrupted.model.read_bytes()
+
+
+def test_steps_after_the_checkpoint_are_taken_again(uninterrupted: RunFolder, tmp_path: Path) -> None:
+    """As after a power cut: metrics.jsonl is further than the checkpoint, and that one is damaged besides."""
+    folder = new_folder(tmp_path)
+    with pytest.raises(Interrupted):
+        train(SMALL, folder, ctrl_c_after(5))
+    train(SMALL, folder, Recorder(), resume=True)
+    folder.checkpoint.write_bytes(b"damaged")  # the one of the end; the one before is that after epoch 1
+    with folder.metrics.open("a") as file:
+        file.write('{"kind": "st')
+
+    display = Recorder()
+    train(SMALL, folder, display, resume=True)
+    assert display.said[0].startswith("checkpoint.pt is damaged")
+    assert display.said[0].endswith("using checkpoint.previous.pt, of step 12")
+    assert display.reports[0].record.step == 13
+    assert metrics_of(folder) == metrics_of(uninterrupted)
+
+
+def test_a_stop_during_the_evaluation_evaluates_again(
+    uninterrupted: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(run: Run, stop: StopRequest) -> tuple[float, float]:
+        signal.raise_signal(signal.SIGTERM)
+        return evaluate(run, stop)
+
+    folder = new_folder(tmp_path)
+    monkeypatch.setattr(loop, "evaluate", stopped)
+    with pytest.raises(Interrupted) as caught:
+        train(SMALL, folder, Recorder())
+    monkeypatch.undo()
+    assert caught.value.received == signal.SIGTERM
+    assert [line["kind"] for line in metrics_of(folder)] == ["step"] * 12
+    train(SMALL, folder, Recorder(), resume=True)
+    assert metrics_of(folder) == metrics_of(uninterrupted)
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path)
+    first = train(replace(SMALL, epochs=1), folder, Recorder())
+    before = folder.checkpoint.read_bytes()
+    display = Recorder()
+    assert train(replace(SMALL, epochs=1), folder, display, resume=True) == first
+    assert display.reports == []
+    assert folder.checkpoint.read_bytes() == before
+
+
+def test_a_finished_run_can_be_made_longer_and_moved(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path)
+    train(replace(SMALL, epochs=1), folder, Recorder())
+    display = Recorder()
+    train(replace(SMALL, devices="cpu*3"), folder, display, resume=True)
+    assert [report.record.step for report in display.reports] == list(range(13, 25))
+    assert len(display.reports[0].shares) == 3
+    assert json.loads(folder.config.read_text())["devices"] == ["cpu"] * 3
+
+
+def test_evaluation_counts_every_row_once_on_all_replicas(tmp_path: Path) -> None:
+    run = Run.begin(replace(SMALL, batch_size=100), new_folder(tmp_path), Recorder())
+    seen: list[torch.Tensor] = []
+    run.live.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    with StopRequest() as stop:
+        loss, accuracy = evaluate(run, stop)
+    run.close()
+
+    assert sorted(len(rows) for rows in seen) == [30, 30, 50, 50, 50, 50, 50, 50]
+    images, labels = run.dataset.test_images, run.dataset.test_labels
+    as_rows = lambda tensor: sorted(map(tuple, tensor.flatten(1).tolist()))  # noqa: E731
+    assert as_rows(torch.cat(seen)) == as_rows(images)
+    run.live.eval()
+    with torch.no_grad():
+        logits = run.live(images)
+    assert loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-5)
+    assert accuracy == (logits.argmax(1) == labels).double().mean().item()
+
+
+def spoil_step(number: int) -> Callable[..., float]:
+    """Return a schedule whose rate in one step, counted from 1, is far too high."""
+    return lambda step, **_: 1e30 if step + 1 == number else 0.01
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "message"),
+    [
+        (3, r"the training loss is (nan|inf) in step 4 \(epoch 1\), at learning rate 0.01.*nothing had been saved yet"),
+        (12, r"the test loss is (nan|inf) after epoch 1"),
+        (
+            15,
+            r"in step 16 \(epoch 2\).*--warmup-epochs 3\) or a lower rate \(--lr 0.025\).*checkpoint of step 12 stays",
+        ),
+    ],
+)
+def test_a_loss_that_is_no_number_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoilt: int, message: str
+) -> None:
+    monkeypatch.setattr(loop, "learning_rate", spoil_step(spoilt))
+    folder = new_folder(tmp_path)
+    with pytest.raises(DivergedError, match=message):
+        train(SMALL, folder, Recorder())
+    if folder.checkpoint.exists():
+        weights = torch.load(folder.checkpoint, weights_only=True)["model"].values()
+        assert all(tensor.isfinite().all() for tensor in weights)
+
+
+def test_a_single_row_for_batch_norm_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_batch_norm(*_: object, **__: object) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10))
+
+    monkeypatch.setattr(models, "build", with_batch_norm)
+    with pytest.raises(OptionError, match=r"--batch-size 2 on 2 replicas \(2 x cpu\) .* --batch-size 8, or fewer"):
+        train(replace(SMALL, batch_size=2), new_folder(tmp_path), Recorder())
+    train(replace(SMALL, batch_size=8, epochs=1), new_folder(tmp_path), Recorder())
+
+
+def test_what_cannot_be_set_up_leaves_the_earlier_run_alone(uninterrupted: RunFolder) -> None:
+    before = {path: path.read_bytes() for path in uninterrupted.path.iterdir()}
+    for options in (replace(SMALL, devices="gpu"), replace(SMALL, model="vgg"), replace(SMALL, init="zero")):
+        with pytest.raises(OptionError):
+            train(options, RunFolder.for_new_run(uninterrupted.path, overwrite=True), Recorder())
+    with pytest.raises(data.DataError):
+        train(replace(SMALL, data="/nowhere"), uninterrupted, Recorder())
+    assert {path: path.read_bytes() for path in uninterrupted.path.iterdir()} == before
+
+
+def test_long_epochs_are_saved_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "_SAVE_EVERY_S", 0.0)
+    folder = new_folder(tmp_path)
+
+    def look(step: int) -> None:
+        if step > 1:
+            assert torch.load(folder.checkpoint, weights_only=True)["steps"] == step - 1
+
+    train(replace(SMALL, epochs=1), folder, Recorder(look))
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["cpu"], "cpu"),
+        (["cpu"] * 8, "8 replicas (8 x cpu)"),
+        (["cuda:0", "cuda:1"], "2 replicas (cuda:0, cuda:1)"),
+        (["cuda:0", "cuda:0", "cuda:1"], "3 replicas (2 x cuda:0, cuda:1)"),
+    ],
+)
+def test_describe(names: list[str], text: str) -> None:
+    assert describe(list(map(torch.device, names))) == text
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_two_replicas_on_one_gpu(tmp_path: Path, precision: str) -> None:
+    options = Options(devices="cuda:0,cuda:0", epochs=3, precision=precision)
+    folder = new_folder(tmp_path)
+    with pytest.raises(Interrupted):
+        train(options, folder, ctrl_c_after(5))
+    outcome = train(options, folder, Recorder(), resume=True)
+    assert outcome.test_accuracy > 0.8

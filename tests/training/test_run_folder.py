@@ -1,0 +1,93 @@
+from pathlib import Path
+
+import pytest
+
+from manyhands.training.errors import FolderError
+from manyhands.training.run_folder import RunFolder, replaced
+
+
+def test_a_new_folder_is_not_made_before_it_is_needed(tmp_path: Path) -> None:
+    folder = RunFolder.for_new_run(tmp_path / "a" / "b")
+    assert not folder.path.exists()
+    folder.make_empty()
+    assert folder.path.is_dir()
+
+
+def test_the_default_folder_is_named_by_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert RunFolder.for_new_run(None).path.parts[0] == "runs"
+
+
+def test_a_run_is_replaced_only_when_asked_and_alone(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(FolderError, match=r"holds a run already.*--resume.*--overwrite.*--output"):
+        RunFolder.for_new_run(tmp_path)
+    folder = RunFolder.for_new_run(tmp_path, overwrite=True)
+    assert folder.model.exists(), "nothing is deleted until the new run is ready to begin"
+    folder.make_empty()
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_run_that_failed_before_anything_was_saved_is_nothing_to_lose(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text("")
+    RunFolder.for_new_run(tmp_path).make_empty()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_files_in_the_folder_do_not_matter(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    RunFolder.for_new_run(tmp_path).make_empty()
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_file_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(FolderError, match="is not a folder"):
+            RunFolder.for_new_run(path)
+
+
+def test_a_folder_that_cannot_be_made() -> None:
+    with pytest.raises(FolderError, match=r"--output .*; name another folder"):
+        RunFolder.for_new_run(Path("/proc/no/such")).make_empty()
+
+
+def test_resuming_needs_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(FolderError, match="there is no such folder"):
+        RunFolder.reopen(tmp_path / "absent")
+    with pytest.raises(FolderError, match=r"no checkpoint.pt in it"):
+        RunFolder.reopen(tmp_path)
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", '{"options": 3}'])
+def test_resuming_needs_a_whole_config(tmp_path: Path, content: str | None) -> None:
+    folder = RunFolder(tmp_path)
+    if content is not None:
+        folder.config.write_text(content)
+    with pytest.raises(FolderError, match=r"config.json cannot be used"):
+        folder.saved_options()
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(ZeroDivisionError), replaced(path) as unfinished:  # noqa: PT012  the block is what fails
+        unfinished.write_text("ne")
+        raise ZeroDivisionError
+    assert path.read_text() == "old"
+    with replaced(path) as unfinished:
+        unfinished.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_file_before_can_be_kept(tmp_path: Path) -> None:
+    path, before = tmp_path / "file", tmp_path / "before"
+    for content in ("1", "2", "3"):
+        with replaced(path, keep_as=before) as unfinished:
+            unfinished.write_text(content)
+    assert (path.read_text(), before.read_text()) == ("3", "2")
