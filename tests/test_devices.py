@@ -38,7 +38,7 @@ def test_names_of_accelerators(sim):
 def test_device_ids_must_be_a_list(machine, device_ids, request):
     """A13: TypeError that shows the value."""
     request.getfixturevalue(machine)
-    with pytest.raises(TypeError, match="device_ids=.*expected a list, such as"):
+    with pytest.raises(TypeError, match=r"device_ids=.*expected a list, such as"):
         devices.resolve(device_ids)
 
 
@@ -96,7 +96,7 @@ def test_a_variable_that_hides_devices_is_named(sim, monkeypatch, variable):
 def test_no_variable_is_named_where_none_is_set(sim, monkeypatch):
     for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"):
         monkeypatch.delenv(variable, raising=False)
-    with pytest.raises(ValueError, match="sim:3$"):
+    with pytest.raises(ValueError, match=r"sim:3$"):
         devices.resolve([4])
 
 

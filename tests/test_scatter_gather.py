@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import manyhands
 from manyhands.scatter_gather import split_call
+from manyhands.shares import split_rows
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "left right")
@@ -454,6 +455,7 @@ def test_gather_undoes_scatter(call):
 def test_gather_undoes_a_weighted_split(rows, weights, dim):
     """S2, S10."""
     x = numbered(rows, rows)
-    shards = split_call((x,), {}, [CPU] * len(weights), dim, weights)
+    sizes = split_rows(x.size(dim), len(weights), weights)
+    shards = split_call((x,), {}, [CPU] * len(weights), dim, sizes)
     joined = manyhands.gather([args[0] for args, _ in shards], "cpu", dim)
     assert torch.equal(joined, x)

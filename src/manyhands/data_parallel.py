@@ -6,6 +6,7 @@ composition of the verbs does it instead.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,9 +23,13 @@ from manyhands.replicate import check_device, replicate
 from manyhands.scatter_gather import Rows, count_rows, gather, split_call
 from manyhands.shares import Shares, check_shares, split_rows
 from manyhands.thread_state import modes_that_stay
-from manyhands.workers import inside_replica
+from manyhands.workers import inside_replica, replica_device
 
 _ENGINES: dict[str, type[Engine]] = {"threads": ThreadsEngine}
+_NO_ACCELERATOR = (
+    "this machine has no accelerator: DataParallel runs the plain module. For several replicas on the CPU, write "
+    'DataParallel(model, ["cpu"] * n).'
+)
 _VERBS = ("replicate", "scatter", "parallel_apply", "gather")
 
 
@@ -77,31 +82,26 @@ class DataParallel(nn.DataParallel[Any]):
         shares: str | Sequence[float] = "chunk",
     ) -> None:
         nn.Module.__init__(self)  # not that of torch.nn.DataParallel, which knows GPUs only
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"module: expected a torch.nn.Module, got {module!r}")
-        if not isinstance(dim, int) or isinstance(dim, bool):
-            raise TypeError(f"dim={dim!r}: expected an int, the axis that holds the rows")
-        if engine not in _ENGINES:
+        _check_arguments(module, dim)
+        if not isinstance(engine, str) or engine not in _ENGINES:
             raise ValueError(f"engine={engine!r}: expected one of {sorted(_ENGINES)}")
         self.module = module
         self.dim = dim
         self.devices = _devices.resolve(device_ids)
         self.device_ids: list[Any] = [_devices.public_id(device) for device in self.devices]
         self.output_device: Any = None
-        self.shares: Shares = "chunk"
+        self.shares: Shares = check_shares(shares, len(self.devices) or None)
         self._engine = _ENGINES[engine]()
         self._most_rows = 0
         self.register_load_state_dict_pre_hook(_accept_clean_names)  # type: ignore[no-untyped-call]
+        if output_device is not None and not isinstance(output_device, int | str | torch.device):
+            raise TypeError(f"output_device: expected an int, a string or a torch.device, got {output_device!r}")
         if not self.devices:
-            say_once(
-                "this machine has no accelerator: DataParallel runs the plain module. For several replicas on the CPU, "
-                'write DataParallel(model, ["cpu"] * n).'
-            )
+            say_once(_NO_ACCELERATOR)
             return
         self._gather_on = _devices.resolve_output(output_device, self.devices)
         self.output_device = _devices.public_id(self._gather_on)
         self.src_device_obj = self.devices[0]
-        self.shares = check_shares(shares, len(self.devices))
         _devices.warn_if_unequal(self.devices)
         if len(self.devices) == 1:
             module.to(self.devices[0])
@@ -118,8 +118,9 @@ class DataParallel(nn.DataParallel[Any]):
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
         """Split the inputs of a call for `device_ids`; override it, and forward uses yours."""
         devices = _devices.resolve_each(device_ids, "device_ids")
-        shares = self.shares if len(devices) == len(self.devices) else "chunk"
-        shards = split_call(tuple(inputs), kwargs or {}, devices, self.dim, shares)
+        inputs, kwargs = tuple(inputs), kwargs or {}
+        sizes = [size for size in self._sizes(count_rows(inputs, kwargs, self.dim)) if size]
+        shards = split_call(inputs, kwargs, devices, self.dim, sizes if len(sizes) == len(devices) else None)
         return [args for args, _ in shards], [kw for _, kw in shards]
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceLike]) -> list[nn.Module]:
@@ -128,7 +129,7 @@ class DataParallel(nn.DataParallel[Any]):
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """Call every replica with its shard; override it, and forward uses yours."""
-        return parallel_apply(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
+        return parallel_apply(replicas, inputs, kwargs)
 
     def gather(self, outputs: Any, output_device: DeviceLike) -> Any:
         """Join the replicas' outputs; override it, and forward uses yours."""
@@ -145,12 +146,11 @@ class DataParallel(nn.DataParallel[Any]):
     def _plan(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Decide which rows of the inputs go where. Without rows there is one replica, on the first device."""
         rows = count_rows(inputs, kwargs, self.dim)
-        sizes = split_rows(rows or 0, len(self.devices), self.shares)
-        used = [i for i, size in enumerate(sizes) if size] or [0]
-        if rows:
+        sizes = self._sizes(rows)
+        used = [i for i, size in enumerate(sizes) if size] or [self._has_share().index(True)]
+        here = self._here()
+        if rows and here is None:
             self._say_if_idle(rows, sizes)
-        # Inside a replica all of a wrapper's replicas stand where that replica does.
-        here = _device_of(self.module) if inside_replica() else None
         return Call(
             inputs=inputs,
             kwargs=kwargs,
@@ -162,11 +162,24 @@ class DataParallel(nn.DataParallel[Any]):
             dim=self.dim,
         )
 
+    def _sizes(self, rows: int | None) -> list[int]:
+        return split_rows(rows or 0, len(self.devices), self.shares)
+
+    def _has_share(self) -> list[bool]:
+        """Return for each device whether it is to get rows at all."""
+        return [True] * len(self.devices) if isinstance(self.shares, str) else [weight > 0 for weight in self.shares]
+
+    def _here(self) -> torch.device | None:
+        """Return where all replicas of a wrapper stand that is inside a replica itself; None outside of one."""
+        if not inside_replica():
+            return None
+        tensor = next(chain(self.module.parameters(), self.module.buffers()), None)
+        return tensor.device if tensor is not None else replica_device()
+
     def _say_if_idle(self, rows: int, sizes: Sequence[int]) -> None:
         """Say once if full batches leave a device without rows; a short last batch may."""
         full, self._most_rows = rows >= self._most_rows, max(rows, self._most_rows)
-        wanted = [True] * len(sizes) if isinstance(self.shares, str) else [weight > 0 for weight in self.shares]
-        idle = [str(self.devices[i]) for i, size in enumerate(sizes) if wanted[i] and not size]
+        idle = [str(d) for d, size, share in zip(self.devices, sizes, self._has_share(), strict=True) if share > size]
         if full and idle:
             better = 'shares="even"' if rows >= len(sizes) else f"batches of {len(sizes)} rows or more"
             say_once(
@@ -175,34 +188,41 @@ class DataParallel(nn.DataParallel[Any]):
             )
 
     def _run_on_one_device(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        device = _device_of(self.module) if inside_replica() else self.devices[0]
+        device = self._here() or self.devices[0]
+        if self._overrides("scatter"):
+            (inputs, *_), (kwargs, *_) = self.scatter(inputs, kwargs, self.device_ids)
 
-        def move(value: Any) -> Any:
+        def move(value: Any, to: torch.device = device) -> Any:
             if isinstance(value, torch.Tensor):  # the common case, without a walk
-                return _devices.copy_to(value, device)
-            return nested.map_tensors(lambda tensor: _devices.copy_to(tensor, device), value)
+                return _devices.copy_to(value, to)
+            return nested.map_tensors(lambda tensor: _devices.copy_to(tensor, to), value)
 
         try:
-            return self.module(*map(move, inputs), **{name: move(value) for name, value in kwargs.items()})
+            output = self.module(*map(move, inputs), **{name: move(value) for name, value in kwargs.items()})
         except RuntimeError as error:
-            elsewhere = next((n for n, p in self.module.named_parameters() if p.device != device), None)
+            named = chain(self.module.named_parameters(), self.module.named_buffers())
+            elsewhere = next((name for name, t in named if not _devices.same_device(t.device, device)), None)
             if elsewhere is not None:
-                error.add_note(
-                    f"parameter {elsewhere!r} is not on {device}, the wrapper's device: model.to('{device}')"
-                )
+                error.add_note(f"{elsewhere!r} is not on {device}, the wrapper's device: model.to('{device}')")
             raise
+        return output if self._gather_on == self.devices[0] or inside_replica() else move(output, self._gather_on)
+
+    def _overrides(self, verb: str) -> bool:
+        return verb in self.__dict__ or getattr(type(self), verb) is not getattr(DataParallel, verb)
 
     def _verbs_overridden(self) -> bool:
-        own = self.__dict__
-        return any(verb in own or getattr(type(self), verb) is not getattr(DataParallel, verb) for verb in _VERBS)
+        return any(map(self._overrides, _VERBS))
 
     def _run_plain_composition(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        check_device(self.module, (*self.module.parameters(), *self.module.buffers()), self.devices[0])
-        device_ids = self.device_ids if count_rows(inputs, kwargs, self.dim) else self.device_ids[:1]
+        here = self._here()
+        check_device(self.module, chain(self.module.parameters(), self.module.buffers()), here or self.devices[0])
+        # A scatter of the user's own may know rows where we see none.
+        used = range(len(self.devices)) if self._overrides("scatter") else self._plan(inputs, kwargs).replica_numbers
+        device_ids = [here or self.device_ids[i] for i in used]
         shards, shard_kwargs = self.scatter(inputs, kwargs, device_ids)
         replicas = self.replicate(self.module, device_ids[: len(shards)])
         outputs = self.parallel_apply(replicas, shards, shard_kwargs)
-        return self.gather(outputs, self.output_device)
+        return self.gather(outputs, here or self.output_device)
 
 
 def data_parallel(
@@ -231,31 +251,37 @@ def data_parallel(
     Raises:
         As the four verbs; RuntimeError for a parameter that is not on the first device.
     """
+    _check_arguments(module, dim)
     inputs = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
     kwargs = module_kwargs or {}
     devices = _devices.resolve(device_ids)
     if not devices:
+        say_once(_NO_ACCELERATOR)
         return module(*inputs, **kwargs)
+    if len(devices) == 1:
+        return DataParallel(module, devices, output_device, dim)(*inputs, **kwargs)
     gather_on = _devices.resolve_output(output_device, devices)
     if count_rows(inputs, kwargs, dim) is None:
         devices = devices[:1]
-    check_device(module, (*module.parameters(), *module.buffers()), devices[0])
+    check_device(module, chain(module.parameters(), module.buffers()), devices[0])
     shards = split_call(inputs, kwargs, devices, dim)
     replicas = replicate(module, devices[: len(shards)], detach=not torch.is_grad_enabled())
     outputs = parallel_apply(replicas, [args for args, _ in shards], [kw for _, kw in shards], devices[: len(shards)])
     return gather(outputs, gather_on, dim)
 
 
-def _device_of(module: nn.Module) -> torch.device:
-    tensor = next(iter((*module.parameters(), *module.buffers())), None)
-    return tensor.device if tensor is not None else torch.device("cpu")
+def _check_arguments(module: object, dim: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: expected a torch.nn.Module, got {module!r}")
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise TypeError(f"dim={dim!r}: expected an int, the axis that holds the rows")
 
 
 def _accept_clean_names(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
     """Let `load_state_dict` take the module's own names as well as those with `module.` in front."""
-    clean = list(wrapper.module.state_dict())  # type: ignore[union-attr]
-    if any(f"{prefix}module.{name}" in state_dict for name in clean):
-        return
-    for name in clean:
-        if prefix + name in state_dict:
-            state_dict[f"{prefix}module.{name}"] = state_dict.pop(prefix + name)
+    names = list(wrapper.module.state_dict())  # type: ignore[union-attr]
+    clean = [name for name in names if prefix + name in state_dict]
+    wrapped = [name for name in names if f"{prefix}module.{name}" in state_dict]
+    if len(clean) > len(wrapped):  # a module may have a child called "module": the form that fits better counts
+        values = [state_dict.pop(prefix + name) for name in clean]
+        state_dict.update((f"{prefix}module.{name}", value) for name, value in zip(clean, values, strict=True))

@@ -79,7 +79,7 @@ def resolve_one(device_id: DeviceLike, argument: str) -> torch.device:
         raise ValueError(f"{argument}: the meta device holds no data, so no replica can run on it")
     if present and device.type == present[0].type:
         if device.index is None:
-            return torch.device(device.type, torch.accelerator.current_device_index())
+            return torch.device(device.type, torch.get_device_module(device).current_device())
         return resolve_one(device.index, argument)
     try:
         torch.empty(0, device=device)
@@ -162,7 +162,7 @@ def warn_if_unequal(devices: Sequence[torch.device]) -> None:
         known = [value for value in values if value]
         if len(known) == len(values) and min(known) < 0.75 * max(known):
             least, most = values.index(min(known)), values.index(max(known))
-            weights = [round(value / max(known), 2) for value in known]
+            weights = [round(values[different.index(device)] / max(known), 2) for device in devices]
             warnings.warn(
                 f"{different[least]} has less than 75 % of the {what} of {different[most]}: every step waits for the "
                 f"slowest replica. Give each its share, shares={weights}, or leave {different[least]} out of "

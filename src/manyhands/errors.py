@@ -47,8 +47,13 @@ def annotate(errors: list[tuple[str, BaseException]]) -> BaseException:
         errors: (where, exception) in replica order, at least one; `where` reads like "replica 1 on cpu, rows 8 to 15".
     """
     where, first = errors[0]
-    first.add_note(f"raised in {where}")
-    for elsewhere, other in errors[1:]:
-        if other is not first:
-            first.add_note(f"{elsewhere} raised too: {type(other).__name__}: {other}")
+    notes = [f"raised in {where}"]
+    notes += [
+        f"{elsewhere} raised too: {type(other).__name__}: {other}"
+        for elsewhere, other in errors[1:]
+        if other is not first
+    ]
+    for note in notes:
+        if note not in getattr(first, "__notes__", ()):  # a module may raise one object again and again
+            first.add_note(note)
     return first

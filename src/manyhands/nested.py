@@ -7,7 +7,6 @@ something inside it changed: a container without changes stays the object it was
 
 import copy
 import dataclasses
-from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
@@ -112,14 +111,11 @@ def _rebuild(value: Any, new: list[Any]) -> Any:
         return value._make(new)
     if isinstance(value, tuple):
         return type(value)(new)
+    rebuilt = copy.copy(value)  # keeps what a subclass has beside its children
     if isinstance(value, list):
-        return new if type(value) is list else type(value)(new)
-    if type(value) is dict:
-        return dict(zip(value, new, strict=True))
-    if isinstance(value, defaultdict):
-        return type(value)(value.default_factory, zip(value, new, strict=True))
-    rebuilt = copy.copy(value)
-    if isinstance(value, MutableMapping):  # OrderedDict, UserDict, mappings with attributes for their keys
+        rebuilt[:] = new
+        return rebuilt
+    if isinstance(value, MutableMapping):  # dict, OrderedDict, defaultdict, mappings with attributes for their keys
         for key, child in zip(value, new, strict=True):
             rebuilt[key] = child
         return rebuilt

@@ -15,7 +15,7 @@ from manyhands import devices as _devices
 from manyhands import nested
 from manyhands.devices import DeviceLike
 from manyhands.errors import warn_once
-from manyhands.shares import Shares, split_rows
+from manyhands.shares import split_rows
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,11 @@ class Rows:
     scalar: bool = False
 
     def part(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
-        """Return replica `index`'s rows of the joined tensor, as a view."""
+        """Return replica `index`'s rows of the joined tensor, as a view (a sparse tensor's as a copy)."""
         if self.scalar:
             return tensor[index]
-        return tensor.narrow(self.dim, sum(self.sizes[:index]), self.sizes[index])
+        narrow = tensor.narrow_copy if tensor.is_sparse else tensor.narrow
+        return narrow(self.dim, sum(self.sizes[:index]), self.sizes[index])
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the joined tensor, a new one; the parts must be on one device."""
@@ -134,16 +135,21 @@ def split_call(
     kwargs: dict[str, Any],
     devices: Sequence[torch.device],
     dim: int,
-    shares: Shares = "chunk",
+    sizes: Sequence[int] | None = None,
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Return (positional, keyword) inputs for each replica; devices at the end that get no rows are left out."""
+    """Return (positional, keyword) inputs for each device.
+
+    `sizes` says how many rows each gets; left out, it is torch's rule, and devices that get no rows are left out.
+    """
     count = count_rows(inputs, kwargs, dim)
     if count is None:  # nothing to split: the objects are the same everywhere
         whole = Rows(dim, ())
         return [(deal(inputs, whole, i, device), deal(kwargs, whole, i, device)) for i, device in enumerate(devices)]
-    rows = Rows(dim, tuple(split_rows(count, len(devices), shares)))
-    used = max((i for i, size in enumerate(rows.sizes) if size), default=0) + 1
-    return [(deal(inputs, rows, i, devices[i]), deal(kwargs, rows, i, devices[i])) for i in range(used)]
+    if sizes is None:
+        sizes = [size for size in split_rows(count, len(devices)) if size] or [0]
+    rows = Rows(dim, tuple(sizes))
+    used = zip(range(len(sizes)), devices, strict=False)  # by torch's rule the last devices may get none
+    return [(deal(inputs, rows, i, device), deal(kwargs, rows, i, device)) for i, device in used]
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,10 @@ from collections.abc import Sequence
 Shares = str | Sequence[float]
 
 
-def check_shares(shares: object, num_replicas: int) -> Shares:
+def check_shares(shares: object, num_replicas: int | None) -> Shares:
     """Return `shares` in its normal form (a string, or a tuple of floats), or say what is wrong with it.
+
+    Without replicas (None) any number of weights will do.
 
     Raises:
         TypeError: neither a string nor a sequence of numbers.
@@ -30,7 +32,7 @@ def check_shares(shares: object, num_replicas: int) -> Shares:
     ):
         raise TypeError(f'shares={shares!r}: expected "chunk", "even" or a sequence of numbers, one a device')
     weights = tuple(float(weight) for weight in shares)
-    if len(weights) != num_replicas:
+    if num_replicas is not None and len(weights) != num_replicas:
         raise ValueError(f"shares={shares!r} has {len(weights)} weights for {num_replicas} devices: give one a device")
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) <= 0:
         raise ValueError(f"shares={shares!r}: expected finite weights of 0 or more, at least one of them above 0")

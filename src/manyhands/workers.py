@@ -19,9 +19,10 @@ import contextlib
 import ctypes
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 import torch
@@ -32,6 +33,7 @@ from manyhands.thread_state import ThreadState, modes_that_stay
 
 T = TypeVar("T")
 
+_WAKE_S = 0.1  # a waiting caller looks this often for Ctrl-C, which cannot always wake it (_thread.interrupt_main)
 _EXIT_WAIT_S = 10.0  # how long interpreter exit waits for a worker that is inside a long operation
 
 
@@ -57,43 +59,59 @@ def run_together(tasks: Sequence[Callable[[], T]], devices: Sequence[torch.devic
 
     state = ThreadState.capture()
     streams = _devices.current_streams(devices)
-    threads_before = torch.get_num_threads()
-    threads_each = _threads_each(devices, threads_before)
+    threads_before, threads_each = _thread_counts.begin(devices)
     done: SimpleQueue[tuple[int, Outcome[T]]] = SimpleQueue()
 
     def job(index: int) -> Callable[[], None]:
         context = state.context.copy()
 
-        def run() -> None:
-            with _intra_op_threads(threads_each), state.applied(), _devices.using(devices[index], streams):
-                done.put((index, context.run(_outcome, tasks[index])))
+        def run() -> Outcome[T]:
+            with (
+                _intra_op_threads(threads_each),
+                state.applied(),
+                _devices.using(devices[index], streams),
+                _marked_as_replica(devices[index]),
+            ):
+                return context.run(_outcome, tasks[index])
 
-        return run
+        def report() -> None:
+            try:
+                done.put((index, run()))
+            except BaseException as error:  # noqa: BLE001 - the state cannot be applied; the caller waits for an answer
+                done.put((index, Outcome(error=error)))
+
+        return report
 
     workers = _pool.borrow(len(tasks) - 1)
     ended: dict[int, Outcome[T]] = {}
     try:
         for i, worker in enumerate(workers, 1):
             worker.inbox.put(job(i))
-        with _intra_op_threads(threads_each), _marked_as_replica(), _devices.using(devices[0], streams):
+        with _intra_op_threads(threads_each), _devices.using(devices[0], streams), _marked_as_replica(devices[0]):
             ended[0] = _outcome(tasks[0])
         _raise_if_urgent(ended[0])
         while len(ended) < len(tasks):
-            index, ended_now = done.get()
-            ended[index] = ended_now
-        for i in range(len(tasks)):
-            _raise_if_urgent(ended[i])
+            with contextlib.suppress(Empty):
+                index, ended_now = done.get(timeout=_WAKE_S)
+                ended[index] = ended_now
+                del ended_now
+                _raise_if_urgent(ended[index])
         return [ended[i] for i in range(len(tasks))]
     finally:
         _pool.give_back([worker for i, worker in enumerate(workers, 1) if i in ended])
         _pool.abandon([worker for i, worker in enumerate(workers, 1) if i not in ended])
-        torch.set_num_threads(threads_before)  # this also restores the default of new threads, which workers have set
+        _thread_counts.end(threads_before, threads_each)
         ended.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
 
 
 def inside_replica() -> bool:
     """Return whether the calling thread is running a replica's task."""
-    return bool(getattr(_thread, "is_replica", False))
+    return replica_device() is not None
+
+
+def replica_device() -> torch.device | None:
+    """Return the device of the replica whose task the calling thread is running; None outside of one."""
+    return getattr(_thread, "replica_device", None)
 
 
 def _outcome(task: Callable[[], T]) -> Outcome[T]:
@@ -104,42 +122,77 @@ def _outcome(task: Callable[[], T]) -> Outcome[T]:
 
 
 def _run_here(task: Callable[[], T], device: torch.device) -> Outcome[T]:
-    with _marked_as_replica(), _devices.using(device, []):
+    with _devices.using(device, []), _marked_as_replica(device):
         outcome = _outcome(task)
     _raise_if_urgent(outcome)
     return outcome
 
 
 def _raise_if_urgent(outcome: Outcome[T]) -> None:
-    if outcome.error is not None and not isinstance(outcome.error, Exception):
-        raise outcome.error
-
-
-def _threads_each(devices: Sequence[torch.device], threads: int) -> int:
-    on_host = sum(_devices.computes_on_host(device) for device in devices)
-    return max(1, threads // on_host) if on_host else threads
+    try:
+        if outcome.error is not None and not isinstance(outcome.error, Exception):
+            raise outcome.error
+    finally:
+        del outcome  # as above
 
 
 @contextlib.contextmanager
 def _intra_op_threads(count: int) -> Iterator[None]:
-    # The number is per thread, but setting it also sets the default of threads to come: `run_together` puts that back.
     if torch.get_num_threads() != count:
         torch.set_num_threads(count)
     yield
 
 
+class _ThreadCounts:
+    """Puts torch's number of intra-op threads back.
+
+    The number belongs to each thread, but setting it also sets what threads to come begin with. While a call runs, a
+    thread that is new to torch therefore begins with a replica's number; if it calls in turn, it is taken to want the
+    number that the first of the overlapping calls found.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: list[int] = []  # what each running call gives its replicas
+        self._default = 1
+
+    def begin(self, devices: Sequence[torch.device]) -> tuple[int, int]:
+        """Return the calling thread's number, and what each replica is to have of it."""
+        before = torch.get_num_threads()
+        with self._lock:
+            if not self._running:
+                self._default = before
+            elif before in self._running:
+                before = self._default
+            on_host = sum(_devices.computes_on_host(device) for device in devices)
+            each = max(1, before // on_host) if on_host else before
+            self._running.append(each)
+        return before, each
+
+    def end(self, before: int, each: int) -> None:
+        """Put everything back as it was when `begin` returned these numbers."""
+        torch.set_num_threads(before)  # the calling thread's, and that of threads to come
+        with self._lock:
+            self._running.remove(each)
+            wrong_default = not self._running and before != self._default
+        if wrong_default:  # another call of ours found another number, before this one: only a new thread can set it
+            setter = threading.Thread(target=torch.set_num_threads, args=(self._default,))
+            setter.start()
+            setter.join()
+
+
 @contextlib.contextmanager
-def _marked_as_replica() -> Iterator[None]:
-    before = inside_replica()
-    _thread.is_replica = True
+def _marked_as_replica(device: torch.device) -> Iterator[None]:
+    before = replica_device()
+    _thread.replica_device = device
     try:
         yield
     finally:
-        _thread.is_replica = before
+        _thread.replica_device = before
 
 
 class _Abandoned(SystemExit):
-    """Raised in a worker whose result nobody waits for; a SystemExit, so that a dying thread prints nothing."""
+    """Raised in a worker whose result nobody waits for; a SystemExit, so that a thread that dies of it is silent."""
 
 
 class _Worker:
@@ -151,57 +204,68 @@ class _Worker:
         self.thread.start()
 
     def _work(self) -> None:
-        _thread.is_replica = True
-        while (job := self.inbox.get()) is not None:
-            job()
-            del job  # an idle worker keeps nothing alive
+        with contextlib.suppress(_Abandoned):
+            while (job := self.inbox.get()) is not None:
+                job()
+                del job  # an idle worker keeps nothing alive
 
 
 class _Pool:
-    """The process's workers: idle ones to borrow, and abandoned ones to wait for at exit."""
+    """The process's workers. One that is not idle is borrowed, or has been abandoned."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._idle: list[_Worker] = []
-        self._abandoned: list[_Worker] = []
+        self._busy: list[_Worker] = []
 
     def borrow(self, count: int) -> list[_Worker]:
         """Take `count` workers, the same ones in the same order whenever they are idle."""
         with self._lock:
+            while len(self._idle) < count:
+                self._idle.append(_Worker())
             borrowed, self._idle = self._idle[:count], self._idle[count:]
-        return borrowed + [_Worker() for _ in range(count - len(borrowed))]
+            self._busy = [worker for worker in self._busy if worker.thread.is_alive()] + borrowed
+        return borrowed
 
     def give_back(self, workers: Sequence[_Worker]) -> None:
         with self._lock:
+            self._busy = [worker for worker in self._busy if worker not in workers]
             self._idle[:0] = workers
 
     def abandon(self, workers: Sequence[_Worker]) -> None:
         """Interrupt workers that are still busy; each ends when its operation does."""
-        with self._lock:
-            self._abandoned = [worker for worker in self._abandoned if worker.thread.is_alive()] + list(workers)
         for worker in workers:
             worker.inbox.put(None)
             ident = ctypes.c_ulong(worker.thread.ident or 0)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(_Abandoned))
 
     def stop(self) -> None:
-        """Tell every worker to end, and wait until it has."""
+        """Tell every worker to end, and wait until all have; a little while, where one is inside an operation."""
         with self._lock:
-            ending = self._idle + self._abandoned
-            self._idle, self._abandoned = [], []
-        for worker in ending:
+            idle, busy = self._idle, self._busy
+            self._idle, self._busy = [], []
+        for worker in idle:
             worker.inbox.put(None)
-        for worker in ending:
-            worker.thread.join(_EXIT_WAIT_S)
-            if worker.thread.is_alive():
-                log.warning("a replica is still running %g s after the program ended", _EXIT_WAIT_S)
+        self.abandon(busy)
+        end_by = time.monotonic() + _EXIT_WAIT_S
+        for worker in idle + busy:
+            worker.thread.join(max(0.0, end_by - time.monotonic()))
+        if any(worker.thread.is_alive() for worker in idle + busy):
+            log.warning("a replica is still running %g s after the program ended", _EXIT_WAIT_S)
 
     def forget(self) -> None:
         """Start from nothing, in the child of a fork: the parent's threads do not exist there."""
         self.__init__()  # type: ignore[misc]
 
 
+def _after_fork() -> None:
+    _pool.forget()
+    _thread_counts.__init__()  # type: ignore[misc]
+    _thread.replica_device = None  # a fork inside a task: the child is no replica
+
+
 _thread = threading.local()
+_thread_counts = _ThreadCounts()
 _pool = _Pool()
 atexit.register(_pool.stop)
-os.register_at_fork(after_in_child=_pool.forget)
+os.register_at_fork(after_in_child=_after_fork)

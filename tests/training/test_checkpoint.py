@@ -1,4 +1,5 @@
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,7 @@ def fill_with_something_else(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [truncate, flip_a_bit, make_empty, fill_with_something_else, Path.unlink])
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(folder: RunFolder, damage) -> None:
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(folder: RunFolder, damage: Callable[[Path], None]) -> None:
     earlier = Trained(steps=2)
     save(folder, earlier, steps=2)
     save(folder, Trained(steps=3), steps=3)
@@ -93,6 +94,10 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(folder: RunFolder, dam
     (line,) = said
     assert line.startswith("checkpoint.pt is ")
     assert line.endswith("using checkpoint.previous.pt, of step 2")
+
+    save(folder, fresh, steps=4)
+    truncate(folder.checkpoint)
+    assert restore(folder, said)[1].steps == 2, "the good one has been kept, not the damaged one"
 
 
 def test_two_damaged_checkpoints_are_an_error(folder: RunFolder) -> None:

@@ -6,9 +6,9 @@ from rich.console import Console
 
 from manyhands.training import display
 from manyhands.training.bar import Bar
-from manyhands.training.display import Lines, StepReport
+from manyhands.training.display import Lines
 from manyhands.training.metrics import StepRecord
-from manyhands.training.work import Share
+from manyhands.training.work import Share, StepReport
 
 CPU = torch.device("cpu")
 

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from manyhands.training import data, loop, models
-from manyhands.training.display import StepReport
 from manyhands.training.errors import DivergedError, Interrupted, OptionError
 from manyhands.training.interrupts import StopRequest
 from manyhands.training.loop import evaluate, train
 from manyhands.training.options import Options
 from manyhands.training.run import Run, describe
 from manyhands.training.run_folder import RunFolder
+from manyhands.training.work import StepReport
 
 SMALL = Options(model="mlp", devices="cpu*2", epochs=2)  # 12 steps an epoch
 

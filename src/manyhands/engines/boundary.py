@@ -33,6 +33,7 @@ from manyhands import torch_private
 from manyhands.engines.base import ReplicaTiming
 from manyhands.parallel_apply import values_or_raise
 from manyhands.scatter_gather import Rows
+from manyhands.thread_state import modes_that_stay
 from manyhands.workers import run_together
 
 
@@ -122,29 +123,71 @@ class Graphs:
 
     def walk(self, output_grads: Sequence[torch.Tensor | None], keep: bool) -> list[list[torch.Tensor | None]]:
         """Run backward in every replica graph; return each input edge's gradients, one a replica."""
+        replicas = range(len(self.timings))
+        devices = [timing.device for timing in self.timings]
+        if modes_that_stay():  # backward under vmap, say: no other thread may take part, nor may .grad be written
+            ends, grads = self._ends(output_grads, replicas)
+            leaves = [leaf for edge in self.inputs for leaf in edge.tensors if leaf is not None]
+            results = torch.autograd.grad(ends, leaves, grads, retain_graph=keep, allow_unused=True)
+            return self._by_edge(dict(zip(map(id, leaves), results, strict=True)))
 
         def walk_some(replicas: Sequence[int]) -> None:
             started = time.perf_counter()
-            ends, grads = [], []
-            for edge, grad in zip(self.outputs, output_grads, strict=True):
-                for i in replicas:
-                    end = edge.tensors[i]
-                    if grad is not None and end is not None and end.requires_grad:
-                        ends.append(end)
-                        grads.append(edge.part(grad, i, end.device))
+            ends, grads = self._ends(output_grads, replicas)
             if ends:
                 torch.autograd.backward(ends, grads, retain_graph=keep)
             for i in replicas:
                 self.timings[i].backward_s = time.perf_counter() - started
 
-        replicas = range(len(self.timings))
-        devices = [timing.device for timing in self.timings]
         if all(_devices.computes_on_host(device) for device in devices):
             tasks = [lambda i=i: walk_some([i]) for i in replicas]
             values_or_raise(run_together(tasks, devices), [f"the backward of {place}" for place in self.where])
         else:
             walk_some(replicas)
         return [[_take_grad(leaf) for leaf in edge.tensors] for edge in self.inputs]
+
+    def differentiable_walk(
+        self, output_grads: Sequence[torch.Tensor | None]
+    ) -> tuple[list[Edge], list[list[torch.Tensor | None]]]:
+        """Run backward with a graph of its own; return edges for the incoming gradients, and what `walk` returns.
+
+        One call for all replicas, also on the host: this pass is rare, and needs no thread of its own.
+        """
+        replicas = range(len(self.timings))
+        incoming: list[Edge] = []
+        ends: list[torch.Tensor] = []
+        end_grads: list[torch.Tensor] = []
+        for edge, grad in zip(self.outputs, output_grads, strict=True):
+            if grad is None:
+                continue
+            parts = [
+                edge.part(grad.detach(), i, self.timings[i].device).detach().requires_grad_(grad.requires_grad)
+                for i in replicas
+            ]
+            incoming.append(Edge(edge.layout, grad.device, parts))
+            for end, part in zip(edge.tensors, parts, strict=True):
+                if end is not None and end.requires_grad:
+                    ends.append(end)
+                    end_grads.append(part)
+        leaves = [leaf for edge in self.inputs for leaf in edge.tensors if leaf is not None]
+        results = torch.autograd.grad(ends, leaves, end_grads, create_graph=True, allow_unused=True)
+        return incoming, self._by_edge(dict(zip(map(id, leaves), results, strict=True)))
+
+    def _ends(
+        self, output_grads: Sequence[torch.Tensor | None], replicas: Sequence[int]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return where backward begins in some of the replica graphs, and the gradients with which it does."""
+        ends, grads = [], []
+        for edge, grad in zip(self.outputs, output_grads, strict=True):
+            for i in replicas:
+                end = edge.tensors[i]
+                if grad is not None and end is not None and end.requires_grad:
+                    ends.append(end)
+                    grads.append(edge.part(grad, i, end.device))
+        return ends, grads
+
+    def _by_edge(self, grads: dict[int, torch.Tensor | None]) -> list[list[torch.Tensor | None]]:
+        return [[grads[id(leaf)] if leaf is not None else None for leaf in edge.tensors] for edge in self.inputs]
 
 
 class Boundary(torch.autograd.Function):
@@ -197,31 +240,11 @@ class Boundary(torch.autograd.Function):
 def _differentiable_backward(graphs: Graphs, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Return the inputs' gradients as outputs of one more Boundary (4)."""
     graphs.keep = True
-    devices = [timing.device for timing in graphs.timings]
-    replicas = range(len(devices))
-    incoming: list[Edge] = []
-    live_grads: list[torch.Tensor] = []
-    ends: list[torch.Tensor] = []
-    end_grads: list[torch.Tensor] = []
-    for edge, grad in zip(graphs.outputs, grads, strict=True):
-        if grad is None:
-            continue
-        parts = [edge.part(grad.detach(), i, devices[i]).detach().requires_grad_(grad.requires_grad) for i in replicas]
-        incoming.append(Edge(edge.layout, grad.device, parts))
-        live_grads.append(grad)
-        for end, part in zip(edge.tensors, parts, strict=True):
-            if end is not None and end.requires_grad:
-                ends.append(end)
-                end_grads.append(part)
-    leaves = [leaf for edge in graphs.inputs for leaf in edge.tensors if leaf is not None]
-    # One call for all replicas, also on the host: this pass is rare, and its graphs need no thread of their own.
-    results = torch.autograd.grad(ends, leaves, end_grads, create_graph=True, allow_unused=True)
-    grad_of = dict(zip(map(id, leaves), results, strict=True))
-    gradients: list[Edge | None] = []
-    for edge in graphs.inputs:
-        of_edge = [grad_of[id(leaf)] if leaf is not None else None for leaf in edge.tensors]
-        used = any(part is not None for part in of_edge)
-        gradients.append(Edge(edge.layout, edge.device, edge.with_all_rows(of_edge)) if used else None)
+    incoming, parts = graphs.differentiable_walk(grads)
+    gradients = [
+        Edge(edge.layout, edge.device, edge.with_all_rows(of_edge)) if any(p is not None for p in of_edge) else None
+        for edge, of_edge in zip(graphs.inputs, parts, strict=True)
+    ]
     higher = Graphs(
         timings=graphs.timings,
         where=graphs.where,
@@ -231,7 +254,8 @@ def _differentiable_backward(graphs: Graphs, grads: Sequence[torch.Tensor | None
     )
     if not higher.outputs:
         return [None] * len(gradients)
-    joined = iter(Boundary.apply(higher, *graphs.live_inputs, *live_grads))  # type: ignore[no-untyped-call]
+    live_inputs = (*graphs.live_inputs, *(grad for grad in grads if grad is not None))
+    joined = iter(Boundary.apply(higher, *live_inputs))  # type: ignore[no-untyped-call]
     return [next(joined) if edge is not None else None for edge in gradients]
 
 

@@ -183,6 +183,8 @@ def _look_for_live_tensors(blueprint: Blueprint, groups: Sequence[Group], where:
     Raises:
         RuntimeError: one does; its gradient would be wrong, so the forward fails. Names the tensor.
     """
+    if not groups:  # outputs without tensors
+        return
     histories = {tensor.grad_fn: tensor for tensor in blueprint.histories.values()}
     for place, outputs in zip(where, zip(*(group.tensors for group in groups), strict=True), strict=True):
         for reached in _leaves_and_nodes(outputs):

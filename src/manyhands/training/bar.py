@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from manyhands.training.display import StepReport
+from manyhands.training.work import StepReport
 
 _REFRESHES_PER_SECOND = 8
 

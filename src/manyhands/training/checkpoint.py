@@ -8,7 +8,6 @@ A checkpoint is a file of `torch.save`, which is a zip archive. `torch.load` doe
 are compared here; and it is told to load plain values only, so a checkpoint from elsewhere cannot run code.
 """
 
-import pickle
 import random
 import zipfile
 from collections.abc import Callable, Sequence
@@ -96,6 +95,7 @@ def _read_last(folder: RunFolder, say: Callable[[str], None]) -> dict[str, Any]:
             continue
         if problems:
             say(f"{problems[0]}; using {path.name}, of step {state['steps']}")
+            path.replace(folder.checkpoint)  # else the next save would keep the damaged one and drop this one
         return state
     raise FolderError(f"no checkpoint in {folder} can be used: {'; '.join(problems)}")
 
@@ -114,8 +114,10 @@ def _read(path: Path) -> dict[str, Any]:
         if damaged is not None:
             raise _UnusableError(f"is damaged (in {damaged})")
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (zipfile.BadZipFile, pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-        raise _UnusableError(f"is damaged ({str(error).splitlines()[0]})") from error
+    except (OSError, _UnusableError):
+        raise
+    except Exception as error:  # damage can make unzipping and unpickling fail in any way
+        raise _UnusableError(f"is damaged ({type(error).__name__})") from error
     if not isinstance(state, dict) or state.get("format") != _FORMAT:
         raise _UnusableError("is not a checkpoint of this version of manyhands")
     return state

@@ -7,35 +7,11 @@ at once that the run has begun, and after that one every few seconds.
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol, TextIO
 
-from manyhands.training.metrics import StepRecord
-from manyhands.training.work import Share
+from manyhands.training.work import StepReport
 
 _SECONDS_BETWEEN_LINES = 5.0
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """A finished step, where it stands in the run, and how it was shared."""
-
-    record: StepRecord
-    epochs: int
-    step_in_epoch: int
-    steps_per_epoch: int
-    shares: Sequence[Share]
-
-    @property
-    def rows_per_second(self) -> float:
-        """Rows trained on in a second, over all replicas."""
-        return self.record.rows / self.record.seconds
-
-    @property
-    def replicas(self) -> str:
-        """Each replica's share and time."""
-        return ", ".join(map(str, self.shares))
 
 
 class Display(Protocol):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from manyhands.training import curves
 from manyhands.training.checkpoint import Progress
-from manyhands.training.display import Display, StepReport
+from manyhands.training.display import Display
 from manyhands.training.errors import DivergedError, Interrupted, OptionError
 from manyhands.training.interrupts import StopRequest
 from manyhands.training.metrics import EpochRecord, StepRecord
@@ -27,7 +27,7 @@ from manyhands.training.options import Options
 from manyhands.training.run import Run, describe
 from manyhands.training.run_folder import RunFolder
 from manyhands.training.schedule import epoch_batches, learning_rate
-from manyhands.training.work import Work
+from manyhands.training.work import StepReport, Work
 
 _SAVE_EVERY_S = 300.0  # within an epoch; each epoch ends with a checkpoint anyway
 

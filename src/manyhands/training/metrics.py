@@ -74,8 +74,8 @@ class Metrics:
                     kept.append(record)
         if len(kept) != steps + epochs:
             raise FolderError(
-                f"{path} has {len(kept)} records of the {steps} steps and {epochs} epochs up to the checkpoint, and the "
-                "run cannot go on without its history; put the file back, or start again"
+                f"{path} has {len(kept)} records of the {steps} steps and {epochs} epochs up to the checkpoint; "
+                "the run cannot go on without its history: put the file back, or start again"
             )
         return cls(path, kept)
 

@@ -129,12 +129,11 @@ class Run:
             f"{self._num_parameters():,} parameters on {describe(self.devices)}; "
             f"{self.num_rows:,} pictures to train on, {len(self.dataset.test_labels):,} to test on"
         )
-        if self.progress.epochs >= self.options.epochs:
-            say(
-                f"the run has all its {self.progress.epochs} epochs; --epochs {2 * self.progress.epochs} makes it longer"
-            )
-        elif self.progress.steps:
-            say(f"going on after step {self.progress.steps}, with {self.progress.epochs} epochs finished")
+        progress = self.progress
+        if progress.epochs >= self.options.epochs:
+            say(f"nothing left to do, {progress.epochs} epochs are finished; --epochs {2 * progress.epochs} goes on")
+        elif progress.steps:
+            say(f"going on after step {progress.steps}, with {progress.epochs} epochs finished")
 
     def _num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.live.parameters())

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from manyhands.data_parallel import DataParallel
+from manyhands.training.metrics import StepRecord
 
 
 @dataclass(frozen=True)
@@ -43,3 +44,24 @@ class Work:
     def _add(self, index: int, rows: int, seconds: float) -> None:
         before = self.shares[index]
         self.shares[index] = Share(before.device, before.rows + rows, before.seconds + seconds)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """A finished step, where it stands in the run, and how it was shared."""
+
+    record: StepRecord
+    epochs: int
+    step_in_epoch: int
+    steps_per_epoch: int
+    shares: Sequence[Share]
+
+    @property
+    def rows_per_second(self) -> float:
+        """Rows trained on in a second, over all replicas."""
+        return self.record.rows / self.record.seconds
+
+    @property
+    def replicas(self) -> str:
+        """Each replica's share and time."""
+        return ", ".join(map(str, self.shares))

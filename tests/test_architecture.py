@@ -1,0 +1,222 @@
+"""What can be read off the sources: the public names, their examples, and the direction of imports."""
+
+import ast
+import doctest
+import importlib
+import importlib.metadata
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import manyhands
+
+PACKAGE = Path(manyhands.__file__).parent
+
+# The files from the lowest to the highest: each imports only from files before it, except within a layer that is in
+# brackets, which only has to be free of cycles. `manyhands` and `manyhands.engines` are the packages' __init__.py.
+LAYERS: list[str | list[str]] = [
+    "manyhands.errors",
+    "manyhands.nested",
+    "manyhands.shares",
+    "manyhands.torch_private",
+    "manyhands.devices",
+    "manyhands.thread_state",
+    "manyhands.rebind",
+    "manyhands.workers",
+    "manyhands.scatter_gather",
+    "manyhands.replicate",
+    "manyhands.parallel_apply",
+    "manyhands.engines",
+    "manyhands.engines.base",
+    "manyhands.engines.boundary",
+    "manyhands.engines.threads",
+    "manyhands.data_parallel",
+    "manyhands",
+    "manyhands.testing",
+    ["manyhands.training.*"],
+    "manyhands.cli",
+    "manyhands.__main__",
+]
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+LIBRARY = [name for name in SOURCES if "training" not in name and name not in ("manyhands.cli", "manyhands.__main__")]
+
+
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(SOURCES[module].read_text(encoding="utf-8"))
+
+
+def layer_of(module: str) -> int:
+    for number, layer in enumerate(LAYERS):
+        if layer == module or (isinstance(layer, list) and f"{module}.".startswith(layer[0].removesuffix("*"))):
+            return number
+    pytest.fail(f"{module} has no place in LAYERS: add it there and to docs/architecture.md")
+
+
+def imported_by(module: str) -> Iterator[tuple[str, int]]:
+    """Yield every file of the package that a file imports, and the line; imports in functions too."""
+    for node in ast.walk(tree_of(module)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}:{node.lineno}: a relative import"
+            inside = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in SOURCES else str(node.module) for name in inside]
+        else:
+            continue
+        yield from ((name, node.lineno) for name in names if name.split(".")[0] == "manyhands")
+
+
+def dotted(node: ast.AST) -> str:
+    """Return `a.b.c` for an expression that reads like this, else ''."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+# Public names
+
+
+def test_public_names():
+    assert manyhands.__all__ == [
+        "DataParallel",
+        "data_parallel",
+        "gather",
+        "parallel_apply",
+        "replicate",
+        "scatter",
+        "scatter_kwargs",
+    ]
+    assert all(hasattr(manyhands, name) for name in manyhands.__all__)
+
+
+def test_version_is_that_of_the_distribution():
+    assert manyhands.__version__ == importlib.metadata.version("manyhands")
+
+
+def run_examples(found: list[doctest.DocTest]) -> int:
+    """Run the examples; return how many there are."""
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    report: list[str] = []
+    for test in found:
+        runner.run(test, out=report.append)
+    assert runner.summarize(verbose=False).failed == 0, "".join(report)
+    return runner.tries
+
+
+@pytest.mark.parametrize("name", manyhands.__all__)
+def test_every_public_name_has_an_example_that_runs(name):
+    """With nothing imported but torch and manyhands, as a reader would try it."""
+    globs = {"torch": torch, "manyhands": manyhands}
+    found = doctest.DocTestFinder(recurse=False).find(getattr(manyhands, name), name, globs=globs)
+    assert run_examples(found) > 0
+
+
+@pytest.mark.parametrize("module", [name for name in LIBRARY if ">>>" in SOURCES[name].read_text(encoding="utf-8")])
+def test_examples_in_the_sources_run(module):
+    found = doctest.DocTestFinder().find(
+        importlib.import_module(module), extraglobs={"torch": torch, "manyhands": manyhands}
+    )
+    assert run_examples(found) > 0
+
+
+# Imports
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_imports_run_in_one_direction(module):
+    own = layer_of(module)
+    for imported, line in imported_by(module):
+        other = layer_of(imported)
+        assert other < own or (other == own and isinstance(LAYERS[own], list)), f"{module}:{line} imports {imported}"
+
+
+@pytest.mark.parametrize("layer", [layer[0].removesuffix(".*") for layer in LAYERS if isinstance(layer, list)])
+def test_imports_within_a_layer_have_no_cycle(layer):
+    waiting = {m: {name for name, _ in imported_by(m)} for m in SOURCES if m.startswith(f"{layer}.")}
+    while waiting:
+        needed = set().union(*waiting.values())
+        done = [module for module, needs in waiting.items() if not needs & waiting.keys() or module not in needed]
+        assert done, f"these import each other: {sorted(waiting)}"
+        for module in done:
+            del waiting[module]
+
+
+def test_every_layer_is_there():
+    """The list does not name files that have gone."""
+    used = {layer_of(module) for module in SOURCES}
+    assert used == set(range(len(LAYERS)))
+
+
+# testing.py is left out: a device of its own needs torch's device registry, which is private in places of its own.
+@pytest.mark.parametrize(
+    "module", [name for name in SOURCES if name not in ("manyhands.torch_private", "manyhands.testing")]
+)
+def test_private_calls_of_torch_are_in_one_file(module):
+    for node in ast.walk(tree_of(module)):
+        names = [dotted(node)] if isinstance(node, ast.Attribute) else []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            assert not f"{name}.".startswith("torch._C."), f"{module}:{node.lineno}: {name} belongs in torch_private.py"
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_nothing_of_torchs_data_parallel_is_used_but_its_name(module):
+    """`DataParallel` is a subclass of torch's for isinstance; all that it does is this project's own."""
+    bases = []
+    for node in ast.walk(tree_of(module)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [f"{getattr(node, 'module', '')}.{alias.name}" for alias in node.names]
+            assert not any("nn.parallel" in name or "DataParallel" in name for name in names if "manyhands" not in name)
+        elif isinstance(node, ast.ClassDef):
+            bases += [part for base in node.bases for part in ast.walk(base)]
+        elif isinstance(node, ast.Attribute):
+            name = dotted(node)
+            assert not name.endswith("nn.parallel"), f"{module}:{node.lineno}: {name}"
+            if name.endswith("nn.DataParallel"):
+                assert module == "manyhands.data_parallel"
+                assert node in bases, f"{module}:{node.lineno}: {name} is used otherwise than as a base class"
+
+
+def test_nothing_is_inherited_from_torchs_data_parallel():
+    defined = {name for name, value in vars(torch.nn.DataParallel).items() if callable(value)}
+    assert defined >= {"__init__", "forward", "scatter", "replicate", "parallel_apply", "gather"}
+    assert defined - vars(manyhands.DataParallel).keys() == set()
+    supers = [node for node in ast.walk(tree_of("manyhands.data_parallel")) if dotted(node) == "super"]
+    assert supers == []
+
+
+def test_import_loads_torch_and_nothing_slow():
+    """Beyond what torch loads: the standard library and the package's own files, without testing, training, command."""
+    code = """
+import sys, threading, torch
+before, threads = set(sys.modules), torch.get_num_threads()
+import manyhands
+assert threading.active_count() == 1
+assert torch.get_num_threads() == threads
+assert not torch.cuda.is_initialized()
+print(*sorted(set(sys.modules) - before))
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    loaded = done.stdout.split()
+    assert {name.split(".")[0] for name in loaded} - set(sys.stdlib_module_names) == {"manyhands"}
+    own = [name for name in loaded if name.startswith("manyhands")]
+    assert {layer_of(name) for name in own} <= set(range(layer_of("manyhands") + 1))
+
+
+def test_the_package_tells_type_checkers_that_it_is_typed():
+    assert (PACKAGE / "py.typed").is_file()

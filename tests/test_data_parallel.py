@@ -1,0 +1,1210 @@
+"""DataParallel: how it is made and reached, what goes in and what comes out. Each test cites its row of the behaviour.
+
+The oracles are the plain module on the whole batch, and `manyhands.data_parallel`.
+"""
+
+import copy
+import dataclasses
+import inspect
+import io
+import pickle
+import threading
+import warnings
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import manyhands
+from manyhands import DataParallel, data_parallel
+from manyhands.scatter_gather import split_call
+
+CPU = torch.device("cpu")
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclasses.dataclass
+class Batch:
+    x: Any
+    note: Any = None
+
+
+class Composed(DataParallel):
+    """A wrapper with an overridden verb, which therefore runs the plain composition."""
+
+    def gather(self, outputs, output_device):
+        return super().gather(outputs, output_device)
+
+
+both = pytest.mark.parametrize("wrap", [DataParallel, Composed])
+
+
+class Fn(nn.Module):
+    """A module that is one function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+class Reporter(nn.Module):
+    """A linear layer that reports the rows and the device of each call in `seen`, a list that all replicas share."""
+
+    def __init__(self, inputs=3, outputs=2):
+        super().__init__()
+        self.layer = nn.Linear(inputs, outputs)
+        self.seen = []
+
+    def forward(self, x, *args, **kwargs):
+        self.seen.append((str(x.device), x.shape[0]))
+        assert self.layer.weight.device == x.device
+        return self.layer(x)
+
+    @property
+    def rows(self):
+        """The rows of each call, in the order of the devices."""
+        return [rows for _, rows in sorted(self.seen)]
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+
+def numbered(rows: int, *more: int, dtype=torch.float64) -> torch.Tensor:
+    """Return a tensor whose rows all differ."""
+    shape = (rows, *more)
+    return torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype) / 10
+
+
+def train_once(model: nn.Module, *inputs: Any, **kwargs: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the output of one step and the gradients that its backward pass left."""
+    model.zero_grad()
+    output = model(*inputs, **kwargs)
+    output.square().mean().backward()
+    return output.detach().cpu(), [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+
+
+def assert_like_plain(wrapper: DataParallel, *inputs: Any, **kwargs: Any) -> None:
+    """Check output and gradients against the plain module, on the CPU."""
+    plain = copy.deepcopy(wrapper.module).cpu()
+    torch.testing.assert_close(train_once(wrapper, *inputs, **kwargs), train_once(plain, *inputs, **kwargs))
+
+
+# Construction and access
+
+
+def test_signature():
+    """A1: torch's arguments, in torch's order, and ours by keyword only."""
+    ours = inspect.signature(DataParallel).parameters
+    theirs = [name for name in inspect.signature(nn.DataParallel.__init__).parameters if name != "self"]
+    assert list(ours)[:4] == theirs == ["module", "device_ids", "output_device", "dim"]
+    assert [ours[name].default for name in theirs[1:]] == [None, None, 0]
+    assert {p.name for p in ours.values() if p.kind is p.KEYWORD_ONLY} == set(ours) - set(theirs)
+
+
+@pytest.mark.parametrize(
+    "device_ids",
+    [None, [0, 1, 2, 3], ["sim:0", "sim:1", "sim:2", "sim:3"], (0, "sim:1", 2, 3)],
+    ids=repr,
+)
+@both
+def test_device_ids_on_accelerators(sim, wrap, device_ids):
+    """A1: ints, strings and devices; what is public is what torch shows."""
+    model = wrap(Reporter().to("sim:0"), device_ids)
+    assert model.device_ids == [0, 1, 2, 3]
+    assert model.output_device == 0
+    assert model.dim == 0
+    assert_like_plain(model, torch.ones(8, 3))
+    assert sorted(model.module.seen[:4]) == [("sim:0", 2), ("sim:1", 2), ("sim:2", 2), ("sim:3", 2)]
+
+
+@both
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_device_ids_on_the_cpu(wrap, n):
+    """A1: `["cpu"] * n`."""
+    model = wrap(mlp(), ["cpu"] * n)
+    assert model.device_ids == [CPU] * n
+    assert model.output_device == CPU
+    assert_like_plain(model, numbered(5, 3))
+    torch.testing.assert_close(
+        data_parallel(model.module, numbered(5, 3), ["cpu"] * n), model.module(numbered(5, 3)), rtol=1e-12, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("device_ids", [None, [], [0, 1]], ids=repr)
+def test_without_accelerators_it_is_the_plain_module(no_accelerators, caplog, device_ids):
+    """A2: the whole batch in one call; the attributes are there; said once in the log."""
+    model, again = (DataParallel(Reporter(), device_ids, output_device=0, dim=1) for _ in range(2))
+    assert caplog.text.count("no accelerator") == 1
+    assert 'DataParallel(model, ["cpu"] * n)' in caplog.text
+    assert (model.device_ids, model.output_device, model.dim) == ([], None, 1)
+    x = torch.ones(8, 3)
+    assert torch.equal(model(x), model.module.layer(x))
+    assert model.module.seen == [("cpu", 8)]
+    assert again.module.seen == []
+
+
+def test_without_accelerators_the_functional_form_is_the_plain_module_too(no_accelerators, caplog):
+    """A2: torch raises."""
+    module, x = Reporter(), torch.ones(8, 3)
+    for device_ids in (None, [0, 1]):
+        assert torch.equal(data_parallel(module, x, device_ids), module.layer(x))
+    assert module.seen == [("cpu", 8)] * 2
+    assert data_parallel(Fn(lambda: "called"), None) == "called"
+    assert data_parallel(Fn(lambda x, scale: x * scale), (2,), module_kwargs={"scale": 3}) == 6
+    assert caplog.text.count("no accelerator") == 1
+
+
+def test_one_device_is_a_direct_call(sim):
+    """A3: the module is moved there and called itself, inputs follow, 0-dim outputs stay 0-dim."""
+    module = Reporter()
+    model = DataParallel(module, [1])
+    assert {p.device for p in module.parameters()} == {sim[1]}
+    called = []
+    module.forward = lambda batch, scale: called.append(batch) or (batch["x"].sum() * scale[0])
+    output = model({"x": torch.ones(4, 3)}, scale=(torch.tensor(2.0),))
+    assert (output.device, output.dim(), output.item()) == (sim[1], 0, 24.0)
+    assert len(called) == 1
+
+
+def test_one_device_keeps_what_is_there_already():
+    """A3: the very tensors and objects; nothing is copied, joined or turned into lists."""
+    model = DataParallel(Fn(lambda *args, **kwargs: (args, kwargs, 3)), ["cpu"])
+    x, marker = torch.ones(3), object()
+    args, kwargs, number = model(x, [x], marker=marker)
+    assert args[0] is args[1][0] is x
+    assert kwargs["marker"] is marker
+    assert number == 3
+
+
+def test_one_device_does_not_scan_parameters(monkeypatch):
+    """A3: where the parameters are is asked only when something has failed."""
+    model = DataParallel(mlp(), ["cpu"])
+    for name in ("parameters", "named_parameters", "buffers", "named_buffers", "modules", "named_modules"):
+        monkeypatch.setattr(nn.Module, name, lambda self, *args, **kwargs: pytest.fail("scanned"))
+    assert model(numbered(4, 3)).shape == (4, 2)
+
+
+def test_the_functional_form_on_one_device_is_a_direct_call():
+    """A3: a 0-dim output stays 0-dim, as in torch; no warning, as there is nothing to join."""
+    assert data_parallel(Fn(lambda x: x.sum()), torch.ones(3), ["cpu"]).dim() == 0
+
+
+def test_one_device_adds_a_note_to_the_modules_own_error(sim):
+    """A3: the parameter that is elsewhere, and the fix."""
+    model = DataParallel(mlp(), [0])
+    model.module[2].to("sim:1")
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device") as caught:
+        model(numbered(4, 3))
+    (note,) = caught.value.__notes__
+    assert "'2.weight' is not on sim:0, the wrapper's device: model.to('sim:0')" in note
+
+
+def test_one_device_adds_a_note_on_a_buffer_that_is_elsewhere(sim):
+    """A3, for a buffer."""
+    model = DataParallel(nn.BatchNorm1d(3), [0])
+    model.module.running_mean = model.module.running_mean.cpu()
+    with pytest.raises(RuntimeError) as caught:
+        model.eval()(torch.ones(4, 3))
+    assert "'running_mean' is not on sim:0" in "".join(getattr(caught.value, "__notes__", []))
+
+
+def test_one_device_adds_no_note_to_errors_of_another_kind():
+    """A3."""
+    with pytest.raises(RuntimeError, match="mat1 and mat2") as caught:
+        DataParallel(mlp(), ["cpu"])(numbered(4, 7))
+    assert not hasattr(caught.value, "__notes__")
+
+
+@pytest.mark.parametrize("output_device", ["cpu", "sim:1", 1])
+def test_one_device_sends_its_output_to_output_device(sim, output_device):
+    """A3, A6: an argument is not accepted and ignored."""
+    model = DataParallel(mlp(), [0], output_device=output_device)
+    assert model(numbered(4, 3)).device == (CPU if output_device == "cpu" else sim[1])
+
+
+@both
+@pytest.mark.parametrize("what", ["parameter", "buffer"])
+def test_a_tensor_off_the_first_device_is_named(sim, wrap, what):
+    """A4: RuntimeError that names both devices, the tensor and the fix."""
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).to("sim:0")
+    model = wrap(module, [0, 1])
+    if what == "parameter":
+        module[0].to("sim:1")
+    else:
+        module[1].running_var = module[1].running_var.cpu()
+    name, device = ("0.weight", "sim:1") if what == "parameter" else ("1.running_var", "cpu")
+    message = rf"on device sim:0 \(device_ids\[0\]\), but {name} is on {device}.*model.to\('sim:0'\)"
+    with pytest.raises(RuntimeError, match=message):
+        model(torch.ones(4, 3))
+    with pytest.raises(RuntimeError, match=message):
+        data_parallel(module, torch.ones(4, 3), [0, 1])
+    module.to("sim:0")
+    assert model(torch.ones(4, 3)).shape == (4, 3)
+
+
+def test_unequal_devices_are_warned_about(sim, monkeypatch):
+    """A5: when the wrapper is made, and where the user made it."""
+    properties = {0: SimpleNamespace(total_memory=16, multi_processor_count=8)}
+    smaller = SimpleNamespace(total_memory=4, multi_processor_count=8)
+    module = SimpleNamespace(get_device_properties=lambda device: properties.get(device.index, smaller))
+    monkeypatch.setattr(torch, "get_device_module", lambda device=None: module)
+    monkeypatch.setattr("manyhands.devices.computes_on_host", lambda device: device.type == "cpu")
+    layer = mlp().to("sim:0")
+    with pytest.warns(UserWarning, match=r"less than 75 % of the memory of sim:0.*shares=\[1.0, 0.25\]") as warned:
+        DataParallel(layer, [0, 1])
+    assert warned[0].filename == __file__
+    with warnings.catch_warnings(record=True) as warned:
+        DataParallel(layer, [1, 2])
+    assert warned == []
+
+
+@both
+@pytest.mark.parametrize(
+    ("output_device", "expected", "public"),
+    [(None, "sim:0", 0), (2, "sim:2", 2), ("sim:3", "sim:3", 3), ("cpu", "cpu", CPU), (CPU, "cpu", CPU)],
+)
+def test_output_device(sim, wrap, output_device, expected, public):
+    """A6: any device; gradients still arrive where the parameters are."""
+    model = wrap(mlp().to("sim:0"), [0, 1], output_device=output_device)
+    assert model.output_device == public
+    output = model(numbered(5, 3))
+    assert output.device == torch.device(expected)
+    output.sum().backward()
+    assert {p.grad.device for p in model.parameters()} == {sim[0]}
+    assert_like_plain(model, numbered(5, 3))
+    assert data_parallel(model.module, numbered(5, 3), [0, 1], output_device).device == torch.device(expected)
+
+
+def test_output_device_minus_one(sim):
+    """A6: the CPU, with torch's deprecation warning, shown where the user wrote it."""
+    with pytest.warns(FutureWarning, match="output_device=-1 is deprecated") as warned:
+        model = DataParallel(mlp().to("sim:0"), [0, 1], output_device=-1)
+    assert warned[0].filename == __file__
+    assert model(numbered(4, 3)).device == CPU
+
+
+# State dicts
+
+
+class ChildNamedModule(nn.Module):
+    """A module whose own child is called as the wrapper calls it."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.module(x)
+
+
+class ChildNamedModuleAndMore(ChildNamedModule):
+    """Its names, clean, are partly those of a wrapped module's."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3, 3), 7.0))
+        self.bias = nn.Parameter(torch.full((3,), 8.0))
+
+
+class WrapsItsPart(nn.Module):
+    def __init__(self, part):
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.part = DataParallel(part(), ["cpu", "cpu"])
+
+    def forward(self, x):
+        return self.part(self.first(x))
+
+
+def conv_net():
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+
+
+parts = pytest.mark.parametrize("part", [conv_net, ChildNamedModule, ChildNamedModuleAndMore])
+
+
+def changed(module: nn.Module) -> nn.Module:
+    """Return a copy with other values."""
+    twin = copy.deepcopy(module)
+    for tensor in twin.state_dict().values():
+        tensor.add_(1)
+    return twin
+
+
+def test_state_dict_has_torchs_names():
+    """A8: `module.` in front; without it through `.module`."""
+    model = DataParallel(mlp(), ["cpu", "cpu"])
+    assert list(model.state_dict()) == [f"module.{name}" for name in model.module.state_dict()]
+    assert list(model.module.state_dict()) == list(mlp().state_dict())
+
+
+@pytest.mark.parametrize("device_ids", [[], ["cpu"], ["cpu", "cpu"]], ids=repr)
+@parts
+@pytest.mark.parametrize("form", ["wrapped", "clean"])
+def test_load_state_dict_takes_both_forms(no_accelerators, part, form, device_ids):
+    """A8: also where the module's own names begin with `module.`."""
+    model = DataParallel(part(), device_ids)
+    other = changed(model)
+    given = other.state_dict() if form == "wrapped" else other.module.state_dict()
+    before = list(given)
+    result = model.load_state_dict(given)
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    torch.testing.assert_close(model.state_dict(), other.state_dict())
+    assert list(given) == before
+
+
+@parts
+@pytest.mark.parametrize("form", ["wrapped", "clean"])
+def test_load_state_dict_takes_both_forms_of_a_wrapped_part(part, form):
+    """A8 with A10: the wrapper is a submodule."""
+    model = WrapsItsPart(part)
+    other = changed(model)
+    given = other.state_dict()
+    if form == "clean":
+        plain = copy.deepcopy(other)
+        plain.part = plain.part.module
+        given = plain.state_dict()
+        assert not any(name.startswith("part.module.") for name in given) or part is not conv_net
+    result = model.load_state_dict(given)
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    torch.testing.assert_close(model.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("form", ["module.", ""])
+def test_load_state_dict_of_some_names(form):
+    """A8: with strict=False, what is missing or unexpected is reported, and the rest is loaded."""
+    model = DataParallel(mlp(), ["cpu", "cpu"])
+    given = {f"{form}0.weight": torch.full((5, 3), 9.0).double(), "other": torch.ones(1)}
+    result = model.load_state_dict(given, strict=False)
+    assert (model.module[0].weight == 9).all()
+    assert "other" in result.unexpected_keys
+    assert "module.0.bias" in result.missing_keys
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict(given)
+
+
+# The class, and its verbs
+
+
+def test_it_is_an_instance_of_torchs_class():
+    """A9: so that other libraries' unwrap helpers keep working."""
+    assert isinstance(DataParallel(mlp(), ["cpu", "cpu"]), nn.DataParallel)
+
+
+def overriding(verb, called):
+    """Return a subclass of DataParallel that notes the calls of one verb."""
+
+    def override(self, *args):
+        called.append(args)
+        return getattr(DataParallel, verb)(self, *args)
+
+    return type("Mine", (DataParallel,), {verb: override})
+
+
+VERBS = ["scatter", "replicate", "parallel_apply", "gather"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_that_a_subclass_overrides_is_used(sim, verb):
+    """A9: once a forward, with torch's arguments; the numbers stay."""
+    called = []
+    model = overriding(verb, called)(mlp().to("sim:0"), [0, 1, 2])
+    assert_like_plain(model, numbered(7, 3))
+    (arguments,) = called
+    expected = {
+        "scatter": lambda inputs, kwargs, device_ids: len(inputs) == 1 and kwargs == {} and device_ids == [0, 1, 2],
+        "replicate": lambda module, device_ids: module is model.module and device_ids == [0, 1, 2],
+        "parallel_apply": lambda replicas, inputs, kwargs: len(replicas) == len(inputs) == len(kwargs) == 3,
+        "gather": lambda outputs, output_device: len(outputs) == 3 and output_device == 0,
+    }
+    assert expected[verb](*arguments)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_that_is_assigned_to_the_wrapper_is_used(verb):
+    """A9: the instance's own attribute."""
+    model = DataParallel(mlp(), ["cpu"] * 3)
+    original, called = getattr(model, verb), []
+    setattr(model, verb, lambda *args: called.append(args) or original(*args))
+    assert_like_plain(model, numbered(7, 3))
+    assert len(called) == 1
+
+
+def test_a_subclass_of_a_subclass():
+    """A9: what a base overrides counts."""
+
+    class Further(Composed):
+        pass
+
+    called = []
+    model = Further(mlp(), ["cpu", "cpu"])
+    model.replicate = lambda module, device_ids: called.append(device_ids) or manyhands.replicate(module, device_ids)
+    assert_like_plain(model, numbered(3, 3))
+    assert called == [[CPU, CPU]]
+
+
+class Sealed:
+    """A batch that only its own scatter can open."""
+
+    def __init__(self, x, rows_of_another_kind=None):
+        self.x = x
+        self.other = rows_of_another_kind
+
+
+class OpensSealed(DataParallel):
+    def scatter(self, inputs, kwargs, device_ids):
+        (sealed, *_), parts = inputs, len(device_ids)
+        return [(x.to(f"sim:{i}"),) for i, x in enumerate(sealed.x.chunk(parts))], [{}] * parts
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_an_overridden_scatter_opens_what_ours_cannot(sim, n):
+    """A9: it is given all the devices whatever the inputs are, as in torch; also where there is one device."""
+    model = OpensSealed(Reporter().to("sim:0"), list(range(n)))
+    output = model(Sealed(torch.ones(8, 3)))
+    assert output.shape == (8, 2)
+    assert sorted(model.module.seen) == [(f"sim:{i}", 8 // n) for i in range(n)]
+
+
+def test_an_overridden_scatter_may_take_inputs_that_ours_refuses(sim):
+    """A9: such as tensors with different numbers of rows."""
+    model = DataParallel(Fn(lambda x, table: x + table.sum()).to("sim:0"), [0, 1])
+
+    def scatter(inputs, kwargs, device_ids):
+        x, table = inputs
+        return manyhands.scatter(x, device_ids), [{"table": table.to(f"sim:{i}")} for i in device_ids]
+
+    model.scatter = lambda *args: tuple(
+        [(x,) for x in part] if i == 0 else part for i, part in enumerate(scatter(*args))
+    )
+    assert model(torch.zeros(4), torch.ones(3)).tolist() == [3] * 4
+
+
+@pytest.mark.parametrize("shares", ["even", [2, 1, 1], [0, 1, 1], [1, 0, 1], [1, 1, 0]], ids=repr)
+@both
+def test_shares_hold_for_an_overridden_verb_too(sim, wrap, shares):
+    """S2 with A9: and a share of 0 leaves that replica idle, wherever it is."""
+    model = wrap(Reporter().to("sim:0"), [0, 1, 2], shares=shares)
+    expected = {"even": [4, 3, 3], (2, 1, 1): [5, 3, 2], (0, 1, 1): [0, 5, 5], (1, 0, 1): [5, 0, 5], (1, 1, 0): [5, 5]}
+    sizes = expected[shares if isinstance(shares, str) else tuple(shares)]
+    x = torch.arange(30.0).reshape(10, 3)
+    assert torch.equal(model(x).cpu(), copy.deepcopy(model.module).cpu().layer(x))
+    assert sorted(model.module.seen) == [(f"sim:{i}", size) for i, size in enumerate(sizes) if size]
+
+
+# Wrappers inside models
+
+
+class Blocks(nn.Module):
+    """Three blocks; the middle one may be wrapped."""
+
+    def __init__(self, wrap_middle=lambda block: block, middle=None):
+        super().__init__()
+        self.block1 = nn.Linear(3, 4)
+        self.block2 = wrap_middle(middle or nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+        self.block3 = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.block3(self.block2(self.block1(x)))
+
+
+def blocks(wrap_middle, middle=None, device="cpu") -> tuple[nn.Module, nn.Module]:
+    """Return the same blocks with the middle wrapped and plain."""
+    plain, wrapped = Blocks(middle=copy.deepcopy(middle)), Blocks(wrap_middle, middle)
+    plain.load_state_dict({name.replace("module.", ""): value.cpu() for name, value in wrapped.state_dict().items()})
+    return wrapped.double().to(device), plain.double()
+
+
+@both
+@pytest.mark.parametrize("rows", [1, 5, 8])
+def test_a_wrapped_submodule(wrap, rows):
+    """A10: forward and backward."""
+    model, plain = blocks(lambda block: wrap(block, ["cpu"] * 3))
+    torch.testing.assert_close(train_once(model, numbered(rows, 3)), train_once(plain, numbered(rows, 3)))
+
+
+def test_a_wrapped_submodule_on_several_devices(sim):
+    """A10: its replicas are on all devices, its output on the first, as are the gradients."""
+    seen = []
+    middle = nn.Sequential(nn.Linear(4, 4), Fn(lambda x: seen.append(str(x.device)) or x.tanh()))
+    model, plain = blocks(DataParallel, middle, device="sim:0")
+    torch.testing.assert_close(
+        train_once(model, numbered(8, 3).to("sim:0")), train_once(plain, numbered(8, 3)), rtol=1e-9, atol=1e-9
+    )
+    assert sorted(seen)[-4:] == ["sim:0", "sim:1", "sim:2", "sim:3"]
+    assert {p.grad.device for p in model.parameters()} == {sim[0]}
+
+
+@pytest.mark.parametrize("inner", [DataParallel, Composed])
+@pytest.mark.parametrize("outer", [DataParallel, Composed])
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_a_wrapper_inside_a_wrapped_module(inner, outer, rows):
+    """A10: it runs its replicas one after the other; forward and backward."""
+    model, plain = blocks(lambda block: inner(block, ["cpu"] * 2))
+    model = outer(model, ["cpu"] * 3)
+    torch.testing.assert_close(train_once(model, numbered(rows, 3)), train_once(plain, numbered(rows, 3)))
+
+
+@pytest.mark.parametrize(
+    "wrap_middle",
+    [
+        DataParallel,
+        lambda block: DataParallel(block, [0]),
+        lambda block: DataParallel(block, [0, 1], output_device=1),
+        lambda block: DataParallel(DataParallel(block)),
+        Composed,
+    ],
+    ids=["all", "one device", "output elsewhere", "twice", "overridden verb"],
+)
+@pytest.mark.parametrize("middle", ["with parameters", "without parameters", "with a buffer only"])
+def test_a_wrapper_inside_a_wrapped_module_on_several_devices(sim, wrap_middle, middle):
+    """A10: inside a replica everything stays on that replica's device."""
+
+    class Shift(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("shift", torch.ones(4))
+
+        def forward(self, x):
+            return x + self.shift
+
+    modules = {"with parameters": nn.Linear(4, 4), "without parameters": nn.Tanh(), "with a buffer only": Shift()}
+    model, plain = blocks(wrap_middle, modules[middle], device="sim:0")
+    model = DataParallel(model, [0, 1, 2])
+    torch.testing.assert_close(train_once(model, numbered(8, 3)), train_once(plain, numbered(8, 3)))
+    assert {p.grad.device for p in model.parameters()} == {sim[0]}
+
+
+def test_wrappers_in_threads_of_the_callers():
+    """A10: several threads, each with a wrapper of its own, all inside the forward at once."""
+    together = threading.Barrier(3, timeout=60)
+
+    def meet(x):
+        if threading.current_thread().name.startswith("caller"):
+            together.wait()
+        return x
+
+    models = [DataParallel(nn.Sequential(mlp(), Fn(meet)), ["cpu"] * 2) for _ in range(3)]
+    plain = [copy.deepcopy(model.module[0]) for model in models]
+    with ThreadPoolExecutor(3, thread_name_prefix="caller") as pool:
+        results = list(pool.map(lambda model: train_once(model, numbered(6, 3)), models))
+    for result, module in zip(results, plain, strict=True):
+        torch.testing.assert_close(result, train_once(module, numbered(6, 3)))
+
+
+def test_one_wrapper_in_several_threads():
+    """A10: the same wrapper from several threads at once; each gets its own rows."""
+    together = threading.Barrier(4, timeout=60)
+    model = DataParallel(mlp(), ["cpu"] * 2)
+    inputs = [numbered(5, 3) + i for i in range(4)]
+
+    def run(x):
+        together.wait()
+        return model(x)
+
+    with ThreadPoolExecutor(4) as pool:
+        outputs = list(pool.map(run, inputs))
+    torch.testing.assert_close(outputs, [model.module(x) for x in inputs])
+
+
+class Halved(nn.Module):
+    """The front stays on the CPU."""
+
+    def __init__(self, rest):
+        super().__init__()
+        self.front = nn.Linear(3, 4).double()
+        self.rest = rest
+
+    def forward(self, x):
+        return self.rest(self.front(x).to("sim:0"))
+
+
+@both
+def test_half_of_the_model_on_the_cpu(sim, wrap):
+    """A11: outside the wrapper it works; gradients arrive on both."""
+    rest = nn.Linear(4, 2).double().to("sim:0")
+    model = Halved(wrap(rest))
+    plain = nn.Sequential(copy.deepcopy(model.front), copy.deepcopy(rest).cpu())
+    torch.testing.assert_close(train_once(model, numbered(7, 3)), train_once(plain, numbered(7, 3)))
+    assert (model.front.weight.grad.device, rest.weight.grad.device) == (CPU, sim[0])
+
+
+@both
+def test_half_of_the_model_on_the_cpu_inside_the_wrapper(sim, wrap):
+    """A11: a clear error."""
+    model = wrap(Halved(nn.Linear(4, 2).double().to("sim:0")))
+    with pytest.raises(RuntimeError, match=r"on device sim:0 .* but front.weight is on cpu"):
+        model(numbered(7, 3))
+
+
+@both
+@pytest.mark.parametrize("device_ids", [[0, 0], [1, 1, 2], ["sim:2"] * 3])
+def test_the_same_device_twice(sim, wrap, device_ids):
+    """A12: two replicas on one device."""
+    places = [f"sim:{place}" if isinstance(place, int) else place for place in device_ids]
+    model = wrap(Reporter().to(places[0]), device_ids)
+    model(torch.ones(6, 3))
+    assert sorted(model.module.seen) == [(place, 6 // len(places)) for place in places]
+    assert_like_plain(model, torch.ones(6, 3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"module": lambda x: x}, TypeError, "module: expected a torch.nn.Module, got <function"),
+        ({"module": nn.Linear}, TypeError, "module: expected a torch.nn.Module, got <class"),
+        ({"module": None}, TypeError, "got None"),
+        ({"dim": "0"}, TypeError, "dim='0': expected an int"),
+        ({"dim": 1.0}, TypeError, "dim=1.0: expected an int"),
+        ({"dim": None}, TypeError, "dim=None"),
+        ({"dim": True}, TypeError, "dim=True"),
+        ({"engine": "rockets"}, ValueError, r"engine='rockets': expected one of \['threads'"),
+        ({"engine": None}, ValueError, "engine=None"),
+        ({"engine": ["threads"]}, ValueError, r"engine=\['threads'\]"),
+        ({"shares": "most"}, ValueError, "shares='most'"),
+        ({"shares": [1]}, ValueError, "has 1 weights for 2 devices"),
+        ({"shares": 3}, TypeError, "shares=3"),
+        ({"device_ids": [0, 7]}, ValueError, r"no accelerator 7; .*CUDA_VISIBLE_DEVICES='2,3'.* from 0"),
+        ({"device_ids": []}, ValueError, "device_ids is empty: .* sim:0, sim:1, sim:2, sim:3"),
+        ({"device_ids": ["cpu", "sim:0"]}, ValueError, "mixes kinds of device"),
+        ({"device_ids": ["gpu"]}, ValueError, "'gpu' names no device"),
+        ({"device_ids": "sim:0"}, TypeError, "expected a list"),
+        ({"device_ids": 2}, TypeError, "device_ids=2: expected a list"),
+        ({"output_device": 9}, ValueError, "output_device: there is no accelerator 9.*CUDA_VISIBLE_DEVICES='2,3'"),
+        ({"output_device": [0]}, TypeError, r"output_device: expected an int, .* got \[0\]"),
+    ],
+    ids=repr,
+)
+def test_arguments_that_cannot_be_used(sim, monkeypatch, arguments, error, message):
+    """A13: the value, what is there, and what CUDA_VISIBLE_DEVICES does."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    with pytest.raises(error, match=message):
+        DataParallel(**{"module": mlp().to("sim:0"), "device_ids": [0, 1], **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"shares": "most"}, ValueError, "shares='most'"),
+        ({"shares": 3}, TypeError, "shares=3"),
+        ({"shares": [1, -1]}, ValueError, "0 or more"),
+        ({"output_device": 1.5}, TypeError, "output_device"),
+    ],
+    ids=repr,
+)
+def test_arguments_that_can_never_be_used_are_refused_without_accelerators_too(
+    no_accelerators, arguments, error, message
+):
+    """A13 with A2: a mistake is found where the script is written, not first where it is to run."""
+    with pytest.raises(error, match=message):
+        DataParallel(mlp(), [0, 1], **arguments)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_the_wrapper_is_one_of_its_own(copied):
+    """A14: deepcopy and pickle, before and after a step."""
+    model = DataParallel(mlp(), ["cpu"] * 2, shares=[2, 1])
+    for _ in range(2):
+        twin = copied(model)
+        assert_like_plain(twin, numbered(6, 3))
+        assert twin.module[0].weight is not model.module[0].weight
+        assert [timing.rows for timing in twin.replica_timings] == [4, 2]
+        model(numbered(6, 3)).sum().backward()
+
+
+def test_a_wrapper_travels_through_a_file():
+    """A14: torch.save of the wrapper."""
+    model, file = DataParallel(mlp(), ["cpu"] * 2), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)(numbered(5, 3)), model(numbered(5, 3)))
+
+
+# Scatter
+
+
+@both
+def test_devices_without_rows_are_spoken_of_once(caplog, wrap):
+    """S0: with the batch size or the shares that would use them."""
+    model = wrap(Reporter(), ["cpu"] * 4)
+    for _ in range(2):
+        model(torch.ones(2, 3))
+    assert caplog.messages == [
+        "a batch of 2 rows gives [1, 1, 0, 0] rows to the 4 devices: 2 of them (cpu) stay idle. "
+        "Use batches of 4 rows or more."
+    ]
+
+
+def test_devices_that_ceil_leaves_without_rows_are_spoken_of(sim, caplog):
+    """S0: 9 rows on 4 devices are 3, 3, 3, 0."""
+    DataParallel(Reporter().to("sim:0"))(torch.ones(9, 3))
+    assert "[3, 3, 3, 0]" in caplog.text
+    assert '1 of them (sim:3) stay idle. Use shares="even".' in caplog.text
+
+
+def test_a_short_last_batch_is_not_spoken_of(caplog):
+    """S0 speaks of full batches only."""
+    model = DataParallel(Reporter(), ["cpu"] * 4)
+    for rows in (8, 8, 1):
+        model(torch.ones(rows, 3))
+    assert caplog.messages == []
+
+
+def test_devices_that_are_to_be_idle_are_not_spoken_of(caplog):
+    """S0, S2: a share of 0 is meant; an empty batch leaves nobody out."""
+    DataParallel(Reporter(), ["cpu"] * 3, shares=[1, 0, 1])(torch.ones(8, 3))
+    DataParallel(Reporter(), ["cpu"] * 3)(torch.ones(0, 3))
+    DataParallel(Reporter(), ["cpu"] * 3, shares="even")(torch.ones(3, 3))
+    assert caplog.messages == []
+
+
+def test_a_wrapper_inside_a_replica_does_not_speak_of_its_rows(caplog):
+    """S0, A10: its batch is a shard, and its replicas run one after the other: no other batch size would help."""
+    model, _ = blocks(lambda block: DataParallel(block, ["cpu"] * 4))
+    DataParallel(model, ["cpu"] * 2)(numbered(4, 3))
+    assert caplog.messages == []
+
+
+CHUNKS = [(5, 4, [2, 2, 1]), (6, 4, [2, 2, 2]), (9, 4, [3, 3, 3]), (10, 4, [3, 3, 3, 1]), (10, 8, [2] * 5)]
+
+
+@both
+@pytest.mark.parametrize(("rows", "n", "sizes"), [*CHUNKS, (30, 8, [4] * 7 + [2]), (1, 2, [1]), (4, 4, [1] * 4)])
+def test_rows_go_to_devices_as_torch_chunks_them(simulated_accelerators, wrap, rows, n, sizes):
+    """S1: sizes, and in the order of the devices."""
+    with simulated_accelerators(n):
+        model = wrap(Reporter().to("sim:0"))
+        assert_like_plain(model, numbered(rows, 3, dtype=torch.float32))
+        assert sorted(model.module.seen) == [(f"sim:{i}", size) for i, size in enumerate(sizes)]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("shares", ["chunk", "even"])
+def test_every_number_of_rows_gives_the_plain_modules_numbers(n, shares):
+    """S1, S2: output and gradients, from one row to more than twice as many as there are devices."""
+    model = DataParallel(mlp(), ["cpu"] * n, shares=shares)
+    for rows in range(1, 2 * n + 2):
+        assert_like_plain(model, numbered(rows, 3))
+
+
+def test_shares(sim):
+    """S2: on the devices that they name; the idle ones are never called."""
+    module = Reporter().to("sim:0")
+    for shares, sizes in (("even", [3, 3, 2, 2]), ([2, 1, 0, 2], [4, 2, 0, 4]), ([0, 0, 0, 1], [0, 0, 0, 10])):
+        module.seen.clear()
+        model = DataParallel(module, shares=shares)
+        x = torch.arange(30.0).reshape(10, 3)
+        output = model(x)
+        assert torch.equal(output.cpu(), copy.deepcopy(module).cpu().layer(x))
+        assert output.device == sim[0]
+        assert sorted(module.seen) == [(f"sim:{i}", size) for i, size in enumerate(sizes) if size]
+        assert [(t.device, t.rows) for t in model.replica_timings] == [
+            (sim[i], size) for i, size in enumerate(sizes) if size
+        ]
+
+
+def test_a_module_with_buffers_whose_first_share_is_0(sim):
+    """S2 with R5: the first replica that runs is the one whose buffers persist."""
+    model = DataParallel(nn.BatchNorm1d(3).to("sim:0"), [0, 1], shares=[0, 1])
+    plain = nn.BatchNorm1d(3)
+    x = torch.arange(12.0).reshape(4, 3)
+    torch.testing.assert_close(model(x).cpu(), plain(x))
+    torch.testing.assert_close(model.module.running_mean.cpu(), plain.running_mean)
+    assert model.module.running_mean.device == sim[0]
+
+
+@both
+def test_nested_inputs_keep_their_types(wrap):
+    """S3, S4: every container and what is no tensor, positional and by keyword."""
+    marker, seen = object(), []
+    model = wrap(Fn(lambda *args, **kwargs: seen.append((args, kwargs)) or kwargs["y"].x), ["cpu", "cpu"])
+    inputs = (
+        (numbered(4), None),
+        [numbered(4, 2), "text", 3],
+        {"d": OrderedDict(b=numbered(4), a=marker), "f": defaultdict(list, k=numbered(4))},
+        Pair(numbered(4), {1, 2}),
+        torch.Size([4]),
+        Counter("ab"),
+    )
+    output = model(*inputs, y=Batch(numbered(4), marker), flag=True)
+    assert torch.equal(output, numbered(4))
+    for args, kwargs in seen:
+        assert [type(value) for value in args] == [tuple, list, dict, Pair, torch.Size, Counter]
+        assert args[0][0].shape == (2,)
+        assert args[1][0].shape == (2, 2)
+        assert args[1][1:] == ["text", 3]
+        assert type(args[2]["d"]) is OrderedDict
+        assert args[2]["d"]["a"] is marker
+        assert args[2]["f"]["new"] == []
+        assert args[3].left.shape == (2,)
+        assert args[3].right is inputs[3].right
+        assert args[4] is inputs[4]
+        assert args[5] is inputs[5]
+        assert type(kwargs["y"]) is Batch
+        assert kwargs["y"].note is marker
+        assert kwargs["flag"] is True
+
+
+@both
+def test_tensors_with_different_numbers_of_rows_are_named(wrap):
+    """S5: torch drops rows silently, or misaligns them."""
+    model = wrap(Fn(lambda x, mask: x * mask["m"]), ["cpu", "cpu"])
+    with pytest.raises(ValueError, match=r"along dim=0: inputs\[0\] has 8, kwargs\['mask'\]\['m'\] has 1. Give"):
+        model(torch.ones(8), mask={"m": torch.ones(1)})
+    with pytest.raises(ValueError, match=r"inputs\[0\] has 8, inputs\[1\]\['m'\] has 9"):
+        data_parallel(model.module, (torch.ones(8), {"m": torch.ones(9)}), ["cpu", "cpu"])
+
+
+@both
+def test_a_0_dim_input_goes_whole_to_every_replica(sim, wrap):
+    """S6: and its gradient is the sum of theirs."""
+    model = wrap(Fn(lambda x, scale: x * scale["s"]).to("sim:0"))
+    scale = torch.tensor(3.0, requires_grad=True)
+    output = model(torch.ones(8), {"s": scale})
+    assert output.tolist() == [3] * 8
+    output.sum().backward()
+    assert scale.grad.item() == 8
+
+
+@both
+@pytest.mark.parametrize(("rows", "replicas"), [(8, 4), (1, 1), (5, 3)])
+def test_keyword_inputs_do_not_make_more_replicas(wrap, rows, replicas):
+    """S7: `model(x, flag=True)` on a short last batch."""
+    model = wrap(Reporter(), ["cpu"] * 4)
+    model._most_rows = 100  # as after a full batch
+    assert_like_plain(model, torch.ones(rows, 3), flag=True, names=["a"], scale=torch.tensor(1.0))
+    assert len(model.module.seen) == replicas
+
+
+@both
+@pytest.mark.parametrize("inputs", [(), ((),), ([],), ({},), (None,), ("text", 3)], ids=repr)
+def test_inputs_without_rows_are_one_call_on_the_first_device(sim, wrap, inputs):
+    """S8."""
+    seen = []
+
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, *args, **kwargs):
+            seen.append((self.weight.device, args, kwargs))
+            return self.weight * 2
+
+    model = wrap(Constant().to("sim:1"), [1, 2, 3])
+    model(*inputs).sum().backward()
+    model(*inputs, flag=True)
+    assert seen == [(sim[1], inputs, {}), (sim[1], inputs, {"flag": True})]
+    assert model.module.weight.grad.tolist() == [2, 2]
+
+
+@both
+def test_only_keyword_inputs(wrap):
+    """S8: they are split like positional ones."""
+    model = wrap(Reporter(), ["cpu", "cpu"])
+    assert_like_plain(model, x=torch.arange(12.0).reshape(4, 3))
+    assert model.module.rows == [2, 2]
+    x = torch.ones(4, 3)
+    torch.testing.assert_close(data_parallel(model.module, None, ["cpu", "cpu"], module_kwargs={"x": x}), model(x))
+
+
+@both
+def test_an_empty_batch_is_one_call(sim, wrap):
+    """S9: one replica, the first; the output has the shape of the plain module's."""
+    model = wrap(Reporter().to("sim:0"))
+    output = model(torch.zeros(0, 3))
+    assert output.shape == (0, 2)
+    assert model.module.seen == [("sim:0", 0)]
+    output.sum().backward()
+    assert model.module.layer.weight.grad.tolist() == [[0] * 3] * 2
+
+
+@both
+@pytest.mark.parametrize("dim", [1, -2])
+def test_rows_along_another_axis(wrap, dim):
+    """S10: dim 1 of (time, batch, features), from either end."""
+    model = wrap(mlp(), ["cpu"] * 2, dim=dim)
+    assert_like_plain(model, numbered(4, 5, 3))
+    x = numbered(4, 5, 3)
+    torch.testing.assert_close(data_parallel(model.module, x, ["cpu"] * 2, dim=dim), model.module(x))
+
+
+def test_an_rnn_over_time_first_batches():
+    """S10: hidden states too have their rows in axis 1."""
+    model = DataParallel(nn.LSTM(3, 4).double(), ["cpu"] * 3, dim=1)
+    x, state = numbered(6, 5, 3), (numbered(1, 5, 4), numbered(1, 5, 4))
+    torch.testing.assert_close(model(x, state), model.module(x, state))
+
+
+@both
+@pytest.mark.parametrize("dim", [1, -3])
+def test_an_axis_that_an_input_does_not_have(wrap, dim):
+    """S10: named with its shape."""
+    with pytest.raises(ValueError, match=rf"inputs\[1\] of shape \(2,\) along dim={dim}"):
+        wrap(Fn(lambda x, y: x), ["cpu"] * 2, dim=dim)(torch.ones(2, 2, 2), torch.ones(2))
+
+
+@both
+@pytest.mark.parametrize("where", ["cpu", "sim:0", "sim:1", "sim:3"])
+def test_the_batch_may_be_on_any_device(sim, wrap, where):
+    """S11: also on one that no replica uses; its gradient goes back there."""
+    model = wrap(mlp().to("sim:0"), [0, 1, 2])
+    plain = copy.deepcopy(model.module).cpu()
+    x, y = numbered(7, 3).to(where).requires_grad_(), numbered(7, 3).requires_grad_()
+    torch.testing.assert_close(train_once(model, x), train_once(plain, y))
+    assert x.grad.device == torch.device(where)
+    torch.testing.assert_close(x.grad.cpu(), y.grad)
+
+
+@both
+def test_the_batch_may_have_any_memory_format(wrap):
+    """S11: channels_last is kept, and a batch need not be contiguous."""
+    seen = []
+    conv = nn.Sequential(Fn(lambda x: seen.append(x) or x), nn.Conv2d(3, 2, 1).double())
+    model = wrap(conv, ["cpu", "cpu"])
+    x = numbered(4, 3, 2, 2)
+    assert_like_plain(model, x.contiguous(memory_format=torch.channels_last))
+    assert all(shard.is_contiguous(memory_format=torch.channels_last) for shard in seen)
+    assert_like_plain(model, numbered(4, 6, 2, 2)[:, ::2])
+    assert_like_plain(model, x.transpose(2, 3))
+    assert_like_plain(model, numbered(1, 3, 2, 2).expand(5, -1, -1, -1))
+
+
+@both
+def test_a_batch_that_requires_grad(wrap):
+    """S12: and one that is the result of a computation, used twice."""
+    model = wrap(Fn(lambda x, y: x * y), ["cpu"] * 3)
+    x = numbered(5).requires_grad_()
+    inside = x * 2
+    model(inside, inside).sum().backward()
+    torch.testing.assert_close(x.grad, 8 * x.detach())
+
+
+@both
+def test_a_module_may_write_into_its_input(wrap):
+    """S12: the caller's batch is never reached, whether it requires grad or not."""
+    model = wrap(Fn(lambda x, y: x.mul_(2) + y.add_(1)), ["cpu"] * 2)
+    x, y = numbered(4), numbered(4).requires_grad_()
+    model(x, y).sum().backward()
+    assert torch.equal(x, numbered(4))
+    assert torch.equal(y, numbered(4))
+    assert y.grad.tolist() == [1] * 4
+
+
+@both
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.int64, torch.uint8, torch.bool]
+)
+def test_inputs_and_outputs_of_any_dtype(wrap, dtype):
+    """S15, N8: they arrive and come back as they are, beside an output that has a gradient."""
+    seen = []
+    model = wrap(Fn(lambda x, w: (seen.append(x.dtype) or x, w * 2)), ["cpu"] * 2)
+    x, w = numbered(5, 2).mul(10).to(dtype), torch.ones(5, requires_grad=True)
+    same, double = model(x, w)
+    assert torch.equal(same, x)
+    assert same.dtype == dtype
+    assert seen == [dtype] * 2
+    double.sum().backward()
+    assert w.grad.tolist() == [2] * 5
+
+
+def test_complex_gradients():
+    """S15."""
+    model = DataParallel(nn.Linear(3, 2, dtype=torch.complex128), ["cpu"] * 2)
+    plain = copy.deepcopy(model.module)
+    x = numbered(5, 3, dtype=torch.complex128)
+    for module in (model, plain):
+        module(x).abs().sum().backward()
+    torch.testing.assert_close(model.module.weight.grad, plain.weight.grad)
+
+
+@both
+def test_sparse_inputs(wrap):
+    """S15: a sparse batch is split by rows as a dense one is."""
+    model = wrap(Fn(lambda x: torch.sparse.mm(x, torch.ones(6, 2))), ["cpu"] * 2)
+    x = torch.diag(torch.arange(6.0)).to_sparse()
+    torch.testing.assert_close(model(x), model.module(x))
+
+
+@both
+def test_sparse_gradients(wrap):
+    """S15: of an embedding, summed and still sparse."""
+    model = wrap(nn.Embedding(7, 3, sparse=True), ["cpu"] * 2)
+    plain = copy.deepcopy(model.module)
+    for module in (model, plain):
+        module(torch.tensor([1, 2, 2, 5, 1])).square().sum().backward()
+    assert model.module.weight.grad.is_sparse
+    torch.testing.assert_close(model.module.weight.grad.to_dense(), plain.weight.grad.to_dense())
+
+
+# Gather
+
+
+@both
+def test_outputs_are_in_the_order_of_the_inputs(sim, wrap):
+    """G1: whichever replica is ready first."""
+    first_may_go = threading.Event()
+
+    def last_first(x):
+        if x[0].item() == 0:
+            assert first_may_go.wait(60)
+        else:
+            first_may_go.set()
+        return x
+
+    model = wrap(Fn(last_first).to("sim:0"), [0, 1], output_device=1)
+    output = model(torch.arange(6.0))
+    assert output.tolist() == [0, 1, 2, 3, 4, 5]
+    assert output.device == sim[1]
+
+
+@both
+def test_outputs_of_several_tensors_along_dim(wrap):
+    """G1."""
+    model = wrap(Fn(lambda x: {"a": x, "b": (x[..., :1], x.flip(0))}), ["cpu"] * 2, dim=1)
+    x = numbered(3, 4, 2)
+    torch.testing.assert_close(model(x), model.module(x))
+
+
+@both
+def test_0_dim_outputs_become_a_vector(wrap):
+    """G2: one entry a replica, warned about once; its mean trains as in torch."""
+    model = wrap(nn.Sequential(mlp(), Fn(lambda y: y.square().mean())), ["cpu"] * 2)
+    plain = copy.deepcopy(model.module)
+    x = numbered(6, 3)
+    with pytest.warns(UserWarning, match="gathering 0-dim outputs") as warned:
+        _, losses = model(x), model(x)
+    assert len(warned) == 1
+    assert losses.shape == (2,)
+    torch.testing.assert_close(losses.detach(), torch.stack([plain(x[:3]), plain(x[3:])]).detach())
+    losses.mean().backward()
+    plain(x).backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+
+
+@both
+def test_0_dim_outputs_with_and_without_gradient(wrap):
+    """G2, N8: a loss beside a count."""
+    model = wrap(Fn(lambda x: {"loss": (x * 2).sum(), "correct": (x > 1).sum()}), ["cpu"] * 2)
+    x = torch.arange(4.0, requires_grad=True)
+    with pytest.warns(UserWarning, match="0-dim"):
+        output = model(x)
+    assert output["loss"].tolist() == [2, 10]
+    assert output["correct"].tolist() == [0, 2]
+    (output["loss"] * torch.tensor([1.0, 10.0])).sum().backward()
+    assert x.grad.tolist() == [2, 2, 20, 20]
+
+
+@both
+def test_nested_outputs_keep_their_types(wrap):
+    """G3, G4."""
+    model = wrap(
+        Fn(
+            lambda x: {
+                "none": None,
+                "pair": Pair(x, [x * 2]),
+                "ordered": OrderedDict(b=x, a=(x,)),
+                "default": defaultdict(list, k=x),
+                "batch": Batch(x, x.shape[0]),
+                "max": torch.stack([x, -x], 1).max(1),
+                "text": "same",
+                "number": x.sum().item(),
+                "bool": x.sum().item() > 2,
+                "nothing": (),
+            }
+        ),
+        ["cpu"] * 2,
+    )
+    x = torch.arange(4.0, requires_grad=True)
+    output = model(x)
+    assert output["none"] is None
+    assert type(output["pair"]) is Pair
+    assert output["pair"].right[0].tolist() == [0, 2, 4, 6]
+    assert type(output["ordered"]) is OrderedDict
+    assert list(output["ordered"]) == ["b", "a"]
+    assert output["ordered"]["a"][0].tolist() == [0, 1, 2, 3]
+    assert output["default"]["new"] == []
+    assert type(output["batch"]) is Batch
+    assert output["batch"].x.tolist() == [0, 1, 2, 3]
+    assert output["batch"].note == [2, 2]
+    assert type(output["max"]) is torch.return_types.max
+    assert output["max"].indices.tolist() == [0] * 4
+    assert output["text"] == "same"
+    assert output["number"] == [1, 5]
+    assert output["bool"] == [False, True]
+    assert output["nothing"] == ()
+    (output["pair"].left.sum() + output["batch"].x.sum() * 10).backward()
+    assert x.grad.tolist() == [11] * 4
+
+
+@both
+def test_outputs_without_tensors(wrap):
+    """G3, G4."""
+    model = wrap(Fn(lambda x: None), ["cpu"] * 2)
+    assert model(torch.ones(4)) is None
+    assert wrap(Fn(len), ["cpu"] * 3)(torch.ones(4)) == [2, 2]
+
+
+@both
+@pytest.mark.parametrize(
+    ("function", "error", "message"),
+    [
+        (
+            lambda x: {"y": x} if x[0] else {"y": None},
+            ValueError,
+            r"output\['y'\]: .*replica 0: NoneType; replica 1: T",
+        ),
+        (lambda x: {"y": x} if x[0] else {"z": x}, ValueError, r"different keys \(replica 0: \['z'\]; replica 1"),
+        (lambda x: [x] * int(x[0] + 1), ValueError, r"output: .* different lengths \(replica 0: 1; replica 1: 3\)"),
+        (lambda x: x if x[0] else x[None], ValueError, r"numbers of axes \(replica 0: \(1, 2\); replica 1: \(2,\)\)"),
+        (lambda x: (x, x.long() if x[0] else x), ValueError, r"output\[1\]: .*dtypes .*replica 1: torch.int64"),
+        (lambda x: torch.ones(2, int(x[0]) + 1), ValueError, r"sizes off the joined axis 0 \(replica 0: \(2, 1\)"),
+        (lambda x: Batch(x, "a" if x[0] else "b"), ValueError, r"output.note: .*replica 0: 'b'; replica 1: 'a'"),
+        (lambda x: {"o": {1, 2}}, TypeError, r"output\['o'\]: .* objects of type set"),
+    ],
+)
+def test_outputs_that_do_not_fit_together(wrap, function, error, message):
+    """G3, G5, G4: the path, the replicas and what each gave; the next call works."""
+    model = wrap(Fn(function), ["cpu"] * 2)
+    with pytest.raises(error, match=message):
+        model(torch.arange(4.0))
+    model.module.function = lambda x: x
+    assert model(torch.arange(4.0)).tolist() == [0, 1, 2, 3]
+
+
+def test_buffers_stay_when_outputs_do_not_fit_together():
+    """G5 with N11: a failed forward changes nothing."""
+    norm = nn.BatchNorm1d(2)
+    model = DataParallel(nn.Sequential(norm, Fn(lambda x: [x] * (1 + (x.shape[0] == 3)))), ["cpu"] * 2)
+    before = copy.deepcopy(norm.state_dict())
+    with pytest.raises(ValueError, match="different lengths"):
+        model(torch.randn(5, 2))
+    torch.testing.assert_close(norm.state_dict(), before)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8])
+def test_the_wrapper_means_its_plain_composition(rows):
+    """The four verbs one by one, `data_parallel`, and both kinds of wrapper give one and the same."""
+    module, x, devices = mlp(), numbered(rows, 3), ["cpu"] * 3
+    inputs, kwargs = manyhands.scatter_kwargs((x,), {}, devices)
+    replicas = manyhands.replicate(module, devices[: len(inputs)])
+    by_hand = manyhands.gather(manyhands.parallel_apply(replicas, inputs, kwargs), "cpu")
+    results = [
+        by_hand,
+        data_parallel(module, x, devices),
+        DataParallel(module, devices)(x),
+        Composed(module, devices)(x),
+    ]
+    gradients = [torch.autograd.grad(y.square().sum(), list(module.parameters())) for y in results]
+    for result, gradient in zip(results, gradients, strict=True):
+        assert torch.equal(result, by_hand)
+        torch.testing.assert_close(gradient, gradients[0], rtol=1e-12, atol=1e-12)
+    assert len(split_call((x,), {}, [CPU] * 3, 0)) == len(inputs)

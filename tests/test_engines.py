@@ -1,0 +1,1677 @@
+"""The contract of the engines: whatever runs the replicas, numbers, state and errors are the plain module's.
+
+The oracle is the plain module on the whole batch, in float64; where rows interact (batch normalisation in training)
+it is `data_parallel`, the plain composition. A new engine is added to `ENGINES`. The rows named in the docstrings are
+those of docs/behaviour.md.
+"""
+
+import copy
+import functools
+import gc
+import subprocess
+import sys
+import textwrap
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from manyhands import DataParallel, data_parallel
+
+ENGINES = ["threads"]
+SPLITS = [(2, 7), (3, 8), (4, 9), (4, 6), (2, 1)]  # replicas, rows; (4, 6) leaves one idle, (2, 1) runs one replica
+WAIT_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def wrap(engine: str) -> Callable[..., DataParallel]:
+    """Wrap a module for some CPU replicas on the engine under test."""
+
+    def wrap(module: nn.Module, num_replicas: int = 2, **options: Any) -> DataParallel:
+        return DataParallel(module, ["cpu"] * num_replicas, engine=engine, **options)
+
+    return wrap
+
+
+# ---- modules -------------------------------------------------------------------------------------
+
+
+def mlp(width: int = 5, out: int = 3) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, out))
+
+
+def conv_group_norm() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 3)
+    )
+
+
+def batch_norm_eval() -> nn.Module:
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+    model[1].running_mean.uniform_(-1, 1)
+    model[1].running_var.uniform_(0.5, 2)
+    return model.eval()
+
+
+class EmbeddingLSTM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 4)
+        self.lstm = nn.LSTM(4, 5, num_layers=2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(self.embedding(tokens))[0])
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class NestedOutputs(nn.Module):
+    """Outputs of every kind: nested, a view, one twice, an integer, one that needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(5, 6)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        hidden = torch.tanh(self.trunk(x))
+        logits = self.head(hidden)
+        return {
+            "logits": logits,
+            "again": logits,
+            "pair": Pair(hidden, hidden[:, 1:3]),
+            "views": [hidden.view(-1, 2, 3), logits.transpose(0, 1).transpose(0, 1), logits.expand(2, -1, -1)[0]],
+            "classes": (logits.argmax(1), None),
+            "constant": logits.detach() * 2,
+        }
+
+
+class InPlaceFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.relu = nn.ReLU(inplace=True)
+        self.linear = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.relu(x))
+
+
+class Unused(nn.Module):
+    """A parameter that nothing uses, one that is frozen, and a layer that only some inputs use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(5, 3)
+        self.unused = nn.Parameter(torch.randn(3))
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x) * self.frozen
+
+
+class TiedAutoencoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(5, 5)
+        self.decoder = nn.Linear(5, 5)
+        self.decoder.weight = self.encoder.weight
+        self.act = nn.PReLU()
+        self.also_act = self.act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.also_act(self.encoder(self.act(x))))
+
+
+class ForceField(nn.Module):
+    """Differentiates inside its own forward, as models of molecules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = mlp(5, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x.requires_grad_()
+        energy = self.energy(x)
+        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return energy, -force
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.reentrant = mlp(5, 5), mlp(5, 3), reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = checkpoint(self.first, x, use_reentrant=self.reentrant)
+        return checkpoint(self.second, hidden, use_reentrant=self.reentrant)
+
+
+def transformer_layer() -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+
+def identity() -> nn.Module:
+    return nn.Identity()
+
+
+def rows_of(*shape: int) -> Callable[[int], torch.Tensor]:
+    return lambda rows: torch.randn(rows, *shape)
+
+
+def tokens(rows: int) -> torch.Tensor:
+    return torch.randint(0, 11, (rows, 4))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor]]] = {
+    "mlp": (mlp, rows_of(5)),
+    "conv and group norm": (conv_group_norm, rows_of(2, 4, 4)),
+    "batch norm in eval mode": (batch_norm_eval, rows_of(2, 4, 4)),
+    "embedding and lstm": (EmbeddingLSTM, tokens),
+    "transformer layer": (transformer_layer, rows_of(3, 8)),
+    "nested outputs": (NestedOutputs, rows_of(5)),
+    "in-place first layer": (InPlaceFirst, rows_of(5)),
+    "unused and frozen parameters": (Unused, rows_of(5)),
+    "tied weights": (TiedAutoencoder, rows_of(5)),
+    "output is the input": (identity, rows_of(5)),
+    "differentiates inside": (ForceField, rows_of(5)),
+    "checkpoint, reentrant": (lambda: Checkpointed(True), rows_of(5)),
+    "checkpoint, non-reentrant": (lambda: Checkpointed(False), rows_of(5)),
+    "spectral norm": (lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(5, 3)), nn.Tanh()), rows_of(5)),
+    "weight norm": (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(5, 3)), nn.Tanh()), rows_of(5)),
+    "sparse embedding": (lambda: nn.Sequential(nn.Embedding(11, 4, sparse=True), nn.Tanh()), tokens),
+}
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, list | tuple) else []
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """A scalar that depends on every entry of every differentiable output, with different weights."""
+    total = torch.zeros(())
+    for number, tensor in enumerate(tensors_in(output), 1):
+        if tensor.requires_grad:
+            total = total + number * (tensor.pow(2) * torch.linspace(0.5, 1.5, tensor.numel()).view(tensor.shape)).sum()
+    return total
+
+
+def fresh(x: torch.Tensor) -> torch.Tensor:
+    """A leaf with the values of `x` that needs a gradient if it can have one; not itself a module's parameter."""
+    return x.detach().clone().requires_grad_(x.is_floating_point())
+
+
+def assert_same(actual: torch.Tensor | None, expected: torch.Tensor | None, tolerance: float = 1e-12) -> None:
+    assert (actual is None) == (expected is None), f"got {actual}, expected {expected}"
+    if expected is not None and actual is not None:
+        assert actual.is_sparse == expected.is_sparse
+        torch.testing.assert_close(actual.to_dense(), expected.to_dense(), rtol=tolerance, atol=tolerance)
+
+
+def assert_same_gradients(actual: nn.Module, expected: nn.Module, tolerance: float = 1e-12) -> None:
+    for (name, mine), theirs in zip(actual.named_parameters(), expected.parameters(), strict=True):
+        try:
+            assert_same(mine.grad, theirs.grad, tolerance)
+        except AssertionError as error:
+            error.add_note(f"the gradient of {name}")
+            raise
+
+
+def assert_same_state(actual: nn.Module, expected: nn.Module) -> None:
+    mine, theirs = actual.state_dict(), expected.state_dict()
+    assert mine.keys() == theirs.keys()
+    for name in theirs:
+        torch.testing.assert_close(mine[name], theirs[name], rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def in_time(function: Callable[[], Any]) -> Any:
+    """Call `function` in a thread of its own, and fail, rather than hang, if it does not return."""
+    result: list[Any] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            result.append(function())
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(WAIT_S)
+    assert not thread.is_alive(), "it hangs"
+    if errors:
+        raise errors.pop()
+    return result.pop()
+
+
+# ---- outputs and gradients -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_replicas", "rows"), SPLITS)
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_and_gradients_are_the_plain_modules(
+    wrap: Callable[..., DataParallel], name: str, num_replicas: int, rows: int
+) -> None:
+    """N1, N8, R3, G3, S12: outputs, gradients of parameters and of the input, and buffers."""
+    make_model, make_batch = MODELS[name]
+    plain = make_model()
+    model = wrap(copy.deepcopy(plain), num_replicas)
+    x = make_batch(rows)
+    x_plain, x_model = fresh(x), fresh(x)
+    # An in-place first layer refuses a leaf; the plain module gets a copy.
+    expected = plain(x_plain.clone() if name == "in-place first layer" else x_plain)
+    output = model(x_model)
+    for mine, theirs in zip(tensors_in(output), tensors_in(expected), strict=True):
+        assert mine.requires_grad == theirs.requires_grad
+        assert mine.dtype == theirs.dtype
+        assert_same(mine.detach(), theirs.detach())
+    loss_of(expected).backward()
+    loss_of(output).backward()
+    assert_same(x_model.grad, x_plain.grad)
+    assert torch.equal(x_model.detach(), x), "the module wrote into the caller's batch"
+    assert_same_gradients(model.module, plain)
+    assert_same_state(model.module, plain)
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3, 4])
+@pytest.mark.parametrize("name", [n for n in MODELS if n not in ("output is the input", "sparse embedding")])
+def test_five_steps_of_sgd(wrap: Callable[..., DataParallel], name: str, num_replicas: int) -> None:
+    """N9: parameters after five steps are the plain module's; batches of different sizes."""
+    make_model, make_batch = MODELS[name]
+    plain = make_model()
+    model = wrap(copy.deepcopy(plain), num_replicas)
+    optimizers = [
+        torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-2) for m in (plain, model.module)
+    ]
+    for rows in (7, 8, 9, 5, 3):
+        x = make_batch(rows)
+        for module, optimizer in zip((plain, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(module(fresh(x).clone() if x.is_floating_point() else x)).backward()
+            optimizer.step()
+    assert_same_state(model.module, plain)
+
+
+@pytest.mark.parametrize(("num_replicas", "rows"), SPLITS)
+def test_batch_norm_in_training_is_the_plain_compositions(
+    wrap: Callable[..., DataParallel], num_replicas: int, rows: int
+) -> None:
+    """N5, R5: each replica normalises over its own rows, and the first one's statistics persist."""
+    model = wrap(nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU()), num_replicas)
+    oracle = copy.deepcopy(model.module)
+    for _ in range(3):
+        x = torch.randn(rows, 2, 5, 5)
+        output, expected = model(x), data_parallel(oracle, x, ["cpu"] * num_replicas)
+        assert_same(output.detach(), expected.detach())
+        loss_of(output).backward()
+        loss_of(expected).backward()
+        assert_same_gradients(model.module, oracle)
+        assert_same_state(model.module, oracle)
+
+
+def test_gradients_accumulate_over_backwards(wrap: Callable[..., DataParallel]) -> None:
+    """N1, N7: gradients are added to what is there, as with the plain module."""
+    plain = mlp()
+    model = wrap(copy.deepcopy(plain), 3)
+    for rows in (7, 4):
+        x = torch.randn(rows, 5)
+        loss_of(plain(x)).backward()
+        loss_of(model(x)).backward()
+    assert_same_gradients(model.module, plain)
+
+
+def test_equal_calls_give_equal_bits(wrap: Callable[..., DataParallel]) -> None:
+    """N1: gradients are summed in replica order, whichever replica ends first."""
+    model = wrap(mlp(), 4)
+    x = torch.randn(64, 5)
+    seen = []
+    for _ in range(20):
+        model.zero_grad()
+        loss_of(model(x)).backward()
+        seen.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert all(torch.equal(other, seen[0]) for other in seen)
+
+
+def test_several_inputs_positional_keyword_and_whole(wrap: Callable[..., DataParallel]) -> None:
+    """S6, S7, N1: one tensor given twice, a 0-dim input, keywords; each gets its gradient."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 3)
+
+        def forward(self, a: torch.Tensor, b: Any, *, scale: torch.Tensor, flag: bool) -> torch.Tensor:
+            return self.linear(a * scale + b["rows"][0]) if flag else a
+
+    plain = Mixed()
+    model = wrap(copy.deepcopy(plain), 3)
+    grads = []
+    for module in (plain, model):
+        x, y, scale = fresh(torch.ones(7, 5)), fresh(torch.arange(35.0).view(7, 5)), fresh(torch.tensor(1.5))
+        loss_of(module(x, {"rows": [y * x]}, scale=scale, flag=True)).backward()
+        twice = fresh(torch.ones(7, 5))
+        loss_of(module(twice, {"rows": [twice]}, scale=scale, flag=True)).backward()
+        grads.append((x.grad, y.grad, scale.grad, twice.grad))
+    for mine, theirs in zip(*reversed(grads), strict=True):
+        assert_same(mine, theirs)
+
+
+def test_middle_block_wrapped_with_an_in_place_layer(wrap: Callable[..., DataParallel]) -> None:
+    """A10, S12: the wrapped block starts with an in-place ReLU on the activation of the layer before it."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.block, self.last = nn.Linear(5, 5), InPlaceFirst(), nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.block(self.first(x)))
+
+    plain, model = Outer(), Outer()
+    model.load_state_dict(plain.state_dict())
+    model.block = wrap(model.block, 2)
+    x = torch.randn(7, 5)
+    loss_of(plain(x)).backward()
+    loss_of(model(x)).backward()
+    assert_same_gradients(model, plain)
+
+
+def test_wrapper_inside_a_wrapped_module(wrap: Callable[..., DataParallel]) -> None:
+    """A10: forward and backward."""
+    plain = nn.Sequential(mlp(5, 5), mlp(5, 3))
+    inner = copy.deepcopy(plain)
+    inner[1] = wrap(inner[1], 2)
+    model = wrap(inner, 3)
+    x = torch.randn(8, 5)
+    for _ in range(2):
+        loss_of(plain(x)).backward()
+        in_time(lambda: loss_of(model(x)).backward())
+    assert_same_gradients(model.module, plain)
+
+
+def test_many_wrapped_blocks_in_a_row(wrap: Callable[..., DataParallel]) -> None:
+    """A10: one boundary after the other, and one block many times, as in a loop over time."""
+    plain = mlp(5, 5)
+    model = wrap(copy.deepcopy(plain))
+    grads = []
+    for module in (plain, model):
+        x = fresh(torch.ones(5, 5))
+        h = x
+        for _ in range(30):
+            h = h + 0.1 * module(h)
+        h.sum().backward()
+        grads.append(x.grad)
+    assert_same(grads[1], grads[0], 1e-10)
+    assert_same_gradients(model.module, plain, 1e-10)
+
+
+def test_output_is_a_parameter(wrap: Callable[..., DataParallel]) -> None:
+    """N8: joined once a replica, as data_parallel does; later writes into the output do not reach the parameter."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(3, 2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.table
+
+    model = wrap(Table())
+    oracle = copy.deepcopy(model.module)
+    before = model.module.table.detach().clone()
+    x = torch.zeros(4, 1)
+    output, expected = model(x), data_parallel(oracle, x, ["cpu"] * 2)
+    assert_same(output.detach(), expected.detach())
+    (output * torch.arange(12.0).view(6, 2)).sum().backward()
+    (expected * torch.arange(12.0).view(6, 2)).sum().backward()
+    assert_same_gradients(model.module, oracle)
+    for rows in (1, 4):  # one replica; two
+        with torch.no_grad():
+            model(torch.zeros(rows, 1)).zero_()
+    assert torch.equal(model.module.table.detach(), before)
+
+
+def test_outputs_may_be_written_into(wrap: Callable[..., DataParallel]) -> None:
+    """N8: in-place operations on the gathered output."""
+    plain = nn.Linear(5, 3)
+    model = wrap(copy.deepcopy(plain))
+    x = torch.randn(7, 5)
+    for module in (plain, model):
+        output = module(x)
+        output.mul_(2)
+        output[:, 0] = 1.0
+        output.pow(2).sum().backward()
+    assert_same_gradients(model.module, plain)
+
+
+def test_integer_outputs_and_outputs_that_the_loss_ignores(wrap: Callable[..., DataParallel]) -> None:
+    """N8: integers come back as such; an ignored output gets no gradient, and its own layer none either."""
+
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk, self.a, self.b = nn.Linear(5, 4), nn.Linear(4, 3), nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            h = self.trunk(x)
+            return self.a(h), self.b(h), self.a(h).argmax(1)
+
+    plain = TwoHeads()
+    model = wrap(copy.deepcopy(plain), 3)
+    x = torch.randn(7, 5)
+    for module in (plain, model):
+        a, _, classes = module(x)
+        assert classes.dtype is torch.int64
+        assert not classes.requires_grad
+        F.nll_loss(a.log_softmax(1), classes).backward()
+    assert model.module.b.weight.grad is None
+    assert_same_gradients(model.module, plain)
+
+
+def test_unused_parameters_keep_no_gradient(wrap: Callable[..., DataParallel]) -> None:
+    """N2: so weight decay does not move them; one that a single replica uses gets that replica's gradient."""
+
+    class OnlyBigRows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always, self.sometimes, self.never = (nn.Linear(2, 2) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            big = x[:, 0] > 5
+            return self.always(x) + (self.sometimes(x) * big[:, None] if big.any() else 0)
+
+    plain = OnlyBigRows()
+    model = wrap(copy.deepcopy(plain), 3)
+    x = torch.arange(14.0).view(7, 2) - 5
+    before = copy.deepcopy(plain.never.state_dict())
+    for module in (plain, model.module):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, weight_decay=0.5)
+        optimizer.zero_grad()
+        loss_of((plain if module is plain else model)(x)).backward()
+        optimizer.step()
+    assert model.module.never.weight.grad is None
+    assert_same_gradients(model.module, plain)
+    assert torch.equal(model.module.never.weight.detach(), before["weight"])
+
+
+def test_unused_rows_of_an_input_get_zeros(wrap: Callable[..., DataParallel]) -> None:
+    """N1: an input that only one replica uses has a gradient of zeros in the others' rows."""
+
+    class UsesFirstRows(nn.Module):
+        def forward(self, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+            return x * 2 if number[0] == 0 else torch.zeros_like(x, requires_grad=True)
+
+    model = wrap(UsesFirstRows(), 2)
+    x = torch.ones(5, 2, requires_grad=True)
+    model(x, torch.arange(5)).sum().backward()
+    assert torch.equal(x.grad, torch.tensor([[2.0, 2.0]] * 3 + [[0.0, 0.0]] * 2))
+
+
+def test_frozen_parameters_toggled_between_steps(wrap: Callable[..., DataParallel]) -> None:
+    """R4: requires_grad is seen at each step."""
+    plain = mlp()
+    model = wrap(copy.deepcopy(plain))
+    for step in range(4):
+        x = torch.randn(7, 5)
+        for module, root in ((plain, plain), (model, model.module)):
+            root[2].requires_grad_(step % 2 == 1)
+            root[0].requires_grad_(step != 2)
+            root.zero_grad()
+            loss_of(module(x)).backward()
+        assert_same_gradients(model.module, plain)
+    for root in (plain, model.module):
+        root.requires_grad_(False)
+    assert not model(torch.randn(7, 5)).requires_grad
+
+
+def test_without_grad_and_in_inference_mode(wrap: Callable[..., DataParallel]) -> None:
+    """R14: outputs that need no gradient, and inference tensors."""
+    model = wrap(batch_norm_eval())
+    x = torch.randn(7, 2, 4, 4)
+    expected = model.module(x).detach()
+    with torch.no_grad():
+        output = model(x)
+    assert not output.requires_grad
+    assert_same(output, expected)
+    with torch.inference_mode():
+        output = model(x)
+    assert output.is_inference()
+    assert_same(output.clone(), expected)
+    assert_same(model(x).detach(), expected)  # and back again
+
+
+# ---- how backward is asked for -------------------------------------------------------------------
+
+
+def test_several_forwards_then_backwards(wrap: Callable[..., DataParallel]) -> None:
+    """N1: one loss over several calls, and several losses in another order than their forwards."""
+    plain = mlp()
+    model = wrap(copy.deepcopy(plain), 3)
+    batches = [torch.randn(rows, 5) for rows in (7, 2, 8)]
+    for module in (plain, model):
+        losses = [loss_of(module(x)) for x in batches]
+        (losses[0] * 2).backward()
+        (losses[2] + losses[1]).backward()
+    assert_same_gradients(model.module, plain)
+
+
+def test_retain_graph(wrap: Callable[..., DataParallel]) -> None:
+    """N1: a graph that is kept can be walked again; without, the second walk is refused, as in torch."""
+    plain = mlp()
+    model = wrap(copy.deepcopy(plain))
+    x = torch.randn(7, 5)
+    for module in (plain, model):
+        loss = loss_of(module(x))
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match=r"backward through .* a second time"):
+            loss.backward()
+    assert_same_gradients(model.module, plain)
+
+
+def test_partial_gradients(wrap: Callable[..., DataParallel]) -> None:
+    """N1: torch.autograd.grad of some parameters, of the input; nothing is accumulated anywhere."""
+    plain = mlp()
+    model = wrap(copy.deepcopy(plain))
+    x = torch.randn(7, 5)
+    results = []
+    for module, root in ((plain, plain), (model, model.module)):
+        x_here = fresh(x)
+        loss = loss_of(module(x_here))
+        first = torch.autograd.grad(loss, [root[0].weight, x_here], retain_graph=True)
+        second = torch.autograd.grad(loss, [root[4].bias, root[2].weight])
+        assert all(p.grad is None for p in root.parameters())
+        assert x_here.grad is None
+        results.append([*first, *second])
+    for mine, theirs in zip(*reversed(results), strict=True):
+        assert_same(mine, theirs)
+    with pytest.raises(RuntimeError, match=r"unused|not have been used"):
+        torch.autograd.grad(loss_of(model(x)), [torch.ones((), requires_grad=True)])
+
+
+def test_backward_with_respect_to_named_inputs(wrap: Callable[..., DataParallel]) -> None:
+    """N1: `backward(inputs=...)` touches the named tensors only."""
+    model = wrap(mlp())
+    loss_of(model(torch.randn(7, 5))).backward(inputs=[model.module[0].bias])
+    assert [name for name, p in model.module.named_parameters() if p.grad is not None] == ["0.bias"]
+
+
+def test_gradients_given_by_the_caller_are_not_written_into(wrap: Callable[..., DataParallel]) -> None:
+    """N1: the tensor given to backward, and gradients that share its memory."""
+
+    class TwoShifts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(2, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 0 + self.a.view(-1) + self.b.view(-1) if x.dim() == 1 else x.sum() * 0 + self.a + self.b
+
+    plain = TwoShifts()
+    model = wrap(copy.deepcopy(plain))
+    grad = torch.arange(12.0).view(4, 3)
+    kept = grad.clone()
+    model(torch.ones(4, 3)).backward(grad)
+    assert torch.equal(grad, kept)
+    for parameter in model.module.parameters():
+        assert torch.equal(parameter.grad, kept[:2] + kept[2:])
+    model.module.a.grad.zero_()
+    assert torch.equal(model.module.b.grad, kept[:2] + kept[2:])
+
+
+def test_a_tensor_written_into_between_the_passes_is_noticed(wrap: Callable[..., DataParallel]) -> None:
+    """N1: a parameter changed in place before backward is an error, not a wrong gradient, as with the plain module."""
+    plain = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
+    model = wrap(copy.deepcopy(plain))
+    for module, root in ((plain, plain), (model, model.module)):
+        loss = loss_of(module(torch.randn(7, 5)))
+        with torch.no_grad():
+            root[1].weight.add_(1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    loss_of(model(torch.randn(7, 5))).backward()  # and the next step works
+
+
+def test_anomaly_mode(wrap: Callable[..., DataParallel]) -> None:
+    """N8: a NaN in a replica's backward is found."""
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.linear(x) * 0).sqrt() * 0
+
+    model = wrap(Root())
+    with (
+        pytest.warns(UserWarning, match="Error detected in|Anomaly Detection"),
+        torch.autograd.detect_anomaly(),
+        pytest.raises(RuntimeError, match="returned nan values"),
+    ):
+        model(torch.randn(4, 5)).sum().backward()
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_jacobian(wrap: Callable[..., DataParallel], vectorize: bool) -> None:
+    """N3: torch.autograd.functional.jacobian, one backward a row of it, or all of them under vmap."""
+    plain = mlp()
+    model = wrap(copy.deepcopy(plain))
+    x = torch.randn(3, 5)
+    expected = torch.autograd.functional.jacobian(plain, x)
+    assert_same(torch.autograd.functional.jacobian(model, x, vectorize=vectorize), expected)
+
+
+def test_batched_gradients(wrap: Callable[..., DataParallel]) -> None:
+    """N3: `is_grads_batched`, which runs backward under vmap."""
+    plain = mlp()
+    model = wrap(copy.deepcopy(plain))
+    x = torch.randn(3, 5)
+    vectors = torch.randn(4, 3, 3)
+    results = []
+    for module, root in ((plain, plain), (model, model.module)):
+        results.append(torch.autograd.grad(module(x), list(root.parameters()), vectors, is_grads_batched=True))
+    for mine, theirs in zip(*reversed(results), strict=True):
+        assert_same(mine, theirs)
+
+
+# ---- derivatives of higher order -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_gradcheck_and_gradgradcheck(wrap: Callable[..., DataParallel], num_replicas: int) -> None:
+    """N3"""
+    model = wrap(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)), num_replicas)
+    x = torch.randn(4, 2, requires_grad=True)
+
+    def run(x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return model(x)
+
+    assert torch.autograd.gradcheck(run, (x, *model.parameters()))
+    assert torch.autograd.gradgradcheck(run, (x, *model.parameters()))
+
+
+def penalty_models() -> dict[str, Callable[[], nn.Module]]:
+    norms = {
+        "spectral_norm, parametrized": parametrizations.spectral_norm,
+        "weight_norm, parametrized": parametrizations.weight_norm,
+    }
+    models: dict[str, Callable[[], nn.Module]] = {
+        "linear": mlp,
+        "conv": lambda: nn.Sequential(nn.Conv1d(1, 3, 3), nn.Softplus(), nn.Flatten(), nn.Linear(9, 3)),
+        "batch norm in eval mode": lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh()).eval(),
+        "group norm": lambda: nn.Sequential(nn.Linear(5, 4), nn.GroupNorm(2, 4), nn.Tanh()),
+        "lstm cell": lambda: nn.Sequential(nn.RNNCell(5, 4)),
+        "differentiates inside": ForceField,
+    }
+    for name, norm in norms.items():
+        models[name] = lambda norm=norm: nn.Sequential(norm(nn.Linear(5, 6)), nn.Tanh(), norm(nn.Linear(6, 3)))
+    return models
+
+
+def penalty_loss(module: Callable[..., Any], x: torch.Tensor, between: Callable[[], None] = lambda: None) -> Any:
+    """The loss of a WGAN-GP critic: it uses the output and the output's gradient."""
+    x = fresh(x)
+    output = tensors_in(module(x))[0]
+    (grad,) = torch.autograd.grad(output.pow(2).sum(), x, create_graph=True)
+    between()
+    return output.mean() + (grad.flatten(1).norm(dim=1) - 1).pow(2).mean()
+
+
+@pytest.mark.parametrize(("num_replicas", "rows"), [(2, 7), (3, 8), (4, 6), (2, 1)])
+@pytest.mark.parametrize("name", penalty_models())
+def test_gradient_penalty(wrap: Callable[..., DataParallel], name: str, num_replicas: int, rows: int) -> None:
+    """N3: a loss of the output and of its gradient; parameters, their gradients and the buffers after three steps."""
+    plain = penalty_models()[name]()
+    model = wrap(copy.deepcopy(plain), num_replicas)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-2) for m in (plain, model.module)]
+    for _ in range(3):
+        x = torch.randn(rows, 1, 5) if name == "conv" else torch.randn(rows, 5)
+        for module, optimizer in zip((plain, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            penalty_loss(module, x).backward()
+            optimizer.step()
+        assert_same_gradients(model.module, plain, 1e-10)
+    for mine, theirs in zip(model.module.state_dict().values(), plain.state_dict().values(), strict=True):
+        assert_same(mine, theirs, 1e-10)
+
+
+def test_gradient_penalty_with_batch_norm_in_training(wrap: Callable[..., DataParallel]) -> None:
+    """N3: statistics over a replica's rows, written once; the oracle is data_parallel."""
+    model = wrap(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)), 3)
+    oracle = copy.deepcopy(model.module)
+    x = torch.randn(9, 5)
+    for _ in range(2):
+        penalty_loss(model, x).backward()
+        penalty_loss(lambda x: data_parallel(oracle, x, ["cpu"] * 3), x).backward()
+    assert_same_gradients(model.module, oracle, 1e-10)
+    assert_same_state(model.module, oracle)
+    assert model.module[1].num_batches_tracked == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.nn.utils.weight_norm.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.weight_norm])
+def test_gradient_penalty_with_the_old_norms(
+    wrap: Callable[..., DataParallel], norm: Callable[[nn.Module], nn.Module]
+) -> None:
+    """N3, R10: hooks that compute the weight as a plain attribute before each forward."""
+    # Deep copies of these are refused by torch once a forward has run, so the two are made alike.
+    plain = nn.Sequential(norm(nn.Linear(5, 6)), nn.Tanh(), norm(nn.Linear(6, 1)))
+    other = nn.Sequential(norm(nn.Linear(5, 6)), nn.Tanh(), norm(nn.Linear(6, 1)))
+    other.load_state_dict(plain.state_dict())
+    model = wrap(other, 2)
+    x = torch.randn(7, 5)
+    for _ in range(2):
+        penalty_loss(plain, x).backward()
+        penalty_loss(model, x).backward()
+        assert_same_gradients(model.module, plain, 1e-10)
+    assert_same_state(model.module, plain)
+
+
+class MaskedMLP(nn.Module):
+    """A dropout that also returns its mask, so that a plain module can be given the same one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.tanh(self.first(x))
+        if mask is None:
+            mask = F.dropout(torch.ones_like(hidden), 0.4)
+        return self.second(hidden * mask), mask
+
+
+def test_gradient_penalty_with_dropout(wrap: Callable[..., DataParallel]) -> None:
+    """N3: the second derivative belongs to the masks of the first pass."""
+    model = wrap(MaskedMLP(), 3)
+    plain = copy.deepcopy(model.module)
+    x = torch.randn(8, 5)
+    drawn: list[torch.Tensor] = []
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        output, mask = model(x)
+        drawn.append(mask)
+        return output
+
+    penalty_loss(run, x).backward()
+    assert len(drawn) == 1
+    penalty_loss(lambda x: plain(x, drawn[0].detach())[0], x).backward()
+    assert_same_gradients(model.module, plain, 1e-10)
+
+
+def test_train_and_eval_toggled_between_the_passes(wrap: Callable[..., DataParallel]) -> None:
+    """N3: the second pass belongs to the mode, the attributes and the buffers of the first."""
+
+    class Moody(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.factor = parametrizations.spectral_norm(nn.Linear(5, 5)), 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.linear(x)) * (self.factor if self.training else 100.0)
+
+    plain = Moody()
+    model = wrap(copy.deepcopy(plain), 2)
+    x = torch.randn(7, 5)
+    for module, root in ((plain, plain), (model, model.module)):
+
+        def change(root: nn.Module = root) -> None:
+            root.eval()
+            root.factor = 7.0
+
+        penalty_loss(module, x, change).backward()
+    assert_same_gradients(model.module, plain, 1e-10)
+    assert_same_state(model.module, plain)
+
+
+REDUCTIONS = {"sum": torch.sum, "sum of cubes": lambda t: t.pow(3).sum()}
+
+
+@pytest.mark.parametrize("reduce", REDUCTIONS.values(), ids=REDUCTIONS)
+def test_third_derivatives(wrap: Callable[..., DataParallel], reduce: Callable[..., torch.Tensor]) -> None:
+    """N3: of inputs and of parameters; after a plain sum the gradients that come in need no gradient themselves."""
+    plain = mlp()
+    model = wrap(copy.deepcopy(plain), 3)
+    x = torch.randn(7, 5)
+    results = []
+    for module, root in ((plain, plain), (model, model.module)):
+        x_here = fresh(x)
+        (first,) = torch.autograd.grad(reduce(module(x_here)), x_here, create_graph=True)
+        (second,) = torch.autograd.grad(reduce(first), x_here, create_graph=True)
+        third = torch.autograd.grad(reduce(second), [x_here, *root.parameters()], allow_unused=True)
+        results.append(third)
+    for mine, theirs in zip(*reversed(results), strict=True):
+        assert_same(mine, theirs, 1e-10)
+
+
+def test_double_backward_of_an_input_written_into_afterwards(wrap: Callable[..., DataParallel]) -> None:
+    """N3: the plain module refuses it (the input was saved); a wrong second derivative must not come out."""
+    plain = nn.Sequential(nn.Linear(5, 3), nn.Tanh())
+    model = wrap(copy.deepcopy(plain))
+    x = torch.randn(7, 5)
+
+    def second(module: Callable[..., torch.Tensor], write: bool) -> torch.Tensor:
+        x_here = fresh(x)
+        hidden = x_here * 1.0
+        output = module(hidden)
+        if write:
+            hidden.mul_(3.0)
+        (grad,) = torch.autograd.grad(output.sum(), x_here, create_graph=True)
+        return torch.autograd.grad(grad.pow(2).sum(), x_here)[0]
+
+    right = second(plain, write=False)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second(plain, write=True)
+    try:
+        result = second(model, write=True)
+    except RuntimeError as error:
+        refusal = str(error)
+    else:
+        refusal = ""
+        assert_same(result, right)
+    assert not refusal or "modified by an inplace operation" in refusal
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+def test_create_graph_backward_gives_gradients_with_a_history(wrap: Callable[..., DataParallel]) -> None:
+    """N3: `loss.backward(create_graph=True)`, and a loss of the gradients that it leaves."""
+    plain = mlp()
+    model = wrap(copy.deepcopy(plain), 2)
+    x = torch.randn(7, 5)
+    results = []
+    for module, root in ((plain, plain), (model, model.module)):
+        loss_of(module(x)).backward(create_graph=True)
+        norm = sum(p.grad.pow(2).sum() for p in root.parameters())
+        results.append(torch.autograd.grad(norm, list(root.parameters())))
+        for parameter in root.parameters():
+            parameter.grad = None  # it would be a cycle, as the warning says
+    for mine, theirs in zip(*reversed(results), strict=True):
+        assert_same(mine, theirs, 1e-10)
+
+
+# ---- replicas follow the module ------------------------------------------------------------------
+
+
+def change_attribute(model: nn.Module) -> None:
+    model.scale = 3.0
+
+
+def change_mode(model: nn.Module) -> None:
+    model.eval()
+
+
+def change_submodule(model: nn.Module) -> None:
+    torch.manual_seed(5)
+    model.linear = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
+
+
+def change_data(model: nn.Module) -> None:
+    model.linear.weight.data = model.linear.weight.data * 2
+    model.linear.bias.data.zero_()
+
+
+def change_parameter(model: nn.Module) -> None:
+    model.linear.weight = nn.Parameter(torch.ones(3, 5))
+
+
+def change_dtype(model: nn.Module) -> None:
+    model.float()
+
+
+def change_buffer(model: nn.Module) -> None:
+    model.shift = torch.full((3,), 4.0)
+
+
+def add_parameter(model: nn.Module) -> None:
+    model.extra = nn.Parameter(torch.full((3,), 2.0))
+
+
+def add_hook(model: nn.Module) -> None:
+    model.linear.register_forward_hook(lambda module, args, output: output * module.weight.sum())
+
+
+def add_pre_hook(model: nn.Module) -> None:
+    model.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+
+def replace_forward(model: nn.Module) -> None:
+    forward = model.forward
+    model.forward = lambda x: forward(x) * 2
+
+
+CHANGES = [
+    change_attribute,
+    change_mode,
+    change_submodule,
+    change_data,
+    change_parameter,
+    change_dtype,
+    change_buffer,
+    add_parameter,
+    add_hook,
+    add_pre_hook,
+    replace_forward,
+]
+
+
+class Changeable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale, self.extra = nn.Linear(5, 3), 1.0, None
+        self.register_buffer("shift", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(next(self.parameters()).dtype)
+        y = self.linear(x) * self.scale + self.shift + (0 if self.training else 10)
+        return y if self.extra is None else y * self.extra
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_changes_between_steps_are_seen(wrap: Callable[..., DataParallel], change: Callable[[nn.Module], None]) -> None:
+    """R8: whatever the caller changes, the next forward runs with it."""
+    plain = Changeable()
+    model = wrap(copy.deepcopy(plain))
+    x = torch.randn(7, 5)
+    loss_of(model(x)).backward()
+    before = model(x).detach()
+    for root in (plain, model.module):
+        root.zero_grad()
+        change(root)
+    output, expected = model(x), plain(x)
+    assert output.dtype == expected.dtype
+    assert change is change_dtype or not torch.equal(output, before)
+    tolerance = 1e-5 if change is change_dtype else 1e-12
+    assert_same(output.detach(), expected.detach(), tolerance)
+    output.pow(2).sum().backward()
+    expected.pow(2).sum().backward()
+    assert_same_gradients(model.module, plain, tolerance)
+
+
+def test_removed_hooks_and_children_are_gone(wrap: Callable[..., DataParallel]) -> None:
+    """R8"""
+    model = wrap(nn.Sequential(nn.Linear(5, 3), nn.Tanh()))
+    x = torch.randn(4, 5)
+    plain = model.module(x).detach()
+    handle = model.module.register_forward_hook(lambda module, args, output: output + 1)
+    assert_same(model(x).detach(), plain + 1)
+    handle.remove()
+    assert_same(model(x).detach(), plain)
+    del model.module[1]
+    assert_same(model(x).detach(), model.module[0](x).detach())
+
+
+class CountsCalls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+        self.register_buffer("rows", torch.zeros(1), persistent=False)
+        self.linear = nn.Linear(2, 2)
+        self.log: list[float] = []
+        self.latest = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.rows += len(x)
+        self.latest = len(x)
+        self.log.append(float(x[0, 0]))
+        return self.linear(x) * 0 + self.calls
+
+
+def test_buffers_of_the_first_replica_persist(wrap: Callable[..., DataParallel]) -> None:
+    """R5: the others' updates are lost, and every forward starts every replica from the live buffers."""
+    model = wrap(CountsCalls(), 3)
+    calls, rows = model.module.calls, model.module.rows
+    for step in range(1, 4):
+        output = model(torch.zeros(7, 2))
+        assert torch.equal(output.detach(), torch.full((7, 2), float(step)))  # the same in every replica
+        assert model.module.calls is calls
+        assert calls.item() == step
+        assert rows.item() == 3 * step  # the first replica's rows
+    model.module.calls.fill_(10)
+    assert model(torch.zeros(7, 2))[-1, 0].item() == 11
+
+
+def test_assigned_attributes_are_lost_and_lists_persist(wrap: Callable[..., DataParallel]) -> None:
+    """R6"""
+    model = wrap(CountsCalls(), 3)
+    model(torch.arange(14.0).view(7, 2))
+    assert model.module.latest == 0
+    assert sorted(model.module.log) == [0.0, 6.0, 12.0]
+
+
+def test_hooks_run_once_a_replica_and_parameter_hooks_once(wrap: Callable[..., DataParallel]) -> None:
+    """R9: parameter hooks see the summed gradient, and may change it."""
+    plain = mlp()
+    model = wrap(copy.deepcopy(plain), 3)
+    x = torch.randn(8, 5)
+    loss_of(plain(x)).backward()
+    events: list[str] = []
+    grads: list[torch.Tensor] = []
+    layer = model.module[0]
+    layer.register_forward_pre_hook(lambda module, args: events.append(f"pre {len(args[0])}"))
+    layer.register_forward_hook(lambda module, args, output: events.append(f"post {len(output)}"))
+    layer.register_full_backward_hook(lambda module, into, out: events.append(f"backward {len(out[0])}"))
+    layer.weight.register_hook(lambda grad: grads.append(grad.clone()) or grad * 2)
+    layer.weight.register_post_accumulate_grad_hook(lambda parameter: events.append("accumulated"))
+    loss_of(model(fresh(x))).backward()
+    shards = [3, 3, 2]
+    once_a_replica = [f"{what} {n}" for what in ("pre", "post", "backward") for n in shards]
+    assert sorted(events) == sorted([*once_a_replica, "accumulated"])
+    assert events[-1] == "accumulated"
+    assert len(grads) == 1
+    assert_same(grads[0], plain[0].weight.grad)
+    assert_same(layer.weight.grad, plain[0].weight.grad * 2)
+    assert_same(model.module[2].weight.grad, plain[2].weight.grad)
+
+
+def test_hooks_of_the_wrapper_run_once(wrap: Callable[..., DataParallel]) -> None:
+    """R9: a hook on the wrapper sees the whole batch."""
+    model = wrap(mlp())
+    seen: list[int] = []
+    model.register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    model.register_full_backward_hook(lambda module, into, out: seen.append(len(out[0])))
+    loss_of(model(fresh(torch.randn(7, 5)))).backward()
+    assert seen == [7, 7]
+
+
+# ---- what a replica cannot be given --------------------------------------------------------------
+
+
+class Holder:
+    """An object of a class that nobody knows."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+class Hidden(nn.Module):
+    """Reaches its own layer through an object that cannot be looked into."""
+
+    def __init__(self, hide: Callable[["Hidden"], Any]) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.hiding_place = hide(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        place = self.hiding_place
+        return (place.held if isinstance(place, Holder) else place)(self.first(x))
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+HIDING_PLACES: dict[str, Callable[[Hidden], Any]] = {
+    "a module": lambda module: Holder(module.layer),
+    "a bound method": lambda module: Holder(module.run),
+    "a cached method": lambda module: functools.lru_cache(module.run),
+}
+
+
+@pytest.mark.parametrize("hide", HIDING_PLACES.values(), ids=HIDING_PLACES)
+def test_a_live_module_behind_an_unknown_object_is_an_error(
+    wrap: Callable[..., DataParallel], hide: Callable[[Hidden], Any]
+) -> None:
+    """R7: the replica would train the live module behind our back; the error names the parameter."""
+    model = wrap(Hidden(hide))
+    x = torch.randn(7, 5)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"parameter 'layer\.(weight|bias)' of the original module"):
+            model(x)
+    assert all(p.grad is None for p in model.parameters())
+    model.module.hiding_place = model.module.layer  # and mended
+    loss_of(model(x)).backward()
+    assert model.module.layer.weight.grad is not None
+
+
+def test_a_hidden_module_that_was_frozen_at_first_is_an_error_later(wrap: Callable[..., DataParallel]) -> None:
+    """R7, R4: no gradient may be lost because the first forwards needed none there."""
+    model = wrap(Hidden(HIDING_PLACES["a module"]))
+    model.module.layer.requires_grad_(False)
+    x = torch.randn(7, 5)
+    loss_of(model(x)).backward()
+    model.module.layer.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"parameter 'layer\.(weight|bias)' of the original module"):
+        loss_of(model(x)).backward()
+
+
+def test_a_hidden_module_behind_a_flag_is_an_error_when_it_is_used(wrap: Callable[..., DataParallel]) -> None:
+    """R7, R8: the graph is looked at again when the structure changes; a hiding place assigned later is found."""
+    model = wrap(Hidden(lambda module: module.run))
+    x = torch.randn(7, 5)
+    loss_of(model(x)).backward()
+    model.module.hiding_place = Holder(model.module.layer)
+    with pytest.raises(RuntimeError, match=r"parameter 'layer\.(weight|bias)' of the original module"):
+        model(x)
+
+
+def test_a_tensor_with_a_history_as_attribute_is_an_error(wrap: Callable[..., DataParallel]) -> None:
+    """R7: the error names the attribute; unused, it does no harm."""
+
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.memory, self.use = nn.Linear(5, 5), {"state": torch.zeros(5)}, True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) + (self.memory["state"] if self.use else 0)
+
+    model = wrap(nn.Sequential(Remembers()))
+    x = torch.randn(7, 5)
+    model.module[0].memory["state"] = torch.exp(torch.zeros(5, requires_grad=True))
+    model.module[0].use = False
+    loss_of(model(x)).backward()
+    model.module[0].use = True
+    model.module[0].memory = dict(model.module[0].memory)
+    with pytest.raises(RuntimeError, match=r"attribute '0\.memory'"):
+        model(x)
+    model.module[0].memory["state"] = torch.ones(5)
+    loss_of(model(x)).backward()
+
+
+def test_methods_lists_and_lambdas_are_the_replicas_own(wrap: Callable[..., DataParallel]) -> None:
+    """R7: gradients arrive through every way by which a module can refer to itself."""
+
+    class Devious(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = [nn.Linear(5, 5) for _ in range(4)]
+            self.a, self.b, self.c, self.d = layers
+            self.hidden = nn.Linear(5, 5)
+            self.plain_list = [self.a]
+            self.table = {"op": self.run_b, "nested": (1, [functools.partial(self.run_c, 2.0)])}
+            self.op = lambda x, extra=nn.Linear(5, 5): extra(self.d(x))  # noqa: B008 - it is what is tested
+            self.not_a_child = {"only here": [self.__dict__["_modules"].pop("hidden")]}
+
+        def run_b(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(x)
+
+        def run_c(self, factor: float, x: torch.Tensor) -> torch.Tensor:
+            return self.c(x) * factor
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.plain_list[0](x)
+            x = self.table["op"](x)
+            x = self.table["nested"][1][0](x)
+            return self.not_a_child["only here"][0](self.op(x))
+
+        def everything(self) -> list[torch.Tensor]:
+            outside = (self.op.__defaults__[0], self.not_a_child["only here"][0])
+            return [*self.parameters(), *(p for module in outside for p in module.parameters())]
+
+    plain = Devious()
+    model = wrap(Devious(), 3)
+    with torch.no_grad():
+        for mine, theirs in zip(model.module.everything(), plain.everything(), strict=True):
+            mine.copy_(theirs)
+    x = torch.randn(7, 5)
+    loss_of(plain(x)).backward()
+    loss_of(model(x)).backward()
+    for mine, theirs in zip(model.module.everything(), plain.everything(), strict=True):
+        assert theirs.grad is not None
+        assert_same(mine.grad, theirs.grad)
+
+
+def test_objects_that_carry_tensors_with_a_history(wrap: Callable[..., DataParallel]) -> None:
+    """S4: an object of an unknown class reaches every replica as it is, and gradients flow through what it holds."""
+
+    class AddsFeature(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 3)
+
+        def forward(self, x: torch.Tensor, batch: Holder) -> torch.Tensor:
+            return self.linear(x) * batch.held
+
+    plain = AddsFeature()
+    model = wrap(copy.deepcopy(plain))
+    x, grads = torch.randn(7, 5), []
+    for module in (plain, model):
+        weight = fresh(torch.arange(3.0))
+        loss_of(module(x, Holder(torch.exp(weight) * 2))).backward()
+        grads.append(weight.grad)
+    assert_same(grads[1], grads[0])
+    assert_same_gradients(model.module, plain)
+
+
+# ---- activation checkpointing --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("rows", [7, 8])
+def test_activation_checkpointing_around_the_wrapper(
+    wrap: Callable[..., DataParallel], reentrant: bool, rows: int
+) -> None:
+    """R13: `checkpoint(model, x)`; many steps, because an order that depends on threads is right some of the time."""
+    plain = mlp()
+    model = wrap(copy.deepcopy(plain), 2)
+    for _ in range(30):
+        x = torch.randn(rows, 5)
+        grads = []
+        for module, root in ((plain, plain), (model, model.module)):
+            x_here = fresh(x)
+            root.zero_grad()
+            loss_of(checkpoint(module, x_here, use_reentrant=reentrant)).backward()
+            grads.append(x_here.grad)
+        assert_same(grads[1], grads[0])
+        assert_same_gradients(model.module, plain)
+
+
+# ---- failures ------------------------------------------------------------------------------------
+
+
+class FailureError(Exception):
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(code, text)
+        self.code = code
+
+
+class FailsOn(nn.Module):
+    """Raises for the replicas whose first row is in `on`, after it has written into its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(2), nn.Linear(2, 2)
+        self.register_buffer("calls", torch.zeros(1))
+        self.on: dict[float, BaseException] = {}
+        self.in_backward = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        y = self.linear(self.norm(x))
+        error = self.on.get(float(x[0, 0]))
+        if error is not None and not self.in_backward:
+            raise error
+        if error is not None:
+
+            def fail(grad: torch.Tensor) -> None:
+                raise error
+
+            y.register_hook(fail)
+        return y
+
+
+NUMBERED_ROWS = torch.arange(8, dtype=torch.float64).repeat_interleave(2).view(8, 2)  # replicas start with 0, 3 and 6
+
+
+@pytest.mark.parametrize("first_row", [0.0, 3.0, 6.0])
+def test_the_callers_exception_is_the_replicas(wrap: Callable[..., DataParallel], first_row: float) -> None:
+    """F1, N11: the same object, with a note; buffers as before; the next call works."""
+    model = wrap(FailsOn(), 3)
+    model(NUMBERED_ROWS)
+    before = copy.deepcopy(model.module.state_dict())
+    error = FailureError(7, "as asked")
+    model.module.on = {first_row: error}
+    with pytest.raises(FailureError) as caught:
+        model(NUMBERED_ROWS)
+    assert caught.value is error
+    assert error.code == 7
+    replica = int(first_row) // 3
+    assert f"replica {replica} on cpu, rows {replica * 3} to " in "".join(error.__notes__)
+    for name, value in model.module.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    model.module.on = {}
+    loss_of(model(NUMBERED_ROWS)).backward()
+    assert model.module.linear.weight.grad is not None
+
+
+def test_the_first_of_several_exceptions(wrap: Callable[..., DataParallel]) -> None:
+    """F2: the lowest replica's; the others are in its note."""
+    model = wrap(FailsOn(), 3)
+    model.module.on = {3.0: ValueError("in the second"), 6.0: KeyError("in the third")}
+    with pytest.raises(ValueError, match="in the second") as caught:
+        model(NUMBERED_ROWS)
+    notes = "\n".join(caught.value.__notes__)
+    assert "replica 1 on cpu" in notes
+    assert "replica 2 on cpu" in notes
+    assert "KeyError" in notes
+    assert "in the third" in notes
+
+
+@pytest.mark.parametrize("first_row", [0.0, 3.0])
+def test_an_exception_in_backward(wrap: Callable[..., DataParallel], first_row: float) -> None:
+    """F1: the same object with a note; nothing has been added to any gradient; the next step is right."""
+    model = wrap(FailsOn(), 3)
+    plain = copy.deepcopy(model.module)
+    error = FailureError(8, "in backward")
+    model.module.on, model.module.in_backward = {first_row: error}, True
+    loss = loss_of(model(NUMBERED_ROWS))
+    with pytest.raises(FailureError) as caught:
+        loss.backward(retain_graph=True)
+    assert caught.value is error
+    assert f"replica {int(first_row) // 3}" in "".join(error.__notes__)
+    assert all(p.grad is None for p in model.parameters())
+    model.module.on = {}
+    loss_of(model(NUMBERED_ROWS)).backward()
+    loss_of(data_parallel(plain, NUMBERED_ROWS, ["cpu"] * 3)).backward()  # once: the first backward left nothing
+    assert_same_gradients(model.module, plain)
+
+
+def test_a_walk_that_failed_is_not_counted_twice(wrap: Callable[..., DataParallel]) -> None:
+    """F1: a backward that is tried again, on a kept graph, gives the right gradient or an error."""
+
+    class FailsOnce(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.errors = nn.Linear(2, 2), [FailureError(9, "once")]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x)
+            if x[0, 0] == 3:
+
+                def fail_once(grad: torch.Tensor) -> None:
+                    if self.errors:
+                        raise self.errors.pop()
+
+                y.register_hook(fail_once)
+            return y
+
+    model = wrap(FailsOnce(), 3)
+    plain = nn.Linear(2, 2)
+    plain.load_state_dict(model.module.linear.state_dict())
+    loss = loss_of(model(NUMBERED_ROWS))
+    with pytest.raises(FailureError):
+        loss.backward(retain_graph=True)
+    loss_of(plain(NUMBERED_ROWS)).backward()
+    try:
+        loss.backward()
+    except RuntimeError:
+        assert model.module.linear.weight.grad is None
+    else:
+        assert_same_gradients(model.module.linear, plain)
+
+
+def test_buffers_are_as_before_when_outputs_do_not_fit_together(wrap: Callable[..., DataParallel]) -> None:
+    """N11, G5: a failure after every replica has succeeded."""
+
+    class Disagrees(FailsOn):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {f"starts with {x[0, 0]}": super().forward(x)}
+
+    model = wrap(Disagrees())
+    before = copy.deepcopy(model.module.state_dict())
+    with pytest.raises(ValueError, match="different keys"):
+        model(NUMBERED_ROWS)
+    for name, value in model.module.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=["KeyboardInterrupt", "SystemExit"])
+@pytest.mark.parametrize("first_row", [0.0, 3.0, 6.0])
+@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
+def test_interrupts_in_a_replica(
+    wrap: Callable[..., DataParallel], error: BaseException, first_row: float, in_backward: bool
+) -> None:
+    """F3, N11: raised in the caller; buffers as before a failed forward; the next call works."""
+    model = wrap(FailsOn(), 3)
+    plain = copy.deepcopy(model.module)
+    before = copy.deepcopy(model.module.state_dict())
+    model.module.on, model.module.in_backward = {first_row: error}, in_backward
+    with pytest.raises(type(error)) as caught:
+        in_time(lambda: loss_of(model(NUMBERED_ROWS)).backward())
+    assert caught.value is error
+    if not in_backward:
+        for name, value in model.module.state_dict().items():
+            assert torch.equal(value, before[name]), name
+    model.module.load_state_dict(before)
+    model.module.on = {}
+    in_time(lambda: loss_of(model(NUMBERED_ROWS)).backward())
+    loss_of(data_parallel(plain, NUMBERED_ROWS, ["cpu"] * 3)).backward()
+    assert_same_gradients(model.module, plain)
+
+
+def test_an_interrupt_in_one_replica_does_not_wait_for_another(wrap: Callable[..., DataParallel]) -> None:
+    """F3: raised promptly, although a third replica is still busy."""
+    release = threading.Event()
+
+    class Waits(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x[0, 0] == 3:
+                raise KeyboardInterrupt
+            if x[0, 0] == 6:
+                assert release.wait(WAIT_S * 2)
+            return x
+
+    model = wrap(Waits(), 3)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            in_time(lambda: model(NUMBERED_ROWS))
+    finally:
+        release.set()
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+class Watched(nn.Module):
+    """Keeps weak references to its intermediate results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 3)
+        self.seen: list[weakref.ref[torch.Tensor]] = []
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.a(x)
+        self.seen.append(weakref.ref(hidden))
+        result = self.b(torch.tanh(hidden) * hidden)  # hidden is saved for backward
+        if self.fails:
+            raise MemoryError("no room")
+        return result
+
+    def alive(self) -> int:
+        return sum(reference() is not None for reference in self.seen)
+
+
+class WithMethodAttribute(Watched):
+    def __init__(self) -> None:
+        super().__init__()
+        self.op = self.run
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.op(super().forward(x))
+
+
+@pytest.fixture
+def collector_off() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_backward_frees_activations(wrap: Callable[..., DataParallel], collector_off: None) -> None:
+    """N10: while backward runs, not when the loss goes."""
+    model = wrap(Watched(), 3)
+    output = model(torch.randn(8, 5))
+    assert model.module.alive() == 3
+    loss = loss_of(output)
+    loss.backward()
+    assert model.module.alive() == 0
+    assert loss.grad_fn is not None
+
+
+def test_a_kept_graph_is_kept_and_then_freed(wrap: Callable[..., DataParallel], collector_off: None) -> None:
+    """N10: retain_graph keeps activations until the loss goes, or until a backward without it."""
+    model = wrap(Watched(), 2)
+    loss = loss_of(model(torch.randn(8, 5)))
+    loss.backward(retain_graph=True)
+    assert model.module.alive() == 2
+    loss.backward()
+    assert model.module.alive() == 0
+    loss = loss_of(model(torch.randn(8, 5)))
+    loss.backward(retain_graph=True)
+    del loss
+    assert model.module.alive() == 0
+
+
+def test_dropping_the_output_frees_activations(wrap: Callable[..., DataParallel], collector_off: None) -> None:
+    """N10: a forward without a backward."""
+    model = wrap(Watched(), 2)
+    output = model(torch.randn(8, 5))
+    assert model.module.alive() == 2
+    del output
+    assert model.module.alive() == 0
+
+
+@pytest.mark.parametrize("kind", [Watched, WithMethodAttribute])
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_no_reference_cycles(
+    wrap: Callable[..., DataParallel], collector_off: None, kind: type[Watched], order: int
+) -> None:
+    """N10: after a forward, a backward, and a double backward; also where attributes are methods of the module."""
+    model = wrap(kind(), 3)
+
+    def step() -> None:
+        x = fresh(torch.randn(8, 5))
+        if order == 2:
+            penalty_loss(model, x).backward()
+        else:
+            output = model(x)
+            if order == 1:
+                loss_of(output).backward()
+
+    step()  # what is made once and kept
+    model.module.seen.clear()
+    gc.collect()
+    step()
+    assert model.module.alive() == 0
+    assert gc.collect() == 0
+
+
+def test_a_failed_forward_leaves_nothing_behind(wrap: Callable[..., DataParallel], collector_off: None) -> None:
+    """N10, F1: so that a batch that ran out of memory can be tried again in parts."""
+    model = wrap(Watched(), 3)
+    model(torch.randn(8, 5))
+    model.module.seen.clear()
+    gc.collect()
+    for _ in range(2):
+        failed = False
+        model.module.fails = True
+        try:  # not pytest.raises, which keeps the exception, and by it the frames
+            model(torch.randn(8, 5))
+        except MemoryError:
+            failed = True
+        model.module.fails = False
+        assert failed
+        assert model.module.alive() == 0
+        assert gc.collect() == 0
+
+
+def test_inputs_and_outputs_are_not_kept(wrap: Callable[..., DataParallel], collector_off: None) -> None:
+    """N10: neither the engine nor an idle worker keeps anything of the last step."""
+    model = wrap(mlp(), 3)
+    x = fresh(torch.randn(8, 5))
+    output = model(x)
+    references = [weakref.ref(x), weakref.ref(output)]
+    loss_of(output).backward()
+    del x, output
+    assert [reference() for reference in references] == [None, None]
+    module = weakref.ref(model.module)
+    del model
+    gc.collect()  # modules have cycles of their own
+    assert module() is None
+
+
+# ---- callers and processes -----------------------------------------------------------------------
+
+
+def test_calls_from_several_threads_at_once(wrap: Callable[..., DataParallel]) -> None:
+    """F5: each caller gets its own batch's outputs and gradients."""
+    plain = mlp()
+    model = wrap(copy.deepcopy(plain), 3)
+    together = threading.Barrier(4)
+    wrong: list[str] = []
+
+    def call(number: int) -> None:
+        x = torch.randn(7, 5, generator=torch.Generator().manual_seed(number))
+        together.wait(WAIT_S)
+        for _ in range(10):
+            x_model, x_plain = fresh(x), fresh(x)
+            (mine,) = torch.autograd.grad(loss_of(model(x_model)), x_model)
+            (theirs,) = torch.autograd.grad(loss_of(plain(x_plain)), x_plain)
+            if not torch.allclose(mine, theirs, rtol=1e-12, atol=1e-12):
+                wrong.append(f"caller {number}")
+
+    threads = [threading.Thread(target=call, args=(i,), daemon=True) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive(), "it hangs"
+    assert not wrong
+
+
+def run_script(script: str, timeout_s: float = 100.0) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def test_the_interpreter_exits_cleanly_after_training(engine: str) -> None:
+    """F5: status 0, and nothing on stderr, with outputs and graphs still alive."""
+    done = run_script(f"""
+        import torch, manyhands
+        model = manyhands.DataParallel(torch.nn.Linear(5, 3), ["cpu"] * 3, engine={engine!r})
+        for _ in range(3):
+            output = model(torch.randn(7, 5))
+            output.sum().backward()
+        kept = model(torch.randn(7, 5))
+        print("trained")
+    """)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "trained\n", "")
+
+
+def test_sys_exit_inside_a_replica_ends_the_program(engine: str) -> None:
+    """F3, F5: with its status, and with other replicas at work."""
+    done = run_script(f"""
+        import sys, torch, manyhands
+
+        class Exits(torch.nn.Module):
+            def forward(self, x):
+                if x[0] == 0:
+                    sys.exit(5)
+                while True:
+                    torch.ones(100).sum()
+
+        manyhands.DataParallel(Exits(), ["cpu"] * 2, engine={engine!r})(torch.arange(4.0))
+    """)
+    assert done.returncode == 5, done.stderr
+    assert "terminate called" not in done.stderr
