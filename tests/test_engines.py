@@ -27,7 +27,7 @@ from manyhands import DataParallel, data_parallel
 
 ENGINES = ["threads"]
 SPLITS = [(2, 7), (3, 8), (4, 9), (4, 6), (2, 1)]  # replicas, rows; (4, 6) leaves one idle, (2, 1) runs one replica
-WAIT_S = 30.0
+WAIT_S = 15.0
 
 
 @pytest.fixture(autouse=True)

@@ -7,21 +7,23 @@ inside a replica: on the wrong device, and with gradients that never arrive.
 
 `references` finds what a value points at; `rebind` returns the value with each live object replaced by the replica's.
 Both look into the same places: containers, bound methods, partials, functions' closures and defaults, and weak
-references. They do not look into objects of other classes, nor into containers of more than `_LARGE` items (a
-vocabulary, say); what hides there is found when the output's graph is walked (see engines/threads.py).
+references. They do not look into objects of other classes, into containers of more than `_LARGE` items (a vocabulary,
+say), or deeper than `_DEEP` levels; what hides there is found when the output's graph is walked (engines/threads.py).
 """
 
+import copy
 import functools
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 _LARGE = 1000
+_DEEP = 100
 
 # Values of exactly these types point at nothing.
 INERT = frozenset(
@@ -39,24 +41,31 @@ def is_inert(value: Any) -> bool:
     if kind is tuple or kind is list or kind is set:
         return len(value) > _LARGE or INERT.issuperset(map(type, value))
     if kind is dict:
-        return len(value) > _LARGE or INERT.issuperset(map(type, value.values()))
+        return len(value) > _LARGE or (
+            INERT.issuperset(map(type, value.values())) and INERT.issuperset(map(type, value))
+        )
     return False
 
 
-def references(value: Any, seen: set[int] | None = None) -> Iterator[nn.Module | torch.Tensor]:
-    """Yield every module and tensor that `value` is or leads to."""
-    if type(value) in INERT:
-        return
-    if isinstance(value, nn.Module | torch.Tensor):
-        yield value
-        return
-    seen = set() if seen is None else seen
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    for part in _parts(value):
-        if type(part) not in INERT:
-            yield from references(part, seen)
+def references(value: Any) -> list[nn.Module | torch.Tensor]:
+    """Return every module and tensor that `value` is or leads to, each once."""
+    found: list[nn.Module | torch.Tensor] = []
+    seen: set[int] = set()
+    level = [value]
+    for _ in range(_DEEP):
+        below: list[Any] = []
+        for part in level:
+            if type(part) in INERT or id(part) in seen:
+                continue
+            seen.add(id(part))
+            if isinstance(part, nn.Module | torch.Tensor):
+                found.append(part)
+            else:
+                below.extend(_parts(part))
+        if not below:
+            break
+        level = below
+    return found
 
 
 def rebind(value: Any, replacements: Mapping[int, Any], memo: dict[int, Any] | None = None) -> Any:
@@ -75,84 +84,89 @@ def rebind(value: Any, replacements: Mapping[int, Any], memo: dict[int, Any] | N
         return value
     memo = {} if memo is None else memo
     if id(value) not in memo:
-        memo[id(value)] = value  # met again on the way down: a value that contains itself keeps that reference
-        memo[id(value)] = _rebuilt(value, replacements, memo)
+        memo[id(value)] = value  # for a value that leads back to itself, until there is something better
+        if any(id(reference) in replacements for reference in references(value)):
+            memo[id(value)] = _rebuilt(value, replacements, memo)
     return memo[id(value)]
 
 
 def _parts(value: Any) -> list[Any]:
     """Return the values directly inside `value`, where it is of a kind that we look into."""
     if isinstance(value, dict):
-        return list(value.values()) if len(value) <= _LARGE else []
+        return [*value, *value.values()] if len(value) <= _LARGE else []
     if isinstance(value, list | tuple | set | frozenset | deque):
         return list(value) if len(value) <= _LARGE else []
     if isinstance(value, types.MethodType):
         return [value.__self__]
     if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
+        return [value.func, *value.args, *value.keywords.values(), *value.__dict__.values()]
     if isinstance(value, types.FunctionType):
-        return [*_cell_contents(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_set(cell)]
+        return [*cells, value.__defaults__, value.__kwdefaults__, value.__dict__]
     if type(value) is weakref.ref:
         return [value()]
     return []
 
 
 def _rebuilt(value: Any, replacements: Mapping[int, Any], memo: dict[int, Any]) -> Any:
-    parts = _parts(value)
-    new = [rebind(part, replacements, memo) for part in parts]
-    if all(a is b for a, b in zip(parts, new, strict=True)):
-        return value
-    if isinstance(value, types.MethodType):
-        return types.MethodType(value.__func__, new[0])
-    if type(value) is weakref.ref:
-        return weakref.ref(new[0])
-    if isinstance(value, functools.partial):
-        num_args = len(value.args)
-        keywords = dict(zip(value.keywords, new[1 + num_args :], strict=True))
-        rebuilt = type(value)(new[0], *new[1 : 1 + num_args], **keywords)
-        rebuilt.__dict__.update(rebind(value.__dict__, replacements, memo))
-        return rebuilt
-    if isinstance(value, types.FunctionType):
-        return _rebuilt_function(value, replacements, memo)
+    """Return a value like `value` with its parts rebound.
+
+    What can contain itself (lists, dicts, deques, functions) enters the memo before its parts are looked at.
+    """
+
+    def new(part: Any) -> Any:
+        return rebind(part, replacements, memo)
+
     if isinstance(value, dict):
-        copied = value.copy()  # keeps the order, and the type of OrderedDict and defaultdict
-        copied.update(zip(value, new, strict=True))
-        return copied
-    if isinstance(value, deque):
-        return deque(new, value.maxlen)
+        memo[id(value)] = table = copy.copy(value)  # keeps the class, and what it has beside its items
+        items = [(new(key), new(item)) for key, item in value.items()]
+        table.clear()
+        table.update(items)
+        return table
+    if isinstance(value, list | deque):
+        memo[id(value)] = items_in_order = copy.copy(value)
+        for index, item in enumerate(value):
+            items_in_order[index] = new(item)
+        return items_in_order
+    if isinstance(value, types.FunctionType):
+        return _rebuilt_function(value, new, memo)
+    if isinstance(value, types.MethodType):
+        return types.MethodType(value.__func__, new(value.__self__))
+    if type(value) is weakref.ref:
+        return weakref.ref(new(value()))
+    if isinstance(value, functools.partial):
+        keywords = {name: new(item) for name, item in value.keywords.items()}
+        rebuilt_partial = type(value)(new(value.func), *map(new, value.args), **keywords)
+        rebuilt_partial.__dict__.update({name: new(item) for name, item in value.__dict__.items()})
+        return rebuilt_partial
     if isinstance(value, tuple) and hasattr(value, "_make"):
-        return value._make(new)
-    return type(value)(new)
+        return value._make(map(new, value))
+    return type(value)(map(new, value))  # tuple, set, frozenset
 
 
 def _rebuilt_function(
-    function: types.FunctionType, replacements: Mapping[int, Any], memo: dict[int, Any]
+    function: types.FunctionType, new: Callable[[Any], Any], memo: dict[int, Any]
 ) -> types.FunctionType:
     """Return `function` with cells of its own for what is replaced; other cells stay shared with the original."""
-    closure = []
-    for cell in function.__closure__ or ():
-        try:
-            content = cell.cell_contents
-        except ValueError:  # not assigned yet
-            closure.append(cell)
-            continue
-        new = rebind(content, replacements, memo)
-        closure.append(cell if new is content else types.CellType(new))
-    defaults = rebind(function.__defaults__, replacements, memo)
+    cells = list(function.__closure__ or ())
+    to_replace = [_is_set(cell) and bool(references(cell.cell_contents)) for cell in cells]
+    closure = [types.CellType() if replace else cell for cell, replace in zip(cells, to_replace, strict=True)]
     rebuilt = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, defaults, tuple(closure) or None
+        function.__code__, function.__globals__, function.__name__, None, tuple(closure) if closure else None
     )
-    rebuilt.__kwdefaults__ = rebind(function.__kwdefaults__, replacements, memo)
+    memo[id(function)] = rebuilt
+    for cell, own, replace in zip(cells, closure, to_replace, strict=True):
+        if replace:
+            own.cell_contents = new(cell.cell_contents)
+    rebuilt.__defaults__, rebuilt.__kwdefaults__ = new(function.__defaults__), new(function.__kwdefaults__)
     rebuilt.__qualname__ = function.__qualname__
-    rebuilt.__dict__.update(rebind(function.__dict__, replacements, memo))
+    rebuilt.__dict__.update({name: new(item) for name, item in function.__dict__.items()})
     return rebuilt
 
 
-def _cell_contents(function: types.FunctionType) -> list[Any]:
-    contents = []
-    for cell in function.__closure__ or ():
-        try:
-            contents.append(cell.cell_contents)
-        except ValueError:  # not assigned yet
-            continue
-    return contents
+def _is_set(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - raises ValueError where the variable has not been assigned yet
+    except ValueError:
+        return False
+    return True

@@ -13,6 +13,7 @@ the live module's, unless they hold modules, parameters or methods, when each re
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeVar
@@ -34,16 +35,31 @@ _NUM_OWN = len(_OWN_ATTRIBUTES)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Keep Python's garbage collector from looking, again and again, through thousands of objects just made."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+class _CollectorPause:
+    """Keeps Python's garbage collector from looking, again and again, through thousands of objects just made."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_open = 0
+        self._was_enabled = False
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self._lock:
+            self._num_open += 1
+            if self._num_open == 1:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_open -= 1
+                if self._num_open == 0 and self._was_enabled:
+                    gc.enable()
+
+
+_collector_paused = _CollectorPause()
 
 
 class Blueprint:
@@ -55,7 +71,8 @@ class Blueprint:
         buffers: id -> tensor, of the buffers that need none.
         constants: id -> tensor, of plain tensors in attributes that need no gradient.
         histories: id -> tensor, of tensors in attributes that have a history; a replica cannot use these.
-        signature: equal for two blueprints of one root if no module and no pointing attribute was exchanged.
+        signature: equal for two blueprints of one root if no module and no pointing attribute was exchanged, and the
+            same parameters need gradients.
 
     Raises:
         TypeError: a module of a kind that cannot be replicated; says what to do.
@@ -75,6 +92,7 @@ class Blueprint:
         known = {id(root), id(None)}
         parameters, buffers = self.parameters, self.buffers
         classes: set[type] = set()
+        self._num_registered = 0
         for module in modules:  # grows at its end
             attributes = module.__dict__
             for child in attributes["_modules"].values():
@@ -89,6 +107,8 @@ class Blueprint:
             if type(module) not in classes:
                 classes.add(type(module))
                 self._look_at_class(module)
+            for name in self._slots.get(type(module), ()) if self._slots else ():
+                found.update((id(reference), reference) for reference in references(getattr(module, name, None)))
             for name, value in _attributes_of_its_own(attributes):
                 if type(value) not in INERT and not is_inert(value):
                     self._look_at_attribute(module, name, found)
@@ -101,6 +121,7 @@ class Blueprint:
                 for name in _HOOKS:
                     self._look_at_attribute(module, name, found)
             if module is modules[-1]:  # the tree is complete: now what is only reachable through attributes
+                self._num_registered = self._num_registered or len(modules)
                 hidden = [m for m in found.values() if isinstance(m, nn.Module) and id(m) not in known]
                 known.update(map(id, hidden))
                 modules.extend(hidden)
@@ -108,6 +129,7 @@ class Blueprint:
         self._sort_tensors(found)
         self.signature = [
             *map(id, modules),
+            *(parameter.requires_grad for parameter in parameters.values()),
             *((module, name, id(value)) for module, name, value in self._pointing_attributes()),
         ]
 
@@ -129,7 +151,17 @@ class Blueprint:
             _set(replicas[id(module)], "__dict__", attributes)
         if self._to_rebind or self._slots:
             self._rebind_attributes(replicas, {**own, **replicas})
-        return replicas[id(self.root)]  # type: ignore[no-any-return]
+        root: nn.Module = replicas[id(self.root)]
+        if len(self.modules) > self._num_registered:  # nothing else may hold what only a weak reference leads to
+            root.__dict__["_hidden_replicas"] = [replicas[id(m)] for m in self.modules[self._num_registered :]]
+        return root
+
+    def unlink(self, replica: nn.Module) -> None:
+        """Take a replica's references to itself away, so that it goes with the last reference to it."""
+        replica.__dict__.pop("_hidden_replicas", None)
+        for live, own in zip(self.root.modules(), replica.modules(), strict=False):
+            for name in self._to_rebind.get(id(live), ()):
+                own.__dict__.pop(name, None)
 
     def name_of(self, tensor: torch.Tensor) -> str:
         """Return how a user would find a tensor of the live module: a parameter's name, or the attribute it is in."""
@@ -162,7 +194,7 @@ class Blueprint:
                 f"{type(module).__name__} is compiled, and its compiled call would run the original in every replica: "
                 "wrap the module that is not compiled"
             )
-        led_to = list(references(module.__dict__[name]))
+        led_to = references(module.__dict__[name])
         if led_to:
             self._to_rebind.setdefault(id(module), []).append(name)
             found.update((id(reference), reference) for reference in led_to)

@@ -1,17 +1,17 @@
 """The caller's thread-local state, carried into the worker threads.
 
 torch keeps much of what a user has switched on per thread: grad mode, inference mode, autocast, the default device,
-saved-tensor hooks, the current streams, denormal flushing. A replica must see all of it as the caller does.
-(The default dtype and the deterministic flags belong to the process and need no carrying.) Two kinds of state cannot
-follow into another thread: dispatch and function modes, and torch.func transforms; while one is active,
-`modes_that_stay()` says so and replicas run in the caller's thread.
+the current streams, denormal flushing. A replica must see all of it as the caller does. (The default dtype and the
+deterministic flags belong to the process and need no carrying.) Some state cannot follow into other threads: dispatch
+and function modes, torch.func transforms, and saved-tensor hooks, which count on the order in which tensors are saved
+(activation checkpointing above all). While such a mode is active, `modes_that_stay()` says so and replicas run in the
+caller's thread, one after the other.
 """
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -29,7 +29,6 @@ class ThreadState:
     inference: bool
     autocast: tuple[tuple[str, torch.dtype], ...]
     autocast_cache: bool
-    saved_tensor_hooks: tuple[Callable[..., Any], Callable[..., Any]] | None
     saved_tensor_hooks_disabled: str | None
     default_device: torch.device | None
     flush_denormal: bool
@@ -43,7 +42,6 @@ class ThreadState:
             inference=torch.is_inference_mode_enabled(),
             autocast=tuple((t, torch.get_autocast_dtype(t)) for t in _AUTOCAST_TYPES if torch.is_autocast_enabled(t)),
             autocast_cache=torch.is_autocast_cache_enabled(),
-            saved_tensor_hooks=torch_private.saved_tensor_hooks(),
             saved_tensor_hooks_disabled=torch_private.saved_tensor_hooks_disabled(),
             default_device=torch.get_default_device() if torch_private.function_modes() else None,
             flush_denormal=_flushes_denormals(),
@@ -60,8 +58,6 @@ class ThreadState:
                 stack.enter_context(self.default_device)
             for device_type, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device_type, dtype, cache_enabled=self.autocast_cache))
-            if self.saved_tensor_hooks is not None:
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_tensor_hooks))
             if self.saved_tensor_hooks_disabled is not None:
                 message = self.saved_tensor_hooks_disabled
                 stack.enter_context(torch.autograd.graph.disable_saved_tensors_hooks(message))
@@ -76,6 +72,7 @@ def modes_that_stay() -> bool:
     return (
         torch_private.has_dispatch_modes()
         or torch_private.has_transforms()
+        or torch_private.has_saved_tensor_hooks()
         or any(not torch_private.is_default_device(mode) for mode in torch_private.function_modes())
     )
 

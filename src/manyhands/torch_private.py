@@ -3,7 +3,6 @@
 Nothing else in the package may name a `torch._C` function; tests/test_torch_private.py calls each of these.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,15 +19,15 @@ def backward_keeps_graph() -> bool:
         return True
 
 
-def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Return the innermost pair of this thread's default saved-tensor hooks, or None.
+def has_saved_tensor_hooks() -> bool:
+    """Return whether default saved-tensor hooks (activation checkpointing, save_on_cpu) are active in this thread.
 
-    Fallback: None. Then hooks such as `save_on_cpu` act on the caller's replica only.
+    Fallback: False. Then such hooks act on the caller's replica only.
     """
     try:
-        return torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     except AttributeError:
-        return None
+        return False
 
 
 def saved_tensor_hooks_disabled() -> str | None:
@@ -89,4 +88,16 @@ def owns_its_memory(tensor: torch.Tensor) -> bool:
         storage = tensor.untyped_storage()
         return bool(torch._C._storage_Use_Count(storage._cdata) == 2)  # the tensor's reference, and `storage`'s
     except (AttributeError, RuntimeError):  # RuntimeError: a tensor without storage
+        return False
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Return whether vmap has hidden an axis of `tensor`, as it does when many gradients are asked for at once.
+
+    Fallback: False. Then such a backward raises torch's own error.
+    """
+    try:
+        functorch = torch._C._functorch
+        return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+    except AttributeError:
         return False

@@ -106,7 +106,9 @@ class Graphs:
         where: how a message calls each replica.
         inputs, outputs: the boundary's edges.
         keep: whether graphs of a higher order share nodes with these, so that a backward must not free them.
+        keep_alive: what must not go before the graphs.
         live_inputs: the caller's tensors, one an input edge.
+        histories: the node behind each of them in the forward; another one stands there once it was written into.
     """
 
     timings: list[ReplicaTiming]
@@ -114,18 +116,22 @@ class Graphs:
     inputs: list[Edge]
     outputs: list[Edge]
     keep: bool = False
+    keep_alive: Any = None
     live_inputs: tuple[torch.Tensor, ...] = ()
+    histories: list[Any] = field(default_factory=list, init=False)
     released: bool = field(default=False, init=False)
 
     def release(self) -> None:
         """Let the replica graphs go; what only they held is freed here."""
-        self.inputs, self.outputs, self.live_inputs, self.released = [], [], (), True
+        self.inputs, self.outputs, self.live_inputs, self.histories = [], [], (), []
+        self.keep_alive, self.released = None, True
 
     def walk(self, output_grads: Sequence[torch.Tensor | None], keep: bool) -> list[list[torch.Tensor | None]]:
         """Run backward in every replica graph; return each input edge's gradients, one a replica."""
         replicas = range(len(self.timings))
         devices = [timing.device for timing in self.timings]
-        if modes_that_stay():  # backward under vmap, say: no other thread may take part, nor may .grad be written
+        batched = any(grad is not None and torch_private.is_batched(grad) for grad in output_grads)
+        if batched or modes_that_stay():  # no other thread can take part, and .grad cannot hold a batch of gradients
             ends, grads = self._ends(output_grads, replicas)
             leaves = [leaf for edge in self.inputs for leaf in edge.tensors if leaf is not None]
             results = torch.autograd.grad(ends, leaves, grads, retain_graph=keep, allow_unused=True)
@@ -164,7 +170,7 @@ class Graphs:
                 edge.part(grad.detach(), i, self.timings[i].device).detach().requires_grad_(grad.requires_grad)
                 for i in replicas
             ]
-            incoming.append(Edge(edge.layout, grad.device, parts))
+            incoming.append(Edge(edge.layout, grad.device, parts if grad.requires_grad else [None] * len(parts)))
             for end, part in zip(edge.tensors, parts, strict=True):
                 if end is not None and end.requires_grad:
                     ends.append(end)
@@ -198,6 +204,7 @@ class Boundary(torch.autograd.Function):
         ctx.graphs = graphs
         ctx.set_materialize_grads(False)
         graphs.live_inputs = live_inputs
+        graphs.histories = [tensor.grad_fn for tensor in live_inputs]
         joined = []
         constant = []
         for edge in graphs.outputs:
@@ -239,6 +246,11 @@ class Boundary(torch.autograd.Function):
 
 def _differentiable_backward(graphs: Graphs, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Return the inputs' gradients as outputs of one more Boundary (4)."""
+    if any(tensor.grad_fn is not node for tensor, node in zip(graphs.live_inputs, graphs.histories, strict=True)):
+        raise RuntimeError(
+            "one of the inputs of the replicas, needed for a gradient of higher order, has been modified by an inplace "
+            "operation since: give the model a copy (input.clone()), or write into a copy."
+        )
     graphs.keep = True
     incoming, parts = graphs.differentiable_walk(grads)
     gradients = [

@@ -18,6 +18,7 @@ of its own.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from manyhands import nested
 from manyhands.engines.base import Call, Engine, ReplicaTiming
 from manyhands.engines.boundary import Boundary, Edge, Graphs, Whole
 from manyhands.parallel_apply import values_or_raise
+from manyhands.rebind import INERT
 from manyhands.replicate import Blueprint, buffer_for, check_device, constant_for
 from manyhands.scatter_gather import Group, Rows, collect, put_together
 from manyhands.workers import inside_replica, run_together
@@ -86,6 +88,8 @@ class ThreadsEngine(Engine):
                 *_edges([Whole()] * len(live_parameters), live_parameters, [stamp.leaves for stamp in stamps]),
             ],
             outputs=edges,
+            keep=_carries_objects(call),
+            keep_alive=stamps,
         )
         joined = Boundary.apply(graphs, *live_inputs, *live_parameters)  # type: ignore[no-untyped-call]
         return put_together(outputs[0], values, joined)
@@ -145,6 +149,11 @@ class _Stamp:
         for key, constant in blueprint.constants.items():
             tensors[key] = constant_for(constant, source, device)
         self.replica = blueprint.stamp(tensors)
+        self._blueprint = blueprint
+
+    def __del__(self) -> None:
+        if hasattr(self, "_blueprint"):  # else it was never made
+            self._blueprint.unlink(self.replica)
 
     def commit_buffers(self) -> None:
         """Write this replica's buffers into the live ones, where it does not have those themselves."""
@@ -167,6 +176,18 @@ def _leaf(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
     for name, value in parameter.__dict__.items():
         leaf.__dict__.setdefault(name, value)
     return leaf
+
+
+def _carries_objects(call: Call) -> bool:
+    """Return whether the inputs hold objects of unknown classes.
+
+    Every replica gets the same object, and its graph may lead through a tensor in it, into one graph for all of them:
+    then no replica's backward may free what it walks.
+    """
+    return any(
+        not isinstance(leaf, torch.Tensor) and type(leaf) not in INERT
+        for _, leaf in chain(nested.leaves(call.inputs), nested.leaves(call.kwargs))
+    )
 
 
 def _edges(

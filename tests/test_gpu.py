@@ -1,0 +1,407 @@
+"""On real accelerators: two replicas on one of them, and, where there are two, one on each.
+
+Run by `make gpu-check`; skipped, visibly, where there is none. This file must not import manyhands.testing, whose
+simulated devices hide real ones.
+"""
+
+import copy
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands import DataParallel, data_parallel
+
+WAIT_S = 60.0
+
+
+def accelerator() -> torch.device | None:
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(accelerator() is None, reason="no accelerator: run `make gpu-check` on a machine with a GPU"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _seed_and_exact_numbers() -> Iterator[None]:
+    torch.manual_seed(0)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture
+def first() -> torch.device:
+    kind = accelerator()
+    assert kind is not None
+    return torch.device(kind.type, 0)
+
+
+def all_pairs() -> list[Any]:
+    """Two replicas on one device; on two; a replica and two on the other."""
+    several = pytest.mark.skipif(
+        accelerator() is None or torch.accelerator.device_count() < 2, reason="needs two accelerators"
+    )
+    return [
+        pytest.param([0, 0], id="one device twice"),
+        pytest.param([0, 0, 0], id="one device three times"),
+        pytest.param([0, 1], marks=several, id="two devices"),
+        pytest.param([1, 0, 1], marks=several, id="two devices, three replicas"),
+    ]
+
+
+@pytest.fixture(params=all_pairs())
+def placed(request: pytest.FixtureRequest, first: torch.device) -> list[torch.device]:
+    return [torch.device(first.type, index) for index in request.param]
+
+
+def in_time(function: Callable[[], Any]) -> Any:
+    """Call `function` in a thread of its own, and fail, rather than hang, if it does not return."""
+    result: list[Any] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            result.append(function())
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(WAIT_S)
+    assert not thread.is_alive(), "it hangs"
+    if errors:
+        raise errors.pop()
+    return result.pop()
+
+
+def mlp(dtype: torch.dtype = torch.float64) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4)
+    ).to(dtype)
+
+
+def conv_net(dtype: torch.dtype = torch.float64) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(2), nn.Flatten()
+    ).to(dtype)
+
+
+def wrapped(plain: nn.Module, placed: list[torch.device], **options: Any) -> tuple[nn.Module, DataParallel]:
+    """Return the plain module on the first device, and a copy of it wrapped."""
+    plain = plain.to(placed[0])
+    return plain, DataParallel(copy.deepcopy(plain), placed, **options)
+
+
+def assert_same_gradients(model: DataParallel, plain: nn.Module, tolerance: float = 1e-10) -> None:
+    for (name, mine), theirs in zip(model.module.named_parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None, name
+        assert mine.grad.device == theirs.grad.device
+        torch.testing.assert_close(
+            mine.grad, theirs.grad, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64])
+@pytest.mark.parametrize("make", [mlp, conv_net])
+def test_forward_and_backward(placed: list[torch.device], make: Callable[[], nn.Module], rows: int) -> None:
+    """A12, N1, G1: outputs, gradients of the parameters and of the input; several steps, so that memory is reused."""
+    plain, model = wrapped(make(), placed)
+    shape = (rows, 16) if make is mlp else (rows, 3, 8, 8)
+    for _ in range(5):
+        x = torch.randn(shape, dtype=torch.float64, device=placed[0])
+        grads = []
+        for module in (plain, model):
+            module.zero_grad()
+            x_here = x.clone().requires_grad_()
+            output = in_time(lambda module=module, x=x_here: module(x))
+            assert output.device == placed[0]
+            in_time(lambda output=output: output.pow(2).sum().backward())
+            grads.append((output.detach(), x_here.grad))
+        for theirs, mine in zip(*grads, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+        assert_same_gradients(model, plain)
+
+
+def test_each_replica_stands_on_its_device(placed: list[torch.device]) -> None:
+    """R1, S11: shards, parameters and outputs; the current device in each replica is its own."""
+    _, model = wrapped(mlp(), placed)
+    seen: list[tuple[set[torch.device], int]] = []
+
+    def report(module: nn.Module, args: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        where = {t.device for t in (*args, output, *module.parameters())}
+        seen.append((where, torch.accelerator.current_device_index()))
+
+    model.module.register_forward_hook(report)
+    before = torch.accelerator.current_device_index()
+    model(torch.randn(12, 16, dtype=torch.float64))
+    expected = sorted((str(device), device.index) for device in placed)
+    assert sorted((str(*where), index) for where, index in seen) == expected
+    assert torch.accelerator.current_device_index() == before
+
+
+def test_training_equals_the_plain_module(placed: list[torch.device]) -> None:
+    """N9: five steps of SGD, in float64."""
+    plain, model = wrapped(mlp(), placed)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (plain, model)]
+    for rows in (33, 64, 7, 5, 64):
+        x = torch.randn(rows, 16, dtype=torch.float64, device=placed[0])
+        for module, optimizer in zip((plain, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            module(x).pow(2).mean().backward()
+            optimizer.step()
+    for mine, theirs in zip(model.module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_double_backward(placed: list[torch.device]) -> None:
+    """N3: a gradient penalty; no deadlock on the device's one autograd thread."""
+    plain, model = wrapped(mlp(), placed)
+    x = torch.randn(9, 16, dtype=torch.float64, device=placed[0])
+    for module in (plain, model):
+
+        def step(module: nn.Module = module) -> None:
+            x_here = x.clone().requires_grad_()
+            output = module(x_here)
+            (grad,) = torch.autograd.grad(output.pow(2).sum(), x_here, create_graph=True)
+            (output.mean() + (grad.norm(dim=1) - 1).pow(2).mean()).backward()
+
+        in_time(step)
+    assert_same_gradients(model, plain)
+
+
+def test_several_forwards_then_backwards(placed: list[torch.device]) -> None:
+    """N1: one loss over several calls, a kept graph, and another order than that of the forwards."""
+    plain, model = wrapped(mlp(), placed)
+    batches = [torch.randn(rows, 16, dtype=torch.float64, device=placed[0]) for rows in (7, 2, 12)]
+    for module in (plain, model):
+
+        def step(module: nn.Module = module) -> None:
+            losses = [module(x).pow(2).sum() for x in batches]
+            losses[0].backward(retain_graph=True)
+            (losses[2] + losses[1]).backward()
+            losses[0].backward()
+
+        in_time(step)
+    assert_same_gradients(model, plain)
+
+
+def test_wrapped_blocks_in_a_row_and_nested(placed: list[torch.device]) -> None:
+    """A10: boundaries one after the other, and one inside another, in one backward."""
+    plain = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)).double().to(placed[0])
+    row = copy.deepcopy(plain)
+    for i in range(3):
+        row[i] = DataParallel(row[i], placed)
+    nested = copy.deepcopy(plain)
+    nested[1] = DataParallel(nested[1], placed)
+    nested = DataParallel(nested, placed)
+    x = torch.randn(12, 16, dtype=torch.float64, device=placed[0])
+    plain(x).pow(2).sum().backward()
+    for model in (row, nested):
+        in_time(lambda model=model: model(x).pow(2).sum().backward())
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_calls_from_several_threads(placed: list[torch.device]) -> None:
+    """F5: forward and backward from three callers at once; nothing deadlocks, nothing is mixed up."""
+    plain, model = wrapped(mlp(), placed)
+    together = threading.Barrier(3)
+    results: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def call(number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        x = torch.randn(9, 16, dtype=torch.float64, generator=generator).to(placed[0]).requires_grad_()
+        together.wait(WAIT_S)
+        for _ in range(5):
+            (mine,) = torch.autograd.grad(model(x).pow(2).sum(), x)
+        (theirs,) = torch.autograd.grad(plain(x).pow(2).sum(), x)
+        results[number] = (mine, theirs)
+
+    threads = [threading.Thread(target=call, args=(i,), daemon=True) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive(), "it hangs"
+    assert len(results) == 3
+    for mine, theirs in results.values():
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_bf16_autocast_in_every_replica(placed: list[torch.device]) -> None:
+    """R14: torch's own wrapper runs fp16 here."""
+    plain, model = wrapped(mlp(torch.float32), placed)
+    seen: list[torch.dtype] = []
+    model.module[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    x = torch.randn(24, 16, device=placed[0])
+    for module in (plain, model):
+        with torch.autocast(placed[0].type, torch.bfloat16):
+            output = module(x)
+        output.float().pow(2).mean().backward()
+    assert seen == [torch.bfloat16] * len(placed)
+    assert_same_gradients(model, plain, 5e-2)
+
+
+@pytest.mark.parametrize("where", ["pageable", "pinned", "first device", "last device"])
+def test_inputs_from_anywhere(placed: list[torch.device], where: str) -> None:
+    """S11: pageable and pinned host memory; written into right after the call, which must not matter."""
+    plain, model = wrapped(mlp(), placed)
+    for _ in range(5):
+        x = torch.randn(24, 16, dtype=torch.float64)
+        expected = plain(x.to(placed[0]))
+        if where == "pinned":
+            x = x.pin_memory()
+        elif where != "pageable":
+            x = x.to(placed[0] if where == "first device" else placed[-1])
+        kept = x.clone()
+        output = model(x)
+        if where == "pinned":
+            torch.accelerator.synchronize(placed[0])  # the caller's copy may still be on its way, as with .to()
+            assert torch.equal(x, kept)
+        x.zero_()
+        torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_outputs_on_the_host(placed: list[torch.device]) -> None:
+    """A6: complete on return."""
+    plain, model = wrapped(mlp(), placed, output_device="cpu")
+    x = torch.randn(24, 16, dtype=torch.float64, device=placed[0])
+    for _ in range(5):
+        output = model(x)
+        assert output.device.type == "cpu"
+        torch.testing.assert_close(output, plain(x).cpu(), rtol=1e-10, atol=1e-10)
+    output.pow(2).sum().backward()
+    plain(x).pow(2).sum().backward()
+    assert_same_gradients(model, plain)
+
+
+def test_channels_last_is_kept(placed: list[torch.device]) -> None:
+    """G7, S11: in every replica and in the output."""
+
+    class Sees(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 8, 3, padding=1)
+            self.seen: list[bool] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.conv(x)
+            self.seen += [t.is_contiguous(memory_format=torch.channels_last) for t in (x, self.conv.weight, y)]
+            return y
+
+    model = DataParallel(Sees().to(placed[0], memory_format=torch.channels_last), placed)
+    x = torch.randn(12, 3, 8, 8).to(placed[0], memory_format=torch.channels_last)
+    output = model(x)
+    assert model.module.seen == [True] * 3 * len(placed)
+    assert output.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_the_callers_side_stream(placed: list[torch.device]) -> None:
+    """R14, S11: work queued on the caller's own stream is waited for, and replicas queue theirs on it."""
+    plain, model = wrapped(mlp(), placed)
+    stream = torch.Stream(device=placed[0])
+    big = torch.randn(2000, 2000, device=placed[0])
+    x = torch.randn(24, 16, dtype=torch.float64, device=placed[0])
+    expected = plain(x * 2)
+    expected.pow(2).sum().backward()
+    torch.accelerator.synchronize(placed[0])
+    seen: list[bool] = []
+    model.module.register_forward_hook(
+        lambda module, args, output: seen.append(
+            args[0].device != placed[0] or torch.accelerator.current_stream(args[0].device) == stream
+        )
+    )
+    before = torch.accelerator.current_stream(placed[0])
+    torch.accelerator.set_stream(stream)
+    try:
+        for _ in range(20):
+            big = big @ big.softmax(1)  # keeps the stream busy, so that what does not wait reads too early
+        late = torch.zeros_like(x)
+        late.copy_(x * 2)
+        output = model(late)
+        output.pow(2).sum().backward()
+    finally:
+        torch.accelerator.set_stream(before)
+    stream.synchronize()
+    assert seen == [True] * len(placed)
+    torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
+    assert_same_gradients(model, plain)
+
+
+def test_batch_norm_buffers(placed: list[torch.device]) -> None:
+    """R5, N5: those of the first replica persist; the oracle is data_parallel."""
+    plain, model = wrapped(nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8)).double(), placed)
+    for _ in range(3):
+        x = torch.randn(24, 16, dtype=torch.float64, device=placed[0])
+        model(x).pow(2).sum().backward()
+        data_parallel(plain, x, placed).pow(2).sum().backward()
+    for mine, theirs in zip(model.module.state_dict().values(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+    assert_same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_an_error_in_a_replica(placed: list[torch.device], in_backward: bool) -> None:
+    """F1, F3: it reaches the caller; the next call works."""
+
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.fails = nn.Linear(2, 2), True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x)
+            if self.fails and x[0, 0] > 0:
+                if not in_backward:
+                    raise ValueError("as asked")
+
+                def fail(grad: torch.Tensor) -> None:
+                    raise ValueError("as asked")
+
+                y.register_hook(fail)
+            return y
+
+    model = DataParallel(Fails().to(placed[0]), placed)
+    x = torch.arange(24.0).view(12, 2).to(placed[0])
+    with pytest.raises(ValueError, match="as asked"):
+        in_time(lambda: model(x).sum().backward())
+    assert model.module.linear.weight.grad is None
+    model.module.fails = False
+    in_time(lambda: model(x).sum().backward())
+    assert model.module.linear.weight.grad is not None
+
+
+def test_activations_are_freed(placed: list[torch.device]) -> None:
+    """N10: memory after a step is what it was after the step before, without the garbage collector."""
+    _, model = wrapped(mlp(), placed)
+    x = torch.randn(512, 16, dtype=torch.float64, device=placed[0])
+
+    def step() -> list[int]:
+        model.zero_grad()
+        model(x).pow(2).sum().backward()
+        return [torch.accelerator.memory_allocated(device) for device in dict.fromkeys(placed)]
+
+    step()
+    gc.collect()
+    gc.disable()
+    try:
+        after = [step() for _ in range(5)]
+        assert after[1:] == after[:-1]
+    finally:
+        gc.enable()
+
+
+def test_every_accelerator_is_the_default() -> None:
+    """A1: device_ids left out."""
+    model = DataParallel(nn.Linear(4, 2).to(torch.device(accelerator().type, 0)))
+    assert model.device_ids == list(range(torch.accelerator.device_count()))
+    assert model(torch.randn(16, 4)).shape == (16, 2)

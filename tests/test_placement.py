@@ -1,0 +1,339 @@
+"""Where everything stands, over 2, 3, 4 and 8 simulated devices, and that the numbers are the plain module's."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import manyhands
+from manyhands import DataParallel, data_parallel, gather, parallel_apply, replicate, scatter
+from manyhands.testing import SimulatedTensor, simulated_accelerators
+
+NUMBERS = [2, 3, 4, 8]
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.fixture(params=NUMBERS)
+def devices(request: pytest.FixtureRequest) -> Iterator[list[torch.device]]:
+    with simulated_accelerators(request.param) as devices:
+        yield devices
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6).eval(), nn.Tanh(), nn.Linear(6, 3))
+
+
+def watch(model: nn.Module) -> list[tuple[set[str], int]]:
+    """Make every call of the root report on which devices its inputs, parameters, buffers and outputs are."""
+    reports: list[tuple[set[str], int]] = []
+
+    def report(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        tensors = [*args, output, *module.parameters(), *module.buffers()]
+        assert all(isinstance(tensor, SimulatedTensor) for tensor in tensors)
+        reports.append(({str(tensor.device) for tensor in tensors}, len(args[0])))
+
+    model.register_forward_hook(report)
+    return reports
+
+
+def chunks(rows: int, number: int) -> list[int]:
+    return [len(chunk) for chunk in torch.arange(rows).chunk(number)]
+
+
+@pytest.mark.parametrize("rows", [1, 7, 30])
+@pytest.mark.parametrize("input_on", ["cpu", "sim:0", "sim:1"])
+def test_every_shard_replica_output_and_gradient(devices: list[torch.device], rows: int, input_on: str) -> None:
+    """A1, S11, G1, N1: devices named by index; inputs from anywhere; numbers of the plain module on the CPU."""
+    plain = net()
+    model = DataParallel(copy.deepcopy(plain).to("sim:0"), list(range(len(devices))))
+    reports = watch(model.module)
+    x = torch.randn(rows, 5)
+    x_there = x.to(input_on).detach().requires_grad_()
+    x.requires_grad_()
+    output, expected = model(x_there), plain(x)
+    sizes = chunks(rows, len(devices))
+    assert sorted(reports, key=str) == sorted([({f"sim:{i}"}, size) for i, size in enumerate(sizes)], key=str)
+    assert str(output.device) == "sim:0"
+    torch.testing.assert_close(output.cpu(), expected)
+    output.pow(2).sum().backward()
+    expected.pow(2).sum().backward()
+    assert str(x_there.grad.device) == input_on
+    torch.testing.assert_close(x_there.grad.cpu(), x.grad)
+    for mine, theirs in zip(model.module.parameters(), plain.parameters(), strict=True):
+        assert str(mine.device) == str(mine.grad.device) == "sim:0"
+        torch.testing.assert_close(mine.grad.cpu(), theirs.grad)
+
+
+def test_device_ids_left_out_are_all_accelerators(devices: list[torch.device]) -> None:
+    """A1"""
+    model = DataParallel(nn.Linear(5, 3).to("sim:0"))
+    reports = watch(model.module)
+    output = model(torch.randn(24, 5))
+    assert model.device_ids == list(range(len(devices)))
+    assert model.output_device == 0
+    assert len(reports) == len(devices)
+    assert str(output.device) == "sim:0"
+
+
+@pytest.mark.parametrize("output_device", ["cpu", "sim:1", 1, torch.device("sim:0")])
+def test_output_device(devices: list[torch.device], output_device: Any) -> None:
+    """A6, G1: outputs there, gradients home."""
+    plain = net()
+    model = DataParallel(copy.deepcopy(plain).to("sim:0"), output_device=output_device)
+    x = torch.randn(9, 5)
+    output, expected = model(x), plain(x)
+    assert output.device == torch.device(f"sim:{output_device}" if isinstance(output_device, int) else output_device)
+    (output * torch.arange(27.0).view(9, 3).to(output.device)).sum().backward()
+    (expected * torch.arange(27.0).view(9, 3)).sum().backward()
+    for mine, theirs in zip(model.module.parameters(), plain.parameters(), strict=True):
+        assert str(mine.grad.device) == "sim:0"
+        torch.testing.assert_close(mine.grad.cpu(), theirs.grad)
+
+
+def test_training_over_devices(devices: list[torch.device]) -> None:
+    """N9: five steps with momentum; the first device's batch norm statistics persist, on the first device."""
+    model = DataParallel(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 1)).to("sim:0"))
+    oracle = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 1))
+    oracle.load_state_dict({name: value.cpu() for name, value in model.module.state_dict().items()})
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, oracle)]
+    for _ in range(5):
+        x = torch.randn(3 * len(devices) - 1, 5)
+        for output, optimizer in (
+            (lambda x=x: model(x).cpu(), optimizers[0]),
+            (lambda x=x: data_parallel(oracle, x, ["cpu"] * len(devices)), optimizers[1]),
+        ):
+            optimizer.zero_grad()
+            output().pow(2).mean().backward()
+            optimizer.step()
+    for (name, mine), theirs in zip(model.module.state_dict().items(), oracle.state_dict().values(), strict=True):
+        assert str(mine.device) == "sim:0", name
+        torch.testing.assert_close(mine.cpu(), theirs, msg=lambda m, name=name: f"{name}: {m}")
+    assert oracle[1].num_batches_tracked == 5
+
+
+def test_gradient_penalty_over_devices(devices: list[torch.device]) -> None:
+    """N3: double backward."""
+    plain = net()
+    model = DataParallel(copy.deepcopy(plain).to("sim:0"))
+    x = torch.randn(9, 5)
+    for module, x_here in ((plain, x.clone()), (model, x.to("sim:1"))):
+        x_here = x_here.detach().requires_grad_()
+        output = module(x_here)
+        (grad,) = torch.autograd.grad(output.pow(2).sum(), x_here, create_graph=True)
+        assert grad.device == x_here.device
+        (output.pow(3).sum().to(grad.device) + grad.pow(3).sum()).backward()
+    for mine, theirs in zip(model.module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.cpu(), theirs.grad)
+
+
+def test_buffers_of_other_devices_are_lost(devices: list[torch.device]) -> None:
+    """R5: in-place updates persist from the first device only, and each forward sends the live buffers again."""
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(1))
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen += x[0]
+            return x * self.weight + self.seen
+
+    model = DataParallel(Counts().to("sim:0"))
+    x = torch.arange(1.0, 2 * len(devices) + 1)
+    model(x)
+    assert model.module.seen.item() == 1.0
+    output = model(x).cpu().detach().view(-1, 2)
+    assert torch.equal(output, x.view(-1, 2) + 1.0 + x.view(-1, 2)[:, :1])
+    assert model.module.seen.item() == 2.0
+    assert str(model.module.seen.device) == "sim:0"
+
+
+def test_lists_that_replicas_append_to(devices: list[torch.device]) -> None:
+    """R6: they persist in every step, also when they hold tensors from the steps before."""
+
+    class Logs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+            self.log: list[torch.Tensor] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.log.append(x.mean().detach())
+            return x * self.weight
+
+    model = DataParallel(Logs().to("sim:0"))
+    log = model.module.log
+    for step in range(1, 4):
+        model(torch.randn(2 * len(devices)))
+        assert model.module.log is log
+        assert len(log) == step * len(devices)
+
+
+def test_attributes_follow_their_replica(devices: list[torch.device]) -> None:
+    """R7: methods, lists of modules, and tensors in attributes stand where the replica stands."""
+
+    class Devious(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = [nn.Linear(5, 5)]
+            self.op = {"run": self.run}
+            self.inner = nn.Linear(5, 5)
+            self.shift = torch.ones(5)
+            self.on_cpu = torch.ones(3)
+            self.seen: list[str] = []
+
+        def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Devious":
+            self.layers[0]._apply(fn)
+            self.shift = fn(self.shift)
+            return super()._apply(fn, recurse)
+
+        def run(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) + self.shift
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert self.on_cpu.device.type == "cpu"
+            x = self.layers[0](self.op["run"](x))
+            self.seen.append(str(x.device))
+            return x
+
+    plain = Devious()
+    model = DataParallel(copy.deepcopy(plain).to("sim:0"))
+    x = torch.randn(2 * len(devices), 5)
+    output, expected = model(x), plain(x)
+    torch.testing.assert_close(output.cpu(), expected)
+    assert sorted(model.module.seen) == [f"sim:{i}" for i in range(len(devices))]
+    output.pow(2).sum().backward()
+    expected.pow(2).sum().backward()
+    torch.testing.assert_close(model.module.layers[0].weight.grad.cpu(), plain.layers[0].weight.grad)
+    torch.testing.assert_close(model.module.inner.weight.grad.cpu(), plain.inner.weight.grad)
+
+
+def test_half_on_the_cpu_half_on_devices(devices: list[torch.device]) -> None:
+    """A11, A10: only the second half is wrapped; the first stays on the CPU."""
+
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.on_cpu, self.there, self.last = nn.EmbeddingBag(10, 5), net(), nn.Linear(3, 2)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.last(self.there(self.on_cpu(tokens)).cpu())
+
+    plain = Half()
+    model = copy.deepcopy(plain)
+    model.there = DataParallel(model.there.to("sim:0"))
+    reports = watch(model.there.module)
+    tokens = torch.randint(0, 10, (2 * len(devices) + 1, 4))
+    for module in (plain, model):
+        module(tokens).pow(2).sum().backward()
+    assert {next(iter(where)) for where, _ in reports} <= {str(device) for device in devices}
+    assert len(reports) == len(chunks(len(tokens), len(devices)))
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert mine.grad.device == mine.device
+        torch.testing.assert_close(mine.grad.cpu(), theirs.grad)
+
+
+def test_wrapper_inside_a_wrapped_module(devices: list[torch.device]) -> None:
+    """A10: the inner one's replicas stand where the outer replica stands."""
+    plain = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
+    inner = copy.deepcopy(plain).to("sim:0")
+    inner[1] = DataParallel(inner[1])
+    model = DataParallel(inner)
+    reports = watch(model.module[1].module)
+    x = torch.randn(4 * len(devices), 5)
+    output, expected = model(x), plain(x)
+    assert {next(iter(where)) for where, _ in reports} == {str(device) for device in devices}
+    assert all(len(where) == 1 for where, _ in reports)
+    torch.testing.assert_close(output.cpu(), expected)
+    output.pow(2).sum().backward()
+    expected.pow(2).sum().backward()
+    for mine, theirs in zip(model.module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.cpu(), theirs.grad)
+
+
+def test_parameters_elsewhere_are_named(devices: list[torch.device]) -> None:
+    """A4: both devices, the parameter, and the remedy."""
+    model = DataParallel(net().to("sim:0"))
+    model.module[3].to("sim:1")
+    with pytest.raises(RuntimeError, match=r"3\.weight is on sim:1.*model\.to\('sim:0'\)"):
+        model(torch.randn(9, 5))
+    model.module.cpu()
+    with pytest.raises(RuntimeError, match=r"sim:0.*0\.weight is on cpu"):
+        model(torch.randn(9, 5))
+
+
+def test_errors_name_the_device(devices: list[torch.device]) -> None:
+    """F1"""
+
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if str(self.weight.device) == "sim:1":
+                raise ValueError("not here")
+            return x * self.weight
+
+    model = DataParallel(Fails().to("sim:0"))
+    with pytest.raises(ValueError, match="not here") as caught:
+        model(torch.randn(2 * len(devices)))
+    assert "replica 1 on sim:1, rows 2 to 3" in "".join(caught.value.__notes__)
+
+
+def test_one_device_twice() -> None:
+    """A12: two replicas of four on one device."""
+    plain = net()
+    model = DataParallel(copy.deepcopy(plain).to("sim:1"), ["sim:1", "sim:1", "sim:0"])
+    reports = watch(model.module)
+    x = torch.randn(8, 5)
+    output, expected = model(x), plain(x)
+    assert sorted((next(iter(where)), rows) for where, rows in reports) == [("sim:0", 2), ("sim:1", 3), ("sim:1", 3)]
+    assert str(output.device) == "sim:1"
+    torch.testing.assert_close(output.cpu(), expected)
+
+
+def test_the_verbs_by_hand(devices: list[torch.device]) -> None:
+    """R1, S11, G1: scatter, replicate, parallel_apply, gather; each where it should be, and linked for autograd."""
+    plain = net()
+    network = copy.deepcopy(plain).to("sim:0")
+    x = torch.randn(3 * len(devices), 5)
+    shards = scatter(x, devices)
+    assert [str(shard.device) for shard in shards] == [str(device) for device in devices]
+    replicas = replicate(network, devices)
+    for replica, device in zip(replicas, devices, strict=True):
+        assert {t.device for t in (*replica.parameters(), *replica.buffers())} == {device}
+    assert next(replicas[0].parameters()) is next(network.parameters())
+    outputs = parallel_apply(replicas, shards, None, devices)
+    assert [output.device for output in outputs] == devices
+    output, expected = gather(outputs, "cpu"), plain(x)
+    torch.testing.assert_close(output, expected)
+    output.pow(2).sum().backward()
+    expected.pow(2).sum().backward()
+    for mine, theirs in zip(network.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.cpu(), theirs.grad)
+
+
+def test_data_parallel_is_the_same(devices: list[torch.device]) -> None:
+    """The plain composition and the wrapper: equal outputs and gradients, on the same devices."""
+    model = DataParallel(net().to("sim:0"))
+    x = torch.randn(2 * len(devices) + 1, 5)
+    output, composed = model(x), manyhands.data_parallel(model.module, x)
+    assert output.device == composed.device
+    torch.testing.assert_close(output, composed)
+    grads = [torch.autograd.grad(o.pow(2).sum(), list(model.parameters())) for o in (output, composed)]
+    for mine, theirs in zip(*grads, strict=True):
+        assert str(mine.device) == "sim:0"
+        torch.testing.assert_close(mine, theirs)

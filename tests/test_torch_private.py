@@ -1,0 +1,163 @@
+"""Every private call of torch: what it says in each situation, and what is said where a torch lacks it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from manyhands import torch_private
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class AsksInBackward(torch.autograd.Function):
+    answers: list[bool]
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        AsksInBackward.answers.append(torch_private.backward_keeps_graph())
+        return grad
+
+
+def answers_of_two_backwards() -> list[bool]:
+    AsksInBackward.answers = []
+    loss = AsksInBackward.apply(torch.ones(2, requires_grad=True)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return AsksInBackward.answers
+
+
+def test_backward_keeps_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """N10"""
+    assert answers_of_two_backwards() == [True, False]
+    monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
+    assert answers_of_two_backwards() == [True, True]
+
+
+def test_saved_tensor_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R14: the innermost pair."""
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    assert torch_private.saved_tensor_hooks() is None
+    with saved_tensors_hooks(lambda t: t, lambda t: t), saved_tensors_hooks(pack, unpack):
+        assert torch_private.saved_tensor_hooks() == (pack, unpack)
+        with monkeypatch.context() as without:
+            without.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+            assert torch_private.saved_tensor_hooks() is None
+    assert torch_private.saved_tensor_hooks() is None
+
+
+def test_saved_tensor_hooks_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R14"""
+    assert torch_private.saved_tensor_hooks_disabled() is None
+    with disable_saved_tensors_hooks("not now"):
+        assert torch_private.saved_tensor_hooks_disabled() == "not now"
+        assert torch_private.saved_tensor_hooks() is None
+        with monkeypatch.context() as without:
+            without.delattr(torch._C._autograd, "_saved_tensors_hooks_get_disabled_error_message")
+            assert torch_private.saved_tensor_hooks_disabled() is None
+    assert torch_private.saved_tensor_hooks_disabled() is None
+
+
+def test_function_modes_and_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R14"""
+    assert torch_private.function_modes() == []
+    with torch.device("cpu"):
+        (mode,) = torch_private.function_modes()
+        assert torch_private.is_default_device(mode)
+        with FunctionMode() as inner:
+            assert torch_private.function_modes() == [mode, inner]
+            assert not torch_private.is_default_device(inner)
+        with monkeypatch.context() as without:
+            without.delattr(torch._C, "_len_torch_function_stack")
+            assert torch_private.function_modes() == []
+        with monkeypatch.context() as without:
+            without.delattr(torch.overrides, "_get_current_function_mode_stack")
+            assert torch_private.function_modes() == []
+        with monkeypatch.context() as without:
+            without.delattr(torch.utils._device, "DeviceContext")
+            assert not torch_private.is_default_device(mode)
+
+
+def test_has_dispatch_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R14"""
+    assert not torch_private.has_dispatch_modes()
+    with Mode():
+        assert torch_private.has_dispatch_modes()
+        with monkeypatch.context() as without:
+            without.delattr(torch._C, "_len_torch_dispatch_stack")
+            assert not torch_private.has_dispatch_modes()
+    assert not torch_private.has_dispatch_modes()
+
+
+def test_has_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R14"""
+    answers: list[bool] = []
+
+    def ask(x: torch.Tensor) -> torch.Tensor:
+        answers.append(torch_private.has_transforms())
+        return x.sum()
+
+    assert not torch_private.has_transforms()
+    torch.func.grad(ask)(torch.ones(2))
+    torch.func.vmap(ask)(torch.ones(2, 2))
+    with forward_ad.dual_level():
+        assert torch_private.has_transforms()
+    assert not torch_private.has_transforms()
+    assert answers == [True, True]
+    with forward_ad.dual_level(), monkeypatch.context() as without:
+        without.delattr(torch._C._functorch, "maybe_current_level")
+        assert not torch_private.has_transforms()
+
+
+def test_is_compiled() -> None:
+    """R13: both ways to compile a module."""
+    module = nn.Linear(2, 2)
+    assert not torch_private.is_compiled(module)
+    assert torch_private.is_compiled(torch.compile(module, backend="eager"))
+    assert not torch_private.is_compiled(module)
+    module.compile(backend="eager")
+    assert torch_private.is_compiled(module)
+
+
+def test_owns_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """N1: a view, its base, a detached alias and a parameter's data share memory; a fresh tensor does not."""
+    fresh = torch.ones(4)
+    assert torch_private.owns_its_memory(fresh)
+    also_fresh = fresh
+    assert torch_private.owns_its_memory(also_fresh)
+    alias = fresh.detach()
+    assert not torch_private.owns_its_memory(fresh)
+    assert not torch_private.owns_its_memory(alias)
+    del alias
+    assert torch_private.owns_its_memory(fresh)
+    view = fresh[:2]
+    assert not torch_private.owns_its_memory(fresh)
+    assert not torch_private.owns_its_memory(view)
+    sparse = torch.ones(2, 2).to_sparse()
+    assert not torch_private.owns_its_memory(sparse)
+    del view
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    assert not torch_private.owns_its_memory(fresh)
