@@ -52,21 +52,50 @@ def test_backward_keeps_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_saved_tensor_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R14: the innermost pair."""
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def unpack(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    assert torch_private.saved_tensor_hooks() is None
-    with saved_tensors_hooks(lambda t: t, lambda t: t), saved_tensors_hooks(pack, unpack):
-        assert torch_private.saved_tensor_hooks() == (pack, unpack)
+    """R14"""
+    assert not torch_private.has_saved_tensor_hooks()
+    with saved_tensors_hooks(lambda t: t, lambda t: t):
+        assert torch_private.has_saved_tensor_hooks()
         with monkeypatch.context() as without:
             without.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
-            assert torch_private.saved_tensor_hooks() is None
-    assert torch_private.saved_tensor_hooks() is None
+            assert not torch_private.has_saved_tensor_hooks()
+    assert not torch_private.has_saved_tensor_hooks()
+
+
+def test_batched_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """N3: inside vmap, and where many gradients are asked for at once."""
+    seen: list[bool] = []
+    plain = torch.ones(3)
+    assert not torch_private.is_batched(plain)
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(torch_private.is_batched(tensor))
+        with monkeypatch.context() as without:
+            without.delattr(torch._C, "_functorch")
+            seen.append(torch_private.is_batched(tensor))
+        return tensor
+
+    torch.vmap(look)(torch.ones(2, 3))
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    y.register_hook(look)
+    torch.autograd.grad(y, x, torch.eye(3), is_grads_batched=True)
+    assert seen == [True, False, True, False]
+
+
+def test_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """N1: what may be written into."""
+    tensor = torch.ones(3)
+    assert torch_private.owns_its_memory(tensor)
+    alias = tensor.detach()
+    assert not torch_private.owns_its_memory(tensor)
+    del alias
+    assert torch_private.owns_its_memory(tensor)
+    view = tensor[:2]
+    assert not torch_private.owns_its_memory(view)
+    del tensor
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    assert not torch_private.owns_its_memory(torch.ones(3))
 
 
 def test_saved_tensor_hooks_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +103,7 @@ def test_saved_tensor_hooks_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch_private.saved_tensor_hooks_disabled() is None
     with disable_saved_tensors_hooks("not now"):
         assert torch_private.saved_tensor_hooks_disabled() == "not now"
-        assert torch_private.saved_tensor_hooks() is None
+        assert not torch_private.has_saved_tensor_hooks()
         with monkeypatch.context() as without:
             without.delattr(torch._C._autograd, "_saved_tensors_hooks_get_disabled_error_message")
             assert torch_private.saved_tensor_hooks_disabled() is None

@@ -53,8 +53,8 @@ def parallel_apply(
     def task(index: int) -> Callable[[], Any]:
         return lambda: modules[index](*all_inputs[index], **all_kwargs[index])
 
-    outcomes = run_together([task(i) for i in range(calls)], used)
-    return values_or_raise(outcomes, [f"replica {i} on {device}" for i, device in enumerate(used)])
+    where = [f"replica {i} on {device}" for i, device in enumerate(used)]
+    return values_or_raise(run_together([task(i) for i in range(calls)], used), where)
 
 
 def values_or_raise(outcomes: Sequence[Outcome[Any]], where: Sequence[str]) -> list[Any]:

@@ -69,7 +69,8 @@ class Blueprint:
         modules: every module of the tree, then modules that are only reachable through attributes ("hidden").
         parameters: id -> tensor, of all that may need a gradient: parameters, and hidden leaf tensors.
         buffers: id -> tensor, of the buffers that need none.
-        constants: id -> tensor, of plain tensors in attributes that need no gradient.
+        constants: id -> tensor, of plain tensors that are attributes and need no gradient. (In a list or dict they
+            stay what they are, so that a list to which replicas append is the live module's own.)
         histories: id -> tensor, of tensors in attributes that have a history; a replica cannot use these.
         signature: equal for two blueprints of one root if no module and no pointing attribute was exchanged, and the
             same parameters need gradients.
@@ -194,21 +195,20 @@ class Blueprint:
                 f"{type(module).__name__} is compiled, and its compiled call would run the original in every replica: "
                 "wrap the module that is not compiled"
             )
-        led_to = references(module.__dict__[name])
+        value = module.__dict__[name]
+        if isinstance(value, torch.Tensor) and not value.requires_grad:
+            self.constants[id(value)] = value
+        led_to = references(value)
         if led_to:
             self._to_rebind.setdefault(id(module), []).append(name)
             found.update((id(reference), reference) for reference in led_to)
 
     def _sort_tensors(self, found: dict[int, nn.Module | torch.Tensor]) -> None:
         for key, tensor in found.items():
-            if isinstance(tensor, nn.Module) or key in self.parameters or key in self.buffers:
-                continue
-            if not tensor.requires_grad:
-                self.constants[key] = tensor
-            elif tensor.is_leaf:
-                self.parameters[key] = tensor
-            else:
-                self.histories[key] = tensor
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and key not in self.parameters:
+                (self.parameters if tensor.is_leaf else self.histories)[key] = tensor
+        for key in self.constants.keys() & (self.parameters.keys() | self.buffers.keys()):
+            del self.constants[key]
 
     def _pointing_attributes(self) -> Iterator[tuple[int, str, Any]]:
         for module in self.modules if self._to_rebind else ():
