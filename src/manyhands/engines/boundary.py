@@ -263,6 +263,7 @@ def _differentiable_backward(graphs: Graphs, grads: Sequence[torch.Tensor | None
         inputs=[*graphs.inputs, *incoming],
         outputs=[edge for edge in gradients if edge is not None],
         keep=True,
+        keep_alive=graphs.keep_alive,
     )
     if not higher.outputs:
         return [None] * len(gradients)
