@@ -2,8 +2,8 @@
 
     python benchmarks/replicate.py
 
-torch's copy layer is replaced by one that copies nothing, so that only the work on modules is compared (and so that it
-runs on the CPU at all); ours does all its work. Two replicas on the CPU. The goal is a ratio of 8 or more on both models.
+torch's copy layer is replaced by one that copies nothing, so that only the work on modules is compared, and so that it
+runs on the CPU at all; ours does all its work. Two replicas on the CPU. The goal is a ratio of 8 or more on both.
 """
 
 import importlib
