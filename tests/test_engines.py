@@ -1174,6 +1174,22 @@ def test_a_hidden_module_behind_a_flag_is_an_error_when_it_is_used(wrap: Callabl
         model(x)
 
 
+def test_a_hidden_module_that_is_used_in_training_only_is_an_error_then(wrap: Callable[..., DataParallel]) -> None:
+    """R7, R8: a first forward in eval mode, with gradients on, proves nothing about training."""
+
+    class InTraining(Hidden):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) if self.training else self.first(x)
+
+    model = wrap(InTraining(HIDING_PLACES["a module"]))
+    x = torch.randn(7, 5)
+    model.module.eval()
+    loss_of(model(x)).backward()
+    model.module.train()
+    with pytest.raises(RuntimeError, match=r"parameter 'layer\.(weight|bias)' of the original module"):
+        model(x)
+
+
 def test_a_tensor_with_a_history_as_attribute_is_an_error(wrap: Callable[..., DataParallel]) -> None:
     """R7: the error names the attribute; unused, it does no harm."""
 
@@ -1505,6 +1521,17 @@ class WithMethodAttribute(Watched):
         return self.op(super().forward(x))
 
 
+class WithHiddenModule(Watched):
+    """Reaches, through a plain list, a module that has a method of its own as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [WithMethodAttribute()]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.hidden[0](x)
+
+
 @pytest.fixture
 def collector_off() -> Iterator[None]:
     gc.collect()
@@ -1547,7 +1574,7 @@ def test_dropping_the_output_frees_activations(wrap: Callable[..., DataParallel]
     assert model.module.alive() == 0
 
 
-@pytest.mark.parametrize("kind", [Watched, WithMethodAttribute])
+@pytest.mark.parametrize("kind", [Watched, WithMethodAttribute, WithHiddenModule])
 @pytest.mark.parametrize("order", [0, 1, 2])
 def test_no_reference_cycles(
     wrap: Callable[..., DataParallel], collector_off: None, kind: type[Watched], order: int

@@ -372,6 +372,44 @@ def test_overlapping_calls_leave_the_number_of_threads_as_it_was() -> None:
     assert after == [4]
 
 
+@pytest.mark.usefixtures("four_threads")
+def test_a_thread_with_a_number_of_its_own_keeps_it() -> None:
+    """R14, F5: it has asked for one thread, which is also what the replicas of an overlapping call have.
+
+    It has called before. (Of a thread that has not, nobody can tell whether it asked for one or began with one.)
+    """
+    b_is_ready, b_may_call, a_may_end, b_may_end = (threading.Event() for _ in range(4))
+    after: list[int] = []
+
+    def caller_b() -> None:
+        torch.set_num_threads(1)
+        run(lambda: None, lambda: None)
+        b_is_ready.set()
+        assert b_may_call.wait(WAIT_S)
+
+        def task() -> None:
+            a_may_end.set()
+            assert b_may_end.wait(WAIT_S)
+
+        run(*[task] * 4)
+        after.append(torch.get_num_threads())
+
+    def task_of_a() -> None:
+        b_may_call.set()
+        assert a_may_end.wait(WAIT_S)
+
+    b = threading.Thread(target=caller_b, daemon=True)
+    b.start()
+    assert b_is_ready.wait(WAIT_S)
+    torch.set_num_threads(4)
+    run(*[task_of_a] * 4)
+    b_may_end.set()
+    b.join(WAIT_S)
+    assert not b.is_alive()
+    assert after == [1]
+    assert torch.get_num_threads() == 4
+
+
 # ---- memory ----------------------------------------------------------------------------------------
 
 

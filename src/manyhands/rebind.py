@@ -120,8 +120,12 @@ def _rebuilt(value: Any, replacements: Mapping[int, Any], memo: dict[int, Any]) 
     if isinstance(value, dict):
         memo[id(value)] = table = copy.copy(value)  # keeps the class, and what it has beside its items
         items = [(new(key), new(item)) for key, item in value.items()]
-        table.clear()
-        table.update(items)
+        try:
+            table.clear()
+            table.update(items)
+        except TypeError:  # a class that refuses to be written into: left to the look at the graph
+            memo[id(value)] = value
+            return value
         return table
     if isinstance(value, list | deque):
         memo[id(value)] = items_in_order = copy.copy(value)

@@ -13,8 +13,10 @@ the live module's, unless they hold modules, parameters or methods, when each re
 
 import contextlib
 import gc
+import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -58,8 +60,15 @@ class _CollectorPause:
                 if self._num_open == 0 and self._was_enabled:
                     gc.enable()
 
+    def end(self) -> None:
+        """Forget who paused it, in the child of a fork: those threads do not exist there."""
+        if self._num_open and self._was_enabled:
+            gc.enable()
+        self.__init__()  # type: ignore[misc]
+
 
 _collector_paused = _CollectorPause()
+os.register_at_fork(after_in_child=_collector_paused.end)
 
 
 class Blueprint:
@@ -72,8 +81,8 @@ class Blueprint:
         constants: id -> tensor, of plain tensors that are attributes and need no gradient. (In a list or dict they
             stay what they are, so that a list to which replicas append is the live module's own.)
         histories: id -> tensor, of tensors in attributes that have a history; a replica cannot use these.
-        signature: equal for two blueprints of one root if no module and no pointing attribute was exchanged, and the
-            same parameters need gradients.
+        signature: equal for two blueprints of one root if no module and no pointing attribute was exchanged, no
+            mode switched, and the same parameters need gradients.
 
     Raises:
         TypeError: a module of a kind that cannot be replicated; says what to do.
@@ -130,12 +139,13 @@ class Blueprint:
         self._sort_tensors(found)
         self.signature = [
             *map(id, modules),
+            *(module.training for module in modules),
             *(parameter.requires_grad for parameter in parameters.values()),
             *((module, name, id(value)) for module, name, value in self._pointing_attributes()),
         ]
 
     @_collector_paused()
-    def stamp(self, tensors: Mapping[int, torch.Tensor]) -> nn.Module:
+    def stamp(self, tensors: Mapping[int, torch.Tensor]) -> "Stamped":
         """Return a new replica of `root` that has `tensors[id(t)]` wherever the live module has tensor t."""
         replicas: dict[int, Any] = {id(module): _new(type(module)) for module in self.modules}
         replicas[id(None)] = None
@@ -150,19 +160,15 @@ class Blueprint:
             attributes["_modules"] = {name: replicas[id(child)] for name, child in inside.items()} if inside else {}
             attributes["_is_replica"] = True
             _set(replicas[id(module)], "__dict__", attributes)
-        if self._to_rebind or self._slots:
-            self._rebind_attributes(replicas, {**own, **replicas})
         root: nn.Module = replicas[id(self.root)]
+        links: list[tuple[nn.Module, str, Any]] = []
+        if self._to_rebind or self._slots:
+            links = [(replicas[key], name, value) for key, name, value in self._pointing_attributes()]
+            self._rebind_attributes(replicas, {**own, **replicas})
         if len(self.modules) > self._num_registered:  # nothing else may hold what only a weak reference leads to
+            links.append((root, "_hidden_replicas", None))
             root.__dict__["_hidden_replicas"] = [replicas[id(m)] for m in self.modules[self._num_registered :]]
-        return root
-
-    def unlink(self, replica: nn.Module) -> None:
-        """Take a replica's references to itself away, so that it goes with the last reference to it."""
-        replica.__dict__.pop("_hidden_replicas", None)
-        for live, own in zip(self.root.modules(), replica.modules(), strict=False):
-            for name in self._to_rebind.get(id(live), ()):
-                own.__dict__.pop(name, None)
+        return Stamped(root, links)
 
     def name_of(self, tensor: torch.Tensor) -> str:
         """Return how a user would find a tensor of the live module: a parameter's name, or the attribute it is in."""
@@ -226,6 +232,19 @@ class Blueprint:
                     _set(replicas[id(module)], name, rebind(getattr(module, name), replacements, memo))
 
 
+@dataclass(frozen=True)
+class Stamped:
+    """A replica, and by which attributes it can refer to itself: (module of the replica, name, the live value)."""
+
+    root: nn.Module
+    links: list[tuple[nn.Module, str, Any]]
+
+    def unlink(self) -> None:
+        """Put the live values there, so that the replica goes with the last reference to it."""
+        for module, name, value in self.links:
+            module.__dict__[name] = value
+
+
 def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -> list[M]:
     """Return one copy of `network` for each device; the copies' parameters are linked to its own for autograd.
 
@@ -263,7 +282,7 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
             tensors[key] = buffer_for(buffer, device, shared=shared)
         for key, constant in blueprint.constants.items():
             tensors[key] = constant_for(constant, source, device)
-        replicas.append(blueprint.stamp(tensors))
+        replicas.append(blueprint.stamp(tensors).root)
     return replicas  # type: ignore[return-value]
 
 

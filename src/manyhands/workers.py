@@ -147,8 +147,8 @@ class _ThreadCounts:
     """Puts torch's number of intra-op threads back.
 
     The number belongs to each thread, but setting it also sets what threads to come begin with. While a call runs, a
-    thread that is new to torch therefore begins with a replica's number; if it calls in turn, it is taken to want the
-    number that the first of the overlapping calls found.
+    thread that is new to torch therefore begins with a replica's number. If such a thread calls in turn, for the first
+    time, it is taken to want the number that the first of the overlapping calls found.
     """
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ class _ThreadCounts:
         with self._lock:
             if not self._running:
                 self._default = before
-            elif before in self._running:
+            elif before in self._running and not hasattr(_thread, "num_threads"):
                 before = self._default
             on_host = sum(_devices.computes_on_host(device) for device in devices)
             each = max(1, before // on_host) if on_host else before
@@ -172,6 +172,7 @@ class _ThreadCounts:
     def end(self, before: int, each: int) -> None:
         """Put everything back as it was when `begin` returned these numbers."""
         torch.set_num_threads(before)  # the calling thread's, and that of threads to come
+        _thread.num_threads = before
         with self._lock:
             self._running.remove(each)
             wrong_default = not self._running and before != self._default
@@ -191,10 +192,6 @@ def _marked_as_replica(device: torch.device) -> Iterator[None]:
         _thread.replica_device = before
 
 
-class _Abandoned(SystemExit):
-    """Raised in a worker whose result nobody waits for; a SystemExit, so that a thread that dies of it is silent."""
-
-
 class _Worker:
     """One thread that runs what is put into its inbox, until it finds None there."""
 
@@ -204,7 +201,7 @@ class _Worker:
         self.thread.start()
 
     def _work(self) -> None:
-        with contextlib.suppress(_Abandoned):
+        with contextlib.suppress(SystemExit):  # what `abandon` raises here
             while (job := self.inbox.get()) is not None:
                 job()
                 del job  # an idle worker keeps nothing alive
@@ -237,7 +234,7 @@ class _Pool:
         for worker in workers:
             worker.inbox.put(None)
             ident = ctypes.c_ulong(worker.thread.ident or 0)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(_Abandoned))
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
 
     def stop(self) -> None:
         """Tell every worker to end, and wait until all have; a little while, where one is inside an operation."""

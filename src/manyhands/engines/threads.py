@@ -148,12 +148,15 @@ class _Stamp:
             self._buffers.append((buffer, tensors[key]))
         for key, constant in blueprint.constants.items():
             tensors[key] = constant_for(constant, source, device)
-        self.replica = blueprint.stamp(tensors)
-        self._blueprint = blueprint
+        self._stamped = blueprint.stamp(tensors)
+
+    @property
+    def replica(self) -> nn.Module:
+        return self._stamped.root
 
     def __del__(self) -> None:
-        if hasattr(self, "_blueprint"):  # else it was never made
-            self._blueprint.unlink(self.replica)
+        if hasattr(self, "_stamped"):  # else it was never made
+            self._stamped.unlink()
 
     def commit_buffers(self) -> None:
         """Write this replica's buffers into the live ones, where it does not have those themselves."""
