@@ -19,8 +19,8 @@ from manyhands.engines.base import Call, Engine, ReplicaTiming
 from manyhands.engines.threads import ThreadsEngine
 from manyhands.errors import say_once
 from manyhands.parallel_apply import parallel_apply
-from manyhands.replicate import check_device, replicate
-from manyhands.scatter_gather import Rows, count_rows, gather, split_call
+from manyhands.replicate import check_device, replicate, unchanged_on_failure
+from manyhands.scatter_gather import Rows, check_dim, check_kwargs, count_rows, gather, split_call
 from manyhands.shares import Shares, check_shares, split_rows
 from manyhands.thread_state import modes_that_stay
 from manyhands.workers import inside_replica, replica_device
@@ -220,9 +220,10 @@ class DataParallel(nn.DataParallel[Any]):
         used = range(len(self.devices)) if self._overrides("scatter") else self._plan(inputs, kwargs).replica_numbers
         device_ids = [here or self.device_ids[i] for i in used]
         shards, shard_kwargs = self.scatter(inputs, kwargs, device_ids)
-        replicas = self.replicate(self.module, device_ids[: len(shards)])
-        outputs = self.parallel_apply(replicas, shards, shard_kwargs)
-        return self.gather(outputs, here or self.output_device)
+        with unchanged_on_failure(self.module.buffers()):
+            replicas = self.replicate(self.module, device_ids[: len(shards)])
+            outputs = self.parallel_apply(replicas, shards, shard_kwargs)
+            return self.gather(outputs, here or self.output_device)
 
 
 def data_parallel(
@@ -253,7 +254,7 @@ def data_parallel(
     """
     _check_arguments(module, dim)
     inputs = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
-    kwargs = module_kwargs or {}
+    kwargs = check_kwargs(module_kwargs, "module_kwargs")
     devices = _devices.resolve(device_ids)
     if not devices:
         say_once(_NO_ACCELERATOR)
@@ -265,16 +266,17 @@ def data_parallel(
         devices = devices[:1]
     check_device(module, chain(module.parameters(), module.buffers()), devices[0])
     shards = split_call(inputs, kwargs, devices, dim)
-    replicas = replicate(module, devices[: len(shards)], detach=not torch.is_grad_enabled())
-    outputs = parallel_apply(replicas, [args for args, _ in shards], [kw for _, kw in shards], devices[: len(shards)])
-    return gather(outputs, gather_on, dim)
+    used = devices[: len(shards)]
+    with unchanged_on_failure(module.buffers()):
+        replicas = replicate(module, used, detach=not torch.is_grad_enabled())
+        outputs = parallel_apply(replicas, [args for args, _ in shards], [kw for _, kw in shards], used)
+        return gather(outputs, gather_on, dim)
 
 
 def _check_arguments(module: object, dim: object) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected a torch.nn.Module, got {module!r}")
-    if not isinstance(dim, int) or isinstance(dim, bool):
-        raise TypeError(f"dim={dim!r}: expected an int, the axis that holds the rows")
+    check_dim(dim)
 
 
 def _accept_clean_names(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:

@@ -115,10 +115,24 @@ def _rebuild(value: Any, new: list[Any]) -> Any:
     if isinstance(value, list):
         rebuilt[:] = new
         return rebuilt
-    if isinstance(value, MutableMapping):  # dict, OrderedDict, defaultdict, mappings with attributes for their keys
-        for key, child in zip(value, new, strict=True):
-            rebuilt[key] = child
-        return rebuilt
+    if isinstance(value, MutableMapping):  # dict, OrderedDict, defaultdict, UserDict
+        return fill_mapping(rebuilt, value, list(zip(value, new, strict=True)))
     for field, child in zip(dataclasses.fields(value), new, strict=True):
         object.__setattr__(rebuilt, field.name, child)  # also where the dataclass is frozen
     return rebuilt
+
+
+def fill_mapping(copied: Any, original: Any, items: Sequence[tuple[Any, Any]]) -> Any:
+    """Give `copied`, a copy of a mapping, new items, also where the mapping shows its items as attributes."""
+    own = getattr(copied, "__dict__", None)
+    if own is not None and vars(original) is original:  # the idiom self.__dict__ = self
+        copied.__dict__ = copied
+        own = None
+    for key, (_, item) in zip(original, items, strict=True):
+        if own is not None and isinstance(key, str) and key in own and own[key] is original[key]:
+            own[key] = item
+    if any(key is not new_key for key, (new_key, _) in zip(original, items, strict=True)):
+        copied.clear()
+    for key, item in items:
+        copied[key] = item
+    return copied

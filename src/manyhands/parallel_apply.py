@@ -33,10 +33,13 @@ def parallel_apply(
         devices: the device that is current during each call; left out, that of the call's first tensor.
 
     Raises:
-        ValueError: sequences of different lengths, or none at all.
+        TypeError: modules or inputs that are no sequence. ValueError: sequences of different lengths, or none at all.
         BaseException: what a call raised, the same object, with a note that names the replica and its device; of
             several the lowest replica's, the others named in the note.
     """
+    for name, sequence in (("modules", modules), ("inputs", inputs)):
+        if isinstance(sequence, torch.Tensor) or not isinstance(sequence, Sequence | torch.nn.ModuleList):
+            raise TypeError(f"{name}: expected a list with one entry a call, got {type(sequence).__name__}")
     calls = len(modules)
     if not calls:
         raise ValueError("no modules to apply: expected at least one")

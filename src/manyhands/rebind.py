@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from manyhands.nested import fill_mapping
+
 _LARGE = 1000
 _DEEP = 100
 
@@ -119,14 +121,11 @@ def _rebuilt(value: Any, replacements: Mapping[int, Any], memo: dict[int, Any]) 
 
     if isinstance(value, dict):
         memo[id(value)] = table = copy.copy(value)  # keeps the class, and what it has beside its items
-        items = [(new(key), new(item)) for key, item in value.items()]
         try:
-            table.clear()
-            table.update(items)
+            return fill_mapping(table, value, [(new(key), new(item)) for key, item in value.items()])
         except TypeError:  # a class that refuses to be written into: left to the look at the graph
             memo[id(value)] = value
             return value
-        return table
     if isinstance(value, list | deque):
         memo[id(value)] = items_in_order = copy.copy(value)
         for index, item in enumerate(value):

@@ -265,8 +265,10 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
         there persist and replicas do not write into each other's.
 
     Raises:
-        TypeError: a module that cannot be replicated. ValueError: a device that is not there.
+        TypeError: no module, or one that cannot be replicated. ValueError: a device that is not there.
     """
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"network: expected a torch.nn.Module, got {network!r}")
     targets = _devices.resolve_each(devices, "devices")
     blueprint = Blueprint(network)
     source = next((tensor.device for tensor in blueprint.parameters.values()), torch.device("cpu"))
@@ -311,6 +313,18 @@ def buffer_for(buffer: torch.Tensor, device: torch.device, *, shared: bool) -> t
         return buffer
     copy = _devices.copy_to(buffer, device)
     return copy.clone() if copy is buffer else copy
+
+
+@contextlib.contextmanager
+def unchanged_on_failure(buffers: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Put back what buffers held if the block raises: a step that fails changes nothing."""
+    before = [(buffer, buffer.clone()) for buffer in buffers]
+    try:
+        yield
+    except BaseException:
+        for buffer, held in before:
+            buffer.data.copy_(held)
+        raise
 
 
 def constant_for(constant: torch.Tensor, source: torch.device, device: torch.device) -> torch.Tensor:

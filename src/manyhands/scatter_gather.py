@@ -43,6 +43,21 @@ class Rows:
         return torch.cat(list(parts), self.dim)
 
 
+def check_dim(dim: object) -> None:
+    """Raise TypeError if `dim` cannot be the axis of the rows."""
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise TypeError(f"dim={dim!r}: expected an int, the axis that holds the rows")
+
+
+def check_kwargs(kwargs: object, argument: str) -> dict[str, Any]:
+    """Return keyword inputs, {} for None; raise TypeError if they are no dict of names."""
+    if kwargs is None:
+        return {}
+    if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
+        raise TypeError(f"{argument}: expected a dict from names to inputs, got {kwargs!r}")
+    return kwargs
+
+
 def count_rows(inputs: tuple[Any, ...], kwargs: dict[str, Any], dim: int) -> int | None:
     """Return how many rows the tensors of a call have along `dim`; None where no tensor has rows (0-dim, or none).
 
@@ -117,13 +132,14 @@ def scatter_kwargs(
     Args, Raises: as `scatter`. `inputs` is the tuple of positional arguments; anything else counts as the only one.
     """
     inputs = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
-    shards = _scatter_call(inputs, kwargs or {}, target_gpus, dim)
+    shards = _scatter_call(inputs, check_kwargs(kwargs, "kwargs"), target_gpus, dim)
     return tuple(args for args, _ in shards), tuple(kw for _, kw in shards)
 
 
 def _scatter_call(
     inputs: tuple[Any, ...], kwargs: dict[str, Any], target_gpus: Sequence[DeviceLike], dim: int
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    check_dim(dim)
     devices = _devices.resolve_each(target_gpus, "target_gpus")
     if not devices:
         raise ValueError("no devices to scatter to: expected at least one")
@@ -219,6 +235,9 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
             each replica gave.
         TypeError: an output of a type that cannot be gathered.
     """
+    check_dim(dim)
+    if not isinstance(outputs, list | tuple):
+        raise TypeError(f"outputs: expected a list with one output a replica, got {type(outputs).__name__}")
     if not outputs:
         raise ValueError("no outputs to gather: expected one a replica")
     if target_device is None:

@@ -3,6 +3,9 @@
 Nothing else in the package may name a `torch._C` function; tests/test_torch_private.py calls each of these.
 """
 
+import contextlib
+import functools
+import importlib
 from typing import Any
 
 import torch
@@ -17,6 +20,16 @@ def backward_keeps_graph() -> bool:
         return bool(torch._C._autograd._get_current_graph_task_keep_graph())
     except AttributeError:
         return True
+
+
+@functools.cache
+def import_what_backward_imports() -> None:
+    """Import, once, what the first backward of a process imports, so that workers do not do it all at the same time.
+
+    Fallback: nothing; they do.
+    """
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
 
 def has_saved_tensor_hooks() -> bool:

@@ -6,10 +6,12 @@ Guarantees
       so its tasks may wait for each other, and calls from several threads at once do not disturb each other.
     - Inside a task, `run_together` runs its tasks one after the other in that thread: no worker waits for itself.
     - An exception that is not an `Exception` (Ctrl-C above all) reaches the caller at once. Workers that are still
-      busy then are abandoned: an exception is raised in them at their next Python instruction, nobody reads their
-      result, they are never used again, and the next call starts fresh ones.
+      busy then are abandoned: nobody reads their result, they are never used again, they end when their task does,
+      and the next call starts fresh ones. They are not interrupted: an exception at any instruction would leave locks
+      behind that are held for ever, those of Python's imports among them.
     - After a fork the child starts workers of its own. At exit workers are told to end and are waited for, because a
-      daemon thread that is inside torch when the interpreter goes away aborts the process.
+      daemon thread that is inside torch when the interpreter goes away aborts the process. What is still running after
+      a while is interrupted then.
 
 Assumes that tasks do not touch each other's data.
 """
@@ -34,7 +36,8 @@ from manyhands.thread_state import ThreadState, modes_that_stay
 T = TypeVar("T")
 
 _WAKE_S = 0.1  # a waiting caller looks this often for Ctrl-C, which cannot always wake it (_thread.interrupt_main)
-_EXIT_WAIT_S = 10.0  # how long interpreter exit waits for a worker that is inside a long operation
+_EXIT_PATIENCE_S = 2.0  # how long interpreter exit waits for workers to end by themselves
+_EXIT_WAIT_S = 10.0  # and how long in all
 
 
 @dataclass(slots=True)
@@ -201,7 +204,7 @@ class _Worker:
         self.thread.start()
 
     def _work(self) -> None:
-        with contextlib.suppress(SystemExit):  # what `abandon` raises here
+        with contextlib.suppress(SystemExit):  # what `stop` raises here
             while (job := self.inbox.get()) is not None:
                 job()
                 del job  # an idle worker keeps nothing alive
@@ -230,25 +233,30 @@ class _Pool:
             self._idle[:0] = workers
 
     def abandon(self, workers: Sequence[_Worker]) -> None:
-        """Interrupt workers that are still busy; each ends when its operation does."""
+        """Let busy workers end with what they are doing."""
         for worker in workers:
             worker.inbox.put(None)
-            ident = ctypes.c_ulong(worker.thread.ident or 0)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
 
     def stop(self) -> None:
-        """Tell every worker to end, and wait until all have; a little while, where one is inside an operation."""
+        """Tell every worker to end, and wait until all have; for a while, where one is in the middle of a task."""
         with self._lock:
-            idle, busy = self._idle, self._busy
+            ending = self._idle + self._busy
             self._idle, self._busy = [], []
-        for worker in idle:
+        for worker in ending:
             worker.inbox.put(None)
-        self.abandon(busy)
-        end_by = time.monotonic() + _EXIT_WAIT_S
-        for worker in idle + busy:
-            worker.thread.join(max(0.0, end_by - time.monotonic()))
-        if any(worker.thread.is_alive() for worker in idle + busy):
+        started = time.monotonic()
+        self._join(ending, until=started + _EXIT_PATIENCE_S)
+        for worker in ending:
+            if worker.thread.is_alive():
+                ident = ctypes.c_ulong(worker.thread.ident or 0)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
+        self._join(ending, until=started + _EXIT_WAIT_S)
+        if any(worker.thread.is_alive() for worker in ending):
             log.warning("a replica is still running %g s after the program ended", _EXIT_WAIT_S)
+
+    def _join(self, workers: Sequence[_Worker], until: float) -> None:
+        for worker in workers:
+            worker.thread.join(max(0.0, until - time.monotonic()))
 
     def forget(self) -> None:
         """Start from nothing, in the child of a fork: the parent's threads do not exist there."""

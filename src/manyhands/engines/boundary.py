@@ -105,25 +105,25 @@ class Graphs:
         timings: one a replica; `timings[i].device` is its device.
         where: how a message calls each replica.
         inputs, outputs: the boundary's edges.
+        shared_leaves: whether the graphs share leaves that are the caller's own tensors.
         keep: whether graphs of a higher order share nodes with these, so that a backward must not free them.
         keep_alive: what must not go before the graphs.
         live_inputs: the caller's tensors, one an input edge.
-        histories: the node behind each of them in the forward; another one stands there once it was written into.
     """
 
     timings: list[ReplicaTiming]
     where: list[str]
     inputs: list[Edge]
     outputs: list[Edge]
+    shared_leaves: bool = False
     keep: bool = False
     keep_alive: Any = None
     live_inputs: tuple[torch.Tensor, ...] = ()
-    histories: list[Any] = field(default_factory=list, init=False)
     released: bool = field(default=False, init=False)
 
     def release(self) -> None:
         """Let the replica graphs go; what only they held is freed here."""
-        self.inputs, self.outputs, self.live_inputs, self.histories = [], [], (), []
+        self.inputs, self.outputs, self.live_inputs = [], [], ()
         self.keep_alive, self.released = None, True
 
     def walk(self, output_grads: Sequence[torch.Tensor | None], keep: bool) -> list[list[torch.Tensor | None]]:
@@ -131,11 +131,15 @@ class Graphs:
         replicas = range(len(self.timings))
         devices = [timing.device for timing in self.timings]
         batched = any(grad is not None and torch_private.is_batched(grad) for grad in output_grads)
-        if batched or modes_that_stay():  # no other thread can take part, and .grad cannot hold a batch of gradients
+        if batched or self.shared_leaves or modes_that_stay():
+            # A leaf's .grad cannot hold a batch of gradients, .grad of a shared one is the caller's, and under a mode
+            # no other thread can take part: one call, which writes no .grad.
             ends, grads = self._ends(output_grads, replicas)
             leaves = [leaf for edge in self.inputs for leaf in edge.tensors if leaf is not None]
             results = torch.autograd.grad(ends, leaves, grads, retain_graph=keep, allow_unused=True)
             return self._by_edge(dict(zip(map(id, leaves), results, strict=True)))
+
+        torch_private.import_what_backward_imports()
 
         def walk_some(replicas: Sequence[int]) -> None:
             started = time.perf_counter()
@@ -150,6 +154,10 @@ class Graphs:
             values_or_raise(run_together(tasks, devices), [f"the backward of {place}" for place in self.where])
         else:
             walk_some(replicas)
+        return self.take_leaf_gradients()
+
+    def take_leaf_gradients(self) -> list[list[torch.Tensor | None]]:
+        """Return what the leaves hold in `.grad`, by edge and replica, and take it away from them."""
         return [[_take_grad(leaf) for leaf in edge.tensors] for edge in self.inputs]
 
     def differentiable_walk(
@@ -196,6 +204,22 @@ class Graphs:
         return [[grads[id(leaf)] if leaf is not None else None for leaf in edge.tensors] for edge in self.inputs]
 
 
+class Alias(torch.autograd.Function):
+    """The same tensor with the same history, as another object.
+
+    The boundary keeps its inputs for derivatives of higher order. If it kept the caller's own objects, `h += model(h)`
+    would make a cycle of h and the boundary, and a later write into h would change what the boundary is linked to.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
 class Boundary(torch.autograd.Function):
     """The node of the caller's graph; `Boundary.apply(graphs, *live_inputs)` returns the joined outputs."""
 
@@ -204,7 +228,6 @@ class Boundary(torch.autograd.Function):
         ctx.graphs = graphs
         ctx.set_materialize_grads(False)
         graphs.live_inputs = live_inputs
-        graphs.histories = [tensor.grad_fn for tensor in live_inputs]
         joined = []
         constant = []
         for edge in graphs.outputs:
@@ -246,11 +269,6 @@ class Boundary(torch.autograd.Function):
 
 def _differentiable_backward(graphs: Graphs, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Return the inputs' gradients as outputs of one more Boundary (4)."""
-    if any(tensor.grad_fn is not node for tensor, node in zip(graphs.live_inputs, graphs.histories, strict=True)):
-        raise RuntimeError(
-            "one of the inputs of the replicas, needed for a gradient of higher order, has been modified by an inplace "
-            "operation since: give the model a copy (input.clone()), or write into a copy."
-        )
     graphs.keep = True
     incoming, parts = graphs.differentiable_walk(grads)
     gradients = [
@@ -262,6 +280,7 @@ def _differentiable_backward(graphs: Graphs, grads: Sequence[torch.Tensor | None
         where=graphs.where,
         inputs=[*graphs.inputs, *incoming],
         outputs=[edge for edge in gradients if edge is not None],
+        shared_leaves=graphs.shared_leaves,
         keep=True,
         keep_alive=graphs.keep_alive,
     )

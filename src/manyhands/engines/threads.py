@@ -27,10 +27,10 @@ from torch import nn
 from manyhands import devices as _devices
 from manyhands import nested
 from manyhands.engines.base import Call, Engine, ReplicaTiming
-from manyhands.engines.boundary import Boundary, Edge, Graphs, Whole
+from manyhands.engines.boundary import Alias, Boundary, Edge, Graphs, Whole
 from manyhands.parallel_apply import values_or_raise
 from manyhands.rebind import INERT
-from manyhands.replicate import Blueprint, buffer_for, check_device, constant_for
+from manyhands.replicate import Blueprint, buffer_for, check_device, constant_for, unchanged_on_failure
 from manyhands.scatter_gather import Group, Rows, collect, put_together
 from manyhands.workers import inside_replica, run_together
 
@@ -40,6 +40,7 @@ class ThreadsEngine(Engine):
 
     def __init__(self) -> None:
         self._checked: list[Any] = []  # signature of the blueprint whose replicas' graphs have been looked at
+        self._outside: list[torch.Tensor] = []  # leaves found there that are not the module's: a global, say
         self._timings: list[ReplicaTiming] = []
 
     def forward(self, module: nn.Module, call: Call) -> Any:
@@ -50,7 +51,6 @@ class ThreadsEngine(Engine):
         check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], call.source)
         shards = [_Shard(call, i, tracked) for i in range(len(call.devices))]
         stamps = [_Stamp(blueprint, call.source, device, i == 0, tracked) for i, device in enumerate(call.devices)]
-        backups = [(buffer, buffer.clone()) for buffer in blueprint.buffers.values()]
         if not inside_replica():
             self._timings = timings
 
@@ -63,20 +63,18 @@ class ThreadsEngine(Engine):
 
             return run
 
-        try:
+        own_leaves = [leaf for shard in shards for leaf in shard.leaves]
+        own_leaves += [leaf for stamp in stamps for leaf in stamp.leaves]
+        with unchanged_on_failure(blueprint.buffers.values()):
             outputs = values_or_raise(run_together([task(i) for i in range(len(call.devices))], call.devices), where)
             groups, values = collect(outputs, call.dim)
             if tracked and self._checked != blueprint.signature:
-                _look_for_live_tensors(blueprint, groups, where)
+                self._outside = _look_for_live_tensors(blueprint, groups, where, own_leaves)
                 self._checked = blueprint.signature
-        except BaseException:
-            for buffer, before in backups:
-                buffer.data.copy_(before)
-            raise
         stamps[0].commit_buffers()
 
         edges = [Edge(group.rows, call.output_device, group.tensors) for group in groups]
-        if not tracked or not any(tensor.requires_grad for group in groups for tensor in group.tensors):
+        if not tracked:
             return put_together(outputs[0], values, [edge.join(edge.tensors) for edge in edges])
         live_inputs = shards[0].live_inputs
         live_parameters = stamps[0].live_parameters
@@ -86,12 +84,19 @@ class ThreadsEngine(Engine):
             inputs=[
                 *_edges(shards[0].layouts, live_inputs, [shard.leaves for shard in shards]),
                 *_edges([Whole()] * len(live_parameters), live_parameters, [stamp.leaves for stamp in stamps]),
+                *(Edge(Whole(), leaf.device, [leaf] + [None] * (len(stamps) - 1)) for leaf in self._outside),
             ],
             outputs=edges,
+            shared_leaves=bool(self._outside),
             keep=_carries_objects(call),
             keep_alive=stamps,
         )
-        joined = Boundary.apply(graphs, *live_inputs, *live_parameters)  # type: ignore[no-untyped-call]
+        live = [*live_inputs, *live_parameters, *self._outside]
+        if any(leaf.grad is not None for leaf in own_leaves):
+            _pass_on_gradients(graphs, live)
+        if not any(tensor.requires_grad for group in groups for tensor in group.tensors):
+            return put_together(outputs[0], values, [edge.join(edge.tensors) for edge in edges])
+        joined = Boundary.apply(graphs, *(t if t.is_leaf else Alias.apply(t) for t in live))  # type: ignore[no-untyped-call]
         return put_together(outputs[0], values, joined)
 
     def timings(self) -> list[ReplicaTiming]:
@@ -201,14 +206,29 @@ def _edges(
         yield Edge(layout, tensor.device, of_edge)
 
 
-def _look_for_live_tensors(blueprint: Blueprint, groups: Sequence[Group], where: Sequence[str]) -> None:
+def _pass_on_gradients(graphs: Graphs, live: Sequence[torch.Tensor]) -> None:
+    """Pass on what a module's own call of backward, inside forward, has left in the replicas' leaves."""
+    parts = zip(graphs.inputs, graphs.take_leaf_gradients(), strict=True)
+    gradients = [edge.join_gradients(of_edge) for edge, of_edge in parts]
+    reached = [(tensor, grad) for tensor, grad in zip(live, gradients, strict=True) if grad is not None]
+    torch.autograd.backward([tensor for tensor, _ in reached], [grad for _, grad in reached])
+
+
+def _look_for_live_tensors(
+    blueprint: Blueprint, groups: Sequence[Group], where: Sequence[str], own_leaves: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
     """Check that no replica's graph leads to a tensor of the live module instead of the replica's own.
+
+    Returns:
+        The leaves found that belong neither to the module nor to a replica: tensors from outside.
 
     Raises:
         RuntimeError: one does; its gradient would be wrong, so the forward fails. Names the tensor.
     """
     if not groups:  # outputs without tensors
-        return
+        return []
+    own = set(map(id, own_leaves))
+    outside: dict[int, torch.Tensor] = {}
     histories = {tensor.grad_fn: tensor for tensor in blueprint.histories.values()}
     for place, outputs in zip(where, zip(*(group.tensors for group in groups), strict=True), strict=True):
         for reached in _leaves_and_nodes(outputs):
@@ -218,12 +238,15 @@ def _look_for_live_tensors(blueprint: Blueprint, groups: Sequence[Group], where:
                     "in the module refers to the original in a way that cannot be followed, such as an object that "
                     "holds the module or one of its methods. Reach it through self, in forward."
                 )
-            if reached in histories:
+            if isinstance(reached, torch.Tensor) and reached.requires_grad and id(reached) not in own:
+                outside[id(reached)] = reached
+            if not isinstance(reached, torch.Tensor) and reached in histories:
                 raise RuntimeError(
                     f"{place} used {blueprint.name_of(histories[reached])}, a tensor that was computed outside "
                     "forward and needs gradients. Pass it to the model as an input, compute it in forward, or "
                     "detach() it."
                 )
+    return list(outside.values())
 
 
 def _leaves_and_nodes(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:

@@ -1,0 +1,219 @@
+"""Bugs that were found by using the library, each with its story; every test failed when it was written."""
+
+import gc
+import subprocess
+import sys
+import textwrap
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import manyhands
+
+TWO = ["cpu", "cpu"]
+
+
+def loss(output: torch.Tensor) -> torch.Tensor:
+    return output.double().square().sum()
+
+
+def test_a_dict_whose_items_are_attributes() -> None:
+    """S3, G3: `self.__dict__ = self`. A copied one had a `__dict__` of its own, with the whole batch in it, so every
+    replica that read `batch.x` instead of `batch["x"]` computed everything."""
+
+    class AttributeDict(dict[str, Any]):
+        def __init__(self, *args: Any, **items: Any) -> None:
+            super().__init__(*args, **items)
+            self.__dict__ = self
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+
+        def forward(self, batch: Any) -> Any:
+            batch.extra = batch.x + 1
+            return AttributeDict(y=self.linear(batch.x), z=batch["extra"])
+
+    net, x = Net(), torch.randn(8, 4)
+    output = manyhands.DataParallel(net, TWO)(AttributeDict(x=x))
+    expected = net(AttributeDict(x=x))
+    torch.testing.assert_close(output["y"], expected["y"])
+    assert output.y is output["y"]
+    torch.testing.assert_close(output.z, expected.z)
+    output.w = 1
+    assert output["w"] == 1
+
+
+def test_an_attribute_that_is_such_a_dict() -> None:
+    """R7: the same idiom, holding layers."""
+
+    class AttributeDict(dict[str, Any]):
+        def __init__(self, **items: Any) -> None:
+            super().__init__(**items)
+            self.__dict__ = self
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+            self.parts = AttributeDict(linear=self.linear)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.parts.linear(x) + self.parts["linear"](x)
+
+    net, x = Net(), torch.randn(8, 4)
+    loss(manyhands.DataParallel(net, TWO)(x)).backward()
+    mine = net.linear.weight.grad
+    net.linear.weight.grad = None
+    loss(net(x)).backward()
+    torch.testing.assert_close(mine, net.linear.weight.grad)
+
+
+def test_backward_inside_forward() -> None:
+    """N1: the gradient stayed in the replicas' leaves, which nobody sees, and would have been counted again later."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            loss(self.linear(x)).backward()
+            return self.linear(x)
+
+    net, x = Net(), torch.randn(7, 4)
+    grads = []
+    for model in (net, manyhands.DataParallel(net, TWO)):
+        net.zero_grad()
+        loss(model(x)).backward()
+        grads.append([parameter.grad for parameter in net.parameters()])
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+def test_a_parameter_that_is_not_the_modules() -> None:
+    """N3: a global that forward uses. Its gradient came by a side route, which create_graph and autograd.grad miss."""
+    outside = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 1, dtype=torch.float64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(torch.tanh(x @ outside))
+
+    net, x = Net(), torch.randn(7, 4, dtype=torch.float64)
+    wrapped = manyhands.DataParallel(net, TWO)
+    for _ in range(2):
+        first = [torch.autograd.grad(loss(model(x)), outside, create_graph=True)[0] for model in (net, wrapped)]
+        torch.testing.assert_close(first[1], first[0])
+        second = [torch.autograd.grad(loss(grad), [outside, net.linear.weight]) for grad in first]
+        torch.testing.assert_close(second[1], second[0])
+        assert outside.grad is None
+    for _ in range(2):
+        loss(net(x)).backward()
+    expected, outside.grad = outside.grad, None
+    for _ in range(2):
+        loss(wrapped(x)).backward()
+    torch.testing.assert_close(outside.grad, expected)
+
+
+def test_an_output_added_to_its_own_input() -> None:
+    """N10: `h += model(h)` made a cycle through the boundary, which kept h itself; no collector sees through it."""
+    model = manyhands.DataParallel(nn.ReLU(), TWO)
+    before = nn.Linear(4, 4)
+    gone: list[weakref.ref[torch.Tensor]] = []
+    for _ in range(3):
+        h = before(torch.randn(6, 4))
+        h += model(h)
+        gone.append(weakref.ref(h))
+        del h
+    gc.collect()
+    assert [reference() for reference in gone] == [None] * 3
+
+
+def test_an_input_written_into_before_a_second_derivative() -> None:
+    """N3: what the boundary is linked to is the input as it was."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
+    model = manyhands.DataParallel(net, TWO)
+    x = torch.randn(6, 4, dtype=torch.float64)
+    results = []
+    for write in (False, True):
+        leaf = x.clone().requires_grad_()
+        hidden = leaf * 2
+        output = model(hidden)
+        if write:
+            hidden.mul_(3)
+        (grad,) = torch.autograd.grad(output.sum(), leaf, create_graph=True)
+        results.append(torch.autograd.grad(loss(grad), leaf)[0])
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_a_failed_plain_composition_changes_no_buffer() -> None:
+    """N11: as for the engine; the first replica had counted its batch already."""
+
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output = self.norm(x)
+            if x[0, 0] > 0:
+                raise ValueError("this one fails")
+            return output
+
+    class Overrides(manyhands.DataParallel):
+        def gather(self, outputs: Any, output_device: Any) -> Any:
+            return super().gather(outputs, output_device)
+
+    net = Fails()
+    x = torch.tensor([[-1.0, 1.0], [-2.0, 2.0], [1.0, 1.0], [2.0, 2.0]])
+    for call in (Overrides(net, TWO), lambda x: manyhands.data_parallel(net, x, TWO)):
+        with pytest.raises(ValueError, match="this one fails"):
+            call(x)
+        assert net.norm.num_batches_tracked == 0
+        assert torch.equal(net.norm.running_mean, torch.zeros(2))
+
+
+def test_ctrl_c_in_the_first_backward() -> None:
+    """F3: narrated.
+
+    1. the first backward of a process imports modules, in every worker at once
+    2. Ctrl-C; the caller leaves; the workers were interrupted, one of them between two lines of Python's import lock
+    3. that lock stayed locked, and every later backward waited for it, for ever
+
+    The signal comes at several moments, as the moment decides.
+    """
+    script = textwrap.dedent("""
+        import os, signal, sys, threading
+        import torch, manyhands
+        model, x = manyhands.DataParallel(torch.nn.Linear(4, 4), ["cpu"] * 3), torch.randn(6, 4)
+        output = model(x).sum()
+        timer = threading.Timer(float(sys.argv[1]), lambda: os.kill(os.getpid(), signal.SIGINT))
+        try:
+            timer.start()
+            output.backward()
+            timer.join()
+            for _ in range(10**9):
+                pass
+        except KeyboardInterrupt:
+            pass
+        for _ in range(5):
+            model(x).sum().backward()
+        print("went on")
+    """)
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, moment], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for moment in ("0.02", "0.2")
+    ]
+    for program in programs:
+        out, err = program.communicate(timeout=100)
+        assert (program.returncode, out) == (0, "went on\n"), err
