@@ -3,7 +3,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -122,7 +122,7 @@ def test_a_loss_that_is_no_number_is_a_failure_of_the_run(capsys: pytest.Capture
     assert main([*SMALL, "--lr", "1e20", "--output", "out"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("manyhands train: error: the t")
-    assert "or a lower rate (--lr 5e+19)" in line
+    assert "start again with a lower rate (--lr 5e+19)" in line
 
 
 def test_what_is_not_installed_is_named_with_the_remedy(
@@ -138,13 +138,66 @@ def test_what_is_not_installed_is_named_with_the_remedy(
     )
 
 
-def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+@pytest.mark.skipif(sys.platform == "win32", reason="no limit on the size of files there")
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    """A limit on the size of files, which the checkpoint is the first to reach."""
+    script = f"""
+import resource, signal, sys
+from manyhands.cli import main
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000,) * 2)
+sys.exit(main({[*SMALL, "--output", "out"]}))
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("manyhands train: error: out/checkpoint.pt cannot be written (File too large)")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "out" / "checkpoint.pt").exists()
 
-    monkeypatch.setattr("torch.save", full)
-    assert main([*SMALL, "--output", "out"]) == 1
-    assert capsys.readouterr().err == "manyhands train: error: [Errno 28] No space left on device\n"
+
+def test_a_run_is_not_resumed_on_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its steps would be other rows, or none; the name of the folder has what matplotlib takes for mathematics."""
+    folder = tmp_path / "a$x_{$b"
+    folder.mkdir()
+    write_idx(folder, train_rows=60)
+    command = ["train", "--model", "mlp", "--devices", "cpu*2", "--batch-size", "20", "--data", str(folder)]
+    assert main([*command, "--epochs", "1", "--output", "out"]) == 0
+    write_idx(folder, train_rows=30)
+    capsys.readouterr()
+    assert main(["train", "--resume", "out", "--epochs", "2"]) == 2
+    assert "began on data with train rows 60" in capsys.readouterr().err
+    write_idx(folder, train_rows=60)
+    assert main(["train", "--resume", "out", "--epochs", "2"]) == 0
+
+
+def write_idx(folder: Path, *, train_rows: int) -> None:
+    for part, rows in (("train", train_rows), ("t10k", 20)):
+        images = bytes(pixel % 256 for pixel in range(rows * 16))
+        header = b"\0\0\x08\x03" + b"".join(size.to_bytes(4, "big") for size in (rows, 4, 4))
+        (folder / f"{part}-images-idx3-ubyte").write_bytes(header + images)
+        header = b"\0\0\x08\x01" + rows.to_bytes(4, "big")
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(header + bytes(row % 10 for row in range(rows)))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda out: (out / "metrics.jsonl").write_bytes((out / "metrics.jsonl").read_bytes() + b"\xff\xfe\n"),
+        lambda out: (out / "config.json").write_text(
+            (out / "config.json").read_text().replace('"batch_size": 128', '"batch_size": "128"')
+        ),
+        lambda out: (out / "config.json").write_text("[]"),
+    ],
+    ids=["bytes in metrics.jsonl", "a text for a number", "no object"],
+)
+def test_damaged_files_are_no_traceback(damage: Callable[[Path], object], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--output", "out"]) == 0
+    damage(Path("out"))
+    capsys.readouterr()
+    status = main(["train", "--resume", "out", "--epochs", "2"])
+    error = capsys.readouterr().err
+    assert (status, error) == (0, "") or (status == 2 and error.count("\n") == 1)
 
 
 def test_the_device_order_is_set_for_cuda() -> None:

@@ -231,7 +231,7 @@ def _add_train_options(parser: argparse.ArgumentParser) -> None:
         "--accumulate",
         type=int,
         metavar="K",
-        help=f"take each batch in K parts, for less memory and the same result (default: {default.accumulate})",
+        help=f"take each batch in K parts, for less memory; batch norm sees the parts (default: {default.accumulate})",
     )
     how.add_argument("--precision", choices=PRECISIONS, help=f"bf16 is torch.autocast (default: {default.precision})")
     how.add_argument("--seed", type=int, metavar="N", help=f"for weights and order (default: {default.seed})")

@@ -83,8 +83,13 @@ def resolve_one(device_id: DeviceLike, argument: str) -> torch.device:
         return resolve_one(device.index, argument)
     try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # what torch raises differs by kind
-        reason = str(error).splitlines()[0]
+    except (
+        RuntimeError,
+        AssertionError,
+        NotImplementedError,
+        ImportError,
+    ) as error:  # what torch raises differs by kind
+        reason = str(error).splitlines()[0].split(". ")[0][:200]  # torch can go on for long
         raise ValueError(f"{argument}: {device} cannot be used here ({reason}); {_what_is_there(present)}") from None
     return torch.device(device.type, device.index or 0)
 

@@ -259,7 +259,7 @@ def spoil_step(number: int) -> Callable[..., float]:
         (12, r"the test loss is (nan|inf) after epoch 1"),
         (
             15,
-            r"in step 16 \(epoch 2\).*--warmup-epochs 3\) or a lower rate \(--lr 0.025\).*checkpoint of step 12 stays",
+            r"in step 16 \(epoch 2\).*start again with a lower rate \(--lr 0.025\).*checkpoint of step 12 stays",
         ),
     ],
 )

@@ -31,10 +31,27 @@ def test_a_run_is_replaced_only_when_asked_and_alone(tmp_path: Path) -> None:
 
 
 def test_a_run_that_failed_before_anything_was_saved_is_nothing_to_lose(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"manyhands": "0.1.0"}')
     (tmp_path / "metrics.jsonl").write_text("")
     RunFolder.for_new_run(tmp_path).make_empty()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "curves.png"])
+def test_files_of_others_by_the_same_names_are_not_deleted(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('{"mine": 1}')
+    with pytest.raises(FolderError, match="holds a run already"):
+        RunFolder.for_new_run(tmp_path)
+    assert (tmp_path / name).read_text() == '{"mine": 1}'
+
+
+def test_a_default_folder_that_another_run_has_just_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda form: "now")
+    first, second = RunFolder.for_new_run(None), RunFolder.for_new_run(None)
+    first.make_empty()
+    with pytest.raises(FolderError, match="exists"):
+        second.make_empty()
 
 
 def test_other_files_in_the_folder_do_not_matter(tmp_path: Path) -> None:

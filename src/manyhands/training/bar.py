@@ -72,4 +72,4 @@ class Bar:
         self._live.stop()
 
     def _picture(self) -> RenderableType:
-        return Group(self._bar, Text(self._replicas, style="dim", no_wrap=True, overflow="ellipsis"))
+        return Group(self._bar, Text(self._replicas, style="dim"))

@@ -8,6 +8,7 @@ A checkpoint is a file of `torch.save`, which is a zip archive. `torch.load` doe
 are compared here; and it is told to load plain values only, so a checkpoint from elsewhere cannot run code.
 """
 
+import io
 import random
 import zipfile
 from collections.abc import Callable, Sequence
@@ -54,8 +55,10 @@ def save(
         "optimizer": optimizer.state_dict(),
         "random": _random_state(on),
     }
+    archive = io.BytesIO()  # torch cannot say why a file cannot be written ("unexpected pos"); Python can
+    torch.save(state, archive)
     with replaced(folder.checkpoint, keep_as=folder.previous_checkpoint) as unfinished:
-        torch.save(state, unfinished)
+        unfinished.write_bytes(archive.getbuffer())
 
 
 def restore(
@@ -114,8 +117,10 @@ def _read(path: Path) -> dict[str, Any]:
         if damaged is not None:
             raise _UnusableError(f"is damaged (in {damaged})")
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, _UnusableError):
+    except _UnusableError:
         raise
+    except OSError as error:
+        raise _UnusableError(f"cannot be read ({error.strerror})") from error
     except Exception as error:  # damage can make unzipping and unpickling fail in any way
         raise _UnusableError(f"is damaged ({type(error).__name__})") from error
     if not isinstance(state, dict) or state.get("format") != _FORMAT:

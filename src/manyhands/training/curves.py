@@ -32,7 +32,7 @@ def draw(path: Path, epochs: Sequence[EpochRecord], *, title: str, last_epoch: i
     """
     figure = Figure(figsize=(10, 4.2), facecolor=_PAPER, layout="constrained")
     loss_axes, accuracy_axes = figure.subplots(1, 2)
-    figure.suptitle(title, x=0.012, ha="left", fontsize=12, color=_INK)
+    figure.suptitle(title, x=0.012, ha="left", fontsize=12, color=_INK, parse_math=False)  # "$" is a "$"
 
     numbers = [record.epoch for record in epochs]
     _line(loss_axes, numbers, [record.train_loss for record in epochs], _TRAIN, "train")

@@ -155,7 +155,7 @@ def _request(url: str, start: int, timeout_s: float) -> HTTPResponse:
         error.close()
         if start and error.code == _RANGE_NOT_SATISFIABLE:  # the part is not the beginning of this file
             return _request(url, 0, timeout_s)
-        raise DownloadError(f"{url}: the server answered {error.code} {error.reason}") from error
+        raise DownloadError(f"{url}: the server answered {error.code} {' '.join(error.reason.split())}") from error
     except (OSError, HTTPException, ValueError) as error:
         raise DownloadError(f"{url} cannot be reached: {_reason(error, timeout_s)}") from error
     if start and response.status == _PARTIAL_CONTENT:
@@ -171,7 +171,8 @@ def _reason(error: Exception, timeout_s: float) -> str:
     cause = error.reason if isinstance(error, URLError) else error
     if isinstance(cause, TimeoutError):
         return f"no answer for {timeout_s:g} seconds"
-    return (cause.strerror if isinstance(cause, OSError) else None) or str(cause) or type(cause).__name__
+    text = (cause.strerror if isinstance(cause, OSError) else None) or str(cause) or type(cause).__name__
+    return " ".join(text.split())  # one line, whatever the server sent
 
 
 def _broken_off(url: str, done: int, total: int | None, reason: str) -> DownloadError:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while training: the step in flight is finished, and the loop is told to stop.
+"""Ctrl-C, SIGTERM and SIGHUP while training: the step in flight is finished, and the loop is told to stop.
 
 Half a step cannot be saved: some of its numbers would be old, some new. A step takes a few seconds at most, so the
 loop finishes it, saves, and leaves. Who cannot wait presses Ctrl-C again, and the last checkpoint is what stays.
@@ -10,7 +10,7 @@ from types import FrameType, TracebackType
 
 from manyhands.training.errors import Interrupted
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 _STDERR = 2
 _NOTICE = b"\nfinishing the step in flight, then stopping (again: at once, without saving)\n"
 
@@ -24,7 +24,11 @@ class StopRequest:
     received: signal.Signals | None = None
 
     def __enter__(self) -> "StopRequest":
-        self._before = {number: signal.signal(number, self._receive) for number in _SIGNALS}
+        self._before = {
+            number: signal.signal(number, self._receive)
+            for number in _SIGNALS
+            if signal.getsignal(number) is not signal.SIG_IGN  # as under nohup: whoever ignores it means it
+        }
         return self
 
     def __exit__(

@@ -139,13 +139,13 @@ def _finish_epoch(run: Run, epoch: int, display: Display, stop: StopRequest) -> 
         f"epoch {record.epoch}/{run.options.epochs}: train loss {record.train_loss:.4f}, "
         f"test accuracy {record.test_accuracy:.4f}, {record.train_seconds:.1f} s of training"
     )
+    run.keep()
     curves.draw(
         run.folder.curves,
         run.metrics.epochs,
         title=f"{run.options.model} on {run.dataset.name}, {describe(run.devices)}",
         last_epoch=run.options.epochs,
     )
-    run.keep()
 
 
 def evaluate(run: Run, stop: StopRequest) -> tuple[float, float]:
@@ -187,7 +187,7 @@ def _explained(run: Run) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise OptionError(
             f"out of memory with --batch-size {options.batch_size} on {describe(run.devices)}: "
-            f"--accumulate {2 * options.accumulate} takes about half at a time, with the same result"
+            f"--accumulate {2 * options.accumulate} takes about half at a time"
         ) from error
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
@@ -202,9 +202,10 @@ def _diverged(run: Run, what: str, rate: float) -> DivergedError:
     options = run.options
     saved = run.saved
     kept = f"the checkpoint of step {saved.steps} stays in {run.folder}" if saved else "nothing had been saved yet"
+    longer = options.warmup_epochs + 2
+    warm_up = f"a longer warm-up (--warmup-epochs {longer:g}) or " if longer <= options.epochs else ""
     return DivergedError(
-        f"{what}, at learning rate {rate:g}: start again with a longer warm-up (--warmup-epochs "
-        f"{options.warmup_epochs + 2:g}) or a lower rate (--lr {options.lr / 2:g}); {kept}"
+        f"{what}, at learning rate {rate:g}: start again with {warm_up}a lower rate (--lr {options.lr / 2:g}); {kept}"
     )
 
 

@@ -67,7 +67,7 @@ class Metrics:
             FolderError: lines before the checkpoint are missing.
         """
         kept: list[StepRecord | EpochRecord] = []
-        for line in path.read_text().splitlines() if path.exists() else []:
+        for line in path.read_bytes().splitlines() if path.exists() else []:
             with contextlib.suppress(ValueError, TypeError):  # the last line may be half a line
                 record = _record(json.loads(line))
                 if record.step <= steps and (isinstance(record, StepRecord) or record.epoch <= epochs):

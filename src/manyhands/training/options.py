@@ -1,6 +1,6 @@
 """The options of a training: their defaults, what values they may have, and how they survive in config.json.
 
-This module imports nothing slow, so that a mistyped option is told at once, before torch is loaded.
+This module imports nothing of the training, so that a mistyped option is told before anything of it is loaded.
 """
 
 import dataclasses
@@ -88,9 +88,14 @@ class Options:
         """Return the options of a run that is resumed: the saved ones, some of which the command line may change.
 
         Raises:
-            OptionError: an option was given that would make it another run.
-            TypeError: `saved` has fields that this version does not know.
+            OptionError: an option was given that would make it another run, or `saved` is not what was saved.
         """
+        defaults = cls()
+        for name, value in saved.items():
+            known = getattr(defaults, name, value)
+            number = isinstance(known, float) and type(value) is int
+            if not hasattr(defaults, name) or not (type(value) is type(known) or number or known is None):
+                raise OptionError(f"config.json of the run to resume has {name}: {value!r}, which cannot be used")
         begun = cls(**saved)
         given = _with_absolute_folder(given)
         for name, value in given.items():

@@ -1,10 +1,13 @@
 """Where to train: what `--devices` says, as a list with one device for each replica."""
 
+import re
+
 import torch
 
 from manyhands import devices
 from manyhands.training.errors import OptionError
 
+_DIGITS = 4  # of a count or an index
 _FORMS = "auto, a count, or devices such as cpu,cpu or 'cpu*8' or cuda:0,cuda:1"
 
 
@@ -22,6 +25,8 @@ def choose_devices(text: str) -> list[torch.device]:
     present = devices.accelerators()
     if text == "auto":
         return present or [torch.device("cpu")] * 2
+    if any(len(number) > _DIGITS for number in re.findall(r"\d+", text)):
+        raise OptionError(f"--devices {text}: nobody has that many; expected {_FORMS}")
     if text.isdecimal():
         return _first(int(text), present)
     named = [device for part in text.split(",") for device in _repeated(part.strip(), text)]
@@ -50,7 +55,7 @@ def _repeated(part: str, text: str) -> list[torch.device]:
         raise OptionError(f"--devices {text}: expected {_FORMS}")
     try:
         torch.device(name)
-    except RuntimeError:  # torch would list every kind of device there ever was
+    except (RuntimeError, ImportError):  # torch would list every kind of device there ever was
         raise OptionError(f"--devices {text}: {name} is no device; expected {_FORMS}") from None
     try:
         device = devices.resolve_one(name, "--devices")

@@ -7,6 +7,7 @@ import importlib.metadata
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -16,7 +17,7 @@ from manyhands.data_parallel import DataParallel
 from manyhands.training import checkpoint, data, models
 from manyhands.training.checkpoint import Progress
 from manyhands.training.display import Display
-from manyhands.training.errors import OptionError
+from manyhands.training.errors import FolderError, OptionError
 from manyhands.training.metrics import Metrics
 from manyhands.training.options import Options
 from manyhands.training.placement import choose_devices
@@ -73,6 +74,7 @@ class Run:
         )
 
         if resume:
+            _check_same_data(folder, dataset)
             progress = checkpoint.restore(folder, live, optimizer, devices, display.say)
             metrics = Metrics.reopen(folder.metrics, steps=progress.steps, epochs=progress.epochs)
         else:
@@ -117,10 +119,7 @@ class Run:
                 "options": asdict(self.options),
                 "devices": list(map(str, self.devices)),
                 "parameters": self._num_parameters(),
-                "train_rows": self.num_rows,
-                "test_rows": len(self.dataset.test_labels),
-                "num_classes": self.dataset.num_classes,
-                "image_shape": list(self.dataset.image_shape),
+                **_facts_of(self.dataset),
             }
         )
 
@@ -150,6 +149,26 @@ def describe(devices: Sequence[torch.device]) -> str:
     counts = {device: list(devices).count(device) for device in devices}
     names = [str(device) if count == 1 else f"{count} x {device}" for device, count in counts.items()]
     return f"{len(devices)} replicas ({', '.join(names)})"
+
+
+def _check_same_data(folder: RunFolder, dataset: data.Dataset) -> None:
+    """Check that a run is resumed on data of the size that it began with; else its steps would be other rows."""
+    began_with = folder.saved_config()
+    for name, now in _facts_of(dataset).items():
+        if began_with.get(name) != now:
+            raise FolderError(
+                f"{folder} began on data with {name.replace('_', ' ')} {began_with.get(name)}, and {dataset.name} now "
+                f"has {now}: put the data back as it was, or start another run (--output DIR)"
+            )
+
+
+def _facts_of(dataset: data.Dataset) -> dict[str, Any]:
+    return {
+        "train_rows": len(dataset.train_labels),
+        "test_rows": len(dataset.test_labels),
+        "num_classes": dataset.num_classes,
+        "image_shape": list(dataset.image_shape),
+    }
 
 
 def _check_names(options: Options) -> None:

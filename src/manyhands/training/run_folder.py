@@ -29,6 +29,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.must_be_new = False
         self.config = path / "config.json"
         self.metrics = path / "metrics.jsonl"
         self.curves = path / "curves.png"
@@ -46,7 +47,10 @@ class RunFolder:
         Raises:
             FolderError: the folder cannot be made, or holds a run and `overwrite` is false.
         """
+        if path is not None and not path.name:
+            raise FolderError("--output is empty: name a folder (--output DIR)")
         folder = cls(path or Path("runs") / time.strftime("%Y-%m-%d-%H-%M-%S"))
+        folder.must_be_new = path is None  # two runs begun in one second must not share one
         if folder.holds_a_run() and not overwrite:
             raise FolderError(
                 f"{folder} holds a run already: go on with it (--resume {folder}), replace it (--overwrite), or name "
@@ -77,8 +81,14 @@ class RunFolder:
         return folder
 
     def holds_a_run(self) -> bool:
-        """Return whether there is anything to lose: weights, or a checkpoint."""
-        return any(path.exists() for path in (self.checkpoint, self.previous_checkpoint, self.model))
+        """Return whether there is anything to lose: weights, a checkpoint, or somebody else's files."""
+        if any(path.exists() for path in (self.checkpoint, self.previous_checkpoint, self.model)):
+            return True
+        try:
+            is_ours = "manyhands" in json.loads(self.config.read_text())
+        except (OSError, ValueError, TypeError):
+            is_ours = False
+        return not is_ours and any(path.exists() for path in self._files())
 
     def make_empty(self) -> None:
         """Make the folder, and delete the run in it, but nothing else that may lie there.
@@ -87,7 +97,7 @@ class RunFolder:
             FolderError: the system does not let us.
         """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=not self.must_be_new)
             for path in self._files():
                 path.unlink(missing_ok=True)
         except OSError as error:
@@ -105,9 +115,19 @@ class RunFolder:
             FolderError: the file is missing or damaged.
         """
         try:
-            config = json.loads(self.config.read_text())
-            return dict(config["options"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return dict(self.saved_config()["options"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise FolderError(f"{self.config} cannot be used ({error!r}); it is needed to resume the run") from None
+
+    def saved_config(self) -> dict[str, Any]:
+        """Return what is in config.json.
+
+        Raises:
+            FolderError: the file is missing or damaged.
+        """
+        try:
+            return dict(json.loads(self.config.read_text()))
+        except (OSError, ValueError, TypeError) as error:
             raise FolderError(f"{self.config} cannot be used ({error!r}); it is needed to resume the run") from None
 
     def _files(self) -> tuple[Path, ...]:
@@ -138,6 +158,11 @@ def replaced(path: Path, *, keep_as: Path | None = None) -> Iterator[Path]:
         if keep_as is not None and path.exists():
             path.replace(keep_as)
         unfinished.replace(path)
+    except OSError as error:
+        raise OSError(
+            f"{path} cannot be written ({error.strerror or error}); what was saved before stays, and manyhands train "
+            f"--resume {path.parent} goes on from there"
+        ) from error
     finally:
         unfinished.unlink(missing_ok=True)
     if sys.platform != "win32":  # the names themselves; Windows has no way to ask for it
