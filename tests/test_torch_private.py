@@ -1,5 +1,6 @@
 """Every private call of torch: what it says in each situation, and what is said where a torch lacks it."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -190,3 +191,13 @@ def test_owns_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     del view
     monkeypatch.delattr(torch._C, "_storage_Use_Count")
     assert not torch_private.owns_its_memory(fresh)
+
+
+def test_what_backward_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F3: it is there afterwards; where torch has no such module, nothing happens."""
+    torch_private.import_what_backward_imports.cache_clear()
+    torch_private.import_what_backward_imports()
+    assert "torch.fx.experimental.symbolic_shapes" in sys.modules
+    torch_private.import_what_backward_imports.cache_clear()
+    monkeypatch.setitem(sys.modules, "torch.fx.experimental.symbolic_shapes", None)  # importing it raises ImportError
+    torch_private.import_what_backward_imports()

@@ -6,6 +6,7 @@ Nothing else in the package may name a `torch._C` function; tests/test_torch_pri
 import contextlib
 import functools
 import importlib
+import threading
 from typing import Any
 
 import torch
@@ -26,10 +27,17 @@ def backward_keeps_graph() -> bool:
 def import_what_backward_imports() -> None:
     """Import, once, what the first backward of a process imports, so that workers do not do it all at the same time.
 
+    It is done in a thread of its own, because Ctrl-C in the middle of an import leaves half a module behind.
     Fallback: nothing; they do.
     """
-    with contextlib.suppress(ImportError):
-        importlib.import_module("torch.fx.experimental.symbolic_shapes")
+
+    def run() -> None:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("torch.fx.experimental.symbolic_shapes")
+
+    importer = threading.Thread(target=run, name="manyhands-importer")
+    importer.start()
+    importer.join()
 
 
 def has_saved_tensor_hooks() -> bool:
