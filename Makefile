@@ -19,7 +19,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)  ## train ResNet-18 on real pictures, on every device, and show the result
-	@$(BIN)/manyhands train --output runs/demo --overwrite
+	$(BIN)/manyhands train --output runs/demo --overwrite
 
 test: $(READY)  ## run the test suite
 	$(BIN)/python -m pytest

@@ -5,14 +5,33 @@ nobody calls it. tests/test_engines.py is the contract's test suite, and runs ov
 """
 
 import abc
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from manyhands.scatter_gather import Rows
+
+# What surrounds replica i in its own thread, for one pass over all replicas: the forward, or one walk of their graphs.
+Surroundings: TypeAlias = Callable[[int], AbstractContextManager[None]]
+
+
+def all_of(begin: Sequence[Callable[[], Surroundings]]) -> Surroundings:
+    """Begin one pass over all replicas; return the surroundings of each in it, the first outermost."""
+    each = [begin_one() for begin_one in begin]
+
+    @contextlib.contextmanager
+    def surround(index: int) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for surroundings in each:
+                stack.enter_context(surroundings(index))
+            yield
+
+    return surround
 
 
 @dataclass

@@ -22,7 +22,7 @@ runs on such a thread, and waiting in it for another thread's backward on the sa
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ import torch
 
 from manyhands import devices as _devices
 from manyhands import torch_private
-from manyhands.engines.base import ReplicaTiming
+from manyhands.engines.base import ReplicaTiming, Surroundings, all_of
 from manyhands.parallel_apply import values_or_raise
 from manyhands.scatter_gather import Rows
 from manyhands.thread_state import modes_that_stay
@@ -108,6 +108,7 @@ class Graphs:
         shared_leaves: whether the graphs share leaves that are the caller's own tensors.
         keep: whether graphs of a higher order share nodes with these, so that a backward must not free them.
         keep_alive: what must not go before the graphs.
+        begin_walk: what surrounds the replicas during a walk, where each is walked by a worker of its own.
         live_inputs: the caller's tensors, one an input edge.
     """
 
@@ -118,6 +119,7 @@ class Graphs:
     shared_leaves: bool = False
     keep: bool = False
     keep_alive: Any = None
+    begin_walk: Sequence[Callable[[], Surroundings]] = ()
     live_inputs: tuple[torch.Tensor, ...] = ()
     released: bool = field(default=False, init=False)
 
@@ -150,7 +152,13 @@ class Graphs:
                 self.timings[i].backward_s = time.perf_counter() - started
 
         if all(_devices.computes_on_host(device) for device in devices):
-            tasks = [lambda i=i: walk_some([i]) for i in replicas]
+            surroundings = all_of(self.begin_walk)
+
+            def walk_one(index: int) -> None:
+                with surroundings(index):
+                    walk_some([index])
+
+            tasks = [lambda i=i: walk_one(i) for i in replicas]
             values_or_raise(run_together(tasks, devices), [f"the backward of {place}" for place in self.where])
         else:
             walk_some(replicas)
@@ -283,6 +291,7 @@ def _differentiable_backward(graphs: Graphs, grads: Sequence[torch.Tensor | None
         shared_leaves=graphs.shared_leaves,
         keep=True,
         keep_alive=graphs.keep_alive,
+        begin_walk=graphs.begin_walk,
     )
     if not higher.outputs:
         return [None] * len(gradients)

@@ -26,7 +26,7 @@ from torch import nn
 
 from manyhands import devices as _devices
 from manyhands import nested
-from manyhands.engines.base import Call, Engine, ReplicaTiming
+from manyhands.engines.base import Call, Engine, ReplicaTiming, Surroundings, all_of
 from manyhands.engines.boundary import Alias, Boundary, Edge, Graphs, Whole
 from manyhands.parallel_apply import values_or_raise
 from manyhands.rebind import INERT
@@ -54,12 +54,16 @@ class ThreadsEngine(Engine):
         if not inside_replica():
             self._timings = timings
 
+        begin_pass: list[Callable[[], Surroundings]] = []
+        surroundings = all_of(begin_pass)
+
         def task(index: int) -> Callable[[], Any]:
             def run() -> Any:
-                started = time.perf_counter()
-                output = stamps[index].replica(*shards[index].inputs, **shards[index].kwargs)
-                timings[index].forward_s = time.perf_counter() - started
-                return output
+                with surroundings(index):
+                    started = time.perf_counter()
+                    output = stamps[index].replica(*shards[index].inputs, **shards[index].kwargs)
+                    timings[index].forward_s = time.perf_counter() - started
+                    return output
 
             return run
 
@@ -90,6 +94,7 @@ class ThreadsEngine(Engine):
             shared_leaves=bool(self._outside),
             keep=_carries_objects(call),
             keep_alive=stamps,
+            begin_walk=begin_pass,
         )
         live = [*live_inputs, *live_parameters, *self._outside]
         if any(leaf.grad is not None for leaf in own_leaves):
