@@ -21,7 +21,6 @@ from torch import nn
 
 import manyhands
 from manyhands import DataParallel, data_parallel
-from manyhands.scatter_gather import split_call
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "left right")
@@ -857,7 +856,7 @@ def test_nested_inputs_keep_their_types(wrap):
 def test_tensors_with_different_numbers_of_rows_are_named(wrap):
     """S5: torch drops rows silently, or misaligns them."""
     model = wrap(Fn(lambda x, mask: x * mask["m"]), ["cpu", "cpu"])
-    with pytest.raises(ValueError, match=r"along dim=0: inputs\[0\] has 8, kwargs\['mask'\]\['m'\] has 1. Give"):
+    with pytest.raises(ValueError, match=r"rows: inputs\[0\] has 8, kwargs\['mask'\]\['m'\] has 1. Give"):
         model(torch.ones(8), mask={"m": torch.ones(1)})
     with pytest.raises(ValueError, match=r"inputs\[0\] has 8, inputs\[1\]\['m'\] has 9"):
         data_parallel(model.module, (torch.ones(8), {"m": torch.ones(9)}), ["cpu", "cpu"])
@@ -1207,4 +1206,93 @@ def test_the_wrapper_means_its_plain_composition(rows):
     for result, gradient in zip(results, gradients, strict=True):
         assert torch.equal(result, by_hand)
         torch.testing.assert_close(gradient, gradients[0], rtol=1e-12, atol=1e-12)
-    assert len(split_call((x,), {}, [CPU] * 3, 0)) == len(inputs)
+
+
+# ---- attributes of the module (A7) ---------------------------------------------------------------
+
+
+class Configured(nn.Module):
+    kind = "on the class"
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.config = {"a": 1}
+        self.temperature = 1.0
+
+    @property
+    def doubled(self):
+        return self.temperature * 2
+
+    @doubled.setter
+    def doubled(self, value):
+        self.temperature = value / 2
+
+    def forward(self, x):
+        return self.layer(x) * self.temperature
+
+    def __len__(self):
+        return 5
+
+
+@pytest.mark.parametrize("device_ids", [[], ["cpu"], ["cpu"] * 2], ids=str)
+def test_attributes_that_only_the_module_has_fall_through(no_accelerators, device_ids):
+    """A7: reading and assigning."""
+    module = Configured()
+    model = DataParallel(module, device_ids)
+    assert model.config is module.config
+    assert model.layer is module.layer
+    assert (model.kind, model.doubled) == ("on the class", 2.0)
+    model.temperature = 3.0
+    assert module.temperature == 3.0
+    assert "temperature" not in vars(model)
+    torch.testing.assert_close(model(torch.ones(2, 3)), module(torch.ones(2, 3)))
+    model.doubled = 8.0
+    assert module.temperature == 4.0
+    model.layer = nn.Identity()
+    assert module.layer is model.layer
+    assert "layer" not in model._modules
+
+
+def test_what_the_wrapper_has_itself_stays_its_own():
+    """A7."""
+    module = Configured()
+    module.dim = "the module's"
+    model = DataParallel(module, ["cpu"] * 2)
+    assert model.dim == 0
+    model.dim = 0
+    model.note = "new"
+    model.training = False
+    assert module.dim == "the module's"
+    assert not hasattr(module, "note")
+    assert module.training
+    with pytest.raises(AttributeError, match="no attribute 'nowhere'"):
+        _ = model.nowhere
+    assert getattr(model, "nowhere", None) is None
+
+
+def test_protocols_are_not_borrowed_from_the_module():
+    """A7: a wrapper is copied and pickled as a wrapper, whatever its module defines."""
+
+    class Own(Configured):
+        def __deepcopy__(self, memo):
+            return "the module's copy"
+
+    assert not hasattr(DataParallel(Own(), ["cpu"] * 2), "__len__")
+    assert type(copy.deepcopy(DataParallel(Configured(), ["cpu"] * 2))) is DataParallel
+    assert copy.deepcopy(DataParallel(Own(), ["cpu"] * 2)).module == "the module's copy"
+
+
+def test_an_unfinished_wrapper_has_no_attributes_and_no_recursion():
+    """A7: as while unpickling."""
+    with pytest.raises(AttributeError):
+        _ = DataParallel.__new__(DataParallel).anything
+
+
+def test_a_wrapper_around_a_wrapper_keeps_its_own_settings():
+    """A7: the outer wrapper's assignments in its constructor are not the inner one's."""
+    inner = DataParallel(Configured(), ["cpu"] * 2, dim=0, shares="even")
+    outer = DataParallel(inner, ["cpu"] * 3, shares=[1, 2, 3])
+    assert (inner.shares, outer.shares) == ("even", (1.0, 2.0, 3.0))
+    assert len(inner.devices) == 2
+    assert outer.config is inner.module.config

@@ -21,9 +21,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
-from manyhands import DataParallel, data_parallel
+from manyhands import DataParallel, data_parallel, nested
 
 ENGINES = ["threads"]
 SPLITS = [(2, 7), (3, 8), (4, 9), (4, 6), (2, 1)]  # replicas, rows; (4, 6) leaves one idle, (2, 1) runs one replica
@@ -83,6 +84,17 @@ class EmbeddingLSTM(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(self.lstm(self.embedding(tokens))[0])
+
+
+class Fn(nn.Module):
+    """A module that calls a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(*inputs)
 
 
 class Pair(NamedTuple):
@@ -1702,3 +1714,230 @@ def test_sys_exit_inside_a_replica_ends_the_program(engine: str) -> None:
     """)
     assert done.returncode == 5, done.stderr
     assert "terminate called" not in done.stderr
+
+
+# ---- rows on other axes, and 0-dim outputs -------------------------------------------------------
+
+
+def same_results(model: nn.Module, wrapped: nn.Module, inputs: tuple[Any, ...], leaves: list[torch.Tensor]) -> None:
+    """Check outputs and gradients (of a loss over all floating outputs) against the plain module's."""
+
+    def results(call: Callable[..., Any]) -> list[torch.Tensor]:
+        outputs = [t for _, t in nested.tensors(call(*inputs))]
+        loss = sum(t.square().sum() for t in outputs if t.is_floating_point())
+        return [*outputs, *torch.autograd.grad(loss, [*leaves, *model.parameters()])]
+
+    torch.testing.assert_close(results(wrapped), results(model), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("n", "rows"), SPLITS)
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_hidden_states_in_and_out(wrap, kind, batch_first, n, rows):
+    """S10, G6: they have their rows on axis 1."""
+    model = kind(3, 4, num_layers=2, batch_first=batch_first)
+    axis = 0 if batch_first else 1
+    x = torch.randn(rows, 6, 3).transpose(0, axis).contiguous().requires_grad_()
+    states = [torch.randn(2, rows, 4, requires_grad=True) for _ in range(2 if kind is nn.LSTM else 1)]
+    state = tuple(states) if kind is nn.LSTM else states[0]
+    wrapped = wrap(model, n, in_dims=(axis, 1), out_dims=(axis, 1))
+    same_results(model, wrapped, (x, state), [x, *states])
+
+
+class MaskedAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+        output, weights = self.attention(x, x, x, attn_mask=mask)
+        return {"y": output * scale, "weights": weights.transpose(0, 1), "mask": mask * 2}
+
+
+@pytest.mark.parametrize(("n", "rows"), SPLITS)
+def test_one_input_whole_and_outputs_on_other_axes(wrap, n, rows):
+    """S5, S10, G6: a mask that belongs to no row goes whole to every replica, and its gradient is their sum."""
+    model = MaskedAttention()
+    x, mask = torch.randn(rows, 5, 4, requires_grad=True), torch.randn(5, 5, requires_grad=True)
+    scale = torch.tensor(2.0, requires_grad=True)
+    wrapped = wrap(model, n, in_dims={"mask": None}, out_dims={"weights": 1, "mask": None})
+    same_results(model, wrapped, (x, mask, scale), [x, mask, scale])
+
+
+@pytest.mark.parametrize("shares", ["chunk", "even", [3, 1, 2], [0, 1, 1]], ids=str)
+@pytest.mark.parametrize("rows", [1, 4, 7, 10])
+def test_a_mean_over_rows_inside_forward_is_exact(wrap, shares, rows):
+    """G2, N4: torch's mean of means counts the rows of a small shard several times."""
+
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = mlp()
+
+        def forward(self, x: torch.Tensor) -> dict[str, Any]:
+            y = self.layer(x)
+            return {"loss": y.square().mean(), "nested": (y.sum(), [y.mean()]), "positive": int((y > 0).sum())}
+
+    model, x = WithLoss(), torch.randn(rows, 5, requires_grad=True)
+    scalars = {"loss": "mean", "nested": ("sum", "mean"), "positive": "sum"}
+    wrapped = wrap(model, 3, shares=shares, scalars=scalars)
+    same_results(model, wrapped, (x,), [x])
+    assert wrapped(x)["positive"] == model(x)["positive"]
+    assert wrapped(x)["loss"].dim() == 0
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("ignored", [0, 3, 6, 7], ids=lambda n: f"{n} ignored")
+def test_a_mean_over_tokens_is_weighted_by_the_output_that_counts_them(wrap, n, ignored):
+    """N4: cross entropy with ignore_index; a replica whose targets are all ignored has a loss of NaN, and no part."""
+
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 4)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return F.cross_entropy(self.layer(x), y), (y != -100).sum()
+
+    model, x = Tagger(), torch.randn(8, 5, requires_grad=True)
+    y = torch.randint(0, 4, (8,))
+    y[8 - ignored :] = -100
+    wrapped = wrap(model, n, scalars=("mean:1", "sum"))
+    same_results(model, wrapped, (x, y), [x])
+    assert wrapped(x, y)[1].dtype == torch.int64
+
+
+def test_a_mean_over_nothing_at_all_is_nan_as_in_the_plain_module(wrap):
+    class Empty(nn.Module):
+        def forward(self, x: torch.Tensor) -> dict[str, Any]:
+            return {"loss": x[x > 9].mean(), "n": (x > 9).sum()}
+
+    assert wrap(Empty(), 2, scalars={"loss": "mean:n", "n": "sum"})(torch.zeros(4))["loss"].isnan()
+
+
+def test_scalars_that_name_no_output(wrap):
+    model = wrap(Fn(lambda x: {"loss": x.mean(), "n": x}), 2, scalars={"loss": "mean:n"})
+    with pytest.raises(ValueError, match=r"expected an output 'n' beside it that is a number or a 0-dim tensor"):
+        model(torch.zeros(4))
+
+
+def test_replicas_that_do_not_agree_on_what_is_whole(wrap):
+    """G3: with what each gave."""
+    model = wrap(Fn(lambda x: x.sum()), 2, out_dims=None)
+    assert model(torch.zeros(4)).dim() == 0
+    with pytest.raises(ValueError, match=r"different values, .*out_dims says None.*replica 0: 1; replica 1: 5"):
+        model(torch.arange(4.0))
+
+
+def test_the_gradient_of_what_is_whole_counts_once(wrap):
+    """A regulariser, say, that every replica computes from the same weights."""
+
+    class Penalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 3)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.layer(x), self.layer.weight.square().sum()
+
+    plain, x = Penalised(), torch.randn(7, 5, requires_grad=True)
+    same_results(plain, wrap(plain, 3, out_dims=(0, None)), (x,), [x])
+
+
+def test_second_derivatives_through_every_layout(wrap):
+    """N3, for rows on another axis, means, sums and whole outputs."""
+
+    class All(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 3))
+
+        def forward(self, x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            y = torch.tanh(x.T @ self.weight @ table)
+            return y.T, y.square().mean(), y.sum(), self.weight.sin().sum()
+
+    model, x = All(), torch.randn(3, 5, requires_grad=True)
+    table = torch.randn(3, 3, requires_grad=True)
+    wrapped = wrap(
+        model,
+        2,
+        in_dims=(1, None),
+        out_dims=(1, 0, 0, None),
+        scalars=("stack", "mean", "sum", "stack"),
+    )
+
+    def penalty(call: Callable[..., Any]) -> tuple[torch.Tensor, ...]:
+        y, mean, total, whole = call(x, table)
+        leaves = [x, table, model.weight]
+        grads = torch.autograd.grad(y.square().sum() + mean + total * mean + whole**2, leaves, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in grads), leaves)
+
+    torch.testing.assert_close(penalty(wrapped), penalty(model), rtol=1e-12, atol=1e-12)
+
+
+def test_another_method_is_called_in_parallel(wrap):
+    """R12."""
+
+    class Generator(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 5)
+            self.seen: list[int] = []
+
+        def generate(self, x: torch.Tensor, *, steps: int) -> torch.Tensor:
+            self.seen.append(len(x))
+            for _ in range(steps):
+                x = torch.tanh(self.layer(x))
+            return x
+
+    model, x = Generator(), torch.randn(7, 5, requires_grad=True)
+    wrapped = wrap(model, 3)
+    plain = model.generate(x, steps=3)
+    model.seen.clear()
+    output = wrapped.call("generate", x, steps=3)
+    assert sorted(model.seen) == [1, 3, 3]
+    torch.testing.assert_close(output, plain, rtol=1e-12, atol=1e-12)
+    expected = torch.autograd.grad(plain.sum(), list(model.parameters()))
+    actual = torch.autograd.grad(output.sum(), list(model.parameters()))
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    with pytest.raises(AttributeError, match="Generator has no method 'generat'"):
+        wrapped.call("generat", x)
+
+
+def test_padding_to_the_longest_of_each_replicas_own_is_explained(wrap):
+    """G8: the best-known trap of RNNs."""
+
+    class Padded(nn.Module):
+        def __init__(self, total_length: int | None) -> None:
+            super().__init__()
+            self.rnn = nn.GRU(3, 4, batch_first=True)
+            self.total_length = total_length
+
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            return pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=self.total_length)[0]
+
+    x, lengths = torch.randn(4, 6, 3, requires_grad=True), torch.tensor([6, 2, 3, 1])
+    with pytest.raises(ValueError, match=r"replica 0: \(2, 6, 4\); replica 1: \(2, 3, 4\)") as raised:
+        wrap(Padded(None), 2)(x, lengths)
+    assert "give total_length=" in raised.value.__notes__[0]
+    model = Padded(6)
+    same_results(model, wrap(model, 2), (x, lengths), [x])
+
+
+def test_a_container_that_torchs_pytree_registry_knows(wrap):
+    """G4: such as the key-value caches of transformers."""
+
+    class Cache:
+        def __init__(self, keys: list[torch.Tensor]) -> None:
+            self.keys = keys
+
+    torch.utils._pytree.register_pytree_node(
+        Cache, lambda cache: (cache.keys, None), lambda keys, _: Cache(list(keys)), serialized_type_name="test.Cache"
+    )
+    model, x = Fn(lambda x: {"y": x, "cache": Cache([x * 2, x * 3])}), torch.arange(6.0)
+    output = wrap(model, 2)(x)
+    assert type(output["cache"]) is Cache
+    assert [key.tolist() for key in output["cache"].keys] == [(x * 2).tolist(), (x * 3).tolist()]
+    again = wrap(Fn(lambda cache: cache.keys[0] + cache.keys[1]), 2)(output["cache"])
+    assert again.tolist() == (x * 5).tolist()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import manyhands
-from manyhands.scatter_gather import split_call
+from manyhands.inputs import Arguments, scattered
 from manyhands.shares import split_rows
 
 CPU = torch.device("cpu")
@@ -182,7 +182,7 @@ def test_scatter_is_differentiable(sim):
         (
             {"x": torch.zeros(8, 2), "mask": [torch.zeros(9)]},
             0,
-            r"rows along dim=0: inputs\[0\]\['x'\] has 8, inputs\[0\]\['mask'\]\[0\] has 9",
+            r"rows: inputs\[0\]\['x'\] has 8, inputs\[0\]\['mask'\]\[0\] has 9",
         ),
         ((torch.zeros(8), Batch(torch.zeros(1))), 0, r"inputs\[0\]\[0\] has 8, inputs\[0\]\[1\].x has 1"),
         (torch.zeros(4), 1, r"cannot scatter inputs\[0\] of shape \(4,\) along dim=1: it has no such axis"),
@@ -456,6 +456,6 @@ def test_gather_undoes_a_weighted_split(rows, weights, dim):
     """S2, S10."""
     x = numbered(rows, rows)
     sizes = split_rows(x.size(dim), len(weights), weights)
-    shards = split_call((x,), {}, [CPU] * len(weights), dim, sizes)
+    shards = scattered(Arguments((x,), {}, dim), [CPU] * len(weights), sizes)
     joined = manyhands.gather([args[0] for args, _ in shards], "cpu", dim)
     assert torch.equal(joined, x)

@@ -201,3 +201,20 @@ def test_what_backward_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     torch_private.import_what_backward_imports.cache_clear()
     monkeypatch.setitem(sys.modules, "torch.fx.experimental.symbolic_shapes", None)  # importing it raises ImportError
     torch_private.import_what_backward_imports()
+
+
+def test_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cache:
+        def __init__(self, keys: list[int]) -> None:
+            self.keys = keys
+
+    register: Any = torch.utils._pytree.register_pytree_node
+    register(Cache, lambda cache: (cache.keys, None), lambda keys, _: Cache(keys), serialized_type_name="test.Private")
+    taken = torch_private.taken_apart(Cache([1, 2]))
+    assert taken is not None
+    children, rebuild = taken
+    assert children == [1, 2]
+    assert rebuild([3]).keys == [3]
+    assert torch_private.taken_apart(object()) is None
+    monkeypatch.delattr(torch.utils._pytree, "SUPPORTED_NODES")
+    assert torch_private.taken_apart(Cache([1, 2])) is None

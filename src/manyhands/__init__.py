@@ -3,6 +3,7 @@
 model = manyhands.DataParallel(model)
 """
 
+from manyhands.batch_types import register_batch_type
 from manyhands.data_parallel import DataParallel, data_parallel
 from manyhands.parallel_apply import parallel_apply
 from manyhands.replicate import replicate
@@ -15,6 +16,7 @@ __all__ = [
     "data_parallel",
     "gather",
     "parallel_apply",
+    "register_batch_type",
     "replicate",
     "scatter",
     "scatter_kwargs",

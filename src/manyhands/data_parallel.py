@@ -6,6 +6,7 @@ composition of the verbs does it instead.
 """
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from itertools import chain
 from typing import Any
 
@@ -15,12 +16,15 @@ from torch import nn
 from manyhands import devices as _devices
 from manyhands import nested
 from manyhands.devices import DeviceLike
-from manyhands.engines.base import Call, Engine, ReplicaTiming
+from manyhands.engines.base import Call, Engine, ReplicaTiming, called
 from manyhands.engines.threads import ThreadsEngine
 from manyhands.errors import say_once
+from manyhands.inputs import Arguments, scattered
+from manyhands.outputs import gathered
 from manyhands.parallel_apply import parallel_apply
 from manyhands.replicate import check_device, replicate, unchanged_on_failure
-from manyhands.scatter_gather import Rows, check_dim, check_kwargs, count_rows, gather, split_call
+from manyhands.rules import OutputRules, check_dim, check_dims, check_scalars
+from manyhands.scatter_gather import check_kwargs, gather
 from manyhands.shares import Shares, check_shares, split_rows
 from manyhands.thread_state import modes_that_stay
 from manyhands.workers import inside_replica, replica_device
@@ -59,6 +63,17 @@ class DataParallel(nn.DataParallel[Any]):
         engine: what runs the replicas: "threads".
         shares: how many rows each replica gets. "chunk": ceil(rows / n) each, torch's rule; "even": differing by one
             row at most; or one weight a device, where 0 leaves a device idle.
+        scalars: what becomes of 0-dim outputs (and of numbers), such as a loss. "stack": a vector, one entry a replica,
+            torch's rule; "mean": their mean, weighted by rows, which is exact for a mean over rows; "sum". Where rows
+            are not what the mean is over, "mean:name" weights by the output of that name:
+            `scalars={"loss": "mean:tokens", "tokens": "sum"}`, in a form like the output.
+        in_dims: the axis of the rows in each input, as `torch.func.vmap` has it: an int for all; or a tuple with one
+            entry a positional input, or a dict with names of inputs, nested as far down as needed. None: it has no
+            rows, every replica gets all of it. What is left out has `dim`: `in_dims={"mask": 1, "table": None}`.
+        out_dims: the same for outputs; None: the replicas agree on it. `out_dims=(0, 1)` for the output and the hidden
+            state of an RNN with batch_first=True.
+
+    Attributes read or assigned through the wrapper that only the module has are the module's: `model.config`.
 
     Attributes:
         module: the module itself; its parameters are the only truth.
@@ -80,47 +95,80 @@ class DataParallel(nn.DataParallel[Any]):
         *,
         engine: str = "threads",
         shares: str | Sequence[float] = "chunk",
+        scalars: Any = "stack",
+        in_dims: Any = ...,
+        out_dims: Any = ...,
     ) -> None:
         nn.Module.__init__(self)  # not that of torch.nn.DataParallel, which knows GPUs only
         _check_arguments(module, dim)
+        check_scalars(scalars)
+        check_dims(in_dims, "in_dims")
+        check_dims(out_dims, "out_dims")
         if not isinstance(engine, str) or engine not in _ENGINES:
             raise ValueError(f"engine={engine!r}: expected one of {sorted(_ENGINES)}")
-        self.module = module
+        if output_device is not None and not isinstance(output_device, int | str | torch.device):
+            raise TypeError(f"output_device: expected an int, a string or a torch.device, got {output_device!r}")
         self.dim = dim
         self.devices = _devices.resolve(device_ids)
         self.device_ids: list[Any] = [_devices.public_id(device) for device in self.devices]
         self.output_device: Any = None
         self.shares: Shares = check_shares(shares, len(self.devices) or None)
+        self.in_dims = in_dims
+        self._rules = OutputRules(dim, out_dims, scalars)
         self._engine = _ENGINES[engine]()
         self._most_rows = 0
+        if self.devices:
+            self._gather_on = _devices.resolve_output(output_device, self.devices)
+            self.output_device = _devices.public_id(self._gather_on)
+            self.src_device_obj = self.devices[0]
         self.register_load_state_dict_pre_hook(_accept_clean_names)  # type: ignore[no-untyped-call]
-        if output_device is not None and not isinstance(output_device, int | str | torch.device):
-            raise TypeError(f"output_device: expected an int, a string or a torch.device, got {output_device!r}")
+        self.module = module  # the last one: from here on, what is assigned and only the module has is the module's
         if not self.devices:
             say_once(_NO_ACCELERATOR)
             return
-        self._gather_on = _devices.resolve_output(output_device, self.devices)
-        self.output_device = _devices.public_id(self._gather_on)
-        self.src_device_obj = self.devices[0]
         _devices.warn_if_unequal(self.devices)
         if len(self.devices) == 1:
             module.to(self.devices[0])
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self._run(None, inputs, kwargs)
+
+    def call(self, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        """Call another method of the module on every device, its inputs scattered and outputs gathered as forward's.
+
+            >>> model = manyhands.DataParallel(torch.nn.LSTM(5, 2), ["cpu", "cpu"])
+            >>> model.call("permute_hidden", torch.arange(4.0), None)
+            tensor([0., 1., 2., 3.])
+
+        `model.generate(x)` reads the method off the module and runs it in one place; `model.call("generate", x)` runs
+        it on every device.
+
+        Raises:
+            AttributeError: the module has no such method. Else as forward.
+        """
+        if not callable(getattr(self.module, method, None)):
+            raise AttributeError(f"method: {type(self.module).__name__} has no method {method!r}")
+        return self._run(method, inputs, kwargs)
+
+    def _run(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.devices:
-            return self.module(*inputs, **kwargs)
+            return called(self.module, method)(*inputs, **kwargs)
         if len(self.devices) == 1:
-            return self._run_on_one_device(inputs, kwargs)
+            return self._run_on_one_device(method, inputs, kwargs)
         if self._verbs_overridden() or modes_that_stay():
-            return self._run_plain_composition(inputs, kwargs)
-        return self._engine.forward(self.module, self._plan(inputs, kwargs))
+            return self._run_plain_composition(method, inputs, kwargs)
+        return self._engine.forward(self.module, self._plan(method, inputs, kwargs))
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
         """Split the inputs of a call for `device_ids`; override it, and forward uses yours."""
         devices = _devices.resolve_each(device_ids, "device_ids")
-        inputs, kwargs = tuple(inputs), kwargs or {}
-        sizes = [size for size in self._sizes(count_rows(inputs, kwargs, self.dim)) if size]
-        shards = split_call(inputs, kwargs, devices, self.dim, sizes if len(sizes) == len(devices) else None)
+        arguments = self._arguments(None, tuple(inputs), kwargs or {})
+        sizes = [size for size in self._sizes(arguments.rows) if size]
+        if len(sizes) != len(devices):  # other devices than the wrapper's: torch's rule
+            sizes = [size for size in split_rows(arguments.rows or 0, len(devices)) if size]
+        if arguments.rows is None:
+            sizes = [0] * len(devices)
+        shards = scattered(arguments, devices[: len(sizes) or 1], sizes or [0])
         return [args for args, _ in shards], [kw for _, kw in shards]
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceLike]) -> list[nn.Module]:
@@ -133,7 +181,7 @@ class DataParallel(nn.DataParallel[Any]):
 
     def gather(self, outputs: Any, output_device: DeviceLike) -> Any:
         """Join the replicas' outputs; override it, and forward uses yours."""
-        return gather(outputs, output_device, self.dim)
+        return gathered(outputs, _devices.resolve_output(output_device, ()), self._rules, _sizes_of_call.get())
 
     @property
     def replica_timings(self) -> list[ReplicaTiming]:
@@ -143,24 +191,27 @@ class DataParallel(nn.DataParallel[Any]):
         """
         return self._engine.timings()
 
-    def _plan(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def _plan(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Decide which rows of the inputs go where. Without rows there is one replica, on the first device."""
-        rows = count_rows(inputs, kwargs, self.dim)
-        sizes = self._sizes(rows)
+        arguments = self._arguments(method, inputs, kwargs)
+        sizes = self._sizes(arguments.rows)
         used = [i for i, size in enumerate(sizes) if size] or [self._has_share().index(True)]
         here = self._here()
-        if rows and here is None:
-            self._say_if_idle(rows, sizes)
+        if arguments.rows and here is None:
+            self._say_if_idle(arguments.rows, sizes)
         return Call(
-            inputs=inputs,
-            kwargs=kwargs,
-            rows=Rows(self.dim, tuple(sizes[i] for i in used)),
+            arguments=arguments,
+            sizes=tuple(sizes[i] for i in used),
             devices=[here or self.devices[i] for i in used],
             replica_numbers=used,
             source=here or self.devices[0],
             output_device=here or self._gather_on,
-            dim=self.dim,
+            rules=self._rules,
+            method=method,
         )
+
+    def _arguments(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        return Arguments(inputs, kwargs, self.dim, self.in_dims, getattr(self.module, method or "forward"))
 
     def _sizes(self, rows: int | None) -> list[int]:
         return split_rows(rows or 0, len(self.devices), self.shares)
@@ -187,7 +238,7 @@ class DataParallel(nn.DataParallel[Any]):
                 f"({', '.join(dict.fromkeys(idle))}) stay idle. Use {better}."
             )
 
-    def _run_on_one_device(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_on_one_device(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = self._here() or self.devices[0]
         if self._overrides("scatter"):
             (inputs, *_), (kwargs, *_) = self.scatter(inputs, kwargs, self.device_ids)
@@ -198,7 +249,8 @@ class DataParallel(nn.DataParallel[Any]):
             return nested.map_tensors(lambda tensor: _devices.copy_to(tensor, to), value)
 
         try:
-            output = self.module(*map(move, inputs), **{name: move(value) for name, value in kwargs.items()})
+            moved = {name: move(value) for name, value in kwargs.items()}
+            output = called(self.module, method)(*map(move, inputs), **moved)
         except RuntimeError as error:
             named = chain(self.module.named_parameters(), self.module.named_buffers())
             elsewhere = next((name for name, t in named if not _devices.same_device(t.device, device)), None)
@@ -213,17 +265,55 @@ class DataParallel(nn.DataParallel[Any]):
     def _verbs_overridden(self) -> bool:
         return any(map(self._overrides, _VERBS))
 
-    def _run_plain_composition(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_plain_composition(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         here = self._here()
         check_device(self.module, chain(self.module.parameters(), self.module.buffers()), here or self.devices[0])
         # A scatter of the user's own may know rows where we see none.
-        used = range(len(self.devices)) if self._overrides("scatter") else self._plan(inputs, kwargs).replica_numbers
-        device_ids = [here or self.device_ids[i] for i in used]
-        shards, shard_kwargs = self.scatter(inputs, kwargs, device_ids)
-        with unchanged_on_failure(self.module.buffers()):
-            replicas = self.replicate(self.module, device_ids[: len(shards)])
-            outputs = self.parallel_apply(replicas, shards, shard_kwargs)
-            return self.gather(outputs, here or self.output_device)
+        own_scatter = self._overrides("scatter")
+        plan = None if own_scatter else self._plan(method, inputs, kwargs)
+        device_ids = [here or self.device_ids[i] for i in (plan.replica_numbers if plan else range(len(self.devices)))]
+        if plan:
+            shards, shard_kwargs = zip(*scattered(plan.arguments, plan.devices, plan.sizes), strict=True)
+        else:
+            shards, shard_kwargs = self.scatter(inputs, kwargs, device_ids)
+        sizes = _sizes_of_call.set(plan.sizes if plan else None)
+        try:
+            with unchanged_on_failure(self.module.buffers()):
+                replicas = self.replicate(self.module, device_ids[: len(shards)])
+                outputs = self.parallel_apply([called(r, method) for r in replicas], shards, shard_kwargs)
+                return self.gather(outputs, here or self.output_device)
+        finally:
+            _sizes_of_call.reset(sizes)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return nn.Module.__getattr__(self, name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or (name.startswith("__") and name.endswith("__")):
+                raise  # unfinished, as while unpickling; or a protocol, which is the wrapper's own affair
+        return getattr(module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        module = self.__dict__.get("_modules", {}).get("module")
+        if module is not None and not _has_itself(self, name) and hasattr(module, name):
+            setattr(module, name, value)
+        else:
+            nn.Module.__setattr__(self, name, value)
+
+
+# How many rows each replica has in the plain composition that is running, for the gather in it.
+_sizes_of_call: ContextVar[tuple[int, ...] | None] = ContextVar("_sizes_of_call", default=None)
+
+
+def _has_itself(wrapper: nn.Module, name: str) -> bool:
+    """Return whether the wrapper has an attribute of this name without asking its module."""
+    own = wrapper.__dict__
+    return (
+        name in own
+        or hasattr(type(wrapper), name)
+        or any(name in own[registry] for registry in ("_modules", "_parameters", "_buffers"))
+    )
 
 
 def data_parallel(
@@ -262,11 +352,11 @@ def data_parallel(
     if len(devices) == 1:
         return DataParallel(module, devices, output_device, dim)(*inputs, **kwargs)
     gather_on = _devices.resolve_output(output_device, devices)
-    if count_rows(inputs, kwargs, dim) is None:
-        devices = devices[:1]
     check_device(module, chain(module.parameters(), module.buffers()), devices[0])
-    shards = split_call(inputs, kwargs, devices, dim)
-    used = devices[: len(shards)]
+    arguments = Arguments(inputs, kwargs, dim)
+    sizes = [size for size in split_rows(arguments.rows or 0, len(devices)) if size] or [0]
+    used = devices[: len(sizes)]
+    shards = scattered(arguments, used, sizes)
     with unchanged_on_failure(module.buffers()):
         replicas = replicate(module, used, detach=not torch.is_grad_enabled())
         outputs = parallel_apply(replicas, [args for args, _ in shards], [kw for _, kw in shards], used)

@@ -1,7 +1,8 @@
 """Nested inputs and outputs: tuples, lists, dicts and dataclasses, to any depth, with their types kept.
 
-Everything that is not one of these containers is a *leaf*: tensors, numbers, strings, None, and objects of classes
-that we know nothing about. Leaves are visited in order; a container is rebuilt as its own type, and only where
+Everything that is not one of these containers is a *leaf*: tensors, numbers, strings, None, batches of a registered
+class (batch_types.py), and objects of classes that we know nothing about. Containers of other libraries count if
+torch's pytree registry knows them. Leaves are visited in order; a container is rebuilt as its own type, and only where
 something inside it changed: a container without changes stays the object it was.
 """
 
@@ -12,6 +13,9 @@ from typing import Any
 
 import torch
 
+from manyhands import torch_private
+from manyhands.batch_types import batch_type_of
+
 
 def children(value: object) -> dict[Any, Any] | None:
     """Return the children of a container by index, key or field name; None for a leaf.
@@ -19,7 +23,7 @@ def children(value: object) -> dict[Any, Any] | None:
     >>> children({"x": 1}), children([2, 3]), children("text")
     ({'x': 1}, {0: 2, 1: 3}, None)
     """
-    if isinstance(value, torch.Tensor | str | bytes | torch.Size):
+    if isinstance(value, torch.Tensor | str | bytes | torch.Size) or batch_type_of(value) is not None:
         return None
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return dict(zip(value._fields, value, strict=True))
@@ -29,7 +33,8 @@ def children(value: object) -> dict[Any, Any] | None:
         return dict(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-    return None
+    registered = torch_private.taken_apart(value)
+    return dict(enumerate(registered[0])) if registered is not None else None
 
 
 def leaves(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -111,7 +116,11 @@ def _rebuild(value: Any, new: list[Any]) -> Any:
         return value._make(new)
     if isinstance(value, tuple):
         return type(value)(new)
-    rebuilt = copy.copy(value)  # keeps what a subclass has beside its children
+    if not isinstance(value, list | MutableMapping) and not dataclasses.is_dataclass(value):
+        registered = torch_private.taken_apart(value)
+        assert registered is not None  # or it would have been a leaf
+        return registered[1](new)
+    rebuilt: Any = copy.copy(value)  # keeps what a subclass has beside its children
     if isinstance(value, list):
         rebuilt[:] = new
         return rebuilt

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import importlib
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -122,3 +123,20 @@ def is_batched(tensor: torch.Tensor) -> bool:
         return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
     except AttributeError:
         return False
+
+
+def taken_apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """Return a container's children and what rebuilds it from others, as registered with torch's pytree by its library.
+
+    None for what is not registered. Fallback: None; such a container is then an object like any other.
+    """
+    try:
+        from torch.utils import _pytree
+
+        node = _pytree.SUPPORTED_NODES.get(type(value))
+        if node is None:
+            return None
+        children, context = node.flatten_fn(value)
+        return list(children), lambda others: node.unflatten_fn(others, context)
+    except (ImportError, AttributeError):
+        return None

@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from manyhands.scatter_gather import Rows
+from manyhands.inputs import Arguments
+from manyhands.rules import OutputRules
 
 # What surrounds replica i in its own thread, for one pass over all replicas: the forward, or one walk of their graphs.
 Surroundings: TypeAlias = Callable[[int], AbstractContextManager[None]]
@@ -52,35 +53,41 @@ class ReplicaTiming:
 
 @dataclass(frozen=True)
 class Call:
-    """One forward: the caller's inputs, and how their rows go to the replicas and come back.
+    """One call of the module: the caller's inputs, and how their rows go to the replicas and come back.
 
     Attributes:
-        inputs, kwargs: the caller's own, not split yet.
-        rows: the axis of the rows, and one share a device in `devices`; every share but an only one is above 0.
+        arguments: the caller's inputs, not split yet.
+        sizes: how many rows each replica gets, one a device in `devices`; only an only share can be 0.
         devices: the devices that have a share, in replica order.
         replica_numbers: what messages call them: their places in the wrapper's `device_ids`.
         source: the device on which the live module's parameters are.
-        output_device, dim: where, and along which axis, outputs are joined.
+        output_device, rules: where and how outputs are joined.
+        method: the module's method that is called; None for the module itself.
     """
 
-    inputs: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    rows: Rows
+    arguments: Arguments
+    sizes: tuple[int, ...]
     devices: Sequence[torch.device]
     replica_numbers: Sequence[int]
     source: torch.device
     output_device: torch.device
-    dim: int
+    rules: OutputRules
+    method: str | None = None
 
     def where(self) -> list[str]:
         """Return how a message calls each replica: its number, its device and its rows."""
         places = []
-        start, total = 0, sum(self.rows.sizes)
-        for number, device, size in zip(self.replica_numbers, self.devices, self.rows.sizes, strict=True):
+        start, total = 0, sum(self.sizes)
+        for number, device, size in zip(self.replica_numbers, self.devices, self.sizes, strict=True):
             rows = f"rows {start} to {start + size - 1} of {total}" if size else "no rows"
             places.append(f"replica {number} on {device}, {rows}")
             start += size
         return places
+
+
+def called(module: nn.Module, method: str | None) -> Callable[..., Any]:
+    """Return what a call of `method` (None: of the module itself, with its hooks) calls."""
+    return module if method is None else getattr(module, method)
 
 
 class Engine(abc.ABC):

@@ -6,8 +6,8 @@
                                                  ▼       │
     replica graphs:   leaves of replica i ──► replica i ──► outputs of replica i      one graph for each replica
 
-    (1) Each input is parted into one leaf a replica: a tensor with rows by `Rows`, a parameter by `Whole`.
-    (2) Each output is joined from the replicas' outputs: by `Rows`.
+    (1) Each input is parted into one leaf a replica by its layout: tensors with rows by `Rows`, parameters by `Whole`.
+    (2) Each output is joined from the replicas' outputs, by its layout.
     (3) Backward goes the other way with the roles exchanged: output gradients are parted as (2) joined, every replica
         graph is walked, and the leaves' gradients are joined as (1) parted: rows concatenated, whole tensors summed in
         replica order, so that runs repeat bit for bit.
@@ -31,49 +31,27 @@ import torch
 from manyhands import devices as _devices
 from manyhands import torch_private
 from manyhands.engines.base import ReplicaTiming, Surroundings, all_of
+from manyhands.layouts import Layout, Whole
 from manyhands.parallel_apply import values_or_raise
-from manyhands.scatter_gather import Rows
 from manyhands.thread_state import modes_that_stay
 from manyhands.workers import run_together
-
-
-@dataclass(frozen=True)
-class Whole:
-    """A tensor of which every replica has all; its gradient is the sum of theirs."""
-
-    def part(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
-        return tensor
-
-    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return total
-
-    def join_gradients(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the sum, made in the memory of the first part where that is nobody else's."""
-        total = parts[0]
-        for part in parts[1:]:
-            # A leaf's gradient can be a view of what the caller gave to backward, or of another leaf's gradient:
-            # (a.view(-1) + b.view(-1)).backward(g) leaves a.grad and b.grad in the memory of g.
-            total = total.add_(part) if torch_private.owns_its_memory(total) else total + part
-        return total
 
 
 @dataclass(frozen=True)
 class Edge:
     """One input or output of the boundary: its layout, its device, and what each replica has of it.
 
-    For an input the replicas have leaves (None where it needs no gradient), for an output they have results (None
-    where a replica has none, which only a `Whole` allows).
+    For an input the replicas have leaves (None where it needs no gradient, or the replica has nothing of it), for an
+    output they have results (None where a replica has none, or it does not count).
     """
 
-    layout: Rows | Whole
+    layout: Layout
     device: torch.device
     tensors: Sequence[torch.Tensor | None]
 
-    def part(self, tensor: torch.Tensor, index: int, device: torch.device) -> torch.Tensor:
-        return _devices.copy_to(self.layout.part(tensor, index), device)
+    def part(self, tensor: torch.Tensor, index: int, device: torch.device) -> torch.Tensor | None:
+        part = self.layout.part(tensor, index)
+        return None if part is None else _devices.copy_to(part, device)
 
     def join(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
         return self.layout.join(self._here(parts))
@@ -82,19 +60,28 @@ class Edge:
         """Return the gradient of an input from its leaves' gradients; None if no replica has one."""
         if all(part is None for part in parts):
             return None
-        if isinstance(self.layout, Whole):
-            return self.layout.join_gradients(self._here(parts))
-        return self.layout.join(self._here(self.with_all_rows(parts)))
+        here = self._here(self.with_every_part(parts))
+        return _sum_in_place(here) if isinstance(self.layout, Whole) else self.layout.join(here)
 
-    def with_all_rows(self, parts: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+    def with_every_part(self, parts: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """Return the leaves' gradients with zeros for rows that nothing depends on."""
-        if isinstance(self.layout, Whole):
+        if not self.layout.needs_every_part:
             return parts
         pairs = zip(parts, self.tensors, strict=True)
         return [torch.zeros_like(leaf) if part is None and leaf is not None else part for part, leaf in pairs]
 
-    def _here(self, parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        return [_devices.copy_to(part, self.device) for part in parts if part is not None]
+    def _here(self, parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        return [None if part is None else _devices.copy_to(part, self.device) for part in parts]
+
+
+def _sum_in_place(parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """Return the sum of gradients in replica order, made in the memory of the first where that is nobody else's."""
+    total, *others = (part for part in parts if part is not None)
+    for part in others:
+        # A leaf's gradient can be a view of what the caller gave to backward, or of another leaf's gradient:
+        # (a.view(-1) + b.view(-1)).backward(g) leaves a.grad and b.grad in the memory of g.
+        total = total.add_(part) if torch_private.owns_its_memory(total) else total + part
+    return total
 
 
 @dataclass
@@ -182,13 +169,11 @@ class Graphs:
         for edge, grad in zip(self.outputs, output_grads, strict=True):
             if grad is None:
                 continue
-            parts = [
-                edge.part(grad.detach(), i, self.timings[i].device).detach().requires_grad_(grad.requires_grad)
-                for i in replicas
-            ]
+            parts = [edge.part(grad.detach(), i, self.timings[i].device) for i in replicas]
+            parts = [None if p is None else p.detach().requires_grad_(grad.requires_grad) for p in parts]
             incoming.append(Edge(edge.layout, grad.device, parts if grad.requires_grad else [None] * len(parts)))
             for end, part in zip(edge.tensors, parts, strict=True):
-                if end is not None and end.requires_grad:
+                if end is not None and end.requires_grad and part is not None:
                     ends.append(end)
                     end_grads.append(part)
         leaves = [leaf for edge in self.inputs for leaf in edge.tensors if leaf is not None]
@@ -203,9 +188,12 @@ class Graphs:
         for edge, grad in zip(self.outputs, output_grads, strict=True):
             for i in replicas:
                 end = edge.tensors[i]
-                if grad is not None and end is not None and end.requires_grad:
+                if grad is None or end is None or not end.requires_grad:
+                    continue
+                part = edge.part(grad, i, end.device)
+                if part is not None:
                     ends.append(end)
-                    grads.append(edge.part(grad, i, end.device))
+                    grads.append(part)
         return ends, grads
 
     def _by_edge(self, grads: dict[int, torch.Tensor | None]) -> list[list[torch.Tensor | None]]:
@@ -280,7 +268,7 @@ def _differentiable_backward(graphs: Graphs, grads: Sequence[torch.Tensor | None
     graphs.keep = True
     incoming, parts = graphs.differentiable_walk(grads)
     gradients = [
-        Edge(edge.layout, edge.device, edge.with_all_rows(of_edge)) if any(p is not None for p in of_edge) else None
+        Edge(edge.layout, edge.device, edge.with_every_part(of_edge)) if any(p is not None for p in of_edge) else None
         for edge, of_edge in zip(graphs.inputs, parts, strict=True)
     ]
     higher = Graphs(

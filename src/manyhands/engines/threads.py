@@ -18,20 +18,20 @@ of its own.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from manyhands import devices as _devices
-from manyhands import nested
-from manyhands.engines.base import Call, Engine, ReplicaTiming, Surroundings, all_of
-from manyhands.engines.boundary import Alias, Boundary, Edge, Graphs, Whole
+from manyhands.batch_types import batch_type_of
+from manyhands.engines.base import Call, Engine, ReplicaTiming, Surroundings, all_of, called
+from manyhands.engines.boundary import Alias, Boundary, Edge, Graphs
+from manyhands.layouts import Layout, Whole
+from manyhands.outputs import Group, Outputs
 from manyhands.parallel_apply import values_or_raise
 from manyhands.rebind import INERT
 from manyhands.replicate import Blueprint, buffer_for, check_device, constant_for, unchanged_on_failure
-from manyhands.scatter_gather import Group, Rows, collect, put_together
 from manyhands.workers import inside_replica, run_together
 
 
@@ -46,10 +46,10 @@ class ThreadsEngine(Engine):
     def forward(self, module: nn.Module, call: Call) -> Any:
         tracked = torch.is_grad_enabled()
         where = call.where()
-        timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.rows.sizes, strict=True)]
+        timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
         blueprint = Blueprint(module)
         check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], call.source)
-        shards = [_Shard(call, i, tracked) for i in range(len(call.devices))]
+        inputs = _Inputs(call, tracked)
         stamps = [_Stamp(blueprint, call.source, device, i == 0, tracked) for i, device in enumerate(call.devices)]
         if not inside_replica():
             self._timings = timings
@@ -61,33 +61,33 @@ class ThreadsEngine(Engine):
             def run() -> Any:
                 with surroundings(index):
                     started = time.perf_counter()
-                    output = stamps[index].replica(*shards[index].inputs, **shards[index].kwargs)
+                    args, kwargs = inputs.shards[index]
+                    output = called(stamps[index].replica, call.method)(*args, **kwargs)
                     timings[index].forward_s = time.perf_counter() - started
                     return output
 
             return run
 
-        own_leaves = [leaf for shard in shards for leaf in shard.leaves]
+        own_leaves = [leaf for edge in inputs.edges for leaf in edge.tensors if leaf is not None]
         own_leaves += [leaf for stamp in stamps for leaf in stamp.leaves]
         with unchanged_on_failure(blueprint.buffers.values()):
             outputs = values_or_raise(run_together([task(i) for i in range(len(call.devices))], call.devices), where)
-            groups, values = collect(outputs, call.dim)
-            if tracked and self._checked != blueprint.signature:
-                self._outside = _look_for_live_tensors(blueprint, groups, where, own_leaves)
-                self._checked = blueprint.signature
+            matched = Outputs(outputs, call.rules, call.sizes)
+            if tracked and self._checked != [call.method, *blueprint.signature]:
+                self._outside = _look_for_live_tensors(blueprint, matched.groups, where, own_leaves)
+                self._checked = [call.method, *blueprint.signature]
         stamps[0].commit_buffers()
 
-        edges = [Edge(group.rows, call.output_device, group.tensors) for group in groups]
+        edges = [Edge(group.layout, call.output_device, group.tensors) for group in matched.groups]
         if not tracked:
-            return put_together(outputs[0], values, [edge.join(edge.tensors) for edge in edges])
-        live_inputs = shards[0].live_inputs
+            return matched.put_together([edge.join(edge.tensors) for edge in edges])
         live_parameters = stamps[0].live_parameters
         graphs = Graphs(
             timings=timings,
             where=where,
             inputs=[
-                *_edges(shards[0].layouts, live_inputs, [shard.leaves for shard in shards]),
-                *_edges([Whole()] * len(live_parameters), live_parameters, [stamp.leaves for stamp in stamps]),
+                *inputs.edges,
+                *_edges(live_parameters, [stamp.leaves for stamp in stamps]),
                 *(Edge(Whole(), leaf.device, [leaf] + [None] * (len(stamps) - 1)) for leaf in self._outside),
             ],
             outputs=edges,
@@ -96,13 +96,13 @@ class ThreadsEngine(Engine):
             keep_alive=stamps,
             begin_walk=begin_pass,
         )
-        live = [*live_inputs, *live_parameters, *self._outside]
+        live = [*inputs.live, *live_parameters, *self._outside]
         if any(leaf.grad is not None for leaf in own_leaves):
             _pass_on_gradients(graphs, live)
-        if not any(tensor.requires_grad for group in groups for tensor in group.tensors):
-            return put_together(outputs[0], values, [edge.join(edge.tensors) for edge in edges])
+        if not any(t is not None and t.requires_grad for group in matched.groups for t in group.tensors):
+            return matched.put_together([edge.join(edge.tensors) for edge in edges])
         joined = Boundary.apply(graphs, *(t if t.is_leaf else Alias.apply(t) for t in live))  # type: ignore[no-untyped-call]
-        return put_together(outputs[0], values, joined)
+        return matched.put_together(joined)
 
     def timings(self) -> list[ReplicaTiming]:
         return self._timings
@@ -111,27 +111,29 @@ class ThreadsEngine(Engine):
         self._timings = []
 
 
-class _Shard:
-    """The inputs of one replica, and the leaves behind those that need a gradient."""
+class _Inputs:
+    """The inputs of every replica, and the leaves behind those that need a gradient.
 
-    def __init__(self, call: Call, index: int, tracked: bool) -> None:
-        self.live_inputs: list[torch.Tensor] = []
-        self.layouts: list[Rows | Whole] = []
-        self.leaves: list[torch.Tensor] = []
+    Attributes:
+        shards: (positional, keyword) inputs, one a replica.
+        live, edges: the caller's tensors that need a gradient, and the boundary's edges from them to the leaves.
+    """
 
-        def part(tensor: torch.Tensor) -> torch.Tensor:
-            layout = call.rows if tensor.dim() else Whole()
-            mine = layout.part(tensor.detach(), index)
+    def __init__(self, call: Call, tracked: bool) -> None:
+        self.live: list[torch.Tensor] = []
+        self.edges: list[Edge] = []
+
+        def place(tensor: torch.Tensor, layout: Layout) -> list[torch.Tensor | None]:
+            parts = [layout.part(tensor.detach(), i) for i in range(len(call.devices))]
             if tracked and tensor.requires_grad:
-                self.live_inputs.append(tensor)
-                self.layouts.append(layout)
-                self.leaves.append(mine.requires_grad_())
+                parts = [part if part is None else part.detach().requires_grad_() for part in parts]
+                self.live.append(tensor)
+                self.edges.append(Edge(layout, tensor.device, parts))
             # A copy even on the same device, so that a module that writes into its input writes into its own; and
             # made in the replica's graph, because writing into a leaf is forbidden.
-            return mine.to(call.devices[index], copy=True)
+            return [p if p is None else p.to(d, copy=True) for p, d in zip(parts, call.devices, strict=True)]
 
-        self.inputs = nested.map_tensors(part, call.inputs)
-        self.kwargs = nested.map_tensors(part, call.kwargs)
+        self.shards = call.arguments.deal(call.sizes, place)
 
 
 class _Stamp:
@@ -198,17 +200,15 @@ def _carries_objects(call: Call) -> bool:
     then no replica's backward may free what it walks.
     """
     return any(
-        not isinstance(leaf, torch.Tensor) and type(leaf) not in INERT
-        for _, leaf in chain(nested.leaves(call.inputs), nested.leaves(call.kwargs))
+        not isinstance(leaf, torch.Tensor) and type(leaf) not in INERT and batch_type_of(leaf) is None
+        for leaf in call.arguments.leaves
     )
 
 
-def _edges(
-    layouts: Sequence[Rows | Whole], live: Sequence[torch.Tensor], leaves: Sequence[Sequence[torch.Tensor]]
-) -> Iterator[Edge]:
-    """Yield the boundary's input edges: `leaves[i][k]` is replica i's leaf for live tensor k."""
-    for layout, tensor, of_edge in zip(layouts, live, zip(*leaves, strict=True), strict=True):
-        yield Edge(layout, tensor.device, of_edge)
+def _edges(live: Sequence[torch.Tensor], leaves: Sequence[Sequence[torch.Tensor]]) -> Iterator[Edge]:
+    """Yield the boundary's edges of parameters: `leaves[i][k]` is replica i's leaf for live tensor k."""
+    for tensor, of_edge in zip(live, zip(*leaves, strict=True), strict=True):
+        yield Edge(Whole(), tensor.device, of_edge)
 
 
 def _pass_on_gradients(graphs: Graphs, live: Sequence[torch.Tensor]) -> None:
@@ -236,7 +236,7 @@ def _look_for_live_tensors(
     outside: dict[int, torch.Tensor] = {}
     histories = {tensor.grad_fn: tensor for tensor in blueprint.histories.values()}
     for place, outputs in zip(where, zip(*(group.tensors for group in groups), strict=True), strict=True):
-        for reached in _leaves_and_nodes(outputs):
+        for reached in _leaves_and_nodes([output for output in outputs if output is not None]):
             if isinstance(reached, torch.Tensor) and id(reached) in blueprint.parameters:
                 raise RuntimeError(
                     f"{place} used {blueprint.name_of(reached)} of the original module instead of its own: something "

@@ -1,0 +1,161 @@
+"""Batches of other kinds: values with rows that are neither tensors nor containers of tensors.
+
+A packed sequence, a batch of graphs: how its rows are counted, how it is split and how it is joined, only its own
+library knows. `register_batch_type` tells manyhands, once, for a class and its subclasses; `torch`'s own
+`PackedSequence` is registered here.
+
+Splitting and joining happen in the caller's thread and in the caller's graph, so that gradients flow through them. What
+crosses to the replicas and back are the tensors inside; `parts_of` finds them.
+"""
+
+import io
+import pickle
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+# The tensors inside a value, and what makes a value like it from others in their place.
+Parts = tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Any]]
+
+
+@dataclass(frozen=True)
+class BatchType:
+    """How a class of batches is counted, split, joined and looked into."""
+
+    scatter: Callable[[Any, Sequence[int]], Sequence[Any]]
+    gather: Callable[[Sequence[Any]], Any]
+    rows: Callable[[Any], int]
+    parts: Callable[[Any], Parts]
+
+
+def register_batch_type(
+    cls: type,
+    *,
+    scatter: Callable[[Any, Sequence[int]], Sequence[Any]],
+    gather: Callable[[Sequence[Any]], Any],
+    rows: Callable[[Any], int] = len,
+) -> None:
+    """Tell how batches of a class are split among replicas, and joined again.
+
+        >>> class Sentences:
+        ...     def __init__(self, words):
+        ...         self.words = words
+        >>> manyhands.register_batch_type(
+        ...     Sentences,
+        ...     scatter=lambda batch, sizes: [Sentences(words) for words in batch.words.split(sizes)],
+        ...     gather=lambda batches: Sentences(torch.cat([batch.words for batch in batches])),
+        ...     rows=lambda batch: len(batch.words),
+        ... )
+        >>> [shard.words.shape for shard in manyhands.scatter(Sentences(torch.zeros(5, 7)), ["cpu", "cpu"])]
+        [torch.Size([3, 7]), torch.Size([2, 7])]
+
+    Args:
+        cls: the class; its subclasses are included. A class that was registered before is registered anew.
+        scatter: from a batch and the replicas' row counts to one batch a replica. Differentiable if made of torch's
+            operations. Tensors in its results are then copied to the replicas' devices.
+        gather: from the replicas' outputs of the class, in order and on one device, to one.
+        rows: the number of rows of a batch.
+
+    Instances must be ones that `pickle` can take apart; their tensors are found that way.
+
+    Raises:
+        TypeError: `cls` is no class, or is one that is split as it is (a tensor, tuple, list, dict); something else is
+            not callable.
+    """
+    if not isinstance(cls, type) or cls in (object, torch.Tensor, tuple, list, dict):
+        raise TypeError(f"cls={cls!r}: expected a class of your own or of a library")
+    for name, function in (("scatter", scatter), ("gather", gather), ("rows", rows)):
+        if not callable(function):
+            raise TypeError(f"{name}={function!r}: expected a function")
+    _registered[cls] = BatchType(scatter, gather, rows, _parts_by_pickle)
+
+
+def batch_type_of(value: object) -> BatchType | None:
+    """Return how batches of the value's class are split; None if it is no registered class."""
+    kind = type(value)
+    if kind in _registered:
+        return _registered[kind]
+    return next((_registered[cls] for cls in kind.__mro__ if cls in _registered), None)
+
+
+# What pickle would look up by name is handed over as it is, so that classes of a notebook or a function work too.
+_BY_REFERENCE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+
+
+def _parts_by_pickle(value: Any) -> Parts:
+    """Take any picklable value apart, whatever it keeps its tensors in."""
+    tensors: list[torch.Tensor] = []
+    others: list[Any] = []
+    places: dict[int, tuple[bool, int]] = {}  # id -> whether it is a tensor, and its place among its kind
+
+    class Taker(pickle.Pickler):
+        def persistent_id(self, part: Any) -> tuple[bool, int] | None:
+            if not isinstance(part, (torch.Tensor, *_BY_REFERENCE)):
+                return None
+            if id(part) not in places:
+                kind: list[Any] = tensors if isinstance(part, torch.Tensor) else others
+                places[id(part)] = (kind is tensors, len(kind))
+                kind.append(part)
+            return places[id(part)]
+
+    stream = io.BytesIO()
+    try:
+        Taker(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    except Exception as error:
+        error.add_note(
+            f"a registered batch type is taken to the replicas by pickle, and this {type(value).__name__} cannot be"
+        )
+        raise
+
+    def rebuild(new_tensors: Sequence[torch.Tensor]) -> Any:
+        class Giver(pickle.Unpickler):
+            def persistent_load(self, place: tuple[bool, int]) -> Any:
+                is_tensor, index = place
+                return new_tensors[index] if is_tensor else others[index]
+
+        return Giver(io.BytesIO(stream.getvalue())).load()
+
+    return tensors, rebuild
+
+
+def _packed_rows(packed: PackedSequence) -> int:
+    return int(packed.batch_sizes[0]) if len(packed.batch_sizes) else 0
+
+
+def _scatter_packed(packed: PackedSequence, sizes: Sequence[int]) -> list[PackedSequence]:
+    """Split by sequence, in the caller's order; a sorted batch stays sorted in every shard."""
+    padded, lengths = pad_packed_sequence(packed, batch_first=True)
+    is_sorted = packed.unsorted_indices is None
+    parts = zip(torch.split(padded, list(sizes)), torch.split(lengths, list(sizes)), strict=True)
+    return [
+        pack_padded_sequence(rows[:, : int(own.max())], own, batch_first=True, enforce_sorted=is_sorted)
+        for rows, own in parts
+    ]
+
+
+def _gather_packed(parts: Sequence[PackedSequence]) -> PackedSequence:
+    longest = max(len(part.batch_sizes) for part in parts)
+    padded, lengths = zip(*(pad_packed_sequence(p, batch_first=True, total_length=longest) for p in parts), strict=True)
+    all_lengths = torch.cat(lengths)
+    is_sorted = all(part.unsorted_indices is None for part in parts) and bool((all_lengths.diff() <= 0).all())
+    return pack_padded_sequence(torch.cat(padded), all_lengths, batch_first=True, enforce_sorted=is_sorted)
+
+
+def _parts_of_packed(packed: PackedSequence) -> Parts:
+    """Take out all tensors but `batch_sizes`, which stays on the CPU."""
+    indices = [i for i in (packed.sorted_indices, packed.unsorted_indices) if i is not None]
+
+    def rebuild(tensors: Sequence[torch.Tensor]) -> PackedSequence:
+        data, *own_indices = tensors
+        return PackedSequence(data, packed.batch_sizes, *own_indices)
+
+    return [packed.data, *indices], rebuild
+
+
+_registered: dict[type, BatchType] = {
+    PackedSequence: BatchType(_scatter_packed, _gather_packed, _packed_rows, _parts_of_packed)
+}
