@@ -1,0 +1,79 @@
+"""Sequences of different lengths through an LSTM, and the three things to know about it.
+
+    python examples/sequences.py
+
+1. The hidden state has its rows on axis 1, whatever `batch_first` says: `out_dims` says so, or it is joined wrongly.
+2. `pad_packed_sequence` inside `forward` pads to the longest sequence of the replica's own rows, so the replicas'
+   outputs would differ in length: give it `total_length`. Forgotten, it is an error that says so.
+3. A packed sequence that goes into the model is split by sequence, and one that comes out is joined again.
+"""
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+import manyhands
+
+NUM_REPLICAS, LENGTHS, WIDTH = 2, [6, 2, 3, 1, 5], 4
+
+
+class Padded(nn.Module):
+    """Takes padded sequences and their lengths; returns padded outputs and the hidden state (layers, rows, width)."""
+
+    def __init__(self, use_total_length: bool) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.use_total_length = use_total_length
+
+    def forward(self, padded: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        packed = pack_padded_sequence(padded, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        output, (hidden, _) = self.lstm(packed)
+        total = padded.size(1) if self.use_total_length else None
+        return pad_packed_sequence(output, batch_first=True, total_length=total)[0], hidden
+
+
+class Packed(nn.Module):
+    """Takes a packed sequence and returns one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH)
+
+    def forward(self, packed: PackedSequence) -> PackedSequence:
+        output: PackedSequence = self.lstm(packed)[0]
+        return output
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    device_ids = pick_devices(NUM_REPLICAS)
+    lengths = torch.tensor(LENGTHS)
+    padded = torch.randn(len(LENGTHS), max(LENGTHS), WIDTH).to(device_ids[0])
+
+    plain = Padded(use_total_length=True).to(device_ids[0])
+    model = manyhands.DataParallel(plain, device_ids, out_dims=(0, 1))
+    output, hidden = model(padded, lengths)
+    torch.testing.assert_close((output, hidden), plain(padded, lengths))
+    print(f"Padded: output {list(output.shape)} hidden state {list(hidden.shape)}, as without the wrapper")
+
+    forgetful = manyhands.DataParallel(Padded(use_total_length=False).to(device_ids[0]), device_ids, out_dims=(0, 1))
+    try:
+        forgetful(padded, lengths)
+    except ValueError as error:
+        print(f"Without total_length: {type(error).__name__}: {error}", *error.__notes__, sep="\n    ")
+
+    plain_packed = Packed().to(device_ids[0])
+    packed = pack_padded_sequence(padded, lengths, batch_first=True, enforce_sorted=False)
+    joined = manyhands.DataParallel(plain_packed, device_ids)(packed)
+    torch.testing.assert_close(joined.data, plain_packed(packed).data)
+    print(f"Packed: {list(joined.data.shape)} in {len(joined.batch_sizes)} steps, as without the wrapper")
+
+
+def pick_devices(num: int) -> list[int] | list[str]:
+    """Return `num` devices: accelerators, in turn if there are fewer; without any, the CPU `num` times."""
+    present = torch.accelerator.device_count()
+    return [i % present for i in range(num)] if present else ["cpu"] * num
+
+
+if __name__ == "__main__":
+    main()
