@@ -4,6 +4,7 @@ import ast
 import doctest
 import importlib
 import importlib.metadata
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -226,3 +227,21 @@ print(*sorted(set(sys.modules) - before))
 
 def test_the_package_tells_type_checkers_that_it_is_typed():
     assert (PACKAGE / "py.typed").is_file()
+
+
+# ---- docs/behaviour.md ---------------------------------------------------------------------------
+
+DOCS = PACKAGE.parent.parent / "docs"
+
+
+def test_every_row_of_the_behaviour_table_has_its_tests():
+    """And they are listed: `python docs/list_tests.py` writes the list."""
+    spec = importlib.util.spec_from_file_location("list_tests", DOCS / "list_tests.py")
+    list_tests = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(list_tests)
+    document = (DOCS / "behaviour.md").read_text(encoding="utf-8")
+    rows, tests = list_tests.rows_of(document), list_tests.tests_by_row()
+    assert len(rows) == len(set(rows)) > 70
+    assert [row for row in rows if not tests[row].keys() - {"test_gpu"}] == []
+    assert set(tests) - set(rows) == set(), "a test names a row that is not there"
+    assert list_tests.with_tests(document) == document, "out of date: python docs/list_tests.py"

@@ -1941,3 +1941,41 @@ def test_a_container_that_torchs_pytree_registry_knows(wrap):
     assert [key.tolist() for key in output["cache"].keys] == [(x * 2).tolist(), (x * 3).tolist()]
     again = wrap(Fn(lambda cache: cache.keys[0] + cache.keys[1]), 2)(output["cache"])
     assert again.tolist() == (x * 5).tolist()
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_memory_formats_and_strides_of_gradients(wrap, n):
+    """G7, S11: an optimizer's fused kernels and the next layer count on them."""
+    model = nn.Conv2d(3, 4, 3, padding=1).to(memory_format=torch.channels_last)
+    x = torch.randn(7, 3, 5, 5).to(memory_format=torch.channels_last).requires_grad_()
+
+    def layouts(call: Callable[..., Any]) -> list[tuple[int, ...]]:
+        output = call(x)
+        return [t.stride() for t in (output, *torch.autograd.grad(output.square().sum(), [x, *model.parameters()]))]
+
+    seen = []
+    model.register_forward_hook(lambda module, args, output: seen.append(args[0].stride()))
+    plain = layouts(model)
+    assert layouts(wrap(model, n)) == plain
+    assert set(seen) == {x.stride()}
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_sparse_outputs(wrap, n):
+    """G7: joined along the rows, with gradients."""
+    model, x = nn.Linear(4, 3), torch.randn(7, 4)
+
+    def results(call: Callable[..., Any]) -> list[torch.Tensor]:
+        output = call(x)
+        assert output.is_sparse
+        return [output.to_dense(), *torch.autograd.grad(output.to_dense().square().sum(), list(model.parameters()))]
+
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x).to_sparse()
+
+    torch.testing.assert_close(results(wrap(Sparse(), n)), results(Sparse()), rtol=1e-12, atol=1e-12)
