@@ -1,6 +1,7 @@
 """rebind: what an attribute leads to is found, and replaced, wherever it is."""
 
 import functools
+import gc
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
@@ -95,6 +96,17 @@ def test_a_module_is_found_and_replaced(place: str) -> None:
     assert get(rebound) is replica
     assert type(rebound) is type(value)
     assert get(value) is live, "the live module's own attribute was changed"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_garbage_collector_tracks_what_leads_somewhere(place: str) -> None:
+    """R7: a blueprint looks at nothing else."""
+    put, _ = PLACES[place]
+    for held in (live, tensor) if "method" not in place else (live,):
+        value = put(held)
+        gc.collect()  # it may decide to track a container no longer
+        assert gc.is_tracked(value)
+        assert gc.is_tracked(held)
 
 
 @pytest.mark.parametrize("place", [name for name in PLACES if "method" not in name])

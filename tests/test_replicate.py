@@ -3,7 +3,6 @@
 import copy
 import functools
 import gc
-import importlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from manyhands import replicate
+from manyhands.replicate import collector_paused
 
 CPU = ["cpu", "cpu"]
 
@@ -302,6 +302,26 @@ def test_modules_that_only_attributes_lead_to() -> None:
     assert deeper.weight.grad is not None
 
 
+def test_lists_of_parameters_are_each_replicas_own() -> None:
+    """R6: also where the parameters in them are the original's own: an RNN writes into its list of weights."""
+    network = nn.LSTM(2, 3)
+    before = list(network._flat_weights)
+    replica = replicate(network, ["cpu"])[0]
+    replica.weight_ih_l0 = nn.Parameter(torch.zeros(12, 2))
+    assert replica._flat_weights[0] is replica.weight_ih_l0
+    assert all(now is then for now, then in zip(network._flat_weights, before, strict=True))
+
+
+def test_modules_that_lack_what_todays_torch_gives_them() -> None:
+    """R7: as in a file of an older torch; nothing of their own is overlooked."""
+    network = HasParameterAndLength()
+    network.layers = [network.layer]
+    for missing in ("_load_state_dict_post_hooks", "_is_full_backward_hook"):
+        del network.__dict__[missing]
+        replica = replicate(network, CPU)[1]
+        assert replica.layers[0] is replica.layer is not network.layer
+
+
 def test_tensors_in_attributes() -> None:
     """R7: a leaf that needs a gradient is linked; a constant is used as it is."""
     network = nn.Linear(2, 2)
@@ -512,18 +532,16 @@ def test_replicas_go_with_their_last_name() -> None:
 
 def test_the_garbage_collector_stays_on_when_calls_overlap() -> None:
     """F5: two threads that pause it at once: it is on again when the last one ends, and not before."""
-    pause = importlib.import_module("manyhands.replicate")._collector_paused
-    first, second = pause(), pause()
     assert gc.isenabled()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
+    collector_paused.__enter__()
+    collector_paused.__enter__()
+    collector_paused.__exit__(None, None, None)
     assert not gc.isenabled()
-    second.__exit__(None, None, None)
+    collector_paused.__exit__(None, None, None)
     assert gc.isenabled()
     gc.disable()
     try:
-        with pause():
+        with collector_paused:
             pass
         assert not gc.isenabled()  # whoever switched it off keeps it off
     finally:

@@ -193,6 +193,21 @@ def test_owns_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch_private.owns_its_memory(fresh)
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_clones(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R5: values, strides and classes kept; nothing shared."""
+    if not there:
+        monkeypatch.delattr(torch, "_foreach_clone")
+    tensors = [torch.rand(3), torch.tensor(5), torch.rand(2, 3).t(), torch.zeros(0), torch.rand(2, 2).to_sparse()]
+    for given in (tensors, [*tensors, nn.Parameter(torch.rand(2))], []):
+        copies = torch_private.clones(given)
+        for copy, tensor in zip(copies, given, strict=True):
+            torch.testing.assert_close(copy, tensor)
+            assert copy is not tensor
+            assert copy.layout != torch.strided or copy.data_ptr() != tensor.data_ptr() or not tensor.numel()
+            assert copy.layout != torch.strided or copy.stride() == tensor.stride()
+
+
 def test_what_backward_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     """F3: it is there afterwards; where torch has no such module, nothing happens."""
     torch_private.import_what_backward_imports.cache_clear()

@@ -17,6 +17,8 @@ import torch
 
 DeviceLike: TypeAlias = int | str | torch.device
 
+_CPU = torch.device("cpu")
+
 
 def accelerators() -> list[torch.device]:
     """Return every accelerator of this machine, in index order; an empty list where there is none."""
@@ -62,8 +64,8 @@ def resolve_each(device_ids: Sequence[DeviceLike], argument: str) -> list[torch.
 
 def resolve_one(device_id: DeviceLike, argument: str) -> torch.device:
     """Return the device that an int, a string or a `torch.device` names, with its index; check that it is there."""
-    present = accelerators()
     if _is_index(device_id):
+        present = accelerators()
         if not 0 <= device_id < len(present):  # type: ignore[operator]
             raise ValueError(f"{argument}: there is no accelerator {device_id}; {_what_is_there(present)}")
         return present[device_id]  # type: ignore[index]
@@ -74,9 +76,10 @@ def resolve_one(device_id: DeviceLike, argument: str) -> torch.device:
     except RuntimeError as error:
         raise ValueError(f"{argument}: {device_id!r} names no device ({str(error).splitlines()[0]})") from None
     if device.type == "cpu":
-        return torch.device("cpu")
+        return _CPU
     if device.type == "meta":
         raise ValueError(f"{argument}: the meta device holds no data, so no replica can run on it")
+    present = accelerators()
     if present and device.type == present[0].type:
         if device.index is None:
             return torch.device(device.type, torch.get_device_module(device).current_device())

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -27,13 +26,14 @@ from torch import nn
 from manyhands import devices as _devices
 from manyhands import torch_private
 from manyhands.devices import DeviceLike
-from manyhands.rebind import INERT, is_inert, rebind, references
+from manyhands.rebind import is_inert, rebind, references
 
 M = TypeVar("M", bound=nn.Module)
 
-# What nn.Module itself keeps in `__dict__`, in the order in which it puts it there.
+# What nn.Module itself keeps in `__dict__`, in the order in which its __init__ puts it there.
 _OWN_ATTRIBUTES = list(nn.Module().__dict__)
-_NUM_OWN = len(_OWN_ATTRIBUTES)
+_FIRST_OWN, _LAST_OWN = _OWN_ATTRIBUTES[0], _OWN_ATTRIBUTES[-1]
+_NUM_BEFORE_LAST = len(_OWN_ATTRIBUTES) - 1
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -45,20 +45,18 @@ class _CollectorPause:
         self._num_open = 0
         self._was_enabled = False
 
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         with self._lock:
             self._num_open += 1
             if self._num_open == 1:
                 self._was_enabled = gc.isenabled()
                 gc.disable()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num_open -= 1
-                if self._num_open == 0 and self._was_enabled:
-                    gc.enable()
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_open -= 1
+            if self._num_open == 0 and self._was_enabled:
+                gc.enable()
 
     def end(self) -> None:
         """Forget who paused it, in the child of a fork: those threads do not exist there."""
@@ -67,8 +65,8 @@ class _CollectorPause:
         self.__init__()  # type: ignore[misc]
 
 
-_collector_paused = _CollectorPause()
-os.register_at_fork(after_in_child=_collector_paused.end)
+collector_paused = _CollectorPause()
+os.register_at_fork(after_in_child=collector_paused.end)
 
 
 class Blueprint:
@@ -88,39 +86,44 @@ class Blueprint:
         TypeError: a module of a kind that cannot be replicated; says what to do.
     """
 
-    @_collector_paused()
     def __init__(self, root: nn.Module) -> None:
         self.root = root
         self.modules = modules = [root]
-        self.parameters: dict[int, torch.Tensor] = {}
-        self.buffers: dict[int, torch.Tensor] = {}
         self.constants: dict[int, torch.Tensor] = {}
         self.histories: dict[int, torch.Tensor] = {}
         self._to_rebind: dict[int, list[str]] = {}  # id of a module -> its attributes that point at something live
         self._slots: dict[type, list[str]] = {}  # of the classes that have any
+        self._num_registered = 0
+        parameters: list[torch.Tensor] = []
+        buffers: list[torch.Tensor] = []
         found: dict[int, nn.Module | torch.Tensor] = {}
         known = {id(root), id(None)}
-        parameters, buffers = self.parameters, self.buffers
         classes: set[type] = set()
-        self._num_registered = 0
         for module in modules:  # grows at its end
             attributes = module.__dict__
-            for child in attributes["_modules"].values():
-                if id(child) not in known:
-                    known.add(id(child))
-                    modules.append(child)
-            for parameter in attributes["_parameters"].values():
-                parameters[id(parameter)] = parameter
-            for buffer in attributes["_buffers"].values():
-                if buffer is not None:
-                    (parameters if buffer.requires_grad else buffers)[id(buffer)] = buffer
+            if children := attributes["_modules"]:
+                for child in children.values():
+                    if id(child) not in known:
+                        known.add(id(child))
+                        modules.append(child)
+            if inside := attributes["_parameters"]:
+                parameters += inside.values()
+            if inside := attributes["_buffers"]:
+                buffers += inside.values()
             if type(module) not in classes:
                 classes.add(type(module))
                 self._look_at_class(module)
-            for name in self._slots.get(type(module), ()) if self._slots else ():
-                found.update((id(reference), reference) for reference in references(getattr(module, name, None)))
-            for name, value in _attributes_of_its_own(attributes):
-                if type(value) not in INERT and not is_inert(value):
+            if self._slots:
+                for name in self._slots.get(type(module), ()):
+                    found.update((id(reference), reference) for reference in references(getattr(module, name, None)))
+            others: Iterator[tuple[str, Any]] = islice(attributes.items(), _NUM_BEFORE_LAST, None)
+            if (
+                next(iter(attributes)) != _FIRST_OWN or next(others, ("",))[0] != _LAST_OWN
+            ):  # not nn.Module's own ones first
+                others = ((name, value) for name, value in attributes.items() if name not in _OWN_ATTRIBUTES)
+            for name, value in others:
+                # What the garbage collector does not track refers to nothing that it does track, as modules are.
+                if _is_tracked(value) and not is_inert(value):
                     self._look_at_attribute(module, name, found)
             if (
                 attributes["_forward_hooks"]
@@ -135,40 +138,72 @@ class Blueprint:
                 hidden = [m for m in found.values() if isinstance(m, nn.Module) and id(m) not in known]
                 known.update(map(id, hidden))
                 modules.extend(hidden)
-        self.parameters.pop(id(None), None)
+        self.parameters = {id(parameter): parameter for parameter in parameters if parameter is not None}
+        self.buffers = {id(buffer): buffer for buffer in buffers if buffer is not None}
         self._sort_tensors(found)
-        self.signature = [
-            *map(id, modules),
-            *(module.training for module in modules),
-            *(parameter.requires_grad for parameter in parameters.values()),
+        self._buffer_devices = {buffer.device for buffer in self.buffers.values()}
+
+    def signature(self) -> list[Any]:
+        """Return what is equal for two blueprints of one root if they have the same structure.
+
+        That is: no module and no pointing attribute was exchanged, no mode switched, and the same parameters need
+        gradients.
+        """
+        return [
+            *map(id, self.modules),
+            *(module.training for module in self.modules),
+            *(parameter.requires_grad for parameter in self.parameters.values()),
             *((module, name, id(value)) for module, name, value in self._pointing_attributes()),
         ]
 
-    @_collector_paused()
     def stamp(self, tensors: Mapping[int, torch.Tensor]) -> "Stamped":
-        """Return a new replica of `root` that has `tensors[id(t)]` wherever the live module has tensor t."""
-        replicas: dict[int, Any] = {id(module): _new(type(module)) for module in self.modules}
-        replicas[id(None)] = None
-        own: dict[int, Any] = {**tensors, id(None): None}
-        for module in self.modules:
+        """Return a new replica of `root` that has `tensors[id(t)]` where the live module has tensor t.
+
+        Where `tensors` has nothing, the replica has the live tensor itself.
+        """
+        replicas: list[Any] = [*map(_new, map(type, self.modules))]
+        own: dict[int, Any] = dict(zip(map(id, self.modules), replicas, strict=True))
+        own.update(tensors)
+        parameters_differ = not tensors.keys().isdisjoint(self.parameters)
+        buffers_differ = parameters_differ or not tensors.keys().isdisjoint(self.buffers)
+        for module, replica in zip(self.modules, replicas, strict=True):
             attributes = module.__dict__.copy()
-            inside: dict[str, Any] = attributes["_parameters"]
-            attributes["_parameters"] = {name: own[id(tensor)] for name, tensor in inside.items()} if inside else {}
-            inside = attributes["_buffers"]
-            attributes["_buffers"] = {name: own[id(tensor)] for name, tensor in inside.items()} if inside else {}
-            inside = attributes["_modules"]
-            attributes["_modules"] = {name: replicas[id(child)] for name, child in inside.items()} if inside else {}
             attributes["_is_replica"] = True
-            _set(replicas[id(module)], "__dict__", attributes)
-        root: nn.Module = replicas[id(self.root)]
+            attributes["_parameters"] = inside = attributes["_parameters"].copy()
+            if inside and parameters_differ:
+                for name, tensor in inside.items():
+                    inside[name] = own.get(id(tensor), tensor)
+            attributes["_buffers"] = inside = attributes["_buffers"].copy()
+            if inside and buffers_differ:
+                for name, tensor in inside.items():
+                    inside[name] = own.get(id(tensor), tensor)
+            attributes["_modules"] = inside = attributes["_modules"].copy()
+            if inside:
+                for name, child in inside.items():
+                    inside[name] = own.get(id(child), child)
+            _set_dict(replica, attributes)
+        root: nn.Module = replicas[0]
         links: list[tuple[nn.Module, str, Any]] = []
         if self._to_rebind or self._slots:
-            links = [(replicas[key], name, value) for key, name, value in self._pointing_attributes()]
-            self._rebind_attributes(replicas, {**own, **replicas})
+            links = [(own[key], name, value) for key, name, value in self._pointing_attributes()]
+            # The live tensors too, where they are the replica's own: a list that holds any is each replica's own.
+            self._rebind_attributes({**self.parameters, **self.buffers, **own})
         if len(self.modules) > self._num_registered:  # nothing else may hold what only a weak reference leads to
             links.append((root, "_hidden_replicas", None))
-            root.__dict__["_hidden_replicas"] = [replicas[id(m)] for m in self.modules[self._num_registered :]]
+            root.__dict__["_hidden_replicas"] = replicas[self._num_registered :]
         return Stamped(root, links)
+
+    def buffers_for(self, device: torch.device, *, shared: bool) -> dict[int, torch.Tensor]:
+        """Return what a replica on `device` has in place of the live buffers, for `stamp`.
+
+        What is there already it has itself if `shared`; of all else it has copies.
+        """
+        here: Mapping[int, torch.Tensor] = self.buffers
+        moved: dict[int, torch.Tensor] = {}
+        if not all(_devices.same_device(other, device) for other in self._buffer_devices):
+            here = {key: buffer for key, buffer in here.items() if _devices.same_device(buffer.device, device)}
+            moved = {key: buffer.to(device) for key, buffer in self.buffers.items() if key not in here}
+        return moved if shared else {**moved, **dict(zip(here, torch_private.clones(list(here.values())), strict=True))}
 
     def name_of(self, tensor: torch.Tensor) -> str:
         """Return how a user would find a tensor of the live module: a parameter's name, or the attribute it is in."""
@@ -188,11 +223,8 @@ class Blueprint:
                 f"{cls.__name__} is a ScriptModule, which cannot be replicated yet: wrap the Python module that it "
                 "was made from"
             )
-        slots = _slots.get(cls)
-        if slots is None:
-            slots = _slots[cls] = list(_slot_names(cls))
-        if slots:
-            self._slots[cls] = slots
+        if cls.__basicsize__ > nn.Module.__basicsize__:
+            self._slots[cls] = list(_slot_names(cls))
 
     def _look_at_attribute(self, module: nn.Module, name: str, found: dict[int, nn.Module | torch.Tensor]) -> None:
         """Add what an attribute leads to to `found`; remember the attribute if it leads anywhere."""
@@ -210,6 +242,10 @@ class Blueprint:
             found.update((id(reference), reference) for reference in led_to)
 
     def _sort_tensors(self, found: dict[int, nn.Module | torch.Tensor]) -> None:
+        if any(buffer.requires_grad for buffer in self.buffers.values()):
+            need_grad = {key: buffer for key, buffer in self.buffers.items() if buffer.requires_grad}
+            self.parameters.update(need_grad)
+            self.buffers = {key: buffer for key, buffer in self.buffers.items() if key not in need_grad}
         for key, tensor in found.items():
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad and key not in self.parameters:
                 (self.parameters if tensor.is_leaf else self.histories)[key] = tensor
@@ -221,15 +257,14 @@ class Blueprint:
             for name in self._to_rebind.get(id(module), ()):
                 yield id(module), name, module.__dict__[name]
 
-    def _rebind_attributes(self, replicas: Mapping[int, Any], replacements: dict[int, Any]) -> None:
-        del replacements[id(None)]
+    def _rebind_attributes(self, own: Mapping[int, Any]) -> None:
         memo: dict[int, Any] = {}
         for key, name, value in self._pointing_attributes():
-            replicas[key].__dict__[name] = rebind(value, replacements, memo)
+            own[key].__dict__[name] = rebind(value, own, memo)
         for module in self.modules if self._slots else ():
             for name in self._slots.get(type(module), ()):
                 if hasattr(module, name):
-                    _set(replicas[id(module)], name, rebind(getattr(module, name), replacements, memo))
+                    _set(own[id(module)], name, rebind(getattr(module, name), own, memo))
 
 
 @dataclass(frozen=True)
@@ -270,21 +305,19 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
     if not isinstance(network, nn.Module):
         raise TypeError(f"network: expected a torch.nn.Module, got {network!r}")
     targets = _devices.resolve_each(devices, "devices")
-    blueprint = Blueprint(network)
-    source = next((tensor.device for tensor in blueprint.parameters.values()), torch.device("cpu"))
-    replicas = []
-    for number, device in enumerate(targets):
-        tensors = dict(blueprint.parameters)
-        if detach or device != source:
-            for key, parameter in tensors.items():
-                there = _devices.copy_to(parameter, device)
-                tensors[key] = there.detach() if detach else there
-        shared = device not in targets[:number]
-        for key, buffer in blueprint.buffers.items():
-            tensors[key] = buffer_for(buffer, device, shared=shared)
-        for key, constant in blueprint.constants.items():
-            tensors[key] = constant_for(constant, source, device)
-        replicas.append(blueprint.stamp(tensors).root)
+    with collector_paused:
+        blueprint = Blueprint(network)
+        source = next((tensor.device for tensor in blueprint.parameters.values()), torch.device("cpu"))
+        replicas = []
+        for number, device in enumerate(targets):
+            tensors = blueprint.buffers_for(device, shared=device not in targets[:number])
+            if detach or device != source:
+                for key, parameter in blueprint.parameters.items():
+                    there = _devices.copy_to(parameter, device)
+                    tensors[key] = there.detach() if detach else there
+            for key, constant in blueprint.constants.items():
+                tensors[key] = constant_for(constant, source, device)
+            replicas.append(blueprint.stamp(tensors).root)
     return replicas  # type: ignore[return-value]
 
 
@@ -307,14 +340,6 @@ def check_device(root: nn.Module, tensors: Iterable[torch.Tensor], device: torch
             )
 
 
-def buffer_for(buffer: torch.Tensor, device: torch.device, *, shared: bool) -> torch.Tensor:
-    """Return what a replica on `device` has for a live buffer: the buffer itself if `shared`, else a copy."""
-    if shared and _devices.same_device(buffer.device, device):
-        return buffer
-    copy = _devices.copy_to(buffer, device)
-    return copy.clone() if copy is buffer else copy
-
-
 @contextlib.contextmanager
 def unchanged_on_failure(buffers: Iterable[torch.Tensor]) -> Iterator[None]:
     """Put back what buffers held if the block raises: a step that fails changes nothing."""
@@ -335,18 +360,10 @@ def constant_for(constant: torch.Tensor, source: torch.device, device: torch.dev
     return _devices.copy_to(constant, device) if _devices.same_device(constant.device, source) else constant
 
 
-def _attributes_of_its_own(attributes: dict[str, Any]) -> Iterable[tuple[str, Any]]:
-    """Return name and value of the attributes that are not nn.Module's."""
-    if list(islice(attributes, _NUM_OWN)) == _OWN_ATTRIBUTES:  # as nearly always: nn.Module.__init__ ran first
-        return islice(attributes.items(), _NUM_OWN, None)
-    return [(name, value) for name, value in attributes.items() if name not in _OWN_ATTRIBUTES]
-
-
+_is_tracked = gc.is_tracked
 _new: Any = object.__new__  # of any class, whatever its own __new__ asks for
 _set = object.__setattr__  # of any class, whatever its own __setattr__ does
-
-
-_slots: WeakKeyDictionary[type, list[str]] = WeakKeyDictionary()  # what _slot_names found, by class
+_set_dict: Any = nn.Module.__dict__["__dict__"].__set__  # the same for `__dict__`, quicker
 
 
 def _slot_names(cls: type) -> Iterator[str]:

@@ -140,3 +140,11 @@ def taken_apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | No
         return list(children), lambda others: node.unflatten_fn(others, context)
     except (ImportError, AttributeError):
         return None
+
+
+def clones(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a clone of each tensor, in one call instead of one for each. Fallback: one for each."""
+    if tensors and {torch.Tensor}.issuperset(map(type, tensors)):
+        with contextlib.suppress(AttributeError):
+            return list(torch._foreach_clone(tensors))
+    return [tensor.clone() for tensor in tensors]

@@ -31,7 +31,7 @@ from manyhands.layouts import Layout, Whole
 from manyhands.outputs import Group, Outputs
 from manyhands.parallel_apply import values_or_raise
 from manyhands.rebind import INERT
-from manyhands.replicate import Blueprint, buffer_for, check_device, constant_for, unchanged_on_failure
+from manyhands.replicate import Blueprint, check_device, collector_paused, constant_for, unchanged_on_failure
 from manyhands.workers import inside_replica, run_together
 
 
@@ -47,10 +47,12 @@ class ThreadsEngine(Engine):
         tracked = torch.is_grad_enabled()
         where = call.where()
         timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
-        blueprint = Blueprint(module)
-        check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], call.source)
-        inputs = _Inputs(call, tracked)
-        stamps = [_Stamp(blueprint, call.source, device, i == 0, tracked) for i, device in enumerate(call.devices)]
+        with collector_paused:
+            blueprint = Blueprint(module)
+            check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], call.source)
+            inputs = _Inputs(call, tracked)
+            stamps = [_Stamp(blueprint, call.source, device, i == 0, tracked) for i, device in enumerate(call.devices)]
+        structure = [call.method, *blueprint.signature()] if tracked else None
         if not inside_replica():
             self._timings = timings
 
@@ -73,9 +75,9 @@ class ThreadsEngine(Engine):
         with unchanged_on_failure(blueprint.buffers.values()):
             outputs = values_or_raise(run_together([task(i) for i in range(len(call.devices))], call.devices), where)
             matched = Outputs(outputs, call.rules, call.sizes)
-            if tracked and self._checked != [call.method, *blueprint.signature]:
+            if structure is not None and self._checked != structure:
                 self._outside = _look_for_live_tensors(blueprint, matched.groups, where, own_leaves)
-                self._checked = [call.method, *blueprint.signature]
+                self._checked = structure
         stamps[0].commit_buffers()
 
         edges = [Edge(group.layout, call.output_device, group.tensors) for group in matched.groups]
@@ -144,20 +146,17 @@ class _Stamp:
     ) -> None:
         self.live_parameters: list[torch.Tensor] = []
         self.leaves: list[torch.Tensor] = []
-        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         tensors: dict[int, torch.Tensor] = {}
         for key, parameter in blueprint.parameters.items():
             if tracked and parameter.requires_grad:
                 tensors[key] = leaf = _leaf(parameter, device)
                 self.live_parameters.append(parameter)
                 self.leaves.append(leaf)
-            elif _devices.same_device(parameter.device, device):
-                tensors[key] = parameter
-            else:
+            elif not _devices.same_device(parameter.device, device):
                 tensors[key] = _leaf(parameter, device)
-        for key, buffer in blueprint.buffers.items():
-            tensors[key] = buffer_for(buffer, device, shared=first)
-            self._buffers.append((buffer, tensors[key]))
+        copies = blueprint.buffers_for(device, shared=first)
+        self._buffers = [(blueprint.buffers[key], copy) for key, copy in copies.items()]
+        tensors.update(copies)
         for key, constant in blueprint.constants.items():
             tensors[key] = constant_for(constant, source, device)
         self._stamped = blueprint.stamp(tensors)
@@ -173,8 +172,7 @@ class _Stamp:
     def commit_buffers(self) -> None:
         """Write this replica's buffers into the live ones, where it does not have those themselves."""
         for live, own in self._buffers:
-            if own is not live:
-                live.data.copy_(own)
+            live.data.copy_(own)
 
 
 def _leaf(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
