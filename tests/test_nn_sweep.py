@@ -1,0 +1,573 @@
+"""Every module class of torch.nn, wrapped, against the plain one: outputs and gradients in float64, training and eval.
+
+The classes are not listed here but found in torch.nn, so that one that a later torch adds fails until it has a recipe
+(how to make it, and on what to run it) or stands in `EXCLUDED` with its reason. The oracle is the plain module on the
+whole batch. There are two exceptions. Where rows interact, as in batch normalisation during training, it is
+`data_parallel`, the plain composition. And where the module draws random numbers, its draws cannot be compared: with
+settings that leave nothing to chance it is compared like all others, otherwise by what every draw has in common.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrizations
+
+from manyhands import DataParallel, data_parallel
+
+ENGINES = ["threads"]
+SPLITS = [(2, 6), (2, 7), (3, 6), (3, 7)]  # replicas, rows: they divide, and they do not
+MORE_SPLITS = [(2, 1), (4, 6), (5, 13), (8, 17)]
+
+# Two options that DataParallel does not have yet. With True, batch norm in training is compared with the plain module,
+# and recurrent layers that have the batch first return their hidden states too.
+SYNC_BATCH_NORM = False
+OUT_DIMS = False
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+# ---- recipes -------------------------------------------------------------------------------------
+
+Batch = Callable[[int], torch.Tensor]  # makes an input of so many rows
+
+
+def real(*shape: int, rows_at: int = 0) -> Batch:
+    """Normally distributed, with a gradient; the axis of the rows is put in at `rows_at`."""
+    return lambda rows: torch.randn(*shape[:rows_at], rows, *shape[rows_at:]).requires_grad_()
+
+
+def between_0_and_1(*shape: int) -> Batch:
+    return lambda rows: torch.empty(rows, *shape).uniform_(0.1, 0.9).requires_grad_()
+
+
+def signs(*shape: int) -> Batch:
+    return lambda rows: torch.randint(0, 2, (rows, *shape)) * 2.0 - 1
+
+
+def integers(low: int, high: int, *shape: int) -> Batch:
+    return lambda rows: torch.randint(low, high, (rows, *shape))
+
+
+class Called(nn.Module):
+    """Calls a layer in another way than `layer(*inputs)`: as `how(layer, *inputs)`."""
+
+    def __init__(self, layer: nn.Module, how: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer, self.how = layer, how
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.how(self.layer, *inputs)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to make and run one module of class `kind`.
+
+    `interacts`: in training an output row depends on other rows, or a buffer on all of them.
+    """
+
+    kind: type[nn.Module]
+    make: Callable[[], nn.Module]
+    inputs: Sequence[Batch]
+    how: Callable[..., Any] | None = None
+    dim: int = 0
+    interacts: bool = False
+    options: dict[str, Any] = field(default_factory=dict)  # of DataParallel
+
+    def __str__(self) -> str:
+        return self.kind.__name__
+
+    def module(self) -> nn.Module:
+        module = self.make()
+        if isinstance(module, LazyModuleMixin):
+            module(*self.batch(4))  # a dry run gives it its parameters, and the class that it will be
+        for buffer in module.buffers():
+            if buffer.is_floating_point():  # running statistics and class weights, other than 0 and 1
+                buffer.uniform_(0.5, 1.5)
+        return Called(module, self.how) if self.how else module
+
+    def batch(self, rows: int) -> list[torch.Tensor]:
+        return [make(rows) for make in self.inputs]
+
+
+def recipe(
+    kind: type[nn.Module],
+    *args: Any,
+    on: Sequence[Batch],
+    how: Callable[..., Any] | None = None,
+    rows_at: int = 0,
+    interacts: bool = False,
+    **kwargs: Any,
+) -> Recipe:
+    """The recipe for `kind(*args, **kwargs)`, run on the inputs `on`."""
+    return Recipe(kind, partial(kind, *args, **kwargs), on, how, rows_at, interacts)
+
+
+def same(kinds: Sequence[type[nn.Module]], *args: Any, **kwargs: Any) -> list[Recipe]:
+    """The same recipe for several classes."""
+    return [recipe(kind, *args, **kwargs) for kind in kinds]
+
+
+def first(layer: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+    return layer(*inputs)[0]
+
+
+def line(channels: int, size: int = 6) -> list[Batch]:
+    return [real(channels, size)]
+
+
+def plane(channels: int, size: int = 6) -> list[Batch]:
+    return [real(channels, size, size)]
+
+
+def space(channels: int, size: int = 6) -> list[Batch]:
+    return [real(channels, size, size, size)]
+
+
+def for_each_rank(
+    one: type[nn.Module], two: type[nn.Module], three: type[nn.Module], *args: Any, **kwargs: Any
+) -> list[Recipe]:
+    """The same recipe for the classes of a line, a plane and a space; 4 channels."""
+    shapes = ((one, line(4)), (two, plane(4)), (three, space(4, size=4)))
+    return [recipe(kind, *args, on=on, **kwargs) for kind, on in shapes]
+
+
+def losses(kind: type[nn.Module], *args: Any, **kwargs: Any) -> list[Recipe]:
+    """A loss a row; and one a replica, to be added up."""
+    return [recipe(kind, *args, reduction=reduction, **kwargs) for reduction in ("none", "sum")]
+
+
+def recurrent(kind: type[nn.Module], *args: Any, **kwargs: Any) -> list[Recipe]:
+    """Batch first; and batch second, where the rows of the hidden states are on the same axis as the output's."""
+    make = partial(kind, 3, 4, 2, *args, batch_first=True, **kwargs)
+    out_dims = (0, (1, 1)) if kind is nn.LSTM else (0, 1)
+    state = [real(4, kwargs.get("proj_size") or 4, rows_at=1)]
+    if kind is nn.LSTM:
+        state.append(real(4, 4, rows_at=1))
+    return [
+        Recipe(kind, make, [real(5, 3)], options={"out_dims": out_dims})
+        if OUT_DIMS
+        else Recipe(kind, make, [real(5, 3)], first),
+        recipe(kind, 3, 4, 2, *args, on=[real(5, 3, rows_at=1)], rows_at=1, bidirectional=True, **kwargs),
+        recipe(
+            kind, 3, 4, 2, *args, on=[real(5, 3, rows_at=1), *state], how=with_state, rows_at=1, bidirectional=True,
+            **kwargs,
+        ),
+    ]  # fmt: skip
+
+
+def with_state(layer: nn.Module, x: torch.Tensor, *state: torch.Tensor) -> Any:
+    return layer(x, state if len(state) > 1 else state[0])
+
+
+def ctc(layer: nn.Module, scores: torch.Tensor, *targets_and_lengths: torch.Tensor) -> torch.Tensor:
+    return layer(scores.log_softmax(-1).transpose(0, 1), *targets_and_lengths)  # it wants the rows on axis 1
+
+
+def kl(layer: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return layer(x.log_softmax(-1), target)
+
+
+def pool_and_unpool(pool: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda layer, x: layer(*pool(x, 2, return_indices=True))
+
+
+def each_layer(layers: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {name: layer(x) for name, layer in layers.named_children()}
+
+
+def all_three(parameters: nn.ParameterList | nn.ParameterDict, x: torch.Tensor) -> list[torch.Tensor]:
+    assert len(parameters) == 3
+    values = parameters.values() if isinstance(parameters, nn.ParameterDict) else parameters
+    return [x * parameter for parameter in values]
+
+
+def with_padding_mask(layer: nn.Module, x: torch.Tensor, lengths: torch.Tensor) -> Any:
+    mask = torch.arange(x.size(1)) >= lengths[:, None]
+    if isinstance(layer, nn.MultiheadAttention):
+        return layer(x, x, x, key_padding_mask=mask)
+    return layer(x, src_key_padding_mask=mask)
+
+
+def encoder_layer() -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+
+def decoder_layer() -> nn.Module:
+    return nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+
+ELEMENT_BY_ELEMENT = [
+    nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Identity, nn.LeakyReLU,
+    nn.LogSigmoid, nn.Mish, nn.PReLU, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softshrink,
+    nn.Softsign, nn.Tanh, nn.Tanhshrink,
+]  # fmt: skip
+BATCH_NORMS = [(nn.BatchNorm1d, line(4)), (nn.BatchNorm2d, plane(4)), (nn.BatchNorm3d, space(4, 3))]
+LAZY_BATCH_NORMS = [(nn.LazyBatchNorm1d, line(4)), (nn.LazyBatchNorm2d, plane(4)), (nn.LazyBatchNorm3d, space(4, 3))]
+INSTANCE_NORMS = [(nn.InstanceNorm1d, line(4)), (nn.InstanceNorm2d, plane(4)), (nn.InstanceNorm3d, space(4, 3))]
+LAZY_INSTANCE_NORMS = [  # with running statistics, unless told otherwise
+    (nn.LazyInstanceNorm1d, line(4)),
+    (nn.LazyInstanceNorm2d, plane(4)),
+    (nn.LazyInstanceNorm3d, space(4, 3)),
+]
+DROPOUTS = [
+    (nn.Dropout, [real(20)]),
+    (nn.Dropout1d, line(20, 3)),
+    (nn.Dropout2d, plane(20, 2)),
+    (nn.Dropout3d, space(20, 2)),
+    (nn.AlphaDropout, [real(20)]),
+    (nn.FeatureAlphaDropout, plane(20, 2)),
+]
+
+RECIPES = [
+    # activations
+    *same(ELEMENT_BY_ELEMENT, on=[real(3, 4)]),
+    recipe(nn.GELU, "tanh", on=[real(3, 4)]),
+    recipe(nn.GLU, on=[real(3, 4)]),
+    recipe(nn.PReLU, 3, on=[real(3, 4)]),
+    recipe(nn.RReLU, 0.2, 0.2, on=[real(3, 4)]),  # in training too it multiplies by 0.2, without chance
+    recipe(nn.Threshold, 0.1, 20, on=[real(3, 4)]),
+    *same([nn.Softmax, nn.LogSoftmax, nn.Softmin], dim=1, on=[real(3, 4)]),
+    recipe(nn.Softmax2d, on=plane(3)),
+    # linear layers
+    *same([nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear], 5, 3, on=[real(4, 5)]),
+    recipe(nn.LazyLinear, 3, on=[real(5)]),
+    recipe(nn.Bilinear, 5, 4, 3, on=[real(5), real(4)]),
+    recipe(nn.AdaptiveLogSoftmaxWithLoss, 16, 12, [3, 7], on=[real(16), integers(0, 12)], how=first),
+    recipe(nn.AdaptiveLogSoftmaxWithLoss, 16, 12, [3, 7], on=[real(16)], how=lambda layer, x: layer.log_prob(x)),
+    # convolutions
+    *for_each_rank(nn.Conv1d, nn.Conv2d, nn.Conv3d, 4, 6, 3, stride=2, padding=1, groups=2),
+    *for_each_rank(nn.Conv1d, nn.Conv2d, nn.Conv3d, 4, 3, 3, padding="same", padding_mode="circular", bias=False),
+    *for_each_rank(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, 4, 6, 3, stride=2, output_padding=1),
+    *for_each_rank(nn.LazyConv1d, nn.LazyConv2d, nn.LazyConv3d, 6, 3),
+    *for_each_rank(nn.LazyConvTranspose1d, nn.LazyConvTranspose2d, nn.LazyConvTranspose3d, 6, 3),
+    recipe(nn.Fold, (4, 5), 2, on=[real(3 * 4, 3 * 4)]),
+    recipe(nn.Unfold, 2, padding=1, on=plane(3)),
+    # normalisation
+    *(recipe(kind, 4, on=on, interacts=True) for kind, on in BATCH_NORMS),
+    *(recipe(kind, 4, on=on, interacts=True, momentum=None, affine=False) for kind, on in BATCH_NORMS),
+    *(recipe(kind, on=on, interacts=True) for kind, on in LAZY_BATCH_NORMS),
+    *([recipe(nn.BatchNorm1d, 4, on=[real(4)], interacts=True)] if SYNC_BATCH_NORM else []),  # one row has no spread
+    recipe(nn.SyncBatchNorm, 4, on=plane(4), interacts=True),
+    *(recipe(kind, 4, on=on, affine=True) for kind, on in INSTANCE_NORMS),
+    *(recipe(kind, 4, on=on, interacts=True, track_running_stats=True) for kind, on in INSTANCE_NORMS),
+    *(recipe(kind, on=on, interacts=True) for kind, on in LAZY_INSTANCE_NORMS),
+    recipe(nn.GroupNorm, 2, 4, on=plane(4)),
+    *same([nn.LayerNorm, nn.RMSNorm], (3, 4), on=[real(3, 4)]),
+    *same([nn.LocalResponseNorm, nn.CrossMapLRN2d], 2, on=plane(4)),
+    # random layers where nothing is left to chance
+    *(recipe(kind, p, on=on) for kind, on in DROPOUTS for p in (0.0, 1.0)),
+    recipe(nn.FractionalMaxPool2d, 2, output_size=3, on=plane(2, 6)),  # (6 - 2) / (3 - 1) is a whole number, so the
+    recipe(nn.FractionalMaxPool3d, 2, output_size=3, on=space(2, 6)),  # regions are the same for every draw
+    # pooling
+    *for_each_rank(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, 3),
+    *for_each_rank(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d, 3),
+    *for_each_rank(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d, 3, return_indices=True),
+    *for_each_rank(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, 3, stride=2, padding=1),
+    *for_each_rank(nn.LPPool1d, nn.LPPool2d, nn.LPPool3d, 2, 2),
+    *for_each_rank(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, 3, stride=2, padding=1),
+    *for_each_rank(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, 2, return_indices=True),
+    recipe(nn.MaxUnpool1d, 2, on=line(3), how=pool_and_unpool(F.max_pool1d)),
+    recipe(nn.MaxUnpool2d, 2, on=plane(3), how=pool_and_unpool(F.max_pool2d)),
+    recipe(nn.MaxUnpool3d, 2, on=space(3, 4), how=pool_and_unpool(F.max_pool3d)),
+    # padding and shapes
+    *for_each_rank(nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d, 2),
+    *for_each_rank(nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d, 2, 0.5),
+    *for_each_rank(nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d, 2),
+    *for_each_rank(nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d, 2),
+    *for_each_rank(nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d, 2),
+    recipe(nn.ChannelShuffle, 2, on=plane(4)),
+    recipe(nn.Flatten, on=plane(3)),
+    recipe(nn.Unflatten, 1, (2, 3), on=[real(6)]),
+    recipe(nn.PixelShuffle, 2, on=plane(8)),
+    recipe(nn.PixelUnshuffle, 2, on=plane(3)),
+    *for_each_rank(nn.Upsample, nn.Upsample, nn.Upsample, scale_factor=2),
+    recipe(nn.Upsample, size=(4, 9), mode="bicubic", on=plane(3)),
+    *same([nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d], scale_factor=2, on=plane(3)),
+    # distances
+    *same([nn.CosineSimilarity, nn.PairwiseDistance], on=[real(5), real(5)]),
+    # embeddings
+    recipe(nn.Embedding, 11, 4, on=[integers(0, 11, 5)], padding_idx=2),
+    recipe(nn.Embedding, 11, 4, on=[integers(0, 11, 5)], sparse=True),
+    recipe(nn.EmbeddingBag, 11, 4, on=[integers(0, 11, 5)]),
+    recipe(nn.EmbeddingBag, 11, 4, on=[integers(0, 11, 5)], mode="max"),
+    recipe(nn.EmbeddingBag, 11, 4, on=[integers(0, 11, 5)], mode="sum", sparse=True),
+    recipe(
+        nn.EmbeddingBag, 11, 4, on=[integers(0, 11, 5), real(5)], mode="sum",
+        how=lambda layer, x, weights: layer(x, per_sample_weights=weights),
+    ),
+    # recurrent layers
+    *recurrent(nn.RNN),
+    *recurrent(nn.GRU),
+    *recurrent(nn.LSTM),
+    *recurrent(nn.LSTM, proj_size=2),
+    *same([nn.RNNCell, nn.GRUCell], 3, 4, on=[real(3), real(4)]),
+    recipe(nn.LSTMCell, 3, 4, on=[real(3)]),
+    recipe(nn.LSTMCell, 3, 4, on=[real(3), real(4), real(4)], how=with_state),
+    # attention
+    recipe(nn.MultiheadAttention, 8, 2, batch_first=True, on=[real(4, 8), real(5, 8), real(5, 8)]),
+    recipe(nn.MultiheadAttention, 8, 2, batch_first=True, on=[real(4, 8), integers(1, 5)], how=with_padding_mask),
+    recipe(
+        nn.MultiheadAttention, 8, 2, kdim=3, vdim=5, add_bias_kv=True, how=first,
+        on=[real(4, 8, rows_at=1), real(6, 3, rows_at=1), real(6, 5, rows_at=1)], rows_at=1,
+    ),
+    Recipe(nn.TransformerEncoderLayer, encoder_layer, [real(4, 8)]),
+    Recipe(nn.TransformerEncoderLayer, encoder_layer, [real(4, 8), integers(1, 5)], with_padding_mask),
+    Recipe(nn.TransformerDecoderLayer, decoder_layer, [real(4, 8), real(3, 8)]),
+    Recipe(nn.TransformerEncoder, lambda: nn.TransformerEncoder(encoder_layer(), 2), [real(4, 8)]),
+    Recipe(
+        nn.TransformerEncoder, lambda: nn.TransformerEncoder(encoder_layer(), 2), [real(4, 8), integers(1, 5)],
+        with_padding_mask,
+    ),
+    Recipe(nn.TransformerDecoder, lambda: nn.TransformerDecoder(decoder_layer(), 2), [real(4, 8), real(3, 8)]),
+    recipe(nn.Transformer, 8, 2, 1, 1, 16, dropout=0.0, batch_first=True, on=[real(4, 8), real(3, 8)]),
+    # losses
+    *losses(nn.BCELoss, on=[between_0_and_1(3), between_0_and_1(3)]),
+    *losses(nn.BCEWithLogitsLoss, on=[real(3), between_0_and_1(3)]),
+    *losses(nn.CTCLoss, how=ctc, on=[real(9, 5), integers(1, 5, 3), integers(7, 10), integers(1, 4)]),
+    *losses(nn.CosineEmbeddingLoss, 0.1, on=[real(5), real(5), signs()]),
+    *losses(nn.CrossEntropyLoss, on=[real(4), integers(0, 4)], ignore_index=2, label_smoothing=0.1),
+    *losses(nn.CrossEntropyLoss, on=[real(4, 3), between_0_and_1(4, 3)]),
+    *losses(nn.CrossEntropyLoss, torch.tensor([1, 2, 3, 4.0], dtype=torch.float64), on=[real(4), integers(0, 4)]),
+    *losses(nn.GaussianNLLLoss, on=[real(3), real(3), between_0_and_1(3)]),
+    *losses(nn.HingeEmbeddingLoss, on=[real(3), signs(3)]),
+    *losses(nn.HuberLoss, on=[real(3), real(3)]),
+    *losses(nn.KLDivLoss, on=[real(5), between_0_and_1(5)], how=kl),
+    *losses(nn.L1Loss, on=[real(3), real(3)]),
+    *losses(nn.LinearCrossEntropyLoss, 5, 4, on=[real(5), integers(0, 4)], bias=True),
+    *losses(nn.MSELoss, on=[real(3), real(3)]),
+    *losses(nn.MarginRankingLoss, 0.1, on=[real(), real(), signs()]),
+    *losses(nn.MultiLabelMarginLoss, on=[real(4), integers(-1, 4, 4)]),
+    *losses(nn.MultiLabelSoftMarginLoss, on=[real(4), integers(0, 2, 4)]),
+    *losses(nn.MultiMarginLoss, on=[real(4), integers(0, 4)]),
+    *losses(nn.NLLLoss, on=[real(4), integers(0, 4)]),
+    *losses(nn.NLLLoss2d, on=[real(4, 3, 3), integers(0, 4, 3, 3)]),
+    *losses(nn.PoissonNLLLoss, on=[real(3), between_0_and_1(3)], full=True),
+    *losses(nn.SmoothL1Loss, on=[real(3), real(3)]),
+    *losses(nn.SoftMarginLoss, on=[real(3), signs(3)]),
+    *losses(nn.TripletMarginLoss, on=[real(5), real(5), real(5)], swap=True),
+    *losses(nn.TripletMarginWithDistanceLoss, on=[real(5), real(5), real(5)]),
+    # containers
+    Recipe(nn.Sequential, lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)), [real(5)]),
+    Recipe(nn.ModuleList, lambda: nn.ModuleList([nn.Linear(5, 4), nn.Linear(5, 3)]), [real(5)], each_layer),
+    Recipe(nn.ModuleDict, lambda: nn.ModuleDict({"a": nn.Linear(5, 4), "b": nn.Tanh()}), [real(5)], each_layer),
+    Recipe(nn.Container, lambda: nn.Container(a=nn.Linear(5, 4), b=nn.Tanh()), [real(5)], each_layer),
+    Recipe(nn.ParameterList, lambda: nn.ParameterList(list(torch.randn(3, 5))), [real(5)], all_three),
+    Recipe(nn.ParameterDict, lambda: nn.ParameterDict({name: torch.randn(5) for name in "abc"}), [real(5)], all_three),
+    # reparametrised ones, in the old way and in the new
+    Recipe(nn.Linear, lambda: nn.utils.weight_norm(nn.Linear(5, 3)), [real(5)]),
+    Recipe(nn.Conv2d, lambda: nn.utils.spectral_norm(nn.Conv2d(4, 3, 2)), plane(4)),
+    Recipe(nn.Linear, lambda: parametrizations.weight_norm(nn.Linear(5, 3)), [real(5)]),
+    Recipe(nn.Conv2d, lambda: parametrizations.spectral_norm(nn.Conv2d(4, 3, 2)), plane(4)),
+    Recipe(nn.Linear, lambda: parametrizations.orthogonal(nn.Linear(5, 3)), [real(5)]),
+]  # fmt: skip
+
+EXCLUDED: dict[type[nn.Module], str] = {
+    nn.Module: "has no forward: it is the base of all others",
+    nn.RNNBase: "has no forward: it is the base of RNN, LSTM and GRU",
+    nn.RNNCellBase: "has no forward: it is the base of RNNCell, LSTMCell and GRUCell",
+    nn.DataParallel: "takes the machine's GPUs for itself, whatever it is in; it is what this package stands in for",
+}
+
+
+def module_classes() -> set[type[nn.Module]]:
+    """Return every public module class in torch.nn, in torch.nn.modules, and in the files of torch.nn.modules."""
+    files = [
+        importlib.import_module(f"torch.nn.modules.{info.name}") for info in pkgutil.iter_modules(nn.modules.__path__)
+    ]
+    return {
+        value
+        for place in (nn, nn.modules, *files)
+        for name, value in vars(place).items()
+        if isinstance(value, type) and issubclass(value, nn.Module) and not name.startswith("_")
+    }
+
+
+def test_every_class_has_a_recipe_or_a_reason() -> None:
+    """Also that no class has both, and that no reason is for a class that has gone."""
+    classes, tested = module_classes(), {recipe.kind for recipe in RECIPES}
+    assert len(classes) > 150
+    missing = sorted(kind.__name__ for kind in classes - tested - EXCLUDED.keys())
+    assert not missing, f"torch.nn has classes with neither a recipe nor a reason why not: {missing}"
+    assert classes >= EXCLUDED.keys()
+    assert not tested & EXCLUDED.keys()
+    for kind, reason in EXCLUDED.items():
+        assert not reason.startswith("has no forward") or kind.forward is nn.Module.forward
+
+
+# ---- the comparison ------------------------------------------------------------------------------
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value
+    return [tensor for item in items for tensor in tensors_in(item)]
+
+
+def loss_of(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A scalar that depends on every entry of every differentiable output, with different weights."""
+    total = torch.zeros(())
+    for tensor in outputs:
+        if tensor.requires_grad:
+            total = total + (tensor.square() * torch.linspace(0.5, 1.5, tensor.numel()).view(tensor.shape)).sum()
+    return total
+
+
+def assert_same(actual: torch.Tensor | None, expected: torch.Tensor | None, what: str) -> None:
+    assert (actual is None) == (expected is None), f"{what}: got {actual}, expected {expected}"
+    if actual is None or expected is None:
+        return
+    assert actual.is_sparse == expected.is_sparse, what
+    actual, expected = (tensor.detach().to_dense() for tensor in (actual, expected))
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12, msg=lambda message: f"{what}: {message}")
+
+
+@dataclass
+class Step:
+    """What one forward and backward gave."""
+
+    outputs: list[torch.Tensor]
+    input_gradients: list[torch.Tensor | None]
+    parameter_gradients: dict[str, torch.Tensor | None]
+    state: dict[str, torch.Tensor]
+
+
+def outputs_of(run: Callable[..., Any], inputs: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[Any]:
+    """Return the output's tensors; 0-dim ones, of which there is one a replica, are added up where `like` is 0-dim."""
+    outputs = tensors_in(run(*inputs))
+    return [mine.sum() if theirs.dim() == 0 else mine for mine, theirs in zip(outputs, like or outputs, strict=True)]
+
+
+def step(run: Callable[..., Any], module: nn.Module, batch: Sequence[torch.Tensor], like: Step | None = None) -> Step:
+    """Call `run`, which is `module` or stands for it, on copies of the batch, and walk back."""
+    inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in batch]
+    outputs = outputs_of(run, inputs, like.outputs if like else [])
+    module.zero_grad()
+    if any(output.requires_grad for output in outputs):
+        loss_of(outputs).backward()
+    return Step(
+        outputs,
+        [tensor.grad for tensor in inputs],
+        {name: parameter.grad for name, parameter in module.named_parameters()},
+        module.state_dict(),
+    )
+
+
+def assert_same_step(actual: Step, expected: Step) -> None:
+    for number, (mine, theirs) in enumerate(zip(actual.outputs, expected.outputs, strict=True)):
+        assert mine.requires_grad == theirs.requires_grad
+        assert_same(mine, theirs, f"output {number}")
+    for number, (mine, theirs) in enumerate(zip(actual.input_gradients, expected.input_gradients, strict=True)):
+        assert_same(mine, theirs, f"the gradient of input {number}")
+    assert actual.parameter_gradients.keys() == expected.parameter_gradients.keys()
+    for name, theirs in expected.parameter_gradients.items():
+        assert_same(actual.parameter_gradients[name], theirs, f"the gradient of {name}")
+    assert actual.state.keys() == expected.state.keys()
+    for name, theirs in expected.state.items():
+        assert_same(actual.state[name], theirs, name)
+
+
+def compare(engine: str, recipe: Recipe, training: bool, num_replicas: int, rows: int) -> None:
+    plain, twin = recipe.module().train(training), recipe.module().train(training)
+    twin.load_state_dict(plain.state_dict())  # rather than a deep copy, which the old weight_norm refuses
+    sync = SYNC_BATCH_NORM and issubclass(recipe.kind, nn.modules.batchnorm._BatchNorm)
+    options = {**recipe.options, **({"sync_batch_norm": True} if sync else {})}
+    devices = ["cpu"] * num_replicas
+    model = DataParallel(twin, devices, dim=recipe.dim, engine=engine, **options)
+    oracle: Callable[..., Any] = plain
+    if recipe.interacts and training and not sync:
+        oracle = lambda *inputs: data_parallel(plain, inputs, devices)  # noqa: E731
+    batch = recipe.batch(rows)
+    expected = step(oracle, plain, batch)
+    assert_same_step(step(model, twin, batch, expected), expected)
+    if not training:
+        with torch.no_grad():  # some layers have a shorter way then
+            expected_outputs = outputs_of(plain, batch, [])
+            outputs = outputs_of(model, batch, expected_outputs)
+        for number, (mine, theirs) in enumerate(zip(outputs, expected_outputs, strict=True)):
+            assert_same(mine, theirs, f"output {number}, without gradients")
+
+
+@pytest.mark.filterwarnings("ignore:gathering 0-dim outputs:UserWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*(nn.Container|NLLLoss2d|weight_norm).* deprecated:FutureWarning")
+@pytest.mark.parametrize("splits", [SPLITS, pytest.param(MORE_SPLITS, marks=pytest.mark.slow)], ids=["few", "many"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_a_wrapped_module_is_the_plain_one(
+    engine: str, recipe: Recipe, training: bool, splits: list[tuple[int, int]]
+) -> None:
+    """R10, N1, N2, N5: outputs, gradients of inputs and parameters, and the state afterwards."""
+    for num_replicas, rows in splits:
+        try:
+            compare(engine, recipe, training, num_replicas, rows)
+        except Exception as error:
+            error.add_note(f"with {rows} rows on {num_replicas} replicas")
+            raise
+
+
+# ---- random layers -------------------------------------------------------------------------------
+
+
+def affine_maps(run: Callable[..., Any], x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which (scale, offset) each entry of the input went through, for a module that works on each entry."""
+    x = x.detach().requires_grad_()
+    output = run(x)
+    (scale,) = torch.autograd.grad(output.sum(), x)
+    return scale, (output - scale * x).detach()
+
+
+@pytest.mark.parametrize(("kind", "inputs"), DROPOUTS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(("num_replicas", "rows"), SPLITS)
+def test_dropout_keeps_or_drops_as_the_plain_layer_does(
+    engine: str, kind: type[nn.Module], inputs: Sequence[Batch], num_replicas: int, rows: int
+) -> None:
+    """Each entry, or channel, is kept and scaled, or dropped, and its gradient likewise; each replica does both."""
+    plain = kind(0.5)
+    model = DataParallel(kind(0.5), ["cpu"] * num_replicas, engine=engine)
+    x = inputs[0](rows)
+    scale, offset = affine_maps(model, x)
+    seen = [
+        torch.stack(maps, -1).view(-1, 2).round(decimals=9).unique(dim=0)
+        for maps in (affine_maps(plain, x), (scale, offset))
+    ]
+    assert seen[0].shape == (2, 2)
+    assert_same(seen[1], seen[0], "what is done to an entry")
+    for shard in scale.chunk(num_replicas):
+        assert shard.unique().numel() == 2
+    if "1d" in kind.__name__ or x.dim() > 2:
+        channels = scale.flatten(2)
+        assert torch.equal(channels, channels[..., :1].expand_as(channels)), "channels are dropped as a whole"
+
+
+@pytest.mark.parametrize(("num_replicas", "rows"), SPLITS)
+def test_rrelu_draws_a_slope_for_each_negative_entry(engine: str, num_replicas: int, rows: int) -> None:
+    x = real(50)(rows)
+    scale, offset = affine_maps(DataParallel(nn.RReLU(0.1, 0.3), ["cpu"] * num_replicas, engine=engine), x)
+    assert_same(offset, torch.zeros_like(x), "what is added")
+    assert (scale[x >= 0] == 1).all()
+    slopes = scale[x < 0]
+    assert ((slopes >= 0.1) & (slopes <= 0.3)).all()
+    assert slopes.unique().numel() > 1
