@@ -50,6 +50,9 @@ def test_chunk_is_torchs_rule(rows, devices, shares):
         (100, 3, [0.1, 0.2, 0.7], [10, 20, 70]),  # no row is lost to 0.1 + 0.2 != 0.3
         (7, 2, [1e308, 1e308], [4, 3]),
         (7, 2, [5e-324, 5e-324], [4, 3]),
+        (3, 3, [1, 1, 7], [1, 0, 2]),  # 1/3, 1/3 and 7/3 have the same remainder; as floats they have not
+        (21, 2, [5, 9], [8, 13]),
+        (7, 3, [1e308, 1e308, 5e307], [3, 3, 1]),  # also where the sum is no finite float
     ],
 )
 def test_even_and_weighted_shares(rows, devices, shares, expected):

@@ -54,11 +54,14 @@ def split_rows(rows: int, num_replicas: int, shares: Shares = "chunk") -> list[i
     if shares == "even":
         quotient, remainder = divmod(rows, num_replicas)
         return [quotient + (i < remainder) for i in range(num_replicas)]
-    weights = [float(weight) for weight in shares]
-    exact = [rows * (weight / sum(weights)) for weight in weights]
-    sizes = [math.floor(share) for share in exact]
-    by_remainder = sorted(range(num_replicas), key=lambda i: (sizes[i] - exact[i], i))
-    by_remainder = [i for i in by_remainder if weights[i] > 0]
-    for i in range(rows - sum(sizes)):
-        sizes[by_remainder[i % len(by_remainder)]] += 1
+    # Weights as whole numbers in the same proportion: with rounded quotas a tie would not always be one. (A float's
+    # denominator is a power of two, so the largest is a multiple of all.)
+    ratios = [float(weight).as_integer_ratio() for weight in shares]
+    denominator = max(below for _, below in ratios)
+    weights = [above * (denominator // below) for above, below in ratios]
+    total = sum(weights)
+    sizes = [rows * weight // total for weight in weights]
+    by_remainder = sorted(range(num_replicas), key=lambda i: (-(rows * weights[i] % total), i))
+    for i in by_remainder[: rows - sum(sizes)]:
+        sizes[i] += 1
     return sizes
