@@ -29,9 +29,10 @@ check: $(READY)  ## lint, format, types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(READY)  ## let ruff mend and format the code
+format: $(READY)  ## let ruff mend and format the code; list the tests in docs/behaviour.md
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/python docs/list_tests.py
 
 bench: $(READY)  ## measure, side by side
 	$(BIN)/python benchmarks/replicate.py
