@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help demo test check format bench gpu-check clean
+.PHONY: help demo test test-all check format bench gpu-check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -23,6 +23,9 @@ demo: $(READY)  ## train ResNet-18 on real pictures, on every device, and show t
 
 test: $(READY)  ## run the test suite
 	$(BIN)/python -m pytest
+
+test-all: $(READY)  ## run all of it: slow tests too, and ten times the examples in property tests
+	$(BIN)/python -m pytest -m "" --hypothesis-profile=thorough
 
 check: $(READY)  ## lint, format, types
 	$(BIN)/ruff check .

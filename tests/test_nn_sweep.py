@@ -27,10 +27,8 @@ ENGINES = ["threads"]
 SPLITS = [(2, 6), (2, 7), (3, 6), (3, 7)]  # replicas, rows: they divide, and they do not
 MORE_SPLITS = [(2, 1), (4, 6), (5, 13), (8, 17)]
 
-# Two options that DataParallel does not have yet. With True, batch norm in training is compared with the plain module,
-# and recurrent layers that have the batch first return their hidden states too.
+# DataParallel does not have this option yet. With True, batch norm in training is compared with the plain module.
 SYNC_BATCH_NORM = False
-OUT_DIMS = False
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +53,11 @@ Batch = Callable[[int], torch.Tensor]  # makes an input of so many rows
 def real(*shape: int, rows_at: int = 0) -> Batch:
     """Normally distributed, with a gradient; the axis of the rows is put in at `rows_at`."""
     return lambda rows: torch.randn(*shape[:rows_at], rows, *shape[rows_at:]).requires_grad_()
+
+
+def whole(*shape: int) -> Batch:
+    """Without rows, with a gradient: every replica gets all of it."""
+    return lambda rows: torch.randn(shape).requires_grad_()
 
 
 def between_0_and_1(*shape: int) -> Batch:
@@ -84,16 +87,16 @@ class Called(nn.Module):
 class Recipe:
     """How to make and run one module of class `kind`.
 
-    `interacts`: in training an output row depends on other rows, or a buffer on all of them.
+    `how` calls it in another way than `module(*inputs)`; `interacts` says that in training an output row depends on
+    other rows, or a buffer on all of them; `options` are those of DataParallel.
     """
 
     kind: type[nn.Module]
     make: Callable[[], nn.Module]
     inputs: Sequence[Batch]
     how: Callable[..., Any] | None = None
-    dim: int = 0
     interacts: bool = False
-    options: dict[str, Any] = field(default_factory=dict)  # of DataParallel
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.kind.__name__
@@ -116,12 +119,12 @@ def recipe(
     *args: Any,
     on: Sequence[Batch],
     how: Callable[..., Any] | None = None,
-    rows_at: int = 0,
     interacts: bool = False,
+    options: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Recipe:
     """The recipe for `kind(*args, **kwargs)`, run on the inputs `on`."""
-    return Recipe(kind, partial(kind, *args, **kwargs), on, how, rows_at, interacts)
+    return Recipe(kind, partial(kind, *args, **kwargs), on, how, interacts, options or {})
 
 
 def same(kinds: Sequence[type[nn.Module]], *args: Any, **kwargs: Any) -> list[Recipe]:
@@ -153,28 +156,36 @@ def for_each_rank(
     return [recipe(kind, *args, on=on, **kwargs) for kind, on in shapes]
 
 
-def losses(kind: type[nn.Module], *args: Any, **kwargs: Any) -> list[Recipe]:
-    """A loss a row; and one a replica, to be added up."""
-    return [recipe(kind, *args, reduction=reduction, **kwargs) for reduction in ("none", "sum")]
+def losses(
+    kind: type[nn.Module],
+    *args: Any,
+    mean: str | None = "mean",
+    options: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> list[Recipe]:
+    """A loss a row, their sum, and their mean, if it is one over rows, by the name that the class has for it."""
+    reductions = {"none": "stack", "sum": "sum", **({mean: "mean"} if mean else {})}
+    return [
+        recipe(kind, *args, reduction=reduction, options={"scalars": scalars, **(options or {})}, **kwargs)
+        for reduction, scalars in reductions.items()
+    ]
 
 
-def recurrent(kind: type[nn.Module], *args: Any, **kwargs: Any) -> list[Recipe]:
-    """Batch first; and batch second, where the rows of the hidden states are on the same axis as the output's."""
-    make = partial(kind, 3, 4, 2, *args, batch_first=True, **kwargs)
-    out_dims = (0, (1, 1)) if kind is nn.LSTM else (0, 1)
-    state = [real(4, kwargs.get("proj_size") or 4, rows_at=1)]
+def recurrent(kind: type[nn.Module], **kwargs: Any) -> list[Recipe]:
+    """With hidden states in and out; batch first, and batch second, where all have their rows on axis 1."""
+    state = [real(4, kwargs.get("proj_size", 4), rows_at=1)]
+    axes: Any = (0, 1)
     if kind is nn.LSTM:
         state.append(real(4, 4, rows_at=1))
+        axes = (0, (1, 1))
+    make = partial(recipe, kind, 3, 4, 2, bidirectional=True, **kwargs)
+    in_dims = (0, *[1] * len(state))
     return [
-        Recipe(kind, make, [real(5, 3)], options={"out_dims": out_dims})
-        if OUT_DIMS
-        else Recipe(kind, make, [real(5, 3)], first),
-        recipe(kind, 3, 4, 2, *args, on=[real(5, 3, rows_at=1)], rows_at=1, bidirectional=True, **kwargs),
-        recipe(
-            kind, 3, 4, 2, *args, on=[real(5, 3, rows_at=1), *state], how=with_state, rows_at=1, bidirectional=True,
-            **kwargs,
-        ),
-    ]  # fmt: skip
+        make(batch_first=True, on=[real(5, 3)], options={"out_dims": axes}),
+        make(batch_first=True, on=[real(5, 3), *state], how=with_state, options={"in_dims": in_dims, "out_dims": axes}),
+        make(on=[real(5, 3, rows_at=1)], options={"dim": 1}),
+        make(on=[real(5, 3, rows_at=1), *state], how=with_state, options={"dim": 1}),
+    ]
 
 
 def with_state(layer: nn.Module, x: torch.Tensor, *state: torch.Tensor) -> Any:
@@ -182,7 +193,11 @@ def with_state(layer: nn.Module, x: torch.Tensor, *state: torch.Tensor) -> Any:
 
 
 def ctc(layer: nn.Module, scores: torch.Tensor, *targets_and_lengths: torch.Tensor) -> torch.Tensor:
-    return layer(scores.log_softmax(-1).transpose(0, 1), *targets_and_lengths)  # it wants the rows on axis 1
+    return layer(scores.log_softmax(-1), *targets_and_lengths)
+
+
+def with_count(layer: nn.CrossEntropyLoss, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"loss": layer(x, target), "counted": (target != layer.ignore_index).sum()}
 
 
 def kl(layer: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -254,7 +269,7 @@ RECIPES = [
     *same([nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear], 5, 3, on=[real(4, 5)]),
     recipe(nn.LazyLinear, 3, on=[real(5)]),
     recipe(nn.Bilinear, 5, 4, 3, on=[real(5), real(4)]),
-    recipe(nn.AdaptiveLogSoftmaxWithLoss, 16, 12, [3, 7], on=[real(16), integers(0, 12)], how=first),
+    recipe(nn.AdaptiveLogSoftmaxWithLoss, 16, 12, [3, 7], on=[real(16), integers(0, 12)], options={"scalars": "mean"}),
     recipe(nn.AdaptiveLogSoftmaxWithLoss, 16, 12, [3, 7], on=[real(16)], how=lambda layer, x: layer.log_prob(x)),
     # convolutions
     *for_each_rank(nn.Conv1d, nn.Conv2d, nn.Conv3d, 4, 6, 3, stride=2, padding=1, groups=2),
@@ -329,8 +344,8 @@ RECIPES = [
     recipe(nn.MultiheadAttention, 8, 2, batch_first=True, on=[real(4, 8), real(5, 8), real(5, 8)]),
     recipe(nn.MultiheadAttention, 8, 2, batch_first=True, on=[real(4, 8), integers(1, 5)], how=with_padding_mask),
     recipe(
-        nn.MultiheadAttention, 8, 2, kdim=3, vdim=5, add_bias_kv=True, how=first,
-        on=[real(4, 8, rows_at=1), real(6, 3, rows_at=1), real(6, 5, rows_at=1)], rows_at=1,
+        nn.MultiheadAttention, 8, 2, kdim=3, vdim=5, add_bias_kv=True, options={"dim": 1, "out_dims": (1, 0)},
+        on=[real(4, 8, rows_at=1), real(6, 3, rows_at=1), real(6, 5, rows_at=1)],
     ),
     Recipe(nn.TransformerEncoderLayer, encoder_layer, [real(4, 8)]),
     Recipe(nn.TransformerEncoderLayer, encoder_layer, [real(4, 8), integers(1, 5)], with_padding_mask),
@@ -342,18 +357,32 @@ RECIPES = [
     ),
     Recipe(nn.TransformerDecoder, lambda: nn.TransformerDecoder(decoder_layer(), 2), [real(4, 8), real(3, 8)]),
     recipe(nn.Transformer, 8, 2, 1, 1, 16, dropout=0.0, batch_first=True, on=[real(4, 8), real(3, 8)]),
+    recipe(
+        nn.Transformer, 8, 2, 1, 1, 16, dropout=0.0, batch_first=True, on=[real(4, 8), real(3, 8), whole(3, 3)],
+        how=lambda layer, source, target, mask: layer(source, target, tgt_mask=mask), options={"in_dims": (0, 0, None)},
+    ),
     # losses
     *losses(nn.BCELoss, on=[between_0_and_1(3), between_0_and_1(3)]),
     *losses(nn.BCEWithLogitsLoss, on=[real(3), between_0_and_1(3)]),
-    *losses(nn.CTCLoss, how=ctc, on=[real(9, 5), integers(1, 5, 3), integers(7, 10), integers(1, 4)]),
+    *losses(
+        nn.CTCLoss, how=ctc, options={"in_dims": (1, 0, 0, 0)},
+        on=[real(9, 5, rows_at=1), integers(1, 5, 3), integers(7, 10), integers(1, 4)],
+    ),
     *losses(nn.CosineEmbeddingLoss, 0.1, on=[real(5), real(5), signs()]),
-    *losses(nn.CrossEntropyLoss, on=[real(4), integers(0, 4)], ignore_index=2, label_smoothing=0.1),
+    *losses(nn.CrossEntropyLoss, mean=None, on=[real(4), integers(0, 4)], ignore_index=2, label_smoothing=0.1),
+    recipe(
+        nn.CrossEntropyLoss, ignore_index=2, label_smoothing=0.1, on=[real(4), integers(0, 4)], how=with_count,
+        options={"scalars": {"loss": "mean:counted", "counted": "sum"}},
+    ),
     *losses(nn.CrossEntropyLoss, on=[real(4, 3), between_0_and_1(4, 3)]),
-    *losses(nn.CrossEntropyLoss, torch.tensor([1, 2, 3, 4.0], dtype=torch.float64), on=[real(4), integers(0, 4)]),
+    *losses(
+        nn.CrossEntropyLoss, torch.tensor([1, 2, 3, 4.0], dtype=torch.float64), mean=None,
+        on=[real(4), integers(0, 4)],
+    ),
     *losses(nn.GaussianNLLLoss, on=[real(3), real(3), between_0_and_1(3)]),
     *losses(nn.HingeEmbeddingLoss, on=[real(3), signs(3)]),
     *losses(nn.HuberLoss, on=[real(3), real(3)]),
-    *losses(nn.KLDivLoss, on=[real(5), between_0_and_1(5)], how=kl),
+    *losses(nn.KLDivLoss, mean="batchmean", on=[real(5), between_0_and_1(5)], how=kl),
     *losses(nn.L1Loss, on=[real(3), real(3)]),
     *losses(nn.LinearCrossEntropyLoss, 5, 4, on=[real(5), integers(0, 4)], bias=True),
     *losses(nn.MSELoss, on=[real(3), real(3)]),
@@ -454,16 +483,10 @@ class Step:
     state: dict[str, torch.Tensor]
 
 
-def outputs_of(run: Callable[..., Any], inputs: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[Any]:
-    """Return the output's tensors; 0-dim ones, of which there is one a replica, are added up where `like` is 0-dim."""
-    outputs = tensors_in(run(*inputs))
-    return [mine.sum() if theirs.dim() == 0 else mine for mine, theirs in zip(outputs, like or outputs, strict=True)]
-
-
-def step(run: Callable[..., Any], module: nn.Module, batch: Sequence[torch.Tensor], like: Step | None = None) -> Step:
+def step(run: Callable[..., Any], module: nn.Module, batch: Sequence[torch.Tensor]) -> Step:
     """Call `run`, which is `module` or stands for it, on copies of the batch, and walk back."""
     inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in batch]
-    outputs = outputs_of(run, inputs, like.outputs if like else [])
+    outputs = tensors_in(run(*inputs))
     module.zero_grad()
     if any(output.requires_grad for output in outputs):
         loss_of(outputs).backward()
@@ -495,22 +518,21 @@ def compare(engine: str, recipe: Recipe, training: bool, num_replicas: int, rows
     sync = SYNC_BATCH_NORM and issubclass(recipe.kind, nn.modules.batchnorm._BatchNorm)
     options = {**recipe.options, **({"sync_batch_norm": True} if sync else {})}
     devices = ["cpu"] * num_replicas
-    model = DataParallel(twin, devices, dim=recipe.dim, engine=engine, **options)
-    oracle: Callable[..., Any] = plain
-    if recipe.interacts and training and not sync:
-        oracle = lambda *inputs: data_parallel(plain, inputs, devices)  # noqa: E731
+    model = DataParallel(twin, devices, engine=engine, **options)
+    by_shards = recipe.interacts and training and not sync
+
+    def oracle(*inputs: torch.Tensor) -> Any:
+        return data_parallel(plain, inputs, devices) if by_shards else plain(*inputs)
+
     batch = recipe.batch(rows)
-    expected = step(oracle, plain, batch)
-    assert_same_step(step(model, twin, batch, expected), expected)
+    assert_same_step(step(model, twin, batch), step(oracle, plain, batch))
     if not training:
         with torch.no_grad():  # some layers have a shorter way then
-            expected_outputs = outputs_of(plain, batch, [])
-            outputs = outputs_of(model, batch, expected_outputs)
-        for number, (mine, theirs) in enumerate(zip(outputs, expected_outputs, strict=True)):
+            outputs = zip(tensors_in(model(*batch)), tensors_in(plain(*batch)), strict=True)
+        for number, (mine, theirs) in enumerate(outputs):
             assert_same(mine, theirs, f"output {number}, without gradients")
 
 
-@pytest.mark.filterwarnings("ignore:gathering 0-dim outputs:UserWarning")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*(nn.Container|NLLLoss2d|weight_norm).* deprecated:FutureWarning")
 @pytest.mark.parametrize("splits", [SPLITS, pytest.param(MORE_SPLITS, marks=pytest.mark.slow)], ids=["few", "many"])
@@ -557,7 +579,7 @@ def test_dropout_keeps_or_drops_as_the_plain_layer_does(
     assert_same(seen[1], seen[0], "what is done to an entry")
     for shard in scale.chunk(num_replicas):
         assert shard.unique().numel() == 2
-    if "1d" in kind.__name__ or x.dim() > 2:
+    if x.dim() > 2:
         channels = scale.flatten(2)
         assert torch.equal(channels, channels[..., :1].expand_as(channels)), "channels are dropped as a whole"
 

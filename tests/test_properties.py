@@ -1,9 +1,9 @@
-"""What holds for every batch: nested inputs of every kind, any number of rows, one to eight replicas, every `shares`.
+"""What holds for every call: nested inputs of every kind, any number of rows, one to eight replicas, every `shares`.
 
-Hypothesis draws the calls, 200 of them for each test in `make test` and 2,000 in `make test-all` (conftest.py). What
-is expected is said independently of the code under test: torch's own `chunk` and `tensor_split`, exact fractions,
-slices of the whole batch, and the plain module on it. These are properties of the verbs and of the wrapper, whichever
-engine runs the replicas; so they are tried with the default one.
+Hypothesis draws the calls, 200 for each test in `make test` and 2,000 in `make test-all` (conftest.py). What is
+expected is said independently of the code under test: torch's own `chunk` and `tensor_split`, exact fractions, slices
+of the whole batch, and the plain module on it. These are properties of the verbs, and of the wrapper whichever engine
+runs the replicas: the default one is tried, and the plain composition.
 """
 
 import copy
@@ -11,8 +11,9 @@ import dataclasses
 import functools
 import math
 from collections import OrderedDict, defaultdict, namedtuple
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
+from itertools import chain
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,6 +21,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 import manyhands
 
@@ -47,56 +49,80 @@ class Slotted:
     x: Any
 
 
+class Composed(manyhands.DataParallel):
+    """Runs the plain composition, because a verb is overridden."""
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        return super().gather(outputs, output_device)
+
+
 # ---- what is drawn -------------------------------------------------------------------------------
 
 NUMBERS = [0, 7, True, 2.5, 1j]
-WHOLE = [None, "", "text", b"bytes", torch.Size([2, 3]), torch.float16, len]  # what every replica gets as it is
+OTHERS = [None, "", "text", b"bytes", torch.Size([2, 3]), torch.float16, len]  # the last: an object of unknown class
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64]
 DTYPES = [*FLOATS, torch.int64, torch.uint8, torch.bool]
 
-axes = st.lists(st.integers(0, 3), max_size=2)
-keys = st.sampled_from(["a", "b", 0, 1])
+sizes_of_other_axes = st.lists(st.integers(0, 3), max_size=2)
 
 
-@st.composite
-def tensors(draw: st.DrawFn, rows: int, dim: int) -> torch.Tensor:
-    """Tensors whose rows are on axis `dim` and all differ (but for bool); 0-dim ones too, which have no rows."""
-    dtype = draw(st.sampled_from(DTYPES))
-    if draw(st.sampled_from(["rows", "rows", "rows", "0-dim"])) == "0-dim":
-        tensor = torch.tensor(draw(st.integers(0, 9))).to(dtype)
-    else:
-        shape = draw(axes)
-        if dim == 1 and not shape:
-            shape = [2]
-        shape.insert(dim if dim >= 0 else len(shape), rows)
-        first = draw(st.integers(0, 9))
-        tensor = torch.arange(first, first + math.prod(shape)).reshape(shape).to(dtype)
-        if draw(st.booleans()):  # one that is a part of a larger one
-            tensor = torch.stack([tensor, tensor], -1)[..., 0]
+def numbered(draw: st.DrawFn, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor of any dtype whose entries all differ (but for bool), perhaps with a gradient."""
+    dtype, first = draw(st.sampled_from(DTYPES)), draw(st.integers(0, 9))
+    tensor = torch.arange(first, first + math.prod(shape)).reshape(tuple(shape)).to(dtype)
+    if draw(st.booleans()):  # a part of a larger one, not contiguous
+        tensor = torch.stack([tensor, tensor], -1)[..., 0]
     return tensor.requires_grad_(dtype in FLOATS and draw(st.booleans()))
 
 
+@st.composite
+def tensors(draw: st.DrawFn, rows: int, axis: int | None) -> torch.Tensor:
+    """Tensors with `rows` rows on `axis`, and 0-dim ones, which have none; of any shape where `axis` is None."""
+    shape = draw(sizes_of_other_axes)
+    if axis is not None:
+        if draw(st.integers(0, 3)) == 3:
+            return numbered(draw, ())
+        if axis == 1 and not shape:
+            shape = [2]
+        shape.insert(len(shape) if axis == -1 else axis, rows)
+    return numbered(draw, shape)
+
+
+@st.composite
+def packed(draw: st.DrawFn, rows: int) -> PackedSequence:
+    """Packed sequences of 1 to 3 steps each, sorted by length or not."""
+    lengths = draw(st.lists(st.integers(1, 3), min_size=rows, max_size=rows))
+    steps = numbered(draw, [sum(lengths), 2])
+    sequences = steps.detach().split(lengths)
+    batch = pack_sequence(sequences, enforce_sorted=lengths == sorted(lengths, reverse=True) and draw(st.booleans()))
+    batch.data.requires_grad_(steps.requires_grad and not steps.is_complex())  # torch cannot pack those
+    return batch
+
+
 @functools.cache
-def values(rows: int, dim: int) -> st.SearchStrategy[Any]:
-    """Tensors and other leaves, in containers of every kind, to some depth."""
+def values(rows: int, axis: int | None) -> st.SearchStrategy[Any]:
+    """Leaves of all kinds, in containers of all kinds, to some depth."""
 
     def containers(inside: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-        lists, dicts = st.lists(inside, max_size=3), st.dictionaries(keys, inside, max_size=3)
+        lists, two = st.lists(inside, max_size=3), st.tuples(inside, inside)
+        dicts = st.dictionaries(st.sampled_from(["a", "b", 0, 1]), inside, max_size=3)
         return st.one_of(
             lists,
             lists.map(tuple),
             dicts,
             dicts.map(OrderedDict),
             dicts.map(lambda items: defaultdict(list, items)),
-            st.tuples(inside, inside).map(lambda two: Pair(*two)),
+            two.map(lambda pair: Pair(*pair)),
             inside.map(Sample),
-            st.tuples(inside, inside).map(lambda two: Record(*two)),
+            two.map(lambda pair: Record(*pair)),
             inside.map(Frozen),
             inside.map(Slotted),
         )
 
-    other = st.sampled_from([*NUMBERS, *WHOLE])
-    return st.recursive(st.one_of(tensors(rows, dim), tensors(rows, dim), other), containers, max_leaves=6)
+    leaves = [tensors(rows, axis), tensors(rows, axis), st.sampled_from([*NUMBERS, *OTHERS])]
+    if rows and axis is not None:
+        leaves.append(packed(rows))
+    return st.recursive(st.one_of(leaves), containers, max_leaves=6)
 
 
 def weights(num_replicas: int) -> st.SearchStrategy[list[float]]:
@@ -107,7 +133,10 @@ def weights(num_replicas: int) -> st.SearchStrategy[list[float]]:
 
 @dataclasses.dataclass
 class Call:
-    """The inputs of one call, and how they are to be split."""
+    """The inputs of one call and how they are to be split.
+
+    `axes`: for every input, by position or name, on which axis it has its rows; None for no rows.
+    """
 
     num_replicas: int
     rows: int
@@ -115,36 +144,41 @@ class Call:
     shares: str | list[float]
     inputs: tuple[Any, ...]
     kwargs: dict[str, Any]
+    axes: dict[int | str, int | None]
 
     @property
     def devices(self) -> list[str]:
         return ["cpu"] * self.num_replicas
 
-    @property
     def has_rows(self) -> bool:
-        return any(tensor.dim() for tensor in tensors_in((self.inputs, self.kwargs)))
-
-    def row_numbers(self) -> torch.Tensor:
-        numbers = torch.arange(self.rows)
-        return numbers[None] if self.dim == 1 else numbers
+        return any(
+            self.axes[key] is not None and (isinstance(leaf, PackedSequence) or leaf.dim() > 0)
+            for key, value in by_key(self.inputs, self.kwargs).items()
+            for leaf in tensors_in(value)
+        )
 
     def sizes(self) -> list[int]:
-        """How many rows each replica gets that gets any."""
-        return [size for size in expected_sizes(self.rows, self.num_replicas, self.shares) if size]
+        """How many rows each replica has that has any; one replica runs where there are none."""
+        return [size for size in expected_sizes(self.rows, self.num_replicas, self.shares) if size] or [0]
 
 
 @st.composite
-def calls(draw: st.DrawFn, shares: Sequence[str] = ("chunk", "even", "weights")) -> Call:
+def calls(
+    draw: st.DrawFn, shares: Sequence[str] = ("chunk", "even", "weights"), one_axis: Sequence[bool] = (True, False)
+) -> Call:
     num_replicas = draw(st.integers(1, 8))
     rows = draw(st.integers(0, 2 * num_replicas + 1))
-    dim = draw(st.sampled_from([0, 1, -1]))
     rule: Any = draw(st.sampled_from(shares))
     if rule == "weights":
         rule = draw(weights(num_replicas))
-    batch = draw(st.lists(tensors(rows, dim), max_size=1))
-    inputs = draw(st.lists(values(rows, dim), max_size=2))
-    kwargs = draw(st.dictionaries(st.sampled_from(["mask", "target"]), values(rows, dim), max_size=2))
-    return Call(num_replicas, rows, dim, rule, (*batch, *inputs), kwargs)
+    dim = draw(st.sampled_from([0, 1, -1]))
+    axis_of_each = st.just(dim) if draw(st.sampled_from(one_axis)) else st.sampled_from([0, 1, -1, None])
+    keys = [*range(draw(st.integers(0, 3))), *draw(st.sampled_from([(), ("mask",), ("mask", "target")]))]
+    axes = {key: draw(axis_of_each) for key in keys}
+    drawn = {key: draw(tensors(rows, axis) if key == 0 else values(rows, axis)) for key, axis in axes.items()}
+    inputs = tuple(drawn[key] for key in keys if isinstance(key, int))
+    kwargs = {key: drawn[key] for key in keys if isinstance(key, str)}
+    return Call(num_replicas, rows, dim, rule, inputs, kwargs, axes)
 
 
 # ---- what is expected ----------------------------------------------------------------------------
@@ -167,9 +201,13 @@ def expected_sizes(rows: int, num_replicas: int, shares: str | Sequence[float]) 
     return sizes
 
 
+def by_key(inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int | str, Any]:
+    return {**dict(enumerate(inputs)), **kwargs}
+
+
 def children(value: Any) -> dict[Any, Any] | None:
     """A container's children, in order; None for a leaf."""
-    if isinstance(value, torch.Size):
+    if isinstance(value, torch.Size | PackedSequence):
         return None
     if isinstance(value, tuple | list):
         return dict(enumerate(value))
@@ -181,7 +219,7 @@ def children(value: Any) -> dict[Any, Any] | None:
 
 
 def leaves_of(values: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """Walk values that have the structure and the types of the first one, side by side; check that they have."""
+    """Walk values side by side, leaf by leaf; check that all have the structure and the types of the first one."""
     inside = children(values[0])
     if inside is None:
         yield tuple(values)
@@ -194,60 +232,78 @@ def leaves_of(values: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
         yield from leaves_of([(children(value) or {})[key] for value in values])
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    return [leaf for (leaf,) in leaves_of([value]) if isinstance(leaf, torch.Tensor)]
+def tensors_in(value: Any) -> list[Any]:
+    """The tensors and packed sequences in a value."""
+    return [leaf for (leaf,) in leaves_of([value]) if isinstance(leaf, torch.Tensor | PackedSequence)]
 
 
 def assert_equal(given: Any, expected: Any) -> None:
-    """The same type and value; of tensors, the same dtype, shape and values, bit for bit."""
+    """The same type and value: of tensors the same dtype, shape and bits, of packed sequences the same sequences."""
     assert type(given) is type(expected)
     if isinstance(expected, torch.Tensor):
-        torch.testing.assert_close(given, expected, rtol=0, atol=0)
+        torch.testing.assert_close(given.detach(), expected.detach(), rtol=0, atol=0)
+    elif isinstance(expected, PackedSequence):
+        for one, other in zip(unpack_sequence(given), unpack_sequence(expected), strict=True):
+            assert_equal(one, other)
     else:
         assert given == expected
 
 
-def assert_gathered(given: Any, expected: Any, num_outputs: int) -> None:
-    """`given` is `expected` after it has been every one of `num_outputs` replicas' input and its output."""
-    for original, gathered in leaves_of([expected, given]):
-        if isinstance(original, torch.Tensor) and original.dim() == 0:
-            assert_equal(gathered.detach(), torch.stack([original.detach()] * num_outputs))
-        elif isinstance(original, bool | int | float | complex):
-            assert_equal(gathered, [original] * num_outputs)
+def assert_dealt(shards: Sequence[Any], whole: Any, sizes: Sequence[int], axis: int | None) -> None:
+    """Shard i has the next `sizes[i]` rows of every tensor, and all else whole: nothing is dropped or repeated."""
+    for original, *parts in leaves_of([whole, *shards]):
+        if isinstance(original, PackedSequence):
+            sequences = [unpack_sequence(part) for part in parts]
+            assert [len(some) for some in sequences] == list(sizes)
+            for one, other in zip(chain(*sequences), unpack_sequence(original), strict=True):
+                assert_equal(one, other)
         elif isinstance(original, torch.Tensor):
-            assert_equal(gathered.detach(), original.detach())
+            rows = axis is not None and original.dim() > 0
+            expected = original.split(list(sizes), axis) if rows else [original] * len(parts)
+            for part, other in zip(parts, expected, strict=True):
+                assert_equal(part, other)
+        else:
+            assert all(part is original for part in parts)
+
+
+def assert_gathered(given: Any, expected: Any, num_outputs: int, axis: int | None) -> None:
+    """`given` is what comes out when `expected` goes in and each of `num_outputs` replicas returns its input."""
+    for original, gathered in leaves_of([expected, given]):
+        number = isinstance(original, bool | int | float | complex)
+        if axis is not None and number:
+            assert_equal(gathered, [original] * num_outputs)
+        elif axis is not None and isinstance(original, torch.Tensor) and original.dim() == 0:
+            assert_equal(gathered, torch.stack([original] * num_outputs))
+        elif number or isinstance(original, torch.Tensor | PackedSequence):
+            assert_equal(gathered, original)
         else:
             assert gathered is original
 
 
-def assert_dealt(shards: Sequence[Any], whole: Any, sizes: Sequence[int], dim: int) -> None:
-    """Shard i is the next `sizes[i]` rows of every tensor, and all else; so nothing is dropped or repeated."""
-    for original, *parts in leaves_of([whole, *shards]):
-        if not isinstance(original, torch.Tensor):
-            assert all(part is original for part in parts)
-            continue
-        expected = original.split(list(sizes), dim) if original.dim() else [original] * len(parts)
-        for part, slice_ in zip(parts, expected, strict=True):
-            assert_equal(part, slice_)
-
-
 # ---- the properties ------------------------------------------------------------------------------
 
+wrappers = st.sampled_from([manyhands.DataParallel, Composed])
 ignores_0_dim_outputs = pytest.mark.filterwarnings("ignore:gathering 0-dim outputs:UserWarning")
 
 
 @ignores_0_dim_outputs
-@given(calls(shares=["chunk"]))
+@given(calls(shares=["chunk"], one_axis=[True]))
 def test_the_verbs(call: Call) -> None:
-    """S1, S3, S4, S6 to S10, S15, G1, G3, G4: scatter deals every row once, and gather undoes it."""
-    sizes = (call.sizes() or [0]) if call.has_rows else []
-    num_shards = len(sizes) or call.num_replicas
+    """S1, S3, S4, S6 to S10, S13, S15, G1, G3, G4: scatter deals every row once, and gather undoes it."""
+    sizes = call.sizes() if call.has_rows() else [0] * call.num_replicas
     inputs, kwargs = manyhands.scatter_kwargs(call.inputs, call.kwargs, call.devices, call.dim)
-    assert len(inputs) == len(kwargs) == num_shards
+    assert len(inputs) == len(kwargs) == len(sizes)
     assert_dealt(inputs, call.inputs, sizes, call.dim)
     assert_dealt(kwargs, call.kwargs, sizes, call.dim)
     joined = manyhands.gather(list(zip(inputs, kwargs, strict=True)), "cpu", call.dim)
-    assert_gathered(joined, (call.inputs, call.kwargs), num_shards)
+    assert_gathered(joined, (call.inputs, call.kwargs), len(sizes), call.dim)
+
+
+def wrapped(wrapper: type[manyhands.DataParallel], module: nn.Module, call: Call, out_dims: Any) -> Any:
+    axes = {"dim": call.dim}
+    if any(axis != call.dim for axis in call.axes.values()):
+        axes |= {"in_dims": call.axes, "out_dims": out_dims}
+    return wrapper(module, call.devices, shares=call.shares, **axes)
 
 
 class Witness(nn.Module):
@@ -255,79 +311,104 @@ class Witness(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: dict[int, Any] = {}
+        self.seen: dict[int, dict[int | str, Any]] = {}
 
-    def forward(self, numbers: torch.Tensor, *inputs: Any, **kwargs: Any) -> Any:
-        self.seen[int(numbers.min()) if numbers.numel() else 0] = (inputs, kwargs)
-        return inputs, kwargs
+    def forward(self, *inputs: Any, row_numbers: torch.Tensor, **kwargs: Any) -> Any:
+        first = int(row_numbers.flatten()[0]) if row_numbers.numel() else 0
+        self.seen[first] = by_key(inputs, kwargs)
+        return self.seen[first]
 
 
 @ignores_0_dim_outputs
-@given(calls())
-def test_the_wrapper(call: Call) -> None:
-    """S1 to S4, S6, S7, S9, S10, S15, G1, G3, G4: by every `shares` each row once, in order; out comes what went in."""
-    model = manyhands.DataParallel(Witness(), call.devices, dim=call.dim, shares=call.shares)
-    output = model(call.row_numbers(), *call.inputs, **call.kwargs)
-    sizes = call.sizes() or [0]
+@given(wrappers, calls())
+def test_each_row_goes_to_one_replica_and_comes_back(wrapper: type[manyhands.DataParallel], call: Call) -> None:
+    """S1 to S4, S6, S7, S9, S10, S13, S15, G1, G3, G4, G6: by every `shares`, and on any axis."""
+    model = wrapped(wrapper, Witness(), call, call.axes)
+    row_numbers = torch.arange(call.rows)
+    output = model(*call.inputs, **call.kwargs, row_numbers=row_numbers[None] if call.dim == 1 else row_numbers)
+    sizes = call.sizes()
     seen = [shard for _, shard in sorted(model.module.seen.items())]
     assert len(seen) == len(sizes)
-    assert_dealt(seen, (call.inputs, call.kwargs), sizes, call.dim)
-    if call.num_replicas == 1:  # the plain module
-        assert output[0] == call.inputs
-    else:
+    if call.num_replicas > 1 and wrapper is manyhands.DataParallel:
         assert [timing.rows for timing in model.replica_timings] == sizes
-        assert_gathered(output, (call.inputs, call.kwargs), len(sizes))
+    for key, value in by_key(call.inputs, call.kwargs).items():
+        assert_dealt([shard[key] for shard in seen], value, sizes, call.axes[key])
+        gathers = call.num_replicas > 1  # else it is the plain module
+        assert_gathered(output[key], value, len(sizes), call.axes[key] if gathers else None)
 
 
 class Rowwise(nn.Module):
-    """Computes each row of every tensor from that row alone, parameters, and what belongs to all rows."""
+    """Computes each row of every tensor from that row, from parameters, and from what belongs to all rows."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, axes: Mapping[int | str, int | None]) -> None:
         super().__init__()
-        self.dim = dim
+        self.axes = axes
         self.scale = nn.Parameter(torch.tensor([0.5, 0.25], dtype=torch.float64))
         self.unused = nn.Parameter(torch.zeros(()))
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> list[torch.Tensor]:
-        given = tensors_in((inputs, kwargs))
-        whole = sum((number(tensor) for tensor in given if not tensor.dim()), torch.ones(()))
-        return [self.row(number(tensor)) * whole for tensor in given if tensor.dim()]
+    def forward(self, *inputs: Any, **kwargs: Any) -> dict[int | str, list[Any]]:
+        given = {key: tensors_in(value) for key, value in by_key(inputs, kwargs).items()}
+        of_all = torch.ones((), dtype=torch.float64)
+        for key, leaves in given.items():
+            of_all = of_all + sum(number(leaf).sum() for leaf in leaves if not self.has_rows(key, leaf))
+        return {
+            key: [self.rows(leaf, self.axes[key], of_all) for leaf in leaves if self.has_rows(key, leaf)]
+            for key, leaves in given.items()
+        }
 
-    def row(self, x: torch.Tensor) -> torch.Tensor:
-        others = [axis for axis in range(x.dim()) if axis != self.dim % x.dim()]
-        return torch.tanh(x * self.scale[0]) + (x.sum(others, keepdim=True) if others else x) * self.scale[1]
+    def has_rows(self, key: int | str, leaf: Any) -> bool:
+        return self.axes[key] is not None and (isinstance(leaf, PackedSequence) or leaf.dim() > 0)
+
+    def rows(self, leaf: Any, axis: Any, of_all: torch.Tensor) -> Any:
+        if isinstance(leaf, PackedSequence):
+            return leaf._replace(data=self.rows(leaf.data, 0, of_all))
+        x = number(leaf)
+        other_axes = [other for other in range(x.dim()) if other != axis % x.dim()]
+        row_sums = x.sum(other_axes, keepdim=True) if other_axes else x
+        return (torch.tanh(x * self.scale[0]) + row_sums * self.scale[1]) * of_all
 
 
 def number(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as moderate real numbers in double precision."""
-    tensor = tensor.to(torch.complex128) if tensor.is_complex() else tensor.to(torch.float64)
-    return (tensor.real + tensor.imag if tensor.is_complex() else tensor) / 64
+    if tensor.is_complex():
+        tensor = tensor.to(torch.complex128)
+        tensor = tensor.real + tensor.imag
+    return tensor.to(torch.float64) / 64
+
+
+def flat(outputs: dict[int | str, list[Any]]) -> list[torch.Tensor]:
+    """All tensors; packed sequences as one, in the caller's order."""
+    leaves = [leaf for of_key in outputs.values() for leaf in of_key]
+    return [torch.cat(unpack_sequence(leaf)) if isinstance(leaf, PackedSequence) else leaf for leaf in leaves]
 
 
 def loss_of(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
     """A scalar that depends on every entry, with different weights."""
-    return sum(
-        ((x.square() * torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype).view(x.shape)).sum() for x in outputs),
-        torch.zeros(()),
-    )
+    total = torch.zeros((), dtype=torch.float64)
+    for x in outputs:
+        total = total + (x.square() * torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype).view(x.shape)).sum()
+    return total
 
 
-@given(calls())
-def test_a_rowwise_module(call: Call) -> None:
-    """N1, N2, N8, S6, S12: outputs and gradients of parameters and inputs are the plain module's, in float64."""
-    plain = Rowwise(call.dim)
-    model = manyhands.DataParallel(copy.deepcopy(plain), call.devices, dim=call.dim, shares=call.shares)
+def gradients(module: nn.Module, *values: Any) -> list[torch.Tensor | None]:
+    leaves = [leaf for value in values for leaf in tensors_in(value)]
+    tensors = [leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in leaves]
+    return [tensor.grad for tensor in (*module.parameters(), *tensors)]
+
+
+@given(wrappers, calls())
+def test_a_rowwise_module_is_the_plain_one(wrapper: type[manyhands.DataParallel], call: Call) -> None:
+    """N1, N2, N8, S6, S10, S12, S13: outputs, and gradients of parameters and inputs, in float64."""
+    plain = Rowwise(call.axes)
+    model = wrapped(wrapper, copy.deepcopy(plain), call, call.axes)
     inputs, kwargs = copy.deepcopy((call.inputs, call.kwargs))
-    expected, actual = plain(*call.inputs, **call.kwargs), model(*inputs, **kwargs)
+    expected, actual = flat(plain(*call.inputs, **call.kwargs)), flat(model(*inputs, **kwargs))
     for outputs in (expected, actual):
-        if any(output.requires_grad for output in outputs):
+        if outputs:
             loss_of(outputs).backward()
-    pairs = list(zip(actual, expected, strict=True))
-    pairs += [(mine.grad, theirs.grad) for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True)]
-    for mine, theirs in leaves_of([(inputs, kwargs), (call.inputs, call.kwargs)]):
-        if isinstance(theirs, torch.Tensor):
-            pairs.append((mine.grad, theirs.grad))
-    for mine, theirs in pairs:
+    expected += gradients(plain, call.inputs, call.kwargs)
+    actual += gradients(model, inputs, kwargs)
+    for mine, theirs in zip(actual, expected, strict=True):
         assert (mine is None) == (theirs is None)
         if theirs is not None:
             tolerance = {"rtol": 1e-12, "atol": 1e-12} if theirs.dtype == torch.float64 else {}

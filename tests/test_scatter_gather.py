@@ -1,4 +1,4 @@
-"""scatter and gather: each alone, and as each other's inverse."""
+"""scatter and gather, each alone; that they are each other's inverse is in test_properties.py."""
 
 import dataclasses
 import re
@@ -7,12 +7,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import manyhands
-from manyhands.inputs import Arguments, scattered
-from manyhands.shares import split_rows
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "left right")
@@ -377,85 +373,3 @@ def test_what_is_gathered_from_one_replica_is_not_its_own_tensor():
     x = torch.ones(2)
     manyhands.gather([x], "cpu").zero_()
     assert x.tolist() == [1, 1]
-
-
-# Each other's inverse
-
-
-def nested_batches(rows: int) -> st.SearchStrategy:
-    """Nested values with at least one tensor: every container, tensors of `rows` rows, None and text."""
-    tensors = st.builds(
-        lambda more, dtype: numbered(rows, *more).to(dtype),
-        st.lists(st.integers(0, 3), max_size=2),
-        st.sampled_from([torch.float32, torch.int64, torch.float64]),
-    )
-    leaves = st.one_of(tensors, st.none(), st.text(max_size=3))
-    keys = st.one_of(st.text(max_size=3), st.integers(-9, 9))
-
-    def containers(inside: st.SearchStrategy) -> st.SearchStrategy:
-        dicts = st.dictionaries(keys, inside, max_size=3)
-        return st.one_of(
-            st.lists(inside, max_size=3),
-            st.lists(inside, max_size=3).map(tuple),
-            dicts,
-            dicts.map(OrderedDict),
-            dicts.map(lambda items: defaultdict(list, items)),
-            st.tuples(inside, inside).map(lambda two: Pair(*two)),
-            inside.map(Sample),
-            st.tuples(inside, inside).map(lambda two: Batch(*two)),
-            inside.map(Frozen),
-        )
-
-    return st.builds(lambda tensor, rest: [tensor, rest], tensors, st.recursive(leaves, containers, max_leaves=8))
-
-
-@st.composite
-def calls(draw):
-    devices = draw(st.integers(1, 8))
-    rows = draw(st.integers(0, 2 * devices + 1))
-    return devices, draw(nested_batches(rows))
-
-
-def assert_same(given: Any, expected: Any) -> None:
-    assert type(given) is type(expected)
-    if isinstance(expected, torch.Tensor):
-        assert given.dtype == expected.dtype
-        assert torch.equal(given, expected)
-    elif isinstance(expected, dict):
-        assert list(given) == list(expected)
-        for key in expected:
-            assert_same(given[key], expected[key])
-    elif isinstance(expected, tuple | list):
-        assert len(given) == len(expected)
-        for one, other in zip(given, expected, strict=True):
-            assert_same(one, other)
-    elif dataclasses.is_dataclass(expected):
-        for field in dataclasses.fields(expected):
-            assert_same(getattr(given, field.name), getattr(expected, field.name))
-    else:
-        assert given == expected
-
-
-@settings(max_examples=100, deadline=None)
-@given(calls())
-def test_gather_undoes_scatter(call):
-    """S1, S3, G1, G3: any nesting, 0 to 2n + 1 rows, 1 to 8 devices."""
-    devices, batch = call
-    shards = manyhands.scatter(batch, ["cpu"] * devices)
-    assert 1 <= len(shards) <= devices
-    assert_same(manyhands.gather(shards, "cpu"), batch)
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    st.integers(0, 17),
-    st.lists(st.integers(0, 4), min_size=1, max_size=8).filter(any),
-    st.sampled_from([0, 1, -1]),
-)
-def test_gather_undoes_a_weighted_split(rows, weights, dim):
-    """S2, S10."""
-    x = numbered(rows, rows)
-    sizes = split_rows(x.size(dim), len(weights), weights)
-    shards = scattered(Arguments((x,), {}, dim), [CPU] * len(weights), sizes)
-    joined = manyhands.gather([args[0] for args, _ in shards], "cpu", dim)
-    assert torch.equal(joined, x)

@@ -4,12 +4,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.shares import check_shares, split_rows
 
-quickly = settings(max_examples=100, deadline=None)
 batches = st.integers(1, 8).flatmap(lambda n: st.tuples(st.integers(0, 2 * n + 1), st.just(n)))
 weights_of = st.lists(st.one_of(st.just(0), st.integers(0, 5), st.floats(0, 1e6)), min_size=1, max_size=8).filter(any)
 
@@ -60,7 +59,6 @@ def test_even_and_weighted_shares(rows, devices, shares, expected):
     assert split_rows(rows, devices, check_shares(shares, devices)) == expected
 
 
-@quickly
 @given(batches)
 def test_chunk_sizes_are_those_of_torch_chunk(batch):
     """S1, any size."""
@@ -70,7 +68,6 @@ def test_chunk_sizes_are_those_of_torch_chunk(batch):
     assert [size for size in sizes if size] == [c.size(0) for c in torch.empty(rows, 0).chunk(devices) if c.size(0)]
 
 
-@quickly
 @given(batches)
 def test_even_sizes_add_up_and_differ_by_one_at_most(batch):
     """S2, any size."""
@@ -82,7 +79,6 @@ def test_even_sizes_add_up_and_differ_by_one_at_most(batch):
     assert sizes == sorted(sizes, reverse=True)
 
 
-@quickly
 @given(st.integers(0, 40), weights_of)
 def test_weighted_sizes_add_up_and_stay_within_one_row_of_the_exact_share(rows, weights):
     """S2, any weights: Hamilton's method keeps the quota, and whoever weighs nothing gets nothing."""
