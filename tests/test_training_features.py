@@ -1,0 +1,1323 @@
+"""Training features: each is a script, run once with the plain module and once with the wrapped one.
+
+A script builds a model, gives it to `wrap`, trains it for five steps on batches of different sizes, and returns
+everything that it has made: parameters, buffers, gradients, and what the feature itself keeps. In the oracle's run
+`wrap` returns the module as it is; then it returns the wrapped one. Results agree within 1e-5 of a tensor's largest
+entry in float32 and 1e-12 in float64 (row N9 of docs/behaviour.md); a script in lower precision says what it allows.
+
+A last test runs every script with a wrapper that loses the gradient of one row, and expects it to be noticed.
+"""
+
+import copy
+import functools
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.optim import lr_scheduler, swa_utils
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from manyhands import DataParallel
+
+ENGINES = ["threads"]
+SIZES = (7, 8, 9, 5, 1)  # rows of the five batches: shares are uneven, and the last batch leaves replicas idle
+TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-12}
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.nn.utils.weight_norm.*is deprecated:FutureWarning")
+
+Wrap = Callable[[nn.Module], nn.Module]
+Results = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Script:
+    run: Callable[[Wrap], Results]
+    tolerances: dict[torch.dtype, float]
+    fails: str | None = None
+
+
+SCRIPTS: dict[str, Script] = {}
+
+
+def script(tolerances: dict[torch.dtype, float] | None = None, fails: str | None = None) -> Callable[[Any], Any]:
+    """Add a function to the scripts.
+
+    `tolerances` are those of the default dtypes with which it runs; `fails` is why the wrapped run does not succeed.
+    """
+
+    def add(run: Callable[[Wrap], Results]) -> Callable[[Wrap], Results]:
+        SCRIPTS[run.__name__] = Script(run, tolerances or TOLERANCES, fails)
+        return run
+
+    return add
+
+
+# ---- what the scripts share ----------------------------------------------------------------------
+
+
+def mlp(width: int = 5, out: int = 3) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, out))
+
+
+def batches(*shape: int, seed: int = 1) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    for rows in SIZES:
+        yield torch.randn(rows, *(shape or (5,)), generator=generator)
+
+
+def batches_of_tokens(length: int = 4) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    for rows in SIZES:
+        yield torch.randint(0, 11, (rows, length), generator=generator)
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    """The mean squared distance from numbers that differ from entry to entry."""
+    output = torch.view_as_real(output) if output.is_complex() else output
+    target = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
+    return F.mse_loss(output, target)
+
+
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    output = model(x)
+    loss_of(output).backward()
+    optimizer.step()
+    return output.detach()
+
+
+def train(model: nn.Module, data: Iterator[torch.Tensor] | None = None, lr: float = 0.1) -> Results:
+    optimizer = sgd(model, lr)
+    for x in batches() if data is None else data:
+        output = step(model, optimizer, x)
+    return results(model, output=output)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DataParallel) else model
+
+
+def results(model: nn.Module, **more: torch.Tensor) -> Results:
+    """Everything that training has changed in `model`; names do not show whether it is wrapped."""
+    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    found |= {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    found = {name.replace("module.", ""): tensor for name, tensor in found.items()}
+    return {name: tensor.detach().to_dense().clone() for name, tensor in {**found, **more}.items()}
+
+
+def run(name: str, wrap: Wrap, dtype: torch.dtype) -> Results:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    torch.manual_seed(0)
+    try:
+        return SCRIPTS[name].run(wrap)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def differences(results: Results, expected: Results) -> dict[str, float]:
+    """Return how far each tensor is from what is expected, as a part of its largest entry; names must agree."""
+    assert results.keys() == expected.keys()
+    found = {}
+    for name, theirs in expected.items():
+        mine = results[name]
+        assert mine.shape == theirs.shape, name
+        assert mine.dtype == theirs.dtype, name
+        assert torch.isfinite(theirs).all(), f"{name}: training went wrong, the test shows nothing"
+        if theirs.dtype is torch.bool:
+            mine, theirs = mine.double(), theirs.double()
+        largest = theirs.abs().max().item() if theirs.numel() else 0.0
+        found[name] = ((mine - theirs).abs().max().item() / largest) if largest else mine.abs().sum().item()
+    return found
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+# ---- modules: trained in the usual way -----------------------------------------------------------
+
+
+class LanguageModel(nn.Module):
+    """The output layer's weight is the embedding's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("mask", torch.ones(4, 4, dtype=torch.bool).triu(1), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(self.embedding(tokens), src_mask=self.mask, is_causal=True))
+
+
+@script()
+def tied_weights(wrap: Wrap) -> Results:
+    return train(wrap(LanguageModel()), batches_of_tokens(), lr=0.01)
+
+
+def normed(norm: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    return nn.Sequential(norm(nn.Linear(5, 6)), nn.Tanh(), norm(nn.Linear(6, 6)))
+
+
+@script()
+def old_weight_norm(wrap: Wrap) -> Results:
+    return train(wrap(normed(nn.utils.weight_norm)))
+
+
+@script()
+def old_spectral_norm(wrap: Wrap) -> Results:
+    return train(wrap(normed(nn.utils.spectral_norm)))
+
+
+@script()
+def new_weight_norm(wrap: Wrap) -> Results:
+    return train(wrap(normed(parametrizations.weight_norm)))
+
+
+@script()
+def new_spectral_norm(wrap: Wrap) -> Results:
+    return train(wrap(normed(parametrizations.spectral_norm)))
+
+
+@script()
+def orthogonal(wrap: Wrap) -> Results:
+    return train(wrap(normed(parametrizations.orthogonal)))
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.triu() + weight.triu(1).transpose(-1, -2)
+
+    def right_inverse(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.triu()
+
+
+class Scaled(nn.Module):
+    """A parametrization with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * self.scale
+
+
+class RankOne(nn.Module):
+    """A parametrization of one tensor by two."""
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return left.unsqueeze(1) * right.unsqueeze(0)
+
+    def right_inverse(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return weight[:, 0].detach().clone(), weight[0].detach().clone()
+
+
+def parametrized() -> nn.Module:
+    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+    parametrize.register_parametrization(model[0], "weight", Symmetric())
+    parametrize.register_parametrization(model[0], "weight", Scaled())
+    parametrize.register_parametrization(model[2], "weight", RankOne())
+    return model
+
+
+@script()
+def parametrizations_of_ones_own(wrap: Wrap) -> Results:
+    return train(wrap(parametrized()))
+
+
+@script(fails="torch's cache is keyed by the live module, so replicas take each other's weights")
+def cached_parametrizations(wrap: Wrap) -> Results:
+    """Within `parametrize.cached()` a weight is computed once, however often the model is called."""
+    model = wrap(parametrized())
+    optimizer = sgd(model)
+    for x in batches():
+        with parametrize.cached():
+            optimizer.zero_grad()
+            loss_of(model(torch.tanh(model(x)) + model(-x))).backward()
+            optimizer.step()
+    return results(model)
+
+
+@script()
+def parametrizations_added_and_removed(wrap: Wrap) -> Results:
+    model = wrap(nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)))
+    layer = unwrapped(model)[0]
+    for number, x in enumerate(batches()):
+        if number == 1:
+            parametrize.register_parametrization(layer, "weight", Symmetric())
+        if number == 3:
+            parametrize.remove_parametrizations(layer, "weight")
+        step(model, sgd(model), x)
+    return results(model)
+
+
+@script()
+def pruning(wrap: Wrap) -> Results:
+    """A hook multiplies the weight by a mask before each forward; later the mask is made permanent."""
+    model = wrap(mlp())
+    for number, x in enumerate(batches()):
+        if number == 1:
+            prune.l1_unstructured(unwrapped(model)[0], "weight", amount=0.3)
+        if number == 3:
+            prune.remove(unwrapped(model)[0], "weight")
+        step(model, sgd(model), x)
+    return results(model)
+
+
+@script()
+def lazy_modules(wrap: Wrap) -> Results:
+    model = nn.Sequential(nn.LazyConv1d(4, 3), nn.Tanh(), nn.Flatten(), nn.LazyLinear(3))
+    model(torch.zeros(2, 2, 5))  # the dry run
+    return train(wrap(model), batches(2, 5))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase], **options: Any) -> None:
+        super().__init__()
+        self.rnn = kind(5, 4, num_layers=2, batch_first=True, bidirectional=True, **options)
+        self.head = nn.LazyLinear(3)
+        self(torch.zeros(1, 2, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rnn.flatten_parameters()
+        return self.head(self.rnn(x)[0])
+
+
+@script()
+def rnn(wrap: Wrap) -> Results:
+    return train(wrap(Recurrent(nn.RNN)), batches(3, 5))
+
+
+@script()
+def lstm(wrap: Wrap) -> Results:
+    return train(wrap(Recurrent(nn.LSTM)), batches(3, 5))
+
+
+@script()
+def gru(wrap: Wrap) -> Results:
+    return train(wrap(Recurrent(nn.GRU)), batches(3, 5))
+
+
+@script()
+def rnn_cells_over_time(wrap: Wrap) -> Results:
+    """Truncated backpropagation through time: one call of the wrapped cell a time step; the state is the caller's."""
+    cell = wrap(nn.GRUCell(5, 4))
+    optimizer = sgd(cell)
+    for x in batches(6, 5):
+        state = torch.zeros(len(x), 4)
+        for start in (0, 3):
+            state = state.detach()
+            optimizer.zero_grad()
+            loss = torch.zeros(())
+            for time in range(start, start + 3):
+                state = cell(x[:, time], state)
+                loss = loss + loss_of(state)
+            loss.backward()
+            optimizer.step()
+    return results(cell)
+
+
+class Lists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([torch.randn(5), torch.randn(5)])
+        self.shifts = nn.ParameterDict({"a": torch.randn(5), "b": torch.randn(5)})
+        self.layers = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
+        self.heads = nn.ModuleDict({"x": nn.Linear(5, 2), "y": nn.Linear(5, 1)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for scale, shift, layer in zip(self.scales, self.shifts.values(), self.layers, strict=True):
+            x = torch.tanh(layer(x * scale + shift))
+        return torch.cat([self.heads[name](x) for name in self.heads], 1)
+
+
+@script()
+def parameter_lists_and_dicts(wrap: Wrap) -> Results:
+    return train(wrap(Lists()))
+
+
+@script()
+def middle_block_wrapped(wrap: Wrap) -> Results:
+    return train(nn.Sequential(nn.Linear(5, 5), wrap(mlp(5, 5)), nn.ReLU(inplace=True), nn.Linear(5, 3)))
+
+
+@script()
+def every_block_wrapped(wrap: Wrap) -> Results:
+    return train(nn.Sequential(wrap(mlp(5, 5)), nn.ReLU(inplace=True), wrap(mlp(5, 3))))
+
+
+@script()
+def wrapper_inside_a_wrapped_module(wrap: Wrap) -> Results:
+    return train(wrap(nn.Sequential(mlp(5, 5), wrap(mlp(5, 5)), nn.ReLU(inplace=True), mlp(5, 3))))
+
+
+@script()
+def one_block_wrapped_twice(wrap: Wrap) -> Results:
+    """Two wrappers of one module, as where two losses use one encoder."""
+    block = mlp(5, 5)
+    return train(nn.Sequential(wrap(block), nn.Tanh(), wrap(block)))
+
+
+class CheckpointedBlocks(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 5)
+        self.blocks = nn.Sequential(*(mlp(5, 5) for _ in range(4)))
+        self.reentrant = reentrant
+
+    def once_more(self, x: torch.Tensor, *, factor: float) -> torch.Tensor:
+        return checkpoint(self.blocks[0], x * factor, use_reentrant=False) + x
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = checkpoint_sequential(self.blocks, 2, self.embedding(tokens), use_reentrant=self.reentrant)
+        # a checkpoint within a checkpoint, and keyword inputs: both are for the other kind only
+        return checkpoint(self.once_more, x, factor=0.5, use_reentrant=False) if not self.reentrant else x
+
+
+@script()
+def checkpointed_blocks_reentrant(wrap: Wrap) -> Results:
+    return train(wrap(CheckpointedBlocks(True)), batches_of_tokens())
+
+
+@script()
+def checkpointed_blocks_without_reentry(wrap: Wrap) -> Results:
+    return train(wrap(CheckpointedBlocks(False)), batches_of_tokens())
+
+
+class SavesOnCPU(nn.Module):
+    """Saved-tensor hooks inside forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = mlp(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
+            return self.block(x)
+
+
+@script()
+def saved_tensor_hooks_inside(wrap: Wrap) -> Results:
+    return train(wrap(SavesOnCPU()))
+
+
+class Methods(nn.Module):
+    """Reaches its layers through methods in attributes and containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d, self.e = (nn.Linear(5, 5) for _ in range(5))
+        self.op = self.run_a
+        self.forward_of_b = self.b.forward
+        self.table: dict[str, Any] = {"c": [self.run_c], "d": functools.partial(self.run_d, factor=2.0)}
+        self.last = lambda x: self.e(x) * 0.5
+
+    def run_a(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x)
+
+    def run_c(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(x)
+
+    def run_d(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        return self.d(x) * factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.forward_of_b(self.op(x)))
+        return self.last(torch.tanh(self.table["d"](self.table["c"][0](x))))
+
+
+@script()
+def methods_in_attributes_and_containers(wrap: Wrap) -> Results:
+    return train(wrap(Methods()))
+
+
+class Unusual(nn.Module):
+    """`__getattr__`, `__setattr__`, slots, properties, class state, a `__call__` and a truth value of its own."""
+
+    __slots__ = ("kept",)
+    scale: ClassVar[float] = 1.0
+    table: ClassVar[dict[str, float]] = {"offset": 0.25}
+
+    def __init__(self, config: SimpleNamespace) -> None:
+        super().__init__()
+        self.config = config
+        self.first, self.second = nn.Linear(5, config.width), nn.Linear(config.width, 3)
+        object.__setattr__(self, "kept", self.second)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("cfg_"):
+            return getattr(self.config, name.removeprefix("cfg_"))
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value * 2 if name == "doubled" else value)
+
+    def __len__(self) -> int:
+        return 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return super().__call__(x) * self.scale
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.first.weight * self.cfg_factor
+
+    @classmethod
+    def offset(cls) -> float:
+        return cls.table["offset"]
+
+    @staticmethod
+    def squash(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.doubled = 0.5
+        return self.kept(self.squash(F.linear(x, self.weight, self.first.bias))) * self.doubled + self.offset()
+
+
+@script()
+def unusual_classes(wrap: Wrap) -> Results:
+    config = SimpleNamespace(width=6, factor=1.5)
+    model = wrap(nn.Sequential(nn.Linear(5, 5), Unusual(config)))
+    optimizer = sgd(model)
+    try:
+        for x in batches():
+            step(model, optimizer, x)
+            Unusual.scale += 0.5  # seen by the next step
+            Unusual.table["offset"] += 0.1
+            config.factor -= 0.1
+    finally:
+        Unusual.scale, Unusual.table["offset"] = 1.0, 0.25
+    return results(model)
+
+
+class LoRA(nn.Module):
+    """Holds a frozen layer and adds a product of two small matrices; in eval mode that is merged into the weight."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(rank, base.in_features) / 3)
+        self.up = nn.Parameter(torch.randn(base.out_features, rank) / 3)
+        self.merged = False
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base"), name)
+
+    def train(self, mode: bool = True) -> "LoRA":
+        if self.merged == mode:
+            self.base.weight.data += (self.up @ self.down).data * (-1 if mode else 1)
+            self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.in_features == x.size(-1)
+        return self.base(x) if self.merged else self.base(x) + F.linear(F.linear(x, self.down), self.up)
+
+
+def with_lora(model: nn.Sequential) -> nn.Module:
+    for name, child in list(model.named_children()):
+        if isinstance(child, nn.Linear):
+            setattr(model, name, LoRA(child))
+    return model
+
+
+@script()
+def lora(wrap: Wrap) -> Results:
+    """Low-rank layers around frozen ones; the optimizer has the trainable parameters only; eval merges."""
+    model = wrap(with_lora(mlp()))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for x in batches():
+        step(model, optimizer, x)
+        model.eval()
+        with torch.no_grad():
+            merged = model(x)
+        model.train()
+    return results(model, merged=merged)
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return (x / scale).round() * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (x,) = ctx.saved_tensors
+        return grad, (grad * x).sum()
+
+
+class Quantized(nn.Module):
+    """Functions with a backward of their own, as in quantization-aware training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.head = nn.Linear(5, 6), nn.Linear(6, 3)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = StraightThrough.apply(self.linear.weight, self.scale)
+        return self.head(torch.tanh(F.linear(x, weight, self.linear.bias)))
+
+
+@script()
+def functions_with_a_backward_of_their_own(wrap: Wrap) -> Results:
+    return train(wrap(Quantized()))
+
+
+class Spectral(nn.Module):
+    """Complex parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        dtype = torch.complex64 if torch.get_default_dtype() is torch.float32 else torch.complex128
+        self.filter = nn.Parameter(torch.randn(5, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.irfft(torch.fft.rfft(self.linear(x)) * self.filter, n=8)
+
+
+@script()
+def complex_parameters(wrap: Wrap) -> Results:
+    return train(wrap(Spectral()), batches(8))
+
+
+@script()
+def channels_last(wrap: Wrap) -> Results:
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 3, 3))
+    model = wrap(model.to(memory_format=torch.channels_last))
+    return train(model, (x.to(memory_format=torch.channels_last) for x in batches(2, 6, 6)))
+
+
+@script()
+def sparse_gradients(wrap: Wrap) -> Results:
+    model = wrap(nn.Embedding(11, 4, sparse=True))
+    optimizer = torch.optim.SparseAdam(model.parameters(), lr=1e-2)
+    for tokens in batches_of_tokens():
+        step(model, optimizer, tokens)
+    return results(model)
+
+
+@script()
+def traced_by_fx(wrap: Wrap) -> Results:
+    return train(wrap(torch.fx.symbolic_trace(mlp())))
+
+
+# ---- mixed precision -----------------------------------------------------------------------------
+
+
+@script({torch.float32: 2e-2})
+def bf16_autocast(wrap: Wrap) -> Results:
+    model = wrap(mlp())
+    optimizer = sgd(model)
+    for x in batches():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(x)
+            assert output.dtype is torch.bfloat16
+        loss_of(output.float()).backward()
+        optimizer.step()
+    return results(model, output=output.detach())
+
+
+@script({torch.float32: 5e-3})
+def fp16_autocast_and_grad_scaler(wrap: Wrap) -> Results:
+    model = wrap(mlp())
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+    for x in batches():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            output = model(x)
+            assert output.dtype is torch.float16
+        scaler.scale(loss_of(output.float())).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+    return results(model, scale=torch.tensor(scaler.get_scale()))
+
+
+def scale_gradients(wrap: Wrap, **options: Any) -> Results:
+    """The third batch has an infinity in it: its step is skipped, and the scale halved."""
+    model = wrap(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    scales = []
+    for number, x in enumerate(batches()):
+        optimizer.zero_grad()
+        before = [p.detach().clone() for p in model.parameters()]
+        scaler.scale(loss_of(model(x)) * (torch.inf if number == 2 else 1)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        unchanged = all(torch.equal(p, held) for p, held in zip(model.parameters(), before, strict=True))
+        assert unchanged == (number == 2)
+        scales.append(scaler.get_scale())
+    assert scales == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0]
+    return results(model, scales=torch.tensor(scales))
+
+
+@script()
+def grad_scaler_with_an_infinity(wrap: Wrap) -> Results:
+    return scale_gradients(wrap)
+
+
+@script()
+def grad_scaler_with_a_fused_optimizer(wrap: Wrap) -> Results:
+    return scale_gradients(wrap, fused=True)
+
+
+@script()
+def dtype_changed_between_steps(wrap: Wrap) -> Results:
+    """`.double()`, `.float()` and `.to(dtype)`, on the wrapper as on the module."""
+    model = wrap(mlp())
+    changes: list[Callable[[], object]] = [
+        lambda: None,
+        model.double,
+        lambda: model.to(torch.get_default_dtype()),
+        model.double,
+        lambda: model.type(torch.get_default_dtype()),
+    ]
+    for x, change in zip(batches(), changes, strict=True):
+        change()
+        step(model, torch.optim.SGD(model.parameters(), lr=0.1), x.to(next(model.parameters()).dtype))
+    return results(model)
+
+
+@script({torch.float32: 2e-2})
+def low_precision_between_steps(wrap: Wrap) -> Results:
+    """`.half()`, `.bfloat16()` and back."""
+    model = wrap(mlp())
+    for x, change in zip(batches(), (model.float, model.half, model.float, model.bfloat16, model.float), strict=True):
+        change()
+        step(model, torch.optim.SGD(model.parameters(), lr=0.1), x.to(next(model.parameters()).dtype))
+    return results(model)
+
+
+# ---- how a step is taken -------------------------------------------------------------------------
+
+
+@script()
+def accumulation_over_several_backwards(wrap: Wrap) -> Results:
+    model = wrap(mlp())
+    optimizer = sgd(model)
+    for seed in range(5):
+        optimizer.zero_grad(set_to_none=bool(seed % 2))
+        for x in batches(seed=seed):
+            (loss_of(model(x)) / len(SIZES)).backward()
+        optimizer.step()
+    return results(model)
+
+
+@script()
+def several_forwards_in_one_loss(wrap: Wrap) -> Results:
+    """A siamese network: one loss over two calls; the first graph is walked twice."""
+    model = wrap(mlp())
+    optimizer = sgd(model)
+    for x in batches():
+        optimizer.zero_grad()
+        left, right = model(x), model(x.flip(0) * 0.5)
+        loss_of(left - right).backward(retain_graph=True)
+        loss_of(left).backward()
+        optimizer.step()
+    return results(model)
+
+
+def clip(wrap: Wrap, clip: Callable[[Any], torch.Tensor | None]) -> Results:
+    model = wrap(mlp())
+    optimizer = sgd(model)
+    norms = []
+    for x in batches():
+        optimizer.zero_grad()
+        loss_of(model(x) * 10).backward()
+        norm = clip(list(model.parameters()))
+        norms.append(torch.zeros(()) if norm is None else norm)
+        optimizer.step()
+    return results(model, norms=torch.stack(norms))
+
+
+@script()
+def clipping_by_norm(wrap: Wrap) -> Results:
+    return clip(wrap, lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.5, error_if_nonfinite=True))
+
+
+@script()
+def clipping_by_norm_foreach(wrap: Wrap) -> Results:
+    return clip(wrap, lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.5, foreach=True))
+
+
+@script()
+def clipping_by_value(wrap: Wrap) -> Results:
+    return clip(wrap, lambda parameters: nn.utils.clip_grad_value_(parameters, 0.01))
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-2),
+    "adam": functools.partial(torch.optim.Adam, lr=1e-2, amsgrad=True),
+    "adamw": functools.partial(torch.optim.AdamW, lr=1e-2),
+}
+
+
+def with_optimizer(make: Callable[..., torch.optim.Optimizer], **options: Any) -> Callable[[Wrap], Results]:
+    def run(wrap: Wrap) -> Results:
+        model = wrap(mlp())
+        optimizer = make(model.parameters(), **options)
+        for x in batches():
+            step(model, optimizer, x)
+        moments = [value for state in optimizer.state.values() for value in state.values()]
+        kept = {f"moment {i}": value for i, value in enumerate(moments) if isinstance(value, torch.Tensor)}
+        return results(model, **kept)
+
+    return run
+
+
+for _name, _make in OPTIMIZERS.items():
+    for _kind in ("foreach", "fused"):
+        SCRIPTS[f"{_name}_{_kind}"] = Script(with_optimizer(_make, **{_kind: True}), TOLERANCES)
+SCRIPTS["rmsprop"] = Script(with_optimizer(torch.optim.RMSprop, momentum=0.9, centered=True), TOLERANCES)
+
+
+@script()
+def lbfgs(wrap: Wrap) -> Results:
+    """An optimizer that calls the model itself, several times a step."""
+    model = wrap(nn.Linear(5, 3))
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+    for x in batches():
+
+        def closure(x: torch.Tensor = x) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model(x))
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    return results(model)
+
+
+@script()
+def an_optimizer_step_inside_backward(wrap: Wrap) -> Results:
+    """A hook on each parameter steps its own optimizer as soon as its gradient is there, and drops the gradient."""
+    model = wrap(mlp())
+    optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
+
+    def take_step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(take_step)
+    for x in batches():
+        loss_of(model(x)).backward()
+    return results(model)
+
+
+@script()
+def parameter_hooks(wrap: Wrap) -> Results:
+    """`register_hook`: each sees the whole gradient, once, and may change it."""
+    model = wrap(mlp())
+    seen: list[torch.Tensor] = []
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad: seen.append(grad.norm()) or grad.clamp(-0.05, 0.05))
+    optimizer = sgd(model)
+    for x in batches():
+        step(model, optimizer, x)
+    return results(model, seen=torch.stack(sorted(seen)))
+
+
+@script()
+def module_hooks(wrap: Wrap) -> Results:
+    """Forward and backward hooks that change what passes; one is removed, another added between the steps."""
+    model = wrap(mlp())
+    root = unwrapped(model)
+    root.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
+    root.register_forward_pre_hook(lambda module, args, kwargs: (args, kwargs), with_kwargs=True)
+    root[0].register_forward_hook(lambda module, args, output: output + module.weight.mean())
+    root[2].register_full_backward_pre_hook(lambda module, grads: (grads[0] * 0.5,))
+    removed = root[4].register_full_backward_hook(lambda module, into, out: (into[0] * 2,))
+    optimizer = sgd(model)
+    for number, x in enumerate(batches()):
+        if number == 2:
+            removed.remove()
+            root[2].register_forward_hook(lambda module, args, output: output * 0.5, prepend=True)
+        step(model, optimizer, x)
+    return results(model)
+
+
+@script()
+def hooks_of_every_module(wrap: Wrap) -> Results:
+    """`register_module_forward_hook` acts on every module of the process; the wrapper is one, so it is passed over."""
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: output * 0.9 if isinstance(module, nn.Linear) else None
+    )
+    try:
+        return train(wrap(mlp()))
+    finally:
+        handle.remove()
+
+
+@script()
+def updates_by_hand(wrap: Wrap) -> Results:
+    """No optimizer: gradients changed in place, written by the caller, updates under no_grad and through `.data`."""
+    model = wrap(mlp())
+    for number, x in enumerate(batches()):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.01) if number % 2 else None
+        loss_of(model(x)).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.grad.add_(parameter, alpha=0.1)
+                if number % 2:
+                    parameter -= 0.1 * parameter.grad
+                else:
+                    parameter.data = parameter.data - 0.1 * parameter.grad
+    return results(model)
+
+
+@script()
+def gradients_by_autograd_grad(wrap: Wrap) -> Results:
+    model = wrap(mlp())
+    parameters = list(model.parameters())
+    for x in batches():
+        gradients = torch.autograd.grad(loss_of(model(x)), parameters)
+        with torch.no_grad():
+            torch._foreach_add_(parameters, gradients, alpha=-0.1)
+    return results(model)
+
+
+@script()
+def parameters_as_one_vector(wrap: Wrap) -> Results:
+    """`vector_to_parameters` makes all parameters views of one block of memory; so do flat optimizers."""
+    model = wrap(mlp())
+    for x in batches():
+        model.zero_grad()
+        loss_of(model(x)).backward()
+        gradient = nn.utils.parameters_to_vector([p.grad for p in model.parameters()])
+        vector = nn.utils.parameters_to_vector(model.parameters()).detach() - 0.1 * gradient
+        nn.utils.vector_to_parameters(vector, model.parameters())
+    return results(model)
+
+
+@script()
+def gradients_as_views_of_one_vector(wrap: Wrap) -> Results:
+    """Flat gradients: `.grad` is given beforehand, as views of one block, and filled by backward in place."""
+    model = wrap(mlp())
+    parameters = list(model.parameters())
+    flat = torch.zeros(sum(p.numel() for p in parameters))
+    for parameter, view in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = view.view_as(parameter)
+    optimizer = sgd(model)
+    for x in batches():
+        flat.zero_()
+        loss_of(model(x)).backward()
+        assert parameters[0].grad.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+        optimizer.step()
+    return results(model, flat=flat)
+
+
+@script()
+def gradient_penalty(wrap: Wrap) -> Results:
+    critic = wrap(mlp(5, 1))
+    optimizer = sgd(critic)
+    for x in batches():
+        x.requires_grad_()
+        optimizer.zero_grad()
+        output = critic(x)
+        (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        (loss_of(output) + (gradient.norm(dim=1) - 1).pow(2).mean()).backward()
+        optimizer.step()
+    return results(critic)
+
+
+@script()
+def sharpness_aware_minimisation(wrap: Wrap) -> Results:
+    """Two forwards and backwards a step, the second from parameters moved in place."""
+    model = wrap(mlp())
+    optimizer = sgd(model)
+    for x in batches():
+        optimizer.zero_grad()
+        loss_of(model(x)).backward()
+        with torch.no_grad():
+            moves = [p.grad * 0.05 for p in model.parameters()]
+            torch._foreach_add_(list(model.parameters()), moves)
+        optimizer.zero_grad()
+        loss_of(model(x)).backward()
+        with torch.no_grad():
+            torch._foreach_sub_(list(model.parameters()), moves)
+        optimizer.step()
+    return results(model)
+
+
+@script()
+def functional_call(wrap: Wrap) -> Results:
+    """The caller's tensors instead of the module's parameters; the module stays as it is.
+
+    torch refuses a DataParallel as the module itself, and takes one as a part of it.
+    """
+    model = nn.Sequential(wrap(mlp()))
+    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    for x in batches():
+        loss = loss_of(torch.func.functional_call(model, weights, (x,)))
+        gradients = torch.autograd.grad(loss, list(weights.values()))
+        weights = {
+            name: (value - 0.1 * gradient).detach().requires_grad_()
+            for (name, value), gradient in zip(weights.items(), gradients, strict=True)
+        }
+    assert all(p.grad is None for p in model.parameters())
+    return results(model, **{f"new {name.replace('module.', '')}": value for name, value in weights.items()})
+
+
+@script()
+def meta_learning(wrap: Wrap) -> Results:
+    """An inner step whose result has a history, and a loss after it: second derivatives through functional_call."""
+    model = nn.Sequential(wrap(mlp()))
+    optimizer = sgd(model)
+    for x in batches():
+        optimizer.zero_grad()
+        weights = dict(model.named_parameters())
+        gradients = torch.autograd.grad(loss_of(model(x)), list(weights.values()), create_graph=True)
+        fast = {name: p - 0.1 * g for (name, p), g in zip(weights.items(), gradients, strict=True)}
+        loss_of(torch.func.functional_call(model, fast, (x * 0.5,))).backward()
+        optimizer.step()
+    return results(model)
+
+
+@script()
+def gradients_by_torch_func(wrap: Wrap) -> Results:
+    """`torch.func.grad`, and gradients of each row by vmap over it, clipped before they are summed."""
+    model = nn.Sequential(wrap(mlp()))
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def loss(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, weights, (x,)).pow(2).mean()
+
+    for x in batches():
+        rows = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, x.unsqueeze(1))
+        whole = torch.func.grad(loss)(weights, x)
+        weights = {
+            name: value - 0.1 * (rows[name].clamp(-0.1, 0.1).mean(0) + whole[name]) for name, value in weights.items()
+        }
+    return results(model, **{f"new {name.replace('module.', '')}": value for name, value in weights.items()})
+
+
+@script()
+def knowledge_distillation(wrap: Wrap) -> Results:
+    """Two wrapped models, of which one learns."""
+    teacher, student = wrap(mlp().requires_grad_(False).eval()), wrap(mlp())
+    optimizer = sgd(student)
+    for x in batches():
+        optimizer.zero_grad()
+        F.mse_loss(student(x), teacher(x)).backward()
+        optimizer.step()
+    return results(nn.ModuleList([teacher, student]))
+
+
+@script()
+def adversarial_training(wrap: Wrap) -> Results:
+    """Two wrapped models, one behind the other, trained in turn; and inputs moved along their gradient."""
+    generator, critic = wrap(mlp(5, 5)), wrap(mlp(5, 1))
+    of_generator, of_critic = sgd(generator), sgd(critic)
+    for x in batches():
+        made = generator(x)
+        of_critic.zero_grad()
+        (critic(made.detach()).mean() - critic(x).mean()).backward()
+        of_critic.step()
+        of_generator.zero_grad()
+        loss_of(critic(made)).backward()
+        of_generator.step()
+        x.requires_grad_()
+        (gradient,) = torch.autograd.grad(loss_of(critic(x)), x)
+        step(critic, of_critic, x.detach() + gradient.sign() * 0.1)
+    return results(nn.ModuleList([generator, critic]))
+
+
+# ---- what changes between the steps --------------------------------------------------------------
+
+
+@script()
+def frozen_layers_and_thawed(wrap: Wrap) -> Results:
+    """First the head alone; then everything, the rest in a parameter group of its own; at last the head is frozen."""
+    model = wrap(mlp())
+    root = unwrapped(model)
+    root[:4].requires_grad_(False)
+    optimizer = torch.optim.SGD(root[4].parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    for number, x in enumerate(batches()):
+        if number == 2:
+            root[:4].requires_grad_(True)
+            optimizer.add_param_group({"params": root[:4].parameters(), "lr": 0.05})
+        if number == 4:
+            root[4].requires_grad_(False)
+        step(model, optimizer, x)
+    return results(model)
+
+
+@script()
+def replaced_submodules(wrap: Wrap) -> Results:
+    """A new head, a layer appended, and one taken out, in the middle of training."""
+    model = wrap(mlp())
+    root = unwrapped(model)
+    for number, x in enumerate(batches()):
+        if number == 1:
+            root[4] = nn.Linear(8, 6)
+        if number == 2:
+            root.append(nn.Linear(6, 2))
+        if number == 3:
+            del root[3]
+        if number == 4:
+            root[0].weight = nn.Parameter(root[0].weight.detach() * 0.5)
+        step(model, sgd(model), x)
+    return results(model)
+
+
+@script()
+def train_and_eval_toggled(wrap: Wrap) -> Results:
+    """Evaluation between the steps: dropout is off, running statistics are used and stay."""
+
+    def model_with_modes() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 3))
+
+    model = wrap(model_with_modes())
+    root = unwrapped(model)
+    root[1].running_var.uniform_(0.5, 2.0)
+    optimizer = sgd(model)
+    outputs = []
+    for x in batches():
+        model.train()
+        root[1].eval()  # rows do not interact
+        root[3].eval()
+        step(model, optimizer, x)
+        model.eval()
+        assert not root[0].training
+        with torch.no_grad():
+            outputs.append(model(x))
+    return results(model, outputs=torch.cat(outputs))
+
+
+@script()
+def evaluation_in_inference_mode(wrap: Wrap) -> Results:
+    model = wrap(mlp())
+    optimizer = sgd(model)
+    outputs = []
+    for x in batches():
+        with torch.inference_mode():
+            output = model(x)
+            assert output.is_inference()
+        outputs.append(output.clone())
+        step(model, optimizer, x)
+    return results(model, outputs=torch.cat(outputs))
+
+
+@script()
+def learning_rate_schedules(wrap: Wrap) -> Results:
+    model = wrap(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    warm_up = lr_scheduler.LinearLR(optimizer, start_factor=0.5, total_iters=2)
+    schedule = lr_scheduler.SequentialLR(
+        optimizer, [warm_up, lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)], milestones=[2]
+    )
+    plateau = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    for x in batches():
+        step(model, optimizer, x)
+        schedule.step()
+        with torch.no_grad():
+            plateau.step(loss_of(model(x)))
+    return results(model, rate=torch.tensor(optimizer.param_groups[0]["lr"]))
+
+
+@script()
+def moving_average_through_data(wrap: Wrap) -> Results:
+    """An average of the parameters, kept by hand, which takes the parameters' place for evaluation."""
+    model = wrap(mlp())
+    average = [p.data.clone() for p in model.parameters()]
+    optimizer = sgd(model)
+    outputs = []
+    for x in batches():
+        step(model, optimizer, x)
+        for mean, parameter in zip(average, model.parameters(), strict=True):
+            mean.mul_(0.7).add_(parameter.data, alpha=0.3)
+        held = [p.data.clone() for p in model.parameters()]
+        for mean, parameter in zip(average, model.parameters(), strict=True):
+            parameter.data.copy_(mean)
+        with torch.no_grad():
+            outputs.append(model(x))
+        for before, parameter in zip(held, model.parameters(), strict=True):
+            parameter.data = before
+    return results(model, outputs=torch.cat(outputs), **{f"average {i}": mean for i, mean in enumerate(average)})
+
+
+@script()
+def moving_average_by_swa_utils(wrap: Wrap) -> Results:
+    """`AveragedModel` holds a deep copy: of the wrapper, which then runs replicas of its own."""
+    model = wrap(mlp())
+    average = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.7))
+    optimizer = sgd(model)
+    schedule = swa_utils.SWALR(optimizer, swa_lr=0.05, anneal_epochs=3)
+    outputs = []
+    for x in batches():
+        step(model, optimizer, x)
+        schedule.step()
+        average.update_parameters(model)
+        with torch.no_grad():
+            outputs.append(average(x))
+    return results(nn.ModuleList([model, average]), outputs=torch.cat(outputs))
+
+
+@script()
+def teacher_that_follows_the_student(wrap: Wrap) -> Results:
+    """A mean teacher: a deep copy of the wrapped model, updated by the student, with targets for it."""
+    student = wrap(mlp())
+    teacher = copy.deepcopy(student).requires_grad_(False)
+    optimizer = sgd(student)
+    for x in batches():
+        optimizer.zero_grad()
+        (loss_of(student(x)) + F.mse_loss(student(x), teacher(x * 0.9))).backward()
+        optimizer.step()
+        for mean, parameter in zip(teacher.parameters(), student.parameters(), strict=True):
+            mean.data.lerp_(parameter.data, 0.3)
+    return results(nn.ModuleList([student, teacher]))
+
+
+def copied_each_step(wrap: Wrap, copied: Callable[[Any], Any]) -> Results:
+    """Model and optimizer are copied together after each step, and the copy trains on."""
+    model = wrap(mlp())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for x in batches():
+        step(model, optimizer, x)
+        state = optimizer.state_dict()
+        model, state = copied((model, state))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        optimizer.load_state_dict(state)
+    return results(model)
+
+
+@script()
+def deepcopy_each_step(wrap: Wrap) -> Results:
+    return copied_each_step(wrap, copy.deepcopy)
+
+
+@script()
+def pickle_each_step(wrap: Wrap) -> Results:
+    return copied_each_step(wrap, lambda value: pickle.loads(pickle.dumps(value)))
+
+
+@script()
+def torch_save_each_step(wrap: Wrap) -> Results:
+    def through_a_file(value: Any) -> Any:
+        file = io.BytesIO()
+        torch.save(value, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+
+    return copied_each_step(wrap, through_a_file)
+
+
+@script()
+def resumed_from_a_checkpoint(wrap: Wrap) -> Results:
+    """State saved from the wrapped model into a fresh one, in memory that is not the model's (`assign=True`) too."""
+    model = wrap(mlp())
+    optimizer = sgd(model)
+    for number, x in enumerate(batches()):
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        model = wrap(mlp())
+        model.load_state_dict(saved[0], assign=bool(number % 2))
+        optimizer = sgd(model)
+        optimizer.load_state_dict(saved[1])
+        step(model, optimizer, x)
+    return results(model)
+
+
+@script()
+def shared_memory(wrap: Wrap) -> Results:
+    """Parameters that other processes can see, as in Hogwild training."""
+    return train(wrap(mlp()).share_memory())
+
+
+class KeepsItsHistory(nn.Module):
+    """Buffers written by the caller between the steps, and buffers that come and go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+        self.mean = nn.Buffer(torch.zeros(5))
+        self.register_buffer("scale", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x - self.mean
+        return self.linear(x if self.scale is None else x * self.scale)
+
+
+@script()
+def buffers_written_by_the_caller(wrap: Wrap) -> Results:
+    model = wrap(KeepsItsHistory())
+    root = unwrapped(model)
+    optimizer = sgd(model)
+    for number, x in enumerate(batches()):
+        root.mean.lerp_(x.mean(0), 0.5)
+        root.scale = torch.full((5,), 0.5 + number) if number % 2 else None
+        step(model, optimizer, x)
+    return results(model)
+
+
+# ---- the tests -----------------------------------------------------------------------------------
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(
+            name,
+            dtype,
+            id=f"{name}-{str(dtype).removeprefix('torch.')}",
+            marks=pytest.mark.xfail(reason=each.fails, strict=True) if each.fails else (),
+        )
+        for name, each in SCRIPTS.items()
+        for dtype in each.tolerances
+    ]
+
+
+@pytest.mark.parametrize(("name", "dtype"), cases())
+def test_the_wrapped_module_trains_as_the_plain_one(engine: str, name: str, dtype: torch.dtype) -> None:
+    """N7, N9, R2, R3, R4, R8, R9, R10, R13, R14, A10, A14"""
+    expected = run(name, lambda module: module, dtype)
+    for num_replicas in (2, 3):
+        actual = run(name, lambda module, n=num_replicas: DataParallel(module, ["cpu"] * n, engine=engine), dtype)
+        found = differences(actual, expected)
+        worst = max(found, key=found.__getitem__)
+        limit = SCRIPTS[name].tolerances[dtype]
+        assert found[worst] <= limit, f"{num_replicas} replicas: {worst} differs by {found[worst]:.1e} of its size"
+
+
+class LosesARow(DataParallel):
+    """Forgets the gradient of the first row, as a faulty scatter or backward would."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        output = self.module(*inputs, **kwargs)
+        return torch.cat([output[:1].detach(), output[1:]])
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_lost_row_would_be_noticed(name: str) -> None:
+    """The scripts above can fail."""
+    dtype, tolerance = max(SCRIPTS[name].tolerances.items(), key=lambda item: str(item[0]))
+    expected = run(name, lambda module: module, dtype)
+    actual = run(name, lambda module: LosesARow(module, ["cpu"]), dtype)
+    assert max(differences(actual, expected).values()) > 10 * tolerance
