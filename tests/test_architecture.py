@@ -38,6 +38,7 @@ LAYERS: list[str | list[str]] = [
     "manyhands.parallel_apply",
     "manyhands.engines",
     "manyhands.engines.base",
+    "manyhands.engines.early_sums",
     "manyhands.engines.boundary",
     "manyhands.engines.threads",
     "manyhands.data_parallel",

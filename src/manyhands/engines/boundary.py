@@ -31,6 +31,7 @@ import torch
 from manyhands import devices as _devices
 from manyhands import torch_private
 from manyhands.engines.base import ReplicaTiming, Surroundings, all_of
+from manyhands.engines.early_sums import sum_in_place, summed_early
 from manyhands.layouts import Layout, Whole
 from manyhands.parallel_apply import values_or_raise
 from manyhands.thread_state import modes_that_stay
@@ -61,7 +62,9 @@ class Edge:
         if all(part is None for part in parts):
             return None
         here = self._here(self.with_every_part(parts))
-        return _sum_in_place(here) if isinstance(self.layout, Whole) else self.layout.join(here)
+        if isinstance(self.layout, Whole):
+            return sum_in_place([part for part in here if part is not None])
+        return self.layout.join(here)
 
     def with_every_part(self, parts: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """Return the leaves' gradients with zeros for rows that nothing depends on."""
@@ -72,16 +75,6 @@ class Edge:
 
     def _here(self, parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         return [None if part is None else _devices.copy_to(part, self.device) for part in parts]
-
-
-def _sum_in_place(parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Return the sum of gradients in replica order, made in the memory of the first where that is nobody else's."""
-    total, *others = (part for part in parts if part is not None)
-    for part in others:
-        # A leaf's gradient can be a view of what the caller gave to backward, or of another leaf's gradient:
-        # (a.view(-1) + b.view(-1)).backward(g) leaves a.grad and b.grad in the memory of g.
-        total = total.add_(part) if torch_private.owns_its_memory(total) else total + part
-    return total
 
 
 @dataclass
@@ -146,7 +139,8 @@ class Graphs:
                     walk_some([index])
 
             tasks = [lambda i=i: walk_one(i) for i in replicas]
-            values_or_raise(run_together(tasks, devices), [f"the backward of {place}" for place in self.where])
+            with summed_early([edge.tensors for edge in self.inputs if isinstance(edge.layout, Whole)]):
+                values_or_raise(run_together(tasks, devices), [f"the backward of {place}" for place in self.where])
         else:
             walk_some(replicas)
         return self.take_leaf_gradients()
