@@ -127,6 +127,9 @@ def run_python(code: str) -> str:
         lambda: torch.zeros_like(torch.ones(2, device="sim:1")),
         lambda: torch.ones(2, device="sim:1").new_zeros(4),
         lambda: torch.ones(2, device="sim:1").new_tensor([1.0]),
+        lambda: torch.ones(2, device="sim:1").new(),
+        lambda: torch.ones(2, device="sim:1").new(2, 3),
+        lambda: torch.ones(2, device="sim:1").new(torch.ones(2, device="sim:1")),
         lambda: torch.ones(2).to("sim:1"),
         lambda: torch.ones(2).to(torch.ones(2, device="sim:1")),
         lambda: torch.ones(2, device="sim:0").to(device="sim:1", dtype=torch.float64, non_blocking=True),
@@ -177,9 +180,13 @@ def test_a_ninth_device_is_refused():
         torch.zeros(1, device="sim:0").to("sim:8")
 
 
-def test_sparse_tensors_are_refused():
-    with pytest.raises(NotImplementedError, match="dense tensors only"):
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+def test_sparse_and_nested_tensors_are_refused():
+    with pytest.raises(NotImplementedError, match=r"dense tensors only, not torch\.sparse_coo"):
         torch.eye(2, device="sim:0").to_sparse()
+    rows = torch.ones(2, 3, 4, device="sim:0")
+    with pytest.raises(NotImplementedError, match="dense tensors only, not nested ones"):
+        torch._nested_tensor_from_mask(rows, torch.ones(2, 3, dtype=torch.bool, device="sim:0"))
 
 
 # Devices are kept apart

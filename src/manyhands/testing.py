@@ -77,8 +77,9 @@ class SimulatedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, host: torch.Tensor, index: int) -> "SimulatedTensor":
-        if host.layout is not torch.strided:
-            raise NotImplementedError(f"simulated devices hold dense tensors only, not {host.layout}")
+        if host.layout is not torch.strided or host.is_nested:
+            kind = "nested ones" if host.is_nested else host.layout
+            raise NotImplementedError(f"simulated devices hold dense tensors only, not {kind}")
         tensor: SimulatedTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             host.shape,
@@ -137,6 +138,11 @@ class SimulatedTensor(torch.Tensor):
         """Convert as `torch.Tensor.to` does; the same device and dtype give the tensor itself unless copy=True."""
         to: Callable[..., torch.Tensor] = super().to
         return to(*map(_inner_device, args), **{name: _inner_device(value) for name, value in kwargs.items()})
+
+    def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        """Make a tensor as `torch.Tensor.new` does, on this one's device (the C++ side would take the first)."""
+        device = kwargs.pop("device", self.device)
+        return self._host.new(*_map_tensors(_host_of, args), **kwargs).to(device)
 
     def numpy(self, *, force: bool = False) -> Any:
         if not force:
