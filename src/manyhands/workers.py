@@ -23,6 +23,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
@@ -48,17 +49,26 @@ class Outcome(Generic[T]):
     error: BaseException | None = None
 
 
-def run_together(tasks: Sequence[Callable[[], T]], devices: Sequence[torch.device]) -> list[Outcome[T]]:
+def run_together(
+    tasks: Sequence[Callable[[], T]],
+    devices: Sequence[torch.device],
+    around: Callable[[int], AbstractContextManager[None]] = lambda index: nullcontext(),
+) -> list[Outcome[T]]:
     """Run all tasks at once, task i for a replica on `devices[i]`; return how each ended, in order.
 
     >>> [outcome.value for outcome in run_together([lambda: 1, lambda: 2], [torch.device("cpu")] * 2)]
     [1, 2]
 
+    Args:
+        tasks, devices: one a replica.
+        around: what surrounds task i in its thread. It is entered before anything else, and left even if the task
+            cannot be begun, so that others who wait for the task can be told.
+
     Raises:
         BaseException: what a task (or Ctrl-C) raised, where that is not an `Exception`.
     """
     if len(tasks) == 1 or inside_replica() or modes_that_stay():
-        return [_run_here(task, device) for task, device in zip(tasks, devices, strict=True)]
+        return [_run_here(tasks[i], devices[i], around(i)) for i in range(len(tasks))]
 
     state = ThreadState.capture()
     streams = _devices.current_streams(devices)
@@ -68,30 +78,33 @@ def run_together(tasks: Sequence[Callable[[], T]], devices: Sequence[torch.devic
     def job(index: int) -> Callable[[], None]:
         context = state.context.copy()
 
-        def run() -> Outcome[T]:
+        def run() -> T:
             with (
+                around(index),
                 _intra_op_threads(threads_each),
                 state.applied(),
                 _devices.using(devices[index], streams),
                 _marked_as_replica(devices[index]),
             ):
-                return context.run(_outcome, tasks[index])
+                return context.run(tasks[index])
 
-        def report() -> None:
-            try:
-                done.put((index, run()))
-            except BaseException as error:  # noqa: BLE001 - the state cannot be applied; the caller waits for an answer
-                done.put((index, Outcome(error=error)))
+        return lambda: done.put((index, _outcome(run)))
 
-        return report
+    def first() -> T:
+        with (
+            around(0),
+            _intra_op_threads(threads_each),
+            _devices.using(devices[0], streams),
+            _marked_as_replica(devices[0]),
+        ):
+            return tasks[0]()
 
     workers = _pool.borrow(len(tasks) - 1)
     ended: dict[int, Outcome[T]] = {}
     try:
         for i, worker in enumerate(workers, 1):
             worker.inbox.put(job(i))
-        with _intra_op_threads(threads_each), _devices.using(devices[0], streams), _marked_as_replica(devices[0]):
-            ended[0] = _outcome(tasks[0])
+        ended[0] = _outcome(first)
         _raise_if_urgent(ended[0])
         while len(ended) < len(tasks):
             with contextlib.suppress(Empty):
@@ -124,9 +137,12 @@ def _outcome(task: Callable[[], T]) -> Outcome[T]:
         return Outcome(error=error)
 
 
-def _run_here(task: Callable[[], T], device: torch.device) -> Outcome[T]:
-    with _devices.using(device, []), _marked_as_replica(device):
-        outcome = _outcome(task)
+def _run_here(task: Callable[[], T], device: torch.device, around: AbstractContextManager[None]) -> Outcome[T]:
+    def run() -> T:
+        with around, _devices.using(device, []), _marked_as_replica(device):
+            return task()
+
+    outcome = _outcome(run)
     _raise_if_urgent(outcome)
     return outcome
 
