@@ -36,6 +36,7 @@ LAYERS: list[str | list[str]] = [
     "manyhands.scatter_gather",
     "manyhands.replicate",
     "manyhands.parallel_apply",
+    "manyhands.batch_norm",
     "manyhands.engines",
     "manyhands.engines.base",
     "manyhands.engines.early_sums",

@@ -1979,3 +1979,653 @@ def test_sparse_outputs(wrap, n):
             return self.layer(x).to_sparse()
 
     torch.testing.assert_close(results(wrap(Sparse(), n)), results(Sparse()), rtol=1e-12, atol=1e-12)
+
+
+# ---- batch norm over all replicas ----------------------------------------------------------------
+
+
+class CallsSuper(nn.BatchNorm1d):
+    """A user's subclass that has something of its own, and lets torch's do the rest."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * 2) + 1
+
+
+class CallsFunctional(nn.BatchNorm1d):
+    """A user's subclass that does without torch's forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        running = (self.running_mean, self.running_var)
+        return F.batch_norm(x, *running, self.weight + 1, self.bias, training=self.training, momentum=0.3, eps=1e-3)
+
+
+class Functional(nn.Module):
+    """Batch norms that have no tensor by which to know them, the second over another number of channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.batch_norm(self.first(x), None, None, training=True)
+        return F.batch_norm(
+            self.second(F.batch_norm(hidden.tanh(), None, None, None, None, True)), None, None, None, None, True
+        )
+
+
+class UsedTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(5, 5), nn.BatchNorm1d(5, momentum=None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(torch.tanh(self.linear(self.norm(x))))
+
+
+class ResidualBlock(nn.Module):
+    """Two ways through the block, each with a batch norm."""
+
+    def __init__(self, *, bias: bool = True) -> None:
+        super().__init__()
+        first, second = nn.Conv2d(2, 3, 3, padding=1, bias=bias), nn.Conv2d(3, 3, 1, bias=bias)
+        self.long = nn.Sequential(first, nn.BatchNorm2d(3), nn.ReLU(), second)
+        self.short = nn.Sequential(nn.Conv2d(2, 3, 1, bias=bias), nn.BatchNorm2d(3))
+        self.after = nn.BatchNorm2d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.short(x) + self.after(self.long(x)))
+
+
+class CheckpointedBatchNorm(nn.Module):
+    """Checkpoints around batch norms, one of them inside of another."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh())
+        self.second = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())
+        self.third = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_() if x.is_leaf else x  # what a reentrant checkpoint asks for
+        return checkpoint(
+            self.inner, checkpoint(self.first, x, use_reentrant=self.reentrant), use_reentrant=self.reentrant
+        )
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(checkpoint(self.second, x, use_reentrant=self.reentrant))
+
+
+class BatchNormForceField(ForceField):
+    """Differentiates through batch norm inside its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1))
+
+
+def frozen_batch_norm() -> nn.Module:
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.BatchNorm1d(4))
+    model[1].requires_grad_(False)
+    return model
+
+
+def one_norm_in_eval_mode() -> nn.Module:
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.BatchNorm1d(4))
+    model[1].eval()
+    return model
+
+
+BATCH_NORMS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor]]] = {
+    "1d": (lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)), rows_of(5)),
+    "1d, over a length": (lambda: nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.Tanh()), rows_of(2, 6)),
+    "2d": (
+        lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 3, 1)),
+        rows_of(2, 5, 5),
+    ),
+    "3d": (lambda: nn.Sequential(nn.BatchNorm3d(2), nn.Tanh()), rows_of(2, 2, 3, 2)),
+    "means far from 0": (lambda: nn.Sequential(nn.BatchNorm1d(5), nn.Tanh()), lambda rows: torch.randn(rows, 5) + 1e3),
+    "momentum=None": (lambda: nn.Sequential(nn.BatchNorm1d(5, momentum=None), nn.Linear(5, 3)), rows_of(5)),
+    "affine=False": (lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, affine=False)), rows_of(5)),
+    "track_running_stats=False": (
+        lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, track_running_stats=False)),
+        rows_of(5),
+    ),
+    "neither": (
+        lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, affine=False, track_running_stats=False)),
+        rows_of(5),
+    ),
+    "subclass, super": (lambda: nn.Sequential(nn.Linear(5, 4), CallsSuper(4), nn.Tanh()), rows_of(5)),
+    "subclass, functional": (lambda: nn.Sequential(nn.Linear(5, 4), CallsFunctional(4), nn.Tanh()), rows_of(5)),
+    "functional": (Functional, rows_of(5)),
+    "SyncBatchNorm": (lambda: nn.Sequential(nn.Linear(5, 4), nn.SyncBatchNorm(4), nn.Tanh()), rows_of(5)),
+    "used twice": (UsedTwice, rows_of(5)),
+    "residual block": (ResidualBlock, rows_of(2, 4, 4)),
+    "frozen": (frozen_batch_norm, rows_of(5)),
+    "one of two in eval mode": (one_norm_in_eval_mode, rows_of(5)),
+    "checkpoint, reentrant": (lambda: CheckpointedBatchNorm(True), rows_of(5)),
+    "checkpoint, non-reentrant": (lambda: CheckpointedBatchNorm(False), rows_of(5)),
+    "differentiates inside": (BatchNormForceField, rows_of(5)),
+}
+
+
+def assert_near(actual: torch.Tensor | None, expected: torch.Tensor | None, tolerance: float = 1e-12) -> None:
+    """Compare on the scale of the largest entry: gradients behind a batch norm are small differences."""
+    assert (actual is None) == (expected is None), f"got {actual}, expected {expected}"
+    if expected is not None and actual is not None and expected.numel():
+        scale = max(1.0, expected.abs().max().item())
+        torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * scale)
+
+
+def assert_all_near(model: nn.Module, plain: nn.Module, tolerance: float = 1e-12) -> None:
+    """Compare gradients and buffers."""
+    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        try:
+            assert_near(mine.grad, theirs.grad, tolerance)
+        except AssertionError as error:
+            error.add_note(f"the gradient of {name}")
+            raise
+    for (name, mine), theirs in zip(model.named_buffers(), plain.buffers(), strict=True):
+        try:
+            assert_near(mine, theirs, tolerance)
+        except AssertionError as error:
+            error.add_note(name)
+            raise
+
+
+def compare_with_plain(model: DataParallel, plain: nn.Module, x: torch.Tensor, tolerance: float = 1e-12) -> None:
+    """Run forward and backward of both; compare outputs, all gradients and buffers."""
+    x_plain, x_model = fresh(x), fresh(x)
+    expected, output = plain(x_plain), in_time(lambda: model(x_model))
+    for mine, theirs in zip(tensors_in(output), tensors_in(expected), strict=True):
+        assert mine.dtype == theirs.dtype
+        assert_near(mine.detach(), theirs.detach(), tolerance)
+    loss_of(expected).backward()
+    in_time(lambda: loss_of(output).backward())
+    assert_near(x_model.grad, x_plain.grad, tolerance)
+    assert_all_near(model.module, plain, tolerance)
+
+
+@pytest.mark.parametrize(("num_replicas", "rows"), [(2, 7), (3, 8), (4, 4), (4, 6), (8, 9)])
+@pytest.mark.parametrize("name", BATCH_NORMS)
+def test_synchronised_batch_norm(wrap: Callable[..., DataParallel], name: str, num_replicas: int, rows: int) -> None:
+    """N5: outputs, gradients and running statistics are the plain module's, in training and after it."""
+    make_model, make_batch = BATCH_NORMS[name]
+    plain = make_model()
+    model = wrap(copy.deepcopy(plain), num_replicas, sync_batch_norm=True)
+    # Numbers far from 0 have fewer digits behind the point.
+    tolerance = 1e-9 if name == "means far from 0" else 1e-12
+    for _ in range(2):
+        compare_with_plain(model, plain, make_batch(rows), tolerance)
+    for module in (plain, model):
+        module.eval()
+    compare_with_plain(model, plain, make_batch(rows), tolerance)
+
+
+@pytest.mark.parametrize("shares", ["even", [3, 1, 2], [1, 0, 1]], ids=str)
+def test_synchronised_batch_norm_with_shares(wrap: Callable[..., DataParallel], shares: Any) -> None:
+    """N5, S2: every row counts the same, however many a replica has; idle replicas count nothing."""
+    plain = ResidualBlock()
+    model = wrap(copy.deepcopy(plain), 3, shares=shares, sync_batch_norm=True)
+    for rows in (7, 2, 5, 1):
+        compare_with_plain(model, plain, torch.randn(rows, 2, 4, 4))
+
+
+@pytest.mark.parametrize("num_replicas", range(1, 9))
+def test_synchronised_batch_norm_in_single_precision(wrap: Callable[..., DataParallel], num_replicas: int) -> None:
+    """N5: within 1e-5, relative to the largest entry; NCHW and channels last."""
+    plain = ResidualBlock(bias=False).float()  # the gradient of a bias before a batch norm is nothing but rounding
+    model = wrap(copy.deepcopy(plain), num_replicas, sync_batch_norm=True)
+    compare_with_plain(model, plain, torch.randn(17, 2, 6, 6, dtype=torch.float32) * 3 + 1, 1e-5)
+    for module in (plain, model):
+        module.to(memory_format=torch.channels_last)
+    x = torch.randn(17, 2, 6, 6, dtype=torch.float32).to(memory_format=torch.channels_last)
+    compare_with_plain(model, plain, x, 1e-5)
+    assert model(x).is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16], ids=["autocast", "all in bfloat16"])
+def test_synchronised_batch_norm_in_half_precision(wrap: Callable[..., DataParallel], parameters: torch.dtype) -> None:
+    """N5, R14: as near to the result in double precision as the plain module is."""
+    exact = ResidualBlock(bias=False)
+    plain = copy.deepcopy(exact).to(parameters)
+    model = wrap(copy.deepcopy(plain), 3, sync_batch_norm=True)
+    x = torch.randn(17, 2, 6, 6)
+    outputs = [exact(x)]
+    with torch.autocast("cpu", torch.bfloat16, enabled=parameters is torch.float32):
+        outputs += [module(x.to(parameters)) for module in (plain, model)]
+    assert outputs[1].dtype == outputs[2].dtype == torch.bfloat16
+    assert {b.dtype for b in model.buffers()} == {parameters, torch.int64}
+    for output in outputs:
+        loss_of(output.double()).backward()
+    results = [
+        [
+            torch.cat([t.detach().double().flatten() for t in tensors])
+            for tensors in (out, [p.grad for p in m.parameters()], m.buffers())
+        ]
+        for out, m in zip(outputs, (exact, plain, model), strict=True)
+    ]
+    for exactly, plainly, mine in zip(*results, strict=True):
+        assert (mine - exactly).norm() <= 2 * (plainly - exactly).norm() + 0.01 * exactly.norm()
+
+
+def test_one_value_a_channel(wrap: Callable[..., DataParallel]) -> None:
+    """N5, N11: raises what the plain module raises where the whole batch has one; a replica may."""
+    plain = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
+    model = wrap(copy.deepcopy(plain), 3, sync_batch_norm=True)
+    compare_with_plain(model, plain, torch.randn(3, 5))
+    before = copy.deepcopy(model.module.state_dict())
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel") as expected:
+        plain(torch.randn(1, 5))
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel") as caught:
+        model(torch.randn(1, 5))
+    assert str(caught.value) == str(expected.value)
+    for name, value in model.module.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_one_value_a_channel_where_rows_are_selected(wrap: Callable[..., DataParallel]) -> None:
+    """N5: forward may leave a replica no rows at all, or the whole batch one, or none."""
+
+    class Selects(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(x[x[:, 0] > 0])
+
+    plain = Selects()
+    model = wrap(copy.deepcopy(plain), 3, sync_batch_norm=True)
+    x = torch.arange(18.0).view(9, 2).sin()
+    for smallest in (-2.0, 4.0, 7.0):
+        compare_with_plain(model, plain, x + torch.arange(9.0)[:, None] - smallest)
+    with pytest.raises(ValueError, match=r"more than 1 value per channel .* input size torch.Size\(\[1, 2\]\)"):
+        in_time(lambda: model(torch.tensor([[-1.0, 1.0], [-1.0, 1.0], [1.0, 1.0]])))
+    assert plain(-torch.ones(3, 2)).shape == in_time(lambda: model(-torch.ones(3, 2))).shape == (0, 2)
+
+
+def test_synchronised_batch_norm_without_rows(wrap: Callable[..., DataParallel]) -> None:
+    """S9, N5: as the plain module."""
+    plain = nn.BatchNorm1d(3)
+    model = wrap(copy.deepcopy(plain), 2, sync_batch_norm=True)
+    x = torch.zeros(0, 3)
+    assert model(x).shape == plain(x).shape
+    assert_same_state(model.module, plain)
+
+
+def test_synchronised_batch_norm_changes_replicas_only(wrap: Callable[..., DataParallel]) -> None:
+    """N5: types, attributes, names and torch itself are as before, during the call as well."""
+    before, seen = F.batch_norm, []
+
+    class Looks(nn.BatchNorm1d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append((type(self), F.batch_norm))
+            return super().forward(x)
+
+    model = wrap(Looks(3), 2, sync_batch_norm=True)
+    attributes, names = dict(vars(model.module)), list(model.module.state_dict())
+    loss_of(model(torch.randn(4, 3))).backward()
+    assert set(seen) == {(Looks, before)}
+    assert F.batch_norm is before
+    assert vars(model.module).keys() == attributes.keys()
+    assert list(model.module.state_dict()) == names
+    assert torch.overrides._get_current_function_mode_stack() == []
+
+
+def test_synchronised_batch_norm_gives_equal_bits(wrap: Callable[..., DataParallel]) -> None:
+    """N1, N5: whichever replica comes first to a batch norm."""
+    model = wrap(ResidualBlock().float(), 4, sync_batch_norm=True)
+    x = torch.randn(9, 2, 4, 4, dtype=torch.float32)
+    state = copy.deepcopy(model.module.state_dict())
+    seen = []
+    for _ in range(10):
+        model.module.load_state_dict(state)
+        model.zero_grad()
+        output = model(x)
+        loss_of(output.double()).backward()
+        seen.append(
+            torch.cat(
+                [
+                    t.detach().double().flatten()
+                    for t in (output, *[p.grad for p in model.parameters()], *model.buffers())
+                ]
+            )
+        )
+    assert all(torch.equal(other, seen[0]) for other in seen)
+
+
+def test_synchronised_batch_norm_and_how_backward_is_asked_for(wrap: Callable[..., DataParallel]) -> None:
+    """N5, N1, N8: several forwards, kept graphs, partial gradients, an output that the loss ignores."""
+
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh())
+            self.used, self.ignored = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden = self.trunk(x)
+            return self.used(hidden), self.ignored(hidden)
+
+    plain = TwoHeads()
+    model = wrap(copy.deepcopy(plain), 3, sync_batch_norm=True)
+    batches = [torch.randn(rows, 5) for rows in (7, 4, 8)]
+    partial = []
+    for module, root in ((plain, plain), (model, model.module)):
+
+        def run(module: nn.Module = module, root: nn.Module = root) -> None:
+            losses = [loss_of(module(x)[0]) for x in batches]
+            (losses[0] * 2).backward(retain_graph=True)
+            (losses[2] + losses[1]).backward()
+            losses[0].backward()
+            partial.append(torch.autograd.grad(loss_of(module(batches[0])), [root.used.bias, root.trunk[0].weight]))
+
+        in_time(run)
+    assert model.module.ignored.weight.grad is None
+    assert_all_near(model.module, plain)
+    for mine, theirs in zip(*reversed(partial), strict=True):
+        assert_near(mine, theirs)
+
+
+def test_synchronised_batch_norm_without_grad(wrap: Callable[..., DataParallel]) -> None:
+    """N5, R14: statistics of the whole batch also where nothing is to be differentiated."""
+    plain = ResidualBlock()
+    model = wrap(copy.deepcopy(plain), 3, sync_batch_norm=True)
+    x = torch.randn(8, 2, 4, 4)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert_near(model(x), plain(x))
+        assert_all_near(model.module, plain)
+    compare_with_plain(model, plain, x)
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_gradgradcheck_of_synchronised_batch_norm(wrap: Callable[..., DataParallel], num_replicas: int) -> None:
+    """N3, N5"""
+    layers = [nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 2), nn.BatchNorm1d(2, affine=False)]
+    model = wrap(nn.Sequential(*layers), num_replicas, sync_batch_norm=True)
+    x = torch.randn(5, 2, requires_grad=True)
+
+    def run(x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return model(x)
+
+    assert torch.autograd.gradcheck(run, (x, *model.parameters()))
+    assert torch.autograd.gradgradcheck(run, (x, *model.parameters()))
+
+
+@pytest.mark.parametrize(("num_replicas", "rows"), [(2, 7), (3, 8), (4, 6)])
+@pytest.mark.parametrize("name", ["1d", "2d", "affine=False", "used twice", "residual block", "differentiates inside"])
+def test_gradient_penalty_with_synchronised_batch_norm(
+    wrap: Callable[..., DataParallel], name: str, num_replicas: int, rows: int
+) -> None:
+    """N3, N5: gradients of a loss of gradients; running statistics are written once."""
+    make_model, make_batch = BATCH_NORMS[name]
+    plain = make_model()
+    model = wrap(copy.deepcopy(plain), num_replicas, sync_batch_norm=True)
+    for _ in range(2):
+        x = make_batch(rows)
+        penalty_loss(plain, x).backward()
+        in_time(lambda x=x: penalty_loss(model, x).backward())
+        assert_all_near(model.module, plain, 1e-10)
+
+
+def test_checkpoints_around_batch_norm_in_double_backward(wrap: Callable[..., DataParallel]) -> None:
+    """N3, N5, R13: each pass over the graph runs the checkpoint's forward again, with the other replicas."""
+    plain = CheckpointedBatchNorm(False)
+    model = wrap(copy.deepcopy(plain), 3, sync_batch_norm=True)
+    x = torch.randn(8, 5)
+    penalty_loss(plain, x).backward()
+    in_time(lambda: penalty_loss(model, x).backward())
+    for mine, theirs in zip(model.module.parameters(), plain.parameters(), strict=True):
+        assert_near(mine.grad, theirs.grad, 1e-10)
+
+
+def test_third_derivatives_of_synchronised_batch_norm(wrap: Callable[..., DataParallel]) -> None:
+    """N3, N5: the oracle is the formula, because torch's own third derivatives of batch norm are wrong."""
+
+    class Formula(nn.BatchNorm1d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            centred = x - x.mean(0)
+            return centred / torch.sqrt(centred.square().mean(0) + self.eps) * self.weight + self.bias
+
+    model = wrap(nn.BatchNorm1d(3), 2, sync_batch_norm=True)
+    plain = Formula(3)
+    x = torch.randn(5, 3)
+
+    def third(module: nn.Module) -> torch.Tensor:
+        x_here = fresh(x)
+        (first,) = torch.autograd.grad(module(x_here).pow(3).sum(), x_here, create_graph=True)
+        (second,) = torch.autograd.grad(first.pow(3).sum(), x_here, create_graph=True)
+        return torch.autograd.grad(second.pow(2).sum(), x_here)[0]
+
+    assert_near(in_time(lambda: third(model)), third(plain), 1e-10)
+
+
+def test_batched_gradients_cannot_meet(wrap: Callable[..., DataParallel]) -> None:
+    """N5: an error that says what to do, where torch runs one backward for many gradients."""
+    model = wrap(nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)), 2, sync_batch_norm=True)
+    vectors = torch.randn(4, 6, 3)
+    with pytest.raises(RuntimeError, match="Ask for gradients one by one"):
+        in_time(
+            lambda: torch.autograd.grad(
+                model(torch.randn(6, 5)), model.module[0].weight, vectors, is_grads_batched=True
+            )
+        )
+    compare_with_plain(model, copy.deepcopy(model.module), torch.randn(6, 5))
+
+
+def test_a_leaf_from_outside_with_synchronised_batch_norm(wrap: Callable[..., DataParallel]) -> None:
+    """N5: replicas that share a leaf of the caller's still walk their graphs at once."""
+    outside = [nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5))]
+
+    class UsesOutside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.which = nn.BatchNorm1d(5), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(torch.tanh(x * outside[self.which]))
+
+    plain = UsesOutside()
+    model = wrap(copy.deepcopy(plain), 3, sync_batch_norm=True)
+    model.module.which = 1
+    x = torch.randn(8, 5)
+    for module in (plain, model):
+        in_time(lambda module=module: loss_of(module(x)).backward())
+        in_time(lambda module=module: penalty_loss(module, x).backward())
+    assert_near(outside[1].grad, outside[0].grad, 1e-10)
+    assert_all_near(model.module, plain, 1e-10)
+
+
+class Branches(nn.Module):
+    """Takes one branch or the other, by the first number of the first row."""
+
+    def __init__(self, *, crossing: bool = False) -> None:
+        super().__init__()
+        self.left, self.right, self.both = nn.BatchNorm1d(2), nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+        self.crossing = crossing
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = (self.left, self.right) if x[0, 0] < 3 else (self.right, self.left)
+        return self.both(torch.tanh(second(torch.tanh(first(x))) if self.crossing else first(x)))
+
+
+def test_branches_that_the_data_decides(wrap: Callable[..., DataParallel], caplog: pytest.LogCaptureFixture) -> None:
+    """N5: each batch norm is over the rows that came to it, forward and backward; this is said, and nothing hangs."""
+    model = wrap(Branches(), 3, sync_batch_norm=True)
+    plain = copy.deepcopy(model.module)
+    x_model, x_plain = fresh(NUMBERED_ROWS.sin()), fresh(NUMBERED_ROWS.sin())
+    x_model.data[[0, 3, 6], 0] = x_plain.data[[0, 3, 6], 0] = torch.tensor([5.0, 1.0, 5.0])  # right, left, right
+    output = in_time(lambda: model(x_model))
+    in_time(lambda: loss_of(output).backward())
+    right = plain.right(torch.cat([x_plain[:3], x_plain[6:]]))
+    parts = [right[:3], plain.left(x_plain[3:6]), right[3:]]
+    loss_of(plain.both(torch.tanh(torch.cat(parts)))).backward()
+    assert_near(x_model.grad, x_plain.grad)
+    for mine, theirs in zip(model.module.parameters(), plain.parameters(), strict=True):
+        assert_near(mine.grad, theirs.grad)
+    assert "the batch norm of right.running_mean saw the rows of some replicas only" in caplog.text
+    assert "both" not in caplog.text
+
+
+def test_batch_norms_in_different_orders_do_not_hang(wrap: Callable[..., DataParallel]) -> None:
+    """N5: replicas that need each other in a circle go on with the rows of those who are there."""
+    model = wrap(Branches(crossing=True), 3, sync_batch_norm=True)
+    for first_rows in ((0.0, 5.0, 0.0), (5.0, 0.0, 5.0), (5.0, 5.0, 0.0)):
+        x = fresh(NUMBERED_ROWS.cos())
+        x.data[[0, 3, 6], 0] = torch.tensor(first_rows)
+        in_time(lambda x=x: loss_of(model(x)).backward())
+        assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("first_row", [0.0, 3.0, 6.0])
+@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("error", [FailureError(7, "as asked"), KeyboardInterrupt()], ids=["Exception", "Ctrl-C"])
+def test_a_failure_releases_who_waits_in_batch_norm(
+    wrap: Callable[..., DataParallel], first_row: float, in_backward: bool, error: BaseException
+) -> None:
+    """F1, F3, N5, N11: the others wait for it in a batch norm before and one after; the next call is right."""
+
+    class FailsBetween(FailsOn):
+        def __init__(self) -> None:
+            super().__init__()
+            self.after = nn.Sequential(nn.BatchNorm1d(2), nn.Tanh(), nn.BatchNorm1d(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.after(super().forward(x))
+
+    model = wrap(FailsBetween(), 3, sync_batch_norm=True)
+    plain = copy.deepcopy(model.module)
+    before = copy.deepcopy(model.module.state_dict())
+    model.module.on, model.module.in_backward = {first_row: error}, in_backward
+    with pytest.raises(type(error)) as caught:
+        in_time(lambda: loss_of(model(NUMBERED_ROWS)).backward())
+    assert caught.value is error
+    assert all(p.grad is None for p in model.parameters())
+    if not in_backward:
+        for name, value in model.module.state_dict().items():
+            assert torch.equal(value, before[name]), name
+    model.module.load_state_dict(before)
+    model.module.on = {}
+    for module in (model, plain):
+        in_time(lambda module=module: loss_of(module(NUMBERED_ROWS)).backward())
+    model.module.calls = plain.calls  # counted once a forward, or twice
+    assert_all_near(model.module, plain)
+
+
+def test_a_failure_with_one_row_left_to_the_others(wrap: Callable[..., DataParallel]) -> None:
+    """F2, N5: the caller gets the failure, not the complaint of a replica that is left with a single row."""
+    error = FailureError(7, "as asked")
+
+    class FailsFirst(nn.BatchNorm1d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if len(x) == 7:
+                raise error
+            return super().forward(x)
+
+    model = wrap(FailsFirst(2), 2, sync_batch_norm=True, shares=[1, 7])
+    with pytest.raises(FailureError) as caught:
+        in_time(lambda: model(NUMBERED_ROWS))
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("outer_synchronised", [False, True])
+@pytest.mark.parametrize("inner_synchronised", [False, True])
+def test_wrappers_inside_wrappers_with_batch_norm(
+    wrap: Callable[..., DataParallel], outer_synchronised: bool, inner_synchronised: bool
+) -> None:
+    """A10, N5: inside a replica of a synchronised wrapper every batch norm sees the whole batch."""
+    plain = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    inner = copy.deepcopy(plain)
+    inner[2] = wrap(inner[2], 2, sync_batch_norm=inner_synchronised)
+    model = wrap(inner, 2, sync_batch_norm=outer_synchronised)
+    x = torch.randn(8, 5)
+    if outer_synchronised:
+        compare_with_plain(model, plain, x)
+    elif inner_synchronised:  # each outer replica has 4 rows, and the inner wrapper sees all of those
+        in_time(lambda: loss_of(model(x)).backward())
+        loss_of(data_parallel(plain, x, ["cpu"] * 2)).backward()
+        assert_all_near(model.module, plain)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_around_a_synchronised_wrapper(
+    wrap: Callable[..., DataParallel], reentrant: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """N5, R14: the non-reentrant kind counts saved tensors, so that one device runs the whole batch, which is said."""
+    plain = ResidualBlock()
+    model = wrap(copy.deepcopy(plain), 3, sync_batch_norm=True)
+    x = torch.randn(8, 2, 4, 4)
+    for module in (plain, model):
+        in_time(lambda module=module: loss_of(checkpoint(module, fresh(x), use_reentrant=reentrant)).backward())
+    assert_all_near(model.module, plain)
+    assert ("runs the whole batch on its first device" in caplog.text) == (not reentrant)
+
+
+def test_a_synchronised_wrapper_under_a_mode(wrap: Callable[..., DataParallel]) -> None:
+    """N5, R14: dispatch modes and torch.func transforms."""
+    plain = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3, track_running_stats=False))
+    model = wrap(copy.deepcopy(plain), 3, sync_batch_norm=True)
+    x = torch.randn(8, 5)
+    grads = [torch.func.grad(lambda x, module=module: module(x).pow(3).sum())(x) for module in (plain, model)]
+    assert_near(grads[1], grads[0])
+
+
+def test_synchronised_batch_norm_from_several_threads(wrap: Callable[..., DataParallel]) -> None:
+    """F5, N5: calls that overlap do not meet each other."""
+    plain = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Tanh())
+    model = wrap(copy.deepcopy(plain), 3, sync_batch_norm=True)
+    wrong: list[int] = []
+
+    def call(number: int) -> None:
+        x = torch.randn(7, 5, generator=torch.Generator().manual_seed(number))
+        for _ in range(10):
+            x_model, x_plain = fresh(x), fresh(x)
+            (mine,) = torch.autograd.grad(loss_of(model(x_model)), x_model)
+            (theirs,) = torch.autograd.grad(loss_of(plain(x_plain)), x_plain)
+            if not torch.allclose(mine, theirs, rtol=1e-12, atol=1e-12):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=call, args=(i,), daemon=True) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive(), "it hangs"
+    assert not wrong
+
+
+def test_synchronised_batch_norm_frees_what_it_held(wrap: Callable[..., DataParallel], collector_off: None) -> None:
+    """N10, N5: activations go while backward runs; no cycles, whatever the order of the derivative."""
+
+    class WatchedNorm(Watched):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(super().forward(x))
+
+    model = wrap(WatchedNorm(), 3, sync_batch_norm=True)
+
+    def step(order: int) -> None:
+        x = fresh(torch.randn(8, 5))
+        if order == 2:
+            penalty_loss(model, x).backward()
+        else:
+            loss = loss_of(model(x))
+            if order == 1:
+                loss.backward()
+                assert model.module.alive() == 0
+            else:
+                assert model.module.alive() == 3
+
+    for order in (0, 1, 2):
+        step(order)  # what is made once and kept
+        model.module.seen.clear()
+        gc.collect()
+        step(order)
+        assert model.module.alive() == 0
+        assert gc.collect() == 0
+        model.module.seen.clear()

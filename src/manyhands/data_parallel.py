@@ -15,6 +15,7 @@ from torch import nn
 
 from manyhands import devices as _devices
 from manyhands import nested
+from manyhands.batch_norm import inside_synchronised_replica, run_synchronised
 from manyhands.devices import DeviceLike
 from manyhands.engines.base import Call, Engine, ReplicaTiming, called
 from manyhands.engines.threads import ThreadsEngine
@@ -34,6 +35,11 @@ _NO_ACCELERATOR = (
     "this machine has no accelerator: DataParallel runs the plain module. For several replicas on the CPU, write "
     'DataParallel(model, ["cpu"] * n).'
 )
+_RUNS_WHOLE = (
+    "DataParallel with sync_batch_norm=True runs the whole batch on its first device while a mode is active that "
+    "cannot follow into other threads: a dispatch or function mode, a torch.func transform, saved-tensor hooks. In one "
+    "thread replicas cannot wait for each other."
+)
 _VERBS = ("replicate", "scatter", "parallel_apply", "gather")
 
 
@@ -51,7 +57,8 @@ class DataParallel(nn.DataParallel[Any]):
     Everything else of a training script stays as it is. Gradients arrive in the module's own parameters, summed over
     the replicas; outputs are in the order of the inputs. For a module whose rows do not interact, outputs and
     gradients are the plain module's within float rounding; where rows do interact (batch normalisation in training),
-    each replica sees its own rows only, as in `torch.nn.DataParallel`.
+    each replica sees its own rows only, as in `torch.nn.DataParallel`. With `sync_batch_norm=True` batch norm sees the
+    whole batch, and the numbers are the plain module's again.
 
     Args:
         module: the model; with two or more devices, its parameters and buffers are on the first one.
@@ -72,6 +79,10 @@ class DataParallel(nn.DataParallel[Any]):
             rows, every replica gets all of it. What is left out has `dim`: `in_dims={"mask": 1, "table": None}`.
         out_dims: the same for outputs; None: the replicas agree on it. `out_dims=(0, 1)` for the output and the hidden
             state of an RNN with batch_first=True.
+        sync_batch_norm: whether batch norm in training normalises over the rows of all replicas instead of each one's
+            own: `torch.nn.BatchNorm1d`, 2d and 3d, subclasses, and `torch.nn.functional.batch_norm`. Outputs,
+            gradients and running statistics are then those of one device. The replicas wait for each other at every
+            batch norm, forward and backward.
 
     Attributes read or assigned through the wrapper that only the module has are the module's: `model.config`.
 
@@ -98,6 +109,7 @@ class DataParallel(nn.DataParallel[Any]):
         scalars: Any = "stack",
         in_dims: Any = ...,
         out_dims: Any = ...,
+        sync_batch_norm: bool = False,
     ) -> None:
         nn.Module.__init__(self)  # not that of torch.nn.DataParallel, which knows GPUs only
         _check_arguments(module, dim)
@@ -115,6 +127,7 @@ class DataParallel(nn.DataParallel[Any]):
         self.shares: Shares = check_shares(shares, len(self.devices) or None)
         self.in_dims = in_dims
         self._rules = OutputRules(dim, out_dims, scalars)
+        self.sync_batch_norm = _check_flag(sync_batch_norm, "sync_batch_norm")
         self._engine = _ENGINES[engine]()
         self._most_rows = 0
         if self.devices:
@@ -153,7 +166,7 @@ class DataParallel(nn.DataParallel[Any]):
     def _run(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.devices:
             return called(self.module, method)(*inputs, **kwargs)
-        if len(self.devices) == 1:
+        if len(self.devices) == 1 or self._runs_whole():
             return self._run_on_one_device(method, inputs, kwargs)
         if self._verbs_overridden() or modes_that_stay():
             return self._run_plain_composition(method, inputs, kwargs)
@@ -208,6 +221,7 @@ class DataParallel(nn.DataParallel[Any]):
             output_device=here or self._gather_on,
             rules=self._rules,
             method=method,
+            sync_batch_norm=self.sync_batch_norm,
         )
 
     def _arguments(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -241,7 +255,7 @@ class DataParallel(nn.DataParallel[Any]):
     def _run_on_one_device(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = self._here() or self.devices[0]
         if self._overrides("scatter"):
-            (inputs, *_), (kwargs, *_) = self.scatter(inputs, kwargs, self.device_ids)
+            (inputs, *_), (kwargs, *_) = self.scatter(inputs, kwargs, self.device_ids[:1])
 
         def move(value: Any, to: torch.device = device) -> Any:
             if isinstance(value, torch.Tensor):  # the common case, without a walk
@@ -259,6 +273,15 @@ class DataParallel(nn.DataParallel[Any]):
             raise
         return output if self._gather_on == self.devices[0] or inside_replica() else move(output, self._gather_on)
 
+    def _runs_whole(self) -> bool:
+        """Return whether batch norm is to see all rows where replicas run one after the other and cannot meet."""
+        if inside_replica():
+            return self.sync_batch_norm or inside_synchronised_replica()
+        if self.sync_batch_norm and modes_that_stay():
+            say_once(_RUNS_WHOLE)
+            return True
+        return False
+
     def _overrides(self, verb: str) -> bool:
         return verb in self.__dict__ or getattr(type(self), verb) is not getattr(DataParallel, verb)
 
@@ -268,6 +291,11 @@ class DataParallel(nn.DataParallel[Any]):
     def _run_plain_composition(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         here = self._here()
         check_device(self.module, chain(self.module.parameters(), self.module.buffers()), here or self.devices[0])
+        if self.sync_batch_norm and self._overrides("parallel_apply"):
+            raise RuntimeError(
+                "sync_batch_norm=True with a parallel_apply of your own: replicas wait for each other in batch norm, "
+                "and would do so for ever if yours runs them one after the other. Leave one of the two out."
+            )
         # A scatter of the user's own may know rows where we see none.
         own_scatter = self._overrides("scatter")
         plan = None if own_scatter else self._plan(method, inputs, kwargs)
@@ -280,7 +308,10 @@ class DataParallel(nn.DataParallel[Any]):
         try:
             with unchanged_on_failure(self.module.buffers()):
                 replicas = self.replicate(self.module, device_ids[: len(shards)])
-                outputs = self.parallel_apply([called(r, method) for r in replicas], shards, shard_kwargs)
+                calls: Sequence[Any] = [called(replica, method) for replica in replicas]
+                if self.sync_batch_norm and len(replicas) > 1:
+                    calls = run_synchronised(replicas, calls)
+                outputs = self.parallel_apply(calls, shards, shard_kwargs)
                 return self.gather(outputs, here or self.output_device)
         finally:
             _sizes_of_call.reset(sizes)
@@ -367,6 +398,12 @@ def _check_arguments(module: object, dim: object) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected a torch.nn.Module, got {module!r}")
     check_dim(dim)
+
+
+def _check_flag(value: object, argument: str) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{argument}={value!r}: expected True or False")
+    return value
 
 
 def _accept_clean_names(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:

@@ -63,6 +63,7 @@ class Call:
         source: the device on which the live module's parameters are.
         output_device, rules: where and how outputs are joined.
         method: the module's method that is called; None for the module itself.
+        sync_batch_norm: whether batch norms in training see the rows of all replicas.
     """
 
     arguments: Arguments
@@ -73,6 +74,7 @@ class Call:
     output_device: torch.device
     rules: OutputRules
     method: str | None = None
+    sync_batch_norm: bool = False
 
     def where(self) -> list[str]:
         """Return how a message calls each replica: its number, its device and its rows."""

@@ -106,43 +106,32 @@ class Graphs:
     def release(self) -> None:
         """Let the replica graphs go; what only they held is freed here."""
         self.inputs, self.outputs, self.live_inputs = [], [], ()
-        self.keep_alive, self.released = None, True
+        self.keep_alive, self.begin_walk, self.released = None, (), True
 
     def walk(self, output_grads: Sequence[torch.Tensor | None], keep: bool) -> list[list[torch.Tensor | None]]:
         """Run backward in every replica graph; return each input edge's gradients, one a replica."""
-        replicas = range(len(self.timings))
-        devices = [timing.device for timing in self.timings]
-        batched = any(grad is not None and torch_private.is_batched(grad) for grad in output_grads)
-        if batched or self.shared_leaves or modes_that_stay():
-            # A leaf's .grad cannot hold a batch of gradients, .grad of a shared one is the caller's, and under a mode
-            # no other thread can take part: one call, which writes no .grad.
-            ends, grads = self._ends(output_grads, replicas)
-            leaves = [leaf for edge in self.inputs for leaf in edge.tensors if leaf is not None]
-            results = torch.autograd.grad(ends, leaves, grads, retain_graph=keep, allow_unused=True)
-            return self._by_edge(dict(zip(map(id, leaves), results, strict=True)))
+        together = _any_batched(output_grads) or modes_that_stay()  # neither can follow into other threads
+        if together or self.shared_leaves:
+            # A leaf's .grad cannot hold a batch of gradients, and .grad of a shared one is the caller's. Graphs that
+            # share a leaf may share nodes too, so that none may be freed by the first who has walked it.
+            return self._gradients(*self._ends(output_grads), together=together, retain_graph=keep or not together)
 
         torch_private.import_what_backward_imports()
+        ends, grads = self._ends(output_grads)
 
         def walk_some(replicas: Sequence[int]) -> None:
             started = time.perf_counter()
-            ends, grads = self._ends(output_grads, replicas)
-            if ends:
-                torch.autograd.backward(ends, grads, retain_graph=keep)
+            some_ends = [end for i in replicas for end in ends[i]]
+            if some_ends:
+                torch.autograd.backward(some_ends, [g for i in replicas for g in grads[i]], retain_graph=keep)
             for i in replicas:
                 self.timings[i].backward_s = time.perf_counter() - started
 
-        if all(_devices.computes_on_host(device) for device in devices):
-            surroundings = all_of(self.begin_walk)
-
-            def walk_one(index: int) -> None:
-                with surroundings(index):
-                    walk_some([index])
-
-            tasks = [lambda i=i: walk_one(i) for i in replicas]
+        if self._walked_one_by_one():
             with summed_early([edge.tensors for edge in self.inputs if isinstance(edge.layout, Whole)]):
-                values_or_raise(run_together(tasks, devices), [f"the backward of {place}" for place in self.where])
+                self._run_together(lambda index: walk_some([index]))
         else:
-            walk_some(replicas)
+            walk_some(range(len(self.timings)))
         return self.take_leaf_gradients()
 
     def take_leaf_gradients(self) -> list[list[torch.Tensor | None]]:
@@ -152,46 +141,76 @@ class Graphs:
     def differentiable_walk(
         self, output_grads: Sequence[torch.Tensor | None]
     ) -> tuple[list[Edge], list[list[torch.Tensor | None]]]:
-        """Run backward with a graph of its own; return edges for the incoming gradients, and what `walk` returns.
-
-        One call for all replicas, also on the host: this pass is rare, and needs no thread of its own.
-        """
+        """Run backward with a graph of its own; return edges for the incoming gradients, and what `walk` returns."""
         replicas = range(len(self.timings))
         incoming: list[Edge] = []
-        ends: list[torch.Tensor] = []
-        end_grads: list[torch.Tensor] = []
+        ends: list[list[torch.Tensor]] = [[] for _ in replicas]
+        end_grads: list[list[torch.Tensor]] = [[] for _ in replicas]
         for edge, grad in zip(self.outputs, output_grads, strict=True):
             if grad is None:
                 continue
             parts = [edge.part(grad.detach(), i, self.timings[i].device) for i in replicas]
             parts = [None if p is None else p.detach().requires_grad_(grad.requires_grad) for p in parts]
             incoming.append(Edge(edge.layout, grad.device, parts if grad.requires_grad else [None] * len(parts)))
-            for end, part in zip(edge.tensors, parts, strict=True):
+            for i, (end, part) in enumerate(zip(edge.tensors, parts, strict=True)):
                 if end is not None and end.requires_grad and part is not None:
-                    ends.append(end)
-                    end_grads.append(part)
-        leaves = [leaf for edge in self.inputs for leaf in edge.tensors if leaf is not None]
-        results = torch.autograd.grad(ends, leaves, end_grads, create_graph=True, allow_unused=True)
-        return incoming, self._by_edge(dict(zip(map(id, leaves), results, strict=True)))
+                    ends[i].append(end)
+                    end_grads[i].append(part)
+        together = _any_batched(output_grads) or modes_that_stay()
+        return incoming, self._gradients(ends, end_grads, together=together, create_graph=True)
 
     def _ends(
-        self, output_grads: Sequence[torch.Tensor | None], replicas: Sequence[int]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return where backward begins in some of the replica graphs, and the gradients with which it does."""
-        ends, grads = [], []
+        self, output_grads: Sequence[torch.Tensor | None]
+    ) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
+        """Return where backward begins in each replica graph, and the gradients with which it does."""
+        ends: list[list[torch.Tensor]] = [[] for _ in self.timings]
+        grads: list[list[torch.Tensor]] = [[] for _ in self.timings]
         for edge, grad in zip(self.outputs, output_grads, strict=True):
-            for i in replicas:
-                end = edge.tensors[i]
+            for i, end in enumerate(edge.tensors):
                 if grad is None or end is None or not end.requires_grad:
                     continue
                 part = edge.part(grad, i, end.device)
                 if part is not None:
-                    ends.append(end)
-                    grads.append(part)
+                    ends[i].append(end)
+                    grads[i].append(part)
         return ends, grads
 
-    def _by_edge(self, grads: dict[int, torch.Tensor | None]) -> list[list[torch.Tensor | None]]:
-        return [[grads[id(leaf)] if leaf is not None else None for leaf in edge.tensors] for edge in self.inputs]
+    def _gradients(
+        self, ends: list[list[torch.Tensor]], grads: list[list[torch.Tensor]], *, together: bool, **options: bool
+    ) -> list[list[torch.Tensor | None]]:
+        """Return each input edge's gradients without writing any `.grad`: one call a replica, or one for all."""
+        replicas = range(len(self.timings))
+        found: list[dict[int, torch.Tensor | None]] = [{}] * len(replicas)  # id of a leaf -> its gradient
+
+        def gradients(some: Sequence[int]) -> dict[int, torch.Tensor | None]:
+            some_leaves = [edge.tensors[i] for edge in self.inputs for i in some]
+            leaves = {id(leaf): leaf for leaf in some_leaves if leaf is not None}
+            some_ends = [end for i in some for end in ends[i]]
+            if not some_ends or not leaves:
+                return {}
+            some_grads = [grad for i in some for grad in grads[i]]
+            results = torch.autograd.grad(some_ends, list(leaves.values()), some_grads, allow_unused=True, **options)
+            return dict(zip(leaves, results, strict=True))
+
+        def walk_one(index: int) -> None:
+            found[index] = gradients([index])
+
+        if together or not self._walked_one_by_one():
+            found = [gradients(replicas)] * len(replicas)
+        else:
+            self._run_together(walk_one)
+        # What all replicas share is in one dictionary if one call has found it, and counts once.
+        return [[found[i].pop(id(leaf), None) for i, leaf in enumerate(edge.tensors)] for edge in self.inputs]
+
+    def _walked_one_by_one(self) -> bool:
+        """Return whether a thread of its own walks each replica's graph."""
+        return all(_devices.computes_on_host(timing.device) for timing in self.timings)
+
+    def _run_together(self, walk_one: Callable[[int], None]) -> None:
+        """Walk each replica's graph in a thread of its own."""
+        tasks = [lambda i=i: walk_one(i) for i in range(len(self.timings))]
+        outcomes = run_together(tasks, [timing.device for timing in self.timings], all_of(self.begin_walk))
+        values_or_raise(outcomes, [f"the backward of {place}" for place in self.where])
 
 
 class Alias(torch.autograd.Function):
@@ -280,6 +299,10 @@ def _differentiable_backward(graphs: Graphs, grads: Sequence[torch.Tensor | None
     live_inputs = (*graphs.live_inputs, *(grad for grad in grads if grad is not None))
     joined = iter(Boundary.apply(higher, *live_inputs))  # type: ignore[no-untyped-call]
     return [next(joined) if edge is not None else None for edge in gradients]
+
+
+def _any_batched(grads: Sequence[torch.Tensor | None]) -> bool:
+    return any(grad is not None and torch_private.is_batched(grad) for grad in grads)
 
 
 def _take_grad(leaf: torch.Tensor | None) -> torch.Tensor | None:

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from manyhands import devices as _devices
+from manyhands.batch_norm import BatchNormOverReplicas
 from manyhands.batch_types import batch_type_of
 from manyhands.engines.base import Call, Engine, ReplicaTiming, Surroundings, all_of, called
 from manyhands.engines.boundary import Alias, Boundary, Edge, Graphs
@@ -57,23 +58,25 @@ class ThreadsEngine(Engine):
             self._timings = timings
 
         begin_pass: list[Callable[[], Surroundings]] = []
-        surroundings = all_of(begin_pass)
+        if call.sync_batch_norm and len(stamps) > 1:
+            own_graphs = all(map(_devices.computes_on_host, call.devices))
+            begin_pass.append(BatchNormOverReplicas([s.replica for s in stamps], own_graphs=own_graphs).begin)
 
         def task(index: int) -> Callable[[], Any]:
             def run() -> Any:
-                with surroundings(index):
-                    started = time.perf_counter()
-                    args, kwargs = inputs.shards[index]
-                    output = called(stamps[index].replica, call.method)(*args, **kwargs)
-                    timings[index].forward_s = time.perf_counter() - started
-                    return output
+                started = time.perf_counter()
+                args, kwargs = inputs.shards[index]
+                output = called(stamps[index].replica, call.method)(*args, **kwargs)
+                timings[index].forward_s = time.perf_counter() - started
+                return output
 
             return run
 
         own_leaves = [leaf for edge in inputs.edges for leaf in edge.tensors if leaf is not None]
         own_leaves += [leaf for stamp in stamps for leaf in stamp.leaves]
         with unchanged_on_failure(blueprint.buffers.values()):
-            outputs = values_or_raise(run_together([task(i) for i in range(len(call.devices))], call.devices), where)
+            tasks = [task(i) for i in range(len(call.devices))]
+            outputs = values_or_raise(run_together(tasks, call.devices, all_of(begin_pass)), where)
             matched = Outputs(outputs, call.rules, call.sizes)
             if structure is not None and self._checked != structure:
                 self._outside = _look_for_live_tensors(blueprint, matched.groups, where, own_leaves)
@@ -90,7 +93,7 @@ class ThreadsEngine(Engine):
             inputs=[
                 *inputs.edges,
                 *_edges(live_parameters, [stamp.leaves for stamp in stamps]),
-                *(Edge(Whole(), leaf.device, [leaf] + [None] * (len(stamps) - 1)) for leaf in self._outside),
+                *(Edge(Whole(), leaf.device, [leaf] * len(stamps)) for leaf in self._outside),
             ],
             outputs=edges,
             shared_leaves=bool(self._outside),
