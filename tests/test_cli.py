@@ -118,6 +118,12 @@ def test_resuming_with_another_recipe_is_refused(capsys: pytest.CaptureFixture[s
     assert "--lr 0.9: the run to resume has --lr 0.05; leave it out" in capsys.readouterr().err
 
 
+def test_batch_norm_over_all_devices_or_each_by_itself() -> None:
+    for options, synchronised in (([], True), (["--no-sync-batch-norm"], False), (["--sync-batch-norm"], True)):
+        assert main([*SMALL, *options, "--output", "out", "--overwrite"]) == 0
+        assert json.loads(Path("out/config.json").read_text())["options"]["sync_batch_norm"] is synchronised
+
+
 def test_a_loss_that_is_no_number_is_a_failure_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--lr", "1e20", "--output", "out"]) == 1
     (line,) = capsys.readouterr().err.splitlines()

@@ -233,6 +233,12 @@ def _add_train_options(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help=f"take each batch in K parts, for less memory; batch norm sees the parts (default: {default.accumulate})",
     )
+    how.add_argument(
+        "--sync-batch-norm",
+        action=argparse.BooleanOptionalAction,
+        help="batch norm over the rows of all devices, so that their number changes no loss; or over those of each "
+        "device by itself, which is torch's rule for DataParallel (default: over all)",
+    )
     how.add_argument("--precision", choices=PRECISIONS, help=f"bf16 is torch.autocast (default: {default.precision})")
     how.add_argument("--seed", type=int, metavar="N", help=f"for weights and order (default: {default.seed})")
 

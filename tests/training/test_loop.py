@@ -275,14 +275,50 @@ def test_a_loss_that_is_no_number_stops_the_run(
         assert all(tensor.isfinite().all() for tensor in weights)
 
 
+def conv_with_batch_norm(*_: object, **__: object) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
+
+
+def test_batch_norm_sees_the_rows_of_all_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The losses are those of one device; by torch's rule they are not."""
+    monkeypatch.setattr(models, "build", conv_with_batch_norm)
+    losses = {}
+    for name, changes in {
+        "one device": {"devices": "cpu"},
+        "two": {},
+        "three, in parts": {"devices": "cpu*3", "accumulate": 2},
+        "one, in parts": {"devices": "cpu", "accumulate": 2},
+        "two, each by itself": {"sync_batch_norm": False},
+    }.items():
+        folder = new_folder(tmp_path / name)
+        train(replace(SMALL, epochs=1, **changes), folder, Recorder())
+        assert json.loads(folder.config.read_text())["options"]["sync_batch_norm"] == ("by itself" not in name)
+        losses[name] = losses_of(folder)
+    assert losses["two"] == pytest.approx(losses["one device"], rel=1e-4)
+    assert losses["three, in parts"] == pytest.approx(losses["one, in parts"], rel=1e-4)
+    assert losses["two, each by itself"] != pytest.approx(losses["one device"], rel=1e-4)
+
+
 def test_a_single_row_for_batch_norm_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def with_batch_norm(*_: object, **__: object) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10))
 
     monkeypatch.setattr(models, "build", with_batch_norm)
-    with pytest.raises(OptionError, match=r"--batch-size 2 on 2 replicas \(2 x cpu\) .* --batch-size 8, or fewer"):
-        train(replace(SMALL, batch_size=2), new_folder(tmp_path), Recorder())
-    train(replace(SMALL, batch_size=8, epochs=1), new_folder(tmp_path), Recorder())
+    by_itself = replace(SMALL, batch_size=2, sync_batch_norm=False)
+    message = r"--batch-size 2 on 2 replicas \(2 x cpu\) .* --batch-size 8, or leave out --no-sync-batch-norm$"
+    with pytest.raises(OptionError, match=message):
+        train(by_itself, new_folder(tmp_path), Recorder())
+    train(replace(by_itself, batch_size=8, epochs=1), new_folder(tmp_path), Recorder())
+
+
+def test_a_single_row_of_all_devices_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_batch_norm(*_: object, **__: object) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10))
+
+    monkeypatch.setattr(models, "build", with_batch_norm)
+    with pytest.raises(OptionError, match=r"--batch-size 1 on .* leaves batch norm a single row.* --batch-size 4$"):
+        train(replace(SMALL, batch_size=1), new_folder(tmp_path), Recorder())
+    train(replace(SMALL, batch_size=4, epochs=1), new_folder(tmp_path), Recorder())
 
 
 def test_what_cannot_be_set_up_leaves_the_earlier_run_alone(uninterrupted: RunFolder) -> None:

@@ -58,6 +58,17 @@ def test_resuming_with_another_recipe_is_another_run() -> None:
         Options.from_saved(dataclasses.asdict(Options(lr=0.3)), {"lr": 0.2})
 
 
+def test_resuming_keeps_the_rule_of_batch_norm() -> None:
+    saved = dataclasses.asdict(Options())
+    with pytest.raises(OptionError, match=r"^--no-sync-batch-norm: the run to resume has --sync-batch-norm; leave it"):
+        Options.from_saved(saved, {"sync_batch_norm": False})
+    saved["sync_batch_norm"] = False
+    with pytest.raises(OptionError, match=r"^--sync-batch-norm: the run to resume has --no-sync-batch-norm; leave it"):
+        Options.from_saved(saved, {"sync_batch_norm": True})
+    del saved["sync_batch_norm"]  # begun before there was the option, when every device was by itself
+    assert not Options.from_saved(saved, {}).sync_batch_norm
+
+
 def test_a_data_folder_is_found_again_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pictures").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -181,7 +181,7 @@ def _precision(run: Run) -> contextlib.AbstractContextManager[object]:
 @contextlib.contextmanager
 def _explained(run: Run) -> Iterator[None]:
     """Turn what torch raises when batch size and devices do not go together into what to do about it."""
-    options, num_replicas = run.options, len(run.devices)
+    options = run.options
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -192,9 +192,13 @@ def _explained(run: Run) -> Iterator[None]:
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
+        each, remedy = "batch norm", f"--batch-size {4 * options.accumulate}"
+        if not options.sync_batch_norm:
+            each = "some replica's batch norm"
+            remedy = f"--batch-size {4 * len(run.devices) * options.accumulate}, or leave out --no-sync-batch-norm"
         raise OptionError(
-            f"--batch-size {options.batch_size} on {describe(run.devices)} leaves some replica a single row, which "
-            f"batch norm cannot train on: take --batch-size {4 * num_replicas * options.accumulate}, or fewer --devices"
+            f"--batch-size {options.batch_size} on {describe(run.devices)} leaves {each} a single row, which it cannot "
+            f"train on: take {remedy}"
         ) from error
 
 

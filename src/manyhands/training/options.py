@@ -46,6 +46,7 @@ class Options:
     warmup_epochs: float = 1.0
     schedule: str = "cosine"
     accumulate: int = 1
+    sync_batch_norm: bool = True
     precision: str = "fp32"
     seed: int = 0
     device_order: str = "PCI_BUS_ID"
@@ -91,6 +92,7 @@ class Options:
             OptionError: an option was given that would make it another run, or `saved` is not what was saved.
         """
         defaults = cls()
+        saved = {"sync_batch_norm": False, **saved}  # how a run was begun before there was this option
         for name, value in saved.items():
             known = getattr(defaults, name, value)
             number = isinstance(known, float) and type(value) is int
@@ -102,7 +104,7 @@ class Options:
             if name not in MAY_CHANGE_ON_RESUME and value != getattr(begun, name):
                 may_change = ", ".join(map(flag, MAY_CHANGE_ON_RESUME))
                 raise OptionError(
-                    f"{flag(name)} {value}: the run to resume has {flag(name)} {getattr(begun, name)}; leave it "
+                    f"{_typed(name, value)}: the run to resume has {_typed(name, getattr(begun, name))}; leave it "
                     f"out, or start another run (what may change on resuming: {may_change})"
                 )
         return dataclasses.replace(begun, **given)
@@ -111,6 +113,13 @@ class Options:
 def flag(name: str) -> str:
     """Return an option's name as it is typed: `batch_size` is `--batch-size`."""
     return "--" + name.replace("_", "-")
+
+
+def _typed(name: str, value: object) -> str:
+    """Return an option with its value as it is typed: `--lr 0.1`, `--no-sync-batch-norm`."""
+    if isinstance(value, bool):
+        return flag(name if value else f"no_{name}")
+    return f"{flag(name)} {value}"
 
 
 def _with_absolute_folder(given: Mapping[str, Any]) -> dict[str, Any]:

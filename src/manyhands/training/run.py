@@ -67,8 +67,8 @@ class Run:
         live = models.build(
             options.model, num_classes=dataset.num_classes, image_shape=dataset.image_shape, init=options.init
         ).to(devices[0])
-        # Even shares: torch's rule may leave the last replica a single row, which batch norm cannot train on.
-        model = DataParallel(live, device_ids=devices, shares="even")
+        # Even shares: torch's rule may leave the last replica a single row, which batch norm cannot train on by itself.
+        model = DataParallel(live, device_ids=devices, shares="even", sync_batch_norm=options.sync_batch_norm)
         optimizer = torch.optim.SGD(
             live.parameters(), lr=options.lr, momentum=options.momentum, weight_decay=options.weight_decay
         )
