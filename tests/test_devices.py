@@ -1,5 +1,6 @@
 """Names of devices, and what is said of devices that are not there."""
 
+import contextlib
 import warnings
 from types import SimpleNamespace
 
@@ -201,3 +202,51 @@ def test_devices_that_do_not_tell_are_not_compared(monkeypatch, machine):
     with warnings.catch_warnings(record=True) as warned:
         devices.warn_if_unequal(three)
     assert warned == []
+
+
+# random states
+
+
+def test_random_states_of_the_host():
+    states = devices.random_states()
+    first = torch.rand(3)
+    devices.set_random_states(states)
+    assert torch.equal(torch.rand(3), first)
+
+
+def test_random_states_of_accelerators(monkeypatch):
+    """Each is asked for while its device is the current one; a kind without a generator is left out."""
+    two = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    current: list[torch.device] = [CPU]
+    held = {device: torch.tensor([device.index]) for device in two}
+    module = SimpleNamespace(
+        get_rng_state=lambda: held[current[-1]], set_rng_state=lambda state: held.update({current[-1]: state})
+    )
+
+    @contextlib.contextmanager
+    def using(device, streams):
+        current.append(device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr("manyhands.devices.accelerators", lambda: two)
+    monkeypatch.setattr("manyhands.devices.using", using)
+    monkeypatch.setattr(torch, "get_device_module", lambda device=None: module)
+    states = devices.random_states()
+    assert [state.tolist() for state in states[1:]] == [[0], [1]]
+    held.clear()
+    devices.set_random_states(states)
+    assert {device: state.tolist() for device, state in held.items()} == {two[0]: [0], two[1]: [1]}
+    del module.get_rng_state
+    assert len(devices.random_states()) == 1
+    devices.set_random_states(states[:1])
+
+
+def test_where_float32_is_rounded(monkeypatch):
+    """TF32: cuDNN's convolutions round by default, and only there does it concern anyone."""
+    cuda = torch.device("cuda", 0)
+    assert not devices.rounds_float32(CPU)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    assert devices.rounds_float32(cuda)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    assert not devices.rounds_float32(cuda)

@@ -162,6 +162,23 @@ def test_has_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not torch_private.has_transforms()
 
 
+def test_without_post_accumulate_hooks() -> None:
+    called: list[int] = []
+    hooked, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    first = hooked.register_post_accumulate_grad_hook(lambda tensor: called.append(1))
+    hooked.register_post_accumulate_grad_hook(lambda tensor: called.append(2))
+    with torch_private.without_post_accumulate_hooks([hooked, other]):
+        (hooked * other).sum().backward()
+    assert called == []
+    (hooked * other).sum().backward()
+    assert called == [1, 2]
+    first.remove()
+    (hooked * other).sum().backward()
+    assert called == [1, 2, 2]
+    with torch_private.without_post_accumulate_hooks([object()]):  # type: ignore[list-item]  # a torch without them
+        pass
+
+
 def test_is_compiled() -> None:
     """R13: both ways to compile a module."""
     module = nn.Linear(2, 2)

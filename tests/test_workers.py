@@ -19,7 +19,7 @@ import torch
 
 from manyhands import workers
 from manyhands.thread_state import ThreadState
-from manyhands.workers import Outcome, inside_replica, run_together
+from manyhands.workers import Outcome, inside_replica, replica_path, run_together
 
 CPU = torch.device("cpu")
 WAIT_S = 15.0
@@ -97,6 +97,15 @@ def test_tasks_run_at_the_same_time_each_in_a_thread_of_its_own(count: int) -> N
     idents = values(*[task] * count)
     assert len(set(idents)) == count
     assert idents[0] == threading.get_ident()
+
+
+def test_each_task_knows_its_place() -> None:
+    """A10: and that of the call it is part of, if it is inside a replica itself."""
+    assert values(*[lambda: (replica_path(), values(*[replica_path] * 2))] * 3) == [
+        ((i,), [(i, 0), (i, 1)]) for i in range(3)
+    ]
+    assert values(replica_path) == [(0,)]
+    assert replica_path() == ()
 
 
 def test_workers_are_kept_and_used_again_in_the_same_order() -> None:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -157,6 +157,34 @@ def using(device: torch.device, streams: Sequence[torch.Stream]) -> Iterator[Non
         for stream in streams_before:
             torch.accelerator.set_stream(stream)
         torch.accelerator.set_device_index(device_before)
+
+
+def random_states() -> list[torch.Tensor]:
+    """Return the state of the random number generator of the host, then of each accelerator that has one of its own."""
+    states = [torch.get_rng_state()]
+    for device in accelerators():
+        if hasattr(torch.get_device_module(device), "get_rng_state"):
+            with using(device, []):
+                states.append(torch.get_device_module(device).get_rng_state())
+    return states
+
+
+def set_random_states(states: Sequence[torch.Tensor]) -> None:
+    """Put every generator back to what `random_states` found."""
+    host, *others = states
+    torch.set_rng_state(host)
+    having_one = [d for d in accelerators() if hasattr(torch.get_device_module(d), "get_rng_state")]
+    for device, state in zip(having_one, others, strict=True):
+        with using(device, []):
+            torch.get_device_module(device).set_rng_state(state)
+
+
+def rounds_float32(device: torch.device) -> bool:
+    """Return whether float32 products on `device` may be computed with fewer bits, as GPUs do with TF32."""
+    if device.type != "cuda":
+        return False
+    cudnn: Any = torch.backends.cudnn
+    return any(o.fp32_precision == "tf32" for o in (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn))
 
 
 def warn_if_unequal(devices: Sequence[torch.device]) -> None:

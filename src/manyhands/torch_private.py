@@ -7,7 +7,7 @@ import contextlib
 import functools
 import importlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -94,6 +94,23 @@ def has_transforms() -> bool:
         return bool(torch.autograd.forward_ad._current_level >= 0)
     except AttributeError:
         return False
+
+
+@contextlib.contextmanager
+def without_post_accumulate_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Keep what `register_post_accumulate_grad_hook` was given, such as an optimizer's step, from being called.
+
+    Fallback: they are called.
+    """
+    registered = [hooks for tensor in tensors if (hooks := getattr(tensor, "_post_accumulate_grad_hooks", None))]
+    held = [dict(hooks) for hooks in registered]
+    for hooks in registered:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in zip(registered, held, strict=True):
+            hooks.update(before)
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -68,7 +68,7 @@ def run_together(
         BaseException: what a task (or Ctrl-C) raised, where that is not an `Exception`.
     """
     if len(tasks) == 1 or inside_replica() or modes_that_stay():
-        return [_run_here(tasks[i], devices[i], around(i)) for i in range(len(tasks))]
+        return [_run_here(tasks[i], devices[i], i, around(i)) for i in range(len(tasks))]
 
     state = ThreadState.capture()
     streams = _devices.current_streams(devices)
@@ -84,7 +84,7 @@ def run_together(
                 _intra_op_threads(threads_each),
                 state.applied(),
                 _devices.using(devices[index], streams),
-                _marked_as_replica(devices[index]),
+                _marked_as_replica(devices[index], index),
             ):
                 return context.run(tasks[index])
 
@@ -95,7 +95,7 @@ def run_together(
             around(0),
             _intra_op_threads(threads_each),
             _devices.using(devices[0], streams),
-            _marked_as_replica(devices[0]),
+            _marked_as_replica(devices[0], 0),
         ):
             return tasks[0]()
 
@@ -130,6 +130,14 @@ def replica_device() -> torch.device | None:
     return getattr(_thread, "replica_device", None)
 
 
+def replica_path() -> tuple[int, ...]:
+    """Return which replica's task the calling thread is running: its place in its call, the outermost call first.
+
+    () outside of one. Paths in sorted order are the replicas in the order of their rows.
+    """
+    return getattr(_thread, "replica_path", ())
+
+
 def _outcome(task: Callable[[], T]) -> Outcome[T]:
     try:
         return Outcome(value=task())
@@ -137,9 +145,11 @@ def _outcome(task: Callable[[], T]) -> Outcome[T]:
         return Outcome(error=error)
 
 
-def _run_here(task: Callable[[], T], device: torch.device, around: AbstractContextManager[None]) -> Outcome[T]:
+def _run_here(
+    task: Callable[[], T], device: torch.device, index: int, around: AbstractContextManager[None]
+) -> Outcome[T]:
     def run() -> T:
-        with around, _devices.using(device, []), _marked_as_replica(device):
+        with around, _devices.using(device, []), _marked_as_replica(device, index):
             return task()
 
     outcome = _outcome(run)
@@ -202,13 +212,13 @@ class _ThreadCounts:
 
 
 @contextlib.contextmanager
-def _marked_as_replica(device: torch.device) -> Iterator[None]:
-    before = replica_device()
-    _thread.replica_device = device
+def _marked_as_replica(device: torch.device, index: int) -> Iterator[None]:
+    device_before, path_before = replica_device(), replica_path()
+    _thread.replica_device, _thread.replica_path = device, (*path_before, index)
     try:
         yield
     finally:
-        _thread.replica_device = before
+        _thread.replica_device, _thread.replica_path = device_before, path_before
 
 
 class _Worker:
@@ -282,7 +292,7 @@ class _Pool:
 def _after_fork() -> None:
     _pool.forget()
     _thread_counts.__init__()  # type: ignore[misc]
-    _thread.replica_device = None  # a fork inside a task: the child is no replica
+    _thread.replica_device, _thread.replica_path = None, ()  # a fork inside a task: the child is no replica
 
 
 _thread = threading.local()

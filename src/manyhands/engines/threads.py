@@ -237,7 +237,7 @@ def _look_for_live_tensors(
     outside: dict[int, torch.Tensor] = {}
     histories = {tensor.grad_fn: tensor for tensor in blueprint.histories.values()}
     for place, outputs in zip(where, zip(*(group.tensors for group in groups), strict=True), strict=True):
-        for reached in _leaves_and_nodes([output for output in outputs if output is not None]):
+        for reached in leaves_and_nodes([output for output in outputs if output is not None]):
             if isinstance(reached, torch.Tensor) and id(reached) in blueprint.parameters:
                 raise RuntimeError(
                     f"{place} used {blueprint.name_of(reached)} of the original module instead of its own: something "
@@ -255,7 +255,7 @@ def _look_for_live_tensors(
     return list(outside.values())
 
 
-def _leaves_and_nodes(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:
+def leaves_and_nodes(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:
     """Yield every leaf tensor and every node in the graph behind `outputs`."""
     pending: list[Any] = []
     for output in outputs:
