@@ -225,7 +225,9 @@ def test_help_and_version(arguments: list[str], capsys: pytest.CaptureFixture[st
 
 def test_without_a_command_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
-    assert "train an image classifier on every device" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "train an image classifier on every device" in out
+    assert "compare a model of yours on one device and on several" in out
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

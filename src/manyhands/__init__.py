@@ -8,6 +8,7 @@ from manyhands.data_parallel import DataParallel, data_parallel
 from manyhands.parallel_apply import parallel_apply
 from manyhands.replicate import replicate
 from manyhands.scatter_gather import gather, scatter, scatter_kwargs
+from manyhands.verify import verify
 
 __version__ = "0.1.0"
 
@@ -20,4 +21,5 @@ __all__ = [
     "replicate",
     "scatter",
     "scatter_kwargs",
+    "verify",
 ]

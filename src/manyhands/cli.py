@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from manyhands import __version__
+from manyhands import __version__, verify_command
 from manyhands.training.errors import DivergedError, Interrupted, OptionError, TrainingError
 from manyhands.training.options import DEVICE_ORDERS, PRECISIONS, SCHEDULES, Options
 from manyhands.training.run_folder import RunFolder
@@ -37,6 +37,7 @@ _EXAMPLES = """\
 examples:
   manyhands train                 train ResNet-18 on handwritten digits, on every device
   manyhands train --help          say what else it can do
+  manyhands verify train:build    compare a model of yours on one device and on several
 """
 
 _TRAIN_DESCRIPTION = """\
@@ -71,24 +72,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.pop("command") is None:
         parser.print_help()
         return _MISUSED
+    subparser, run = given.pop("parser"), given.pop("run")
     if unknown:
-        given["parser"].error(f"there is no option {unknown[0]}")
-    del given["parser"]
+        subparser.error(f"there is no option {unknown[0]}")
+
+    def fail(reason: object, status: int) -> int:
+        print(f"{subparser.prog}: error: {reason}", file=sys.stderr)
+        return status
+
     try:
-        return _train(given)
+        status: int = run(given)
+        return status
     except KeyboardInterrupt:
-        return _fail("stopped at once; what had been saved stays", _STOPPED + signal.SIGINT)
+        return fail("stopped at once; what had been saved stays", _STOPPED + signal.SIGINT)
     except Interrupted as stopped:
         return _STOPPED + stopped.received
     except DivergedError as error:
-        return _fail(error, _FAILED)
-    except TrainingError as error:
-        return _fail(error, _MISUSED)
+        return fail(error, _FAILED)
+    except (TrainingError, verify_command.TargetError) as error:
+        return fail(error, _MISUSED)
     except BrokenPipeError:  # who read our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for python's own flush at exit
         return _FAILED
     except OSError as error:  # such as a full disk
-        return _fail(error, _FAILED)
+        return fail(error, _FAILED)
 
 
 def _train(given: dict[str, Any]) -> int:
@@ -127,11 +134,6 @@ def _train(given: dict[str, Any]) -> int:
     return _DONE
 
 
-def _fail(reason: object, status: int) -> int:
-    print(f"manyhands train: error: {reason}", file=sys.stderr)
-    return status
-
-
 def _expect_installed(packages: Sequence[str]) -> None:
     if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
         raise OptionError(f"{', '.join(missing)} not installed: pip install 'manyhands[train]'")
@@ -163,8 +165,19 @@ def _parser() -> _Parser:
         argument_default=argparse.SUPPRESS,  # the defaults are in Options; here is only what was given
         allow_abbrev=False,
     )
-    train.set_defaults(parser=train)
+    train.set_defaults(parser=train, run=_train)
     _add_train_options(train)
+    verify = commands.add_parser(
+        "verify",
+        help="compare a model of yours on one device and on several",
+        description=verify_command.DESCRIPTION,
+        epilog=verify_command.EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    verify.set_defaults(parser=verify, run=verify_command.run)
+    verify_command.add_options(verify)
     return parser
 
 

@@ -1,0 +1,223 @@
+"""What goes into and comes out of every submodule, on one device and in the replicas, and where the two part.
+
+A `Watch` is a set of forward hooks on the live module; replicas have them too, and each call is filed under the
+replica in whose thread it ran. What is kept are copies on the host, made when the tensor is seen, so that a later
+in-place operation changes nothing; a tensor that several modules hand on is copied once. So a watched step needs about
+as much memory on the host as its activations need on the device. The hooks return nothing: what runs is what would run
+without them. Submodules inside a compiled or scripted module are not watched, because there hooks would change what
+runs.
+"""
+
+import contextlib
+import functools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from manyhands import torch_private
+from manyhands.verification.compare import Tolerance, plain, tensors_in
+from manyhands.workers import replica_path
+
+Path: TypeAlias = tuple[int, ...]
+Tensors: TypeAlias = list[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One call of one submodule: its inputs and outputs, as copies on the host.
+
+    Attributes:
+        name: of the submodule, dotted; "" is the root.
+        turn: how often it was called before, in the same replica.
+        path: the replica, see `workers.replica_path`.
+        training: whether it was in training mode.
+        drawn: whether random numbers had been drawn by the end of the call, since the step began.
+    """
+
+    name: str
+    turn: int
+    path: Path
+    inputs: Tensors
+    outputs: Tensors
+    training: bool
+    drawn: bool
+
+
+@dataclass
+class Watch:
+    """Records every call of every submodule while it is attached.
+
+    Attributes:
+        has_drawn: says whether random numbers have been drawn.
+        seen: in the order in which the calls ended.
+    """
+
+    has_drawn: Callable[[], bool]
+    seen: list[Seen] = field(default_factory=list)
+    _running: dict[Path, list[tuple[str, Tensors]]] = field(default_factory=lambda: defaultdict(list))
+    _turns: dict[tuple[Path, str], int] = field(default_factory=lambda: defaultdict(int))
+    _copies: dict[tuple[Path, int], tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = field(default_factory=dict)
+
+    # Several replicas call at once. Every entry of the tables above belongs to one path, so to one thread.
+
+    @contextlib.contextmanager
+    def attached(self, root: nn.Module) -> Iterator[None]:
+        """Watch `root` and everything in it for as long as the context lasts."""
+        handles = []
+        for name, module in _watchable(root, "", set()):
+            before, after = functools.partial(self._before, name), functools.partial(self._after, name)
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(module.register_forward_hook(after, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._copies.clear()
+
+    def calls(self) -> dict[tuple[str, int], list[Seen]]:
+        """Return what was seen by submodule and turn, in the order of execution; the replicas in the order of rows."""
+        calls: dict[tuple[str, int], list[Seen]] = defaultdict(list)
+        for seen in self.seen:
+            calls[seen.name, seen.turn].append(seen)
+        for of_call in calls.values():
+            of_call.sort(key=lambda seen: seen.path)
+        return calls
+
+    def of_root(self) -> list[Seen]:
+        """Return what was seen of the root's first call, in the order of the rows."""
+        return self.calls().get(("", 0), [])
+
+    def dtypes(self) -> set[torch.dtype]:
+        """Return the types of all outputs that were seen."""
+        return {tensor.dtype for seen in self.seen for _, tensor in seen.outputs}
+
+    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        path = replica_path()
+        self._running[path].append((name, self._copied((args, kwargs), path)))
+
+    def _after(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        path = replica_path()
+        running, inputs = self._running[path].pop()
+        while running != name:  # calls that an exception ended
+            running, inputs = self._running[path].pop()
+        turn = self._turns[path, name]
+        self._turns[path, name] += 1
+        outputs = self._copied(output, path)
+        self.seen.append(Seen(name, turn, path, inputs, outputs, module.training, self.has_drawn()))
+
+    def _copied(self, value: Any, path: Path) -> Tensors:
+        return [(where, self._copy(tensor, path)) for where, tensor in tensors_in(value)]
+
+    def _copy(self, tensor: torch.Tensor, path: Path) -> torch.Tensor:
+        known = self._copies.get((path, id(tensor)))
+        if known is not None and known[0]() is tensor and known[1] == tensor._version:
+            return known[2]
+        copied = plain(tensor).to("cpu", copy=True)
+        self._copies[path, id(tensor)] = (weakref.ref(tensor), tensor._version, copied)
+        return copied
+
+
+def _watchable(module: nn.Module, name: str, known: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    if module in known or isinstance(module, torch.jit.ScriptModule) or torch_private.is_compiled(module):
+        return
+    known.add(module)
+    yield name, module
+    for child_name, child in module.named_children():
+        yield from _watchable(child, f"{name}.{child_name}" if name else child_name, known)
+
+
+@dataclass(frozen=True)
+class Match:
+    """What one device has beside what the replicas have, joined along the only axis that fits; None: no axis does."""
+
+    same: bool
+    axis: int | None
+
+
+def match(
+    one: Sequence[torch.Tensor], many: Sequence[torch.Tensor], rows: Sequence[int], tolerance: Tolerance
+) -> Match | None:
+    """Join the replicas' parts along whichever axis fits, and compare; return None if there is nothing to compare.
+
+    Without such an axis, what has one device's own shape in every replica belongs to no row (then all are equal), or
+    is a sum, or a mean over rows.
+    """
+    found: Match | None = None
+    for axis in range(one[0].dim()):
+        a, b = _joined(one, axis), _joined(many, axis)
+        if a is not None and b is not None and a.shape == b.shape and (found is None or not found.same):
+            found = Match(tolerance.same(a, b), axis)
+    if found is None and len(one) == 1 and all(part.shape == one[0].shape for part in many):
+        return Match(any(tolerance.same(one[0], c) for c in _without_rows(one[0], many, rows, tolerance)), None)
+    return found
+
+
+def _joined(parts: Sequence[torch.Tensor], axis: int) -> torch.Tensor | None:
+    if len(parts) == 1:
+        return parts[0]
+    shapes = {(*part.shape[:axis], *part.shape[axis + 1 :]) for part in parts}
+    return torch.cat(list(parts), axis) if len(shapes) == 1 and len({part.dtype for part in parts}) == 1 else None
+
+
+def _without_rows(
+    one: torch.Tensor, many: Sequence[torch.Tensor], rows: Sequence[int], tolerance: Tolerance
+) -> Iterator[torch.Tensor]:
+    if all(tolerance.same(many[0], part) for part in many):
+        yield many[0]
+    stacked = torch.stack(list(many))
+    yield stacked.sum(0).to(one.dtype)
+    if one.is_floating_point() and len(rows) == len(many):
+        weights = torch.tensor(rows, dtype=torch.float64) / max(1, sum(rows))
+        yield torch.tensordot(weights, stacked.double(), 1).to(one.dtype)
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first call whose gathered output differs from one device's.
+
+    Attributes:
+        name: of the submodule.
+        inputs_same: whether its gathered inputs are still the same; also where they cannot be compared.
+        training: whether it was in training mode.
+        drawn: whether random numbers had been drawn by then.
+        only_numbers: whether it returned 0-dim tensors only.
+    """
+
+    name: str
+    inputs_same: bool
+    training: bool
+    drawn: bool
+    only_numbers: bool
+
+
+def parting(one: Watch, many: Watch, rows: Sequence[int], tolerance: Tolerance) -> Parting | None:
+    """Return the first call, in order of execution, whose output differs; None where none is seen to differ."""
+    of_many = many.calls()
+    for call, seen in one.calls().items():
+        others = of_many.get(call, [])
+        if _same([s.outputs for s in seen], [s.outputs for s in others], rows, tolerance) is False:
+            return Parting(
+                name=call[0],
+                inputs_same=_same([s.inputs for s in seen], [s.inputs for s in others], rows, tolerance) is not False,
+                training=seen[0].training,
+                drawn=any(s.drawn for s in seen),
+                only_numbers=all(tensor.dim() == 0 for s in seen for _, tensor in s.outputs),
+            )
+    return None
+
+
+def _same(one: Sequence[Tensors], many: Sequence[Tensors], rows: Sequence[int], tolerance: Tolerance) -> bool | None:
+    """Return whether all tensors that can be compared are the same; None where none can."""
+    if not one or not many or len({tuple(path for path, _ in part) for part in (*one, *many)}) > 1:
+        return None
+    matches = [
+        match([part[i][1] for part in one], [part[i][1] for part in many], rows, tolerance) for i in range(len(one[0]))
+    ]
+    comparable = [m for m in matches if m is not None]
+    return all(m.same for m in comparable) if comparable else None

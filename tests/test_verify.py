@@ -1,0 +1,767 @@
+"""verify: what differs is found and explained, what does not is not, and everything is left as it was."""
+
+import contextlib
+import copy
+import dataclasses
+import inspect
+import random
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.checkpoint import checkpoint
+
+import manyhands
+from manyhands import DataParallel, verify
+from manyhands.training.models import build
+from manyhands.verification.report import Cause, Kind, Report
+
+ENGINES = ["threads"]
+SPLITS = [(2, 7), (3, 8), (4, 9), (2, 1)]  # replicas, rows; (2, 1) runs one replica
+
+needs_sync_batch_norm = pytest.mark.skipif(
+    "sync_batch_norm" not in inspect.signature(DataParallel).parameters, reason="sync_batch_norm is not there yet"
+)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def compared(model: nn.Module, inputs: Any, *arguments: Any, num_replicas: int = 2, **options: Any) -> Report:
+    """Compare on CPU replicas, and say nothing."""
+    return verify(model, inputs, *arguments, device_ids=["cpu"] * num_replicas, show=False, **options)
+
+
+# ---- modules -------------------------------------------------------------------------------------
+
+
+class Calls(nn.Module):
+    """Children, and a function of (self, inputs) that calls them."""
+
+    def __init__(self, function: Callable[..., Any], *children: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        self.layers = nn.ModuleList(children)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
+class Center(nn.Module):
+    """Rows that interact."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0)
+
+
+class Draws(nn.Module):
+    """Draws a number for nothing: replicas that share one generator cannot come by the plain module's masks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            torch.rand(1)
+        return x
+
+
+class Average(nn.Module):
+    """A buffer that follows the rows, and does nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.lerp_(x.mean(0), 0.1)
+        return x
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(inplace=True), nn.Linear(8, 2))
+
+
+def with_batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Linear(8, 2))
+
+
+def with_dropout(*behind: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), Draws(), nn.Dropout(0.5), *behind, nn.Linear(8, 2))
+
+
+def mean_loss(reduction: str = "mean") -> nn.Module:
+    return Calls(lambda self, x, t: F.cross_entropy(self.layers[0](x), t, reduction=reduction), nn.Linear(5, 4))
+
+
+def token_loss() -> nn.Module:
+    def forward(self: Any, x: torch.Tensor, t: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.layers[1](self.layers[0](x), t), "tokens": (t != 0).sum()}
+
+    return Calls(forward, nn.Linear(5, 4), nn.CrossEntropyLoss(ignore_index=0))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(5, 4, num_layers=2, batch_first=True)
+
+    def forward(self, x: Any) -> Any:
+        return self.lstm(x)
+
+
+def checkpointed(use_reentrant: bool) -> nn.Module:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](checkpoint(self.layers[0], x, use_reentrant=use_reentrant))
+
+    return Calls(forward, nn.Sequential(nn.Linear(5, 8), nn.Tanh()), nn.Linear(8, 2))
+
+
+def attention(**options: Any) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, **options)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+ROWS = torch.randn(9, 5, generator=torch.Generator().manual_seed(1))
+CLASSES = torch.tensor([1, 0, 2, 3, 0, 0, 0, 3, 1])
+
+
+# ---- the same ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("num_replicas", "rows"), SPLITS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_that_do_not_interact_are_the_same(engine: str, num_replicas: int, rows: int, dtype: torch.dtype) -> None:
+    x = torch.randn(rows, 5, dtype=dtype)
+    report = compared(mlp().to(dtype), x, num_replicas=num_replicas, engine=engine)
+    assert report.same
+    assert not report.explained
+    assert report.differences == ()
+    assert (report.first_module, report.cause) == (None, None)
+    counts = {kind: sum(row.kind is kind for row in report.rows) for kind in Kind}
+    assert counts == {Kind.OUTPUT: 2, Kind.LOSS: 2, Kind.GRADIENT: 8, Kind.BUFFER: 0}
+    assert ("only one replica had rows" in str(report)) == (rows == 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (nn.Sequential(parametrizations.spectral_norm(nn.Linear(5, 8)), nn.Linear(8, 2)), ROWS),
+        (nn.Sequential(nn.utils.spectral_norm(nn.Linear(5, 8)), nn.Linear(8, 2)), ROWS),
+        (nn.Sequential(nn.Linear(5, 8), DataParallel(mlp()[2:], ["cpu", "cpu"])), ROWS),
+        (checkpointed(True), ROWS.clone().requires_grad_()),
+        (checkpointed(False), ROWS),
+        (attention(batch_first=True), torch.randn(5, 3, 8)),
+        (Calls(lambda self, x: self.layers[0](x).argmax(1), nn.Linear(5, 8)), ROWS),
+        (Calls(lambda self, x: torch.view_as_complex(self.layers[0](x)), nn.Linear(5, 2)), ROWS),
+        (Calls(lambda self, x: {"y": self.layers[0](x), "name": "a", "none": None}, nn.Linear(5, 2)), ROWS),
+        (Calls(lambda self, x: (self.layers[0](x), len(x), 2.5), nn.Linear(5, 2)), ROWS),
+        (Calls(lambda self, x: self.layers[0](x) / 0, nn.Linear(5, 2)), ROWS),
+        (Calls(lambda self, a, b: self.layers[0](a) * b, nn.Linear(5, 8)), {"b": torch.randn(9, 8), "a": ROWS}),
+        (Calls(lambda self: torch.ones(2)), ()),
+        (nn.Identity(), ROWS),
+    ],
+)
+def test_models_of_many_kinds_are_the_same(model: nn.Module, inputs: Any) -> None:
+    assert compared(model, inputs).differences == ()
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "options"),
+    [
+        (mean_loss(), (ROWS, CLASSES), {"scalars": "mean"}),
+        (mean_loss("sum"), (ROWS, CLASSES), {"scalars": "sum"}),
+        (token_loss(), (ROWS, CLASSES), {"scalars": {"loss": "mean:tokens", "tokens": "sum"}}),
+        (mean_loss(), (ROWS[:8], CLASSES[:8]), {}),
+        (Recurrent(), torch.randn(9, 3, 5), {"out_dims": (0, (1, 1))}),
+        (Recurrent(), pack_sequence([torch.randn(n, 5) for n in (4, 1, 3, 3, 2)], False), {"out_dims": (0, 1)}),
+        (attention(), torch.randn(4, 9, 8), {"dim": 1}),
+        (Calls(lambda self, x, w: x @ w), (ROWS, torch.randn(5, 2)), {"in_dims": (0, None)}),
+        (mlp(), ROWS, {"shares": [2, 1]}),
+        (mlp(), ROWS, {"shares": [0, 1]}),
+        pytest.param(with_batch_norm(), ROWS, {"sync_batch_norm": True}, marks=needs_sync_batch_norm),
+        pytest.param(with_batch_norm().double(), ROWS.double(), {"sync_batch_norm": True}, marks=needs_sync_batch_norm),
+    ],
+)
+def test_the_remedies_make_it_the_same(model: nn.Module, inputs: Any, options: dict[str, Any]) -> None:
+    with no_warning_about_scalars():
+        assert compared(model, inputs, **options).differences == ()
+
+
+@contextlib.contextmanager
+def no_warning_about_scalars() -> Iterator[None]:
+    """Where `scalars` is left out, a loss in forward is warned about, once."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="gathering 0-dim outputs")
+        yield
+
+
+def test_the_precision_is_that_of_the_coarsest_type() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    x = torch.randn(33, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        report = compared(model, x)
+    assert report.same
+    assert max(row.allowed / row.largest for row in report.rows) == pytest.approx(4e-2)
+    assert not compared(with_batch_norm(), ROWS, rtol=1e-9).same
+    assert compared(with_batch_norm(), ROWS, rtol=10.0).same
+    assert compared(with_batch_norm(), ROWS, atol=100.0).same
+
+
+# ---- what differs, and why -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("model", "inputs", "modes", "module", "cause", "explained", "says"),
+    [
+        (with_batch_norm(), ROWS, ["training"], "1", Cause.PER_SHARD_BATCH_NORM, False, "sync_batch_norm=True"),
+        (with_dropout(), ROWS, ["training"], "2", Cause.ACTIVE_DROPOUT, True, "streams of their own"),
+        (
+            Calls(lambda self, x: self.layers[0](F.dropout(Draws()(x), training=self.training)), nn.Linear(5, 2)),
+            ROWS,
+            ["training"],
+            "layers.0",
+            Cause.RANDOM_NUMBERS,
+            True,
+            "streams of their own",
+        ),
+        (
+            nn.Sequential(nn.Linear(5, 8), Center(), nn.Linear(8, 2)),
+            ROWS,
+            ["training", "eval"],
+            "1",
+            Cause.ROWS_INTERACT,
+            False,
+            "depends on the other rows",
+        ),
+        (
+            Calls(lambda self, x: self.layers[1](self.layers[0](x) - x.mean()), nn.Linear(5, 5), nn.Linear(5, 2)),
+            ROWS,
+            ["training", "eval"],
+            "",
+            Cause.ROWS_INTERACT,
+            False,
+            "in the code in front of layers.1",
+        ),
+        (Center(), ROWS, ["training", "eval"], "", Cause.ROWS_INTERACT, False, "depends on the other rows"),
+        (
+            attention(),
+            torch.randn(4, 9, 8),
+            ["training", "eval"],
+            "layers.0.self_attn",
+            Cause.ROWS_INTERACT,
+            False,
+            "not on axis 0, say so with dim",
+        ),
+        (mean_loss(), (ROWS, CLASSES), ["training", "eval"], "", Cause.ONE_NUMBER_A_SHARD, False, "scalars='mean'"),
+        (mean_loss("sum"), (ROWS, CLASSES), ["training", "eval"], "", Cause.ONE_NUMBER_A_SHARD, False, "scalars='sum'"),
+        (
+            token_loss(),
+            (ROWS, CLASSES),
+            ["training", "eval"],
+            "layers.1",
+            Cause.ONE_NUMBER_A_SHARD,
+            False,
+            "scalars='mean:name'",
+        ),
+        (
+            Recurrent(),
+            torch.randn(8, 3, 5),
+            ["training", "eval"],
+            "",
+            Cause.JOINED_ON_ANOTHER_AXIS,
+            False,
+            "out_dims=(0, (1, 1))",
+        ),
+        (  # shares differ, and nothing can be gathered
+            Recurrent(),
+            torch.randn(9, 3, 5),
+            ["training", "eval"],
+            "",
+            Cause.JOINED_ON_ANOTHER_AXIS,
+            False,
+            "out_dims=(0, (1, 1))",
+        ),
+        (
+            Calls(
+                lambda self, x: (
+                    x + torch.randn(9, 5, generator=torch.Generator().manual_seed(next(self.seeds)))[: len(x)]
+                )
+            ),
+            ROWS,
+            ["training", "eval"],
+            "",
+            Cause.NONDETERMINISTIC,
+            False,
+            "two runs on one device",
+        ),
+        (
+            nn.Sequential(Average(), nn.Linear(5, 2)),
+            ROWS,
+            ["training"],
+            "0",
+            Cause.FIRST_REPLICAS_BUFFERS,
+            False,
+            "0.mean is updated in forward",
+        ),
+        (
+            nn.Sequential(nn.Conv1d(2, 3, 1), nn.InstanceNorm1d(3, track_running_stats=True)),
+            torch.randn(9, 2, 7),
+            ["training"],
+            "1",
+            Cause.FIRST_REPLICAS_BUFFERS,
+            False,
+            "Nothing else differs",
+        ),
+        (
+            Calls(lambda self, x: {"y": x, "n": "5" if len(x) > 5 else 5}),
+            ROWS,
+            ["training", "eval"],
+            "",
+            Cause.UNKNOWN,
+            False,
+            "output['n'] is",
+        ),
+    ],
+)
+def test_causes(
+    engine: str,
+    model: nn.Module,
+    inputs: Any,
+    modes: list[str],
+    module: str,
+    cause: Cause,
+    explained: bool,
+    says: str,
+) -> None:
+    """G6, N4, N5: what differs from one device is found, and named with its cause."""
+    model.seeds = iter(range(100))
+    with no_warning_about_scalars():
+        report = compared(model, inputs, engine=engine)
+    assert not report.same
+    assert report.explained is explained
+    assert (report.first_module, report.cause) == (module, cause)
+    assert [finding.mode for finding in report.findings] == modes
+    assert list(dict.fromkeys(row.mode for row in report.differences)) == modes
+    assert all(says in finding.text for finding in report.findings)
+    assert all(finding.module_class == type(model.get_submodule(module)).__name__ for finding in report.findings)
+
+
+def test_what_comes_behind_a_random_layer_is_told_where_it_is_certain() -> None:
+    report = compared(with_dropout(nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8)), ROWS)
+    assert [finding.cause for finding in report.findings] == [Cause.ACTIVE_DROPOUT, Cause.PER_SHARD_BATCH_NORM]
+    assert (report.first_module, report.cause) == ("3", Cause.PER_SHARD_BATCH_NORM)
+    assert not report.explained
+
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        y, state = self.layers[1](self.layers[0](x))
+        return self.layers[2](y), state
+
+    layers = (Draws(), nn.LSTM(5, 4, batch_first=True), nn.Dropout())
+    report = compared(Calls(forward, *layers), torch.randn(8, 3, 5))
+    causes = [(finding.mode, finding.cause) for finding in report.findings]
+    assert causes == [
+        ("training", Cause.JOINED_ON_ANOTHER_AXIS),
+        ("training", Cause.ACTIVE_DROPOUT),
+        ("eval", Cause.JOINED_ON_ANOTHER_AXIS),
+    ]
+
+
+def test_an_option_that_is_given_explains_what_it_asks_for() -> None:
+    with no_warning_about_scalars():
+        report = compared(mean_loss(), (ROWS, CLASSES), scalars="stack")
+    assert not report.same
+    assert report.explained
+    assert "as expected" in str(report)
+
+
+@needs_sync_batch_norm
+def test_per_shard_statistics_can_be_asked_for() -> None:
+    assert not compared(with_batch_norm(), ROWS).explained
+    assert compared(with_batch_norm(), ROWS, sync_batch_norm=False).explained
+
+
+def test_a_gradient_that_differs_alone() -> None:
+    class Mixes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad.mean(0).expand_as(grad)
+
+    report = compared(Calls(lambda self, x: Mixes.apply(self.layers[0](x)), nn.Linear(5, 2)), ROWS)
+    assert {row.kind for row in report.differences} == {Kind.GRADIENT}
+    assert report.cause is Cause.UNKNOWN
+    assert "the backward differs" in report.findings[0].text
+
+
+def test_gradients_of_inputs_are_compared() -> None:
+    report = compared(Calls(lambda self, pair: pair[0] * pair[1]), ([ROWS.clone().requires_grad_(), ROWS],))
+    assert report.same
+    assert [row.name for row in report.rows if row.kind is Kind.GRADIENT] == ["inputs[0][0]"] * 2
+
+
+def test_no_gradients_where_only_eval_cannot_derive() -> None:
+    class Refuses(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("can only be called in training mode")
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = self.layers[0](x)
+        return y if self.training else Refuses.apply(y)
+
+    report = compared(Calls(forward, nn.Linear(5, 2)), ROWS)
+    assert report.same
+    assert {row.mode for row in report.rows if row.kind is Kind.GRADIENT} == {"training"}
+    assert any("can only be called in training mode" in note for note in report.notes)
+
+
+def test_resnet_18_with_uneven_shares() -> None:
+    """First at the first batch norm, because statistics are per shard."""
+    model = build("resnet18", num_classes=10, image_shape=(1, 28, 28))
+    inputs, target = torch.randn(6, 1, 12, 12), torch.randint(10, (6,))
+    report = compared(model, inputs, target, F.cross_entropy, shares=[2, 1])
+    assert (report.first_module, report.cause) == ("stem.1", Cause.PER_SHARD_BATCH_NORM)
+    assert {finding.mode for finding in report.findings} == {"training"}
+    assert "first at stem.1 (BatchNorm2d)" in str(report)
+
+
+@needs_sync_batch_norm
+def test_resnet_18_with_synchronised_batch_norm_is_the_same() -> None:
+    model = build("resnet18", num_classes=10, image_shape=(1, 28, 28))
+    inputs, target = torch.randn(6, 1, 12, 12), torch.randint(10, (6,))
+    assert compared(model, inputs, target, F.cross_entropy, shares=[2, 1], sync_batch_norm=True).same
+
+
+# ---- how it is done ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [mlp, with_batch_norm, lambda: nn.Sequential(Center(), mlp()), with_dropout])
+def test_at_most_three_steps_on_one_device_and_two_on_several(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    steps: list[int] = []
+    model.register_forward_hook(lambda module, args, output: steps.append(len(args[0])))
+    wrapper = DataParallel(model, ["cpu", "cpu"])
+    wrapped_steps: list[int] = []
+    wrapper.register_forward_hook(lambda module, args, output: wrapped_steps.append(len(args[0])))
+    report = verify(wrapper, ROWS, show=False)
+    assert len(wrapped_steps) == 2
+    plain_steps = steps.count(9)
+    assert plain_steps == (3 if report.cause is Cause.ROWS_INTERACT else 2)
+    assert sorted(size for size in steps if size != 9) == [4, 4, 5, 5]
+
+
+class Everything(nn.Module):
+    """All that a forward can change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.drop = nn.Dropout()
+        self.counter, self.seen, self.cache = 0, [], {}
+        self.held = torch.zeros(2)
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.counter += 1
+        self.seen.append(len(x))
+        self.cache[self.counter] = x.detach()
+        self.held += 1
+        self.linear.weight.data.mul_(1.1)
+        self.assigned = x.shape
+        random.random()
+        torch.rand(1, generator=self.generator)
+        return self.drop(self.norm(self.linear(x)))
+
+
+def state_of(*modules: nn.Module) -> list[Any]:
+    """Return all that is to be as before: values as copies, objects by identity."""
+    state: list[Any] = [torch.get_rng_state().tolist(), random.getstate()]
+    for module in [inner for outer in modules for inner in outer.modules()]:
+        state += [module.training, sorted(vars(module)), list(module._forward_hooks), list(module._forward_pre_hooks)]
+        state += [
+            (id(p), id(p.grad), p.tolist(), None if p.grad is None else p.grad.tolist()) for p in module.parameters()
+        ]
+        state += [(id(buffer), buffer.tolist()) for buffer in module.buffers()]
+        if isinstance(module, Everything):
+            state += [module.counter, list(module.seen), list(module.cache), module.held.tolist(), id(module.seen)]
+            state += [module.generator.get_state().tolist()]
+    return state
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_everything_is_as_before(fails: bool, wrapped: bool) -> None:
+    torch.manual_seed(7)
+    model, head = Everything(), nn.Linear(5, 5)
+    model(torch.randn(4, 5))  # so that it holds something
+    model.linear.weight.grad = torch.randn(5, 5)
+    head.weight.grad = torch.randn(5, 5)
+    model.norm.eval()  # frozen, and stays so in training mode
+    model.register_forward_hook(lambda module, args, output: None)
+    given = DataParallel(model, ["cpu", "cpu"]) if wrapped else model
+    before = state_of(given, head)
+
+    def criterion(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if fails and not model.training:
+            raise KeyError("as asked")
+        return F.mse_loss(head(output), target)
+
+    with pytest.raises(KeyError, match="as asked") if fails else contextlib.nullcontext():
+        verify(given, ROWS, ROWS, criterion, None if wrapped else ["cpu", "cpu"], show=False)
+    assert state_of(given, head) == before
+
+
+head_outside = nn.Linear(2, 2)
+
+
+def test_gradients_of_what_only_the_criterion_knows_are_as_before() -> None:
+    head_outside.weight.grad = held = torch.ones(2, 2)
+    x = ROWS.clone().requires_grad_()
+    assert compared(mlp(), x, None, lambda output: head_outside(output).mean()).same
+    assert head_outside.weight.grad is held
+    assert held.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    assert head_outside.bias.grad is None
+    assert x.grad is None
+
+
+def test_a_graph_from_before_still_works() -> None:
+    model = with_batch_norm().eval()
+    loss = model(ROWS).sum()
+    compared(model, ROWS)
+    loss.backward()
+    assert model[0].weight.grad is not None
+
+
+def test_an_optimizer_that_steps_in_backward_does_not() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    steps: list[int] = []
+
+    def step(parameter: torch.Tensor) -> None:
+        steps.append(1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    assert compared(model, ROWS).same
+    assert steps == []
+    model(ROWS).sum().backward()
+    assert len(steps) == 4
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_compared_whatever_the_callers_mode(mode: Callable[[], Any]) -> None:
+    model = mlp()
+    with mode():
+        report = compared(model, torch.randn(9, 5))
+        assert not torch.is_grad_enabled()
+    assert report.same
+    assert sum(row.kind is Kind.GRADIENT for row in report.rows) == 8
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_both_modes_are_run_with_the_flags_of_the_caller(training: bool) -> None:
+    """A frozen batch norm stays frozen where the model is in training mode."""
+    model = with_batch_norm().train(training)
+    model[1].eval()
+    seen: list[tuple[bool, bool]] = []
+    model.register_forward_hook(lambda module, args, output: seen.append((module.training, module[1].training)))
+    assert compared(model, ROWS).same is training
+    assert set(seen) == ({(True, False), (False, False)} if training else {(True, True), (False, False)})
+
+
+def test_hooks_of_the_caller_see_what_they_always_see() -> None:
+    """Once a call, once a replica; one that changes the output changes it."""
+    model = mlp()
+    sizes: list[int] = []
+    model[0].register_forward_hook(lambda module, args, output: sizes.append(len(output)))
+    model[2].register_forward_hook(lambda module, args, output: output * 2)
+    expected = model(ROWS)
+    sizes.clear()
+    report = compared(model, ROWS)
+    assert report.same
+    assert sorted(sizes) == [4, 4, 5, 5, 9, 9]
+    (output, _) = (row for row in report.rows if row.kind is Kind.OUTPUT)
+    assert output.largest == pytest.approx(expected.abs().max().item())
+
+
+def test_replicas_that_run_one_after_the_other() -> None:
+    """The plain composition: in the caller's thread, for a wrapper with verbs of its own."""
+
+    class Own(DataParallel):
+        def gather(self, outputs: Any, output_device: Any) -> Any:
+            return super().gather(outputs, output_device)
+
+    report = verify(Own(with_batch_norm(), ["cpu", "cpu"]), ROWS, show=False)
+    assert (report.first_module, report.cause) == ("1", Cause.PER_SHARD_BATCH_NORM)
+
+
+def test_calls_from_several_threads() -> None:
+    reports: dict[int, Report] = {}
+    threads = [
+        threading.Thread(target=lambda i=i: reports.update({i: compared(mlp(), ROWS)}), daemon=True) for i in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [reports[i].same for i in range(3)] == [True] * 3
+
+
+# ---- arguments -----------------------------------------------------------------------------------
+
+
+def test_a_wrapper_is_compared_as_it_is() -> None:
+    wrapper = DataParallel(mean_loss(), ["cpu"] * 3, shares=[2, 1, 1], scalars="mean")
+    report = verify(wrapper, (ROWS, CLASSES), show=False)
+    assert report.same
+    assert report.title == "Calls on cpu, and on 3 replicas (cpu 5 rows, cpu 2 rows, cpu 2 rows)"
+
+
+@pytest.mark.parametrize("device_ids", [None, [], [0, 1, 2]])
+def test_without_accelerators_the_cpu_stands_in(no_accelerators: None, device_ids: Any) -> None:
+    report = verify(mlp(), ROWS, device_ids=device_ids, show=False)
+    assert report.same
+    assert f"on {len(device_ids or 'ab')} replicas (cpu" in report.title
+    assert any("no accelerator" in note for note in report.notes)
+
+
+def test_one_replica_is_the_plain_module() -> None:
+    report = compared(with_batch_norm(), ROWS, num_replicas=1)
+    assert report.same
+    assert "on one replica (cpu)" in report.title
+
+
+def test_the_criterion_is_used() -> None:
+    target = torch.randn(9, 2)
+    report = compared(mlp(), ROWS, target, nn.MSELoss())
+    assert report.same
+    with_target = [row.largest for row in report.rows if row.kind is Kind.LOSS]
+    report = compared(mlp(), ROWS, criterion=lambda output: (output * 0 + 1000).mean())
+    assert report.same
+    assert [row.largest for row in report.rows if row.kind is Kind.LOSS] == [1000.0, 1000.0]
+    assert with_target != [1000.0, 1000.0]
+
+
+def test_inputs_are_left_alone() -> None:
+    x = ROWS.clone()
+    model = Calls(lambda self, x: self.layers[0](x.mul_(2)), nn.Linear(5, 2))
+    assert compared(model, x).same
+    assert torch.equal(x, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"model": F.relu}, TypeError, "model: expected a torch.nn.Module"),
+        ({"model": nn.LazyLinear(3)}, ValueError, "weight has no shape yet: run one forward first"),
+        ({"model": DataParallel(nn.Linear(5, 2), ["cpu"] * 2)}, ValueError, "wrapped already"),
+        ({"target": ROWS}, ValueError, "target without criterion"),
+        ({"criterion": "mse"}, TypeError, "criterion: expected a function"),
+        ({"criterion": lambda output: output}, ValueError, r"expected one number.*shape \(9, 2\)"),
+        ({"shares": "odd"}, ValueError, "shares='odd'"),
+        ({"share": "even"}, TypeError, "share"),
+        ({"device_ids": ["cpu:nowhere"]}, ValueError, "names no device"),
+        ({"inputs": (ROWS, ROWS)}, TypeError, "positional argument"),
+    ],
+)
+def test_mistakes(arguments: dict[str, Any], error: type[Exception], says: str) -> None:
+    given: dict[str, Any] = {"model": mlp(), "inputs": ROWS, "device_ids": ["cpu", "cpu"], "show": False} | arguments
+    with pytest.raises(error, match=says):
+        verify(**given)
+
+
+def test_a_wrapper_without_devices_is_refused(no_accelerators: None) -> None:
+    with pytest.raises(ValueError, match=r"verify\(model.module"):
+        verify(DataParallel(mlp()), ROWS)
+
+
+def test_an_error_in_a_replica_is_the_callers() -> None:
+    """Batch norm refuses a shard of one row."""
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel") as raised:
+        compared(with_batch_norm(), ROWS[:3])
+    assert "raised in replica 1 on cpu" in raised.value.__notes__[0]
+
+
+def test_outputs_that_cannot_be_gathered_for_another_reason_raise() -> None:
+    model = Calls(lambda self, x: x[:, : len(x)])
+    with pytest.raises(ValueError, match="different sizes off the joined axis"):
+        compared(model, ROWS)
+
+
+def test_it_is_printed_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    report = verify(mlp(), ROWS, device_ids=["cpu", "cpu"])
+    assert capsys.readouterr().out == f"{report}\n"
+    compared(mlp(), ROWS)
+    assert capsys.readouterr().out == ""
+
+
+def test_where_tensors_are(sim: list[torch.device]) -> None:
+    """On simulated devices: model and inputs on the first, outputs gathered there or elsewhere."""
+    model = with_batch_norm().to("sim:0")
+    report = verify(model, ROWS, torch.randn(9, 2), nn.MSELoss(), device_ids=[0, 1], show=False)
+    assert (report.first_module, report.cause) == ("1", Cause.PER_SHARD_BATCH_NORM)
+    model = mlp().to("sim:0")
+    report = verify(model, ROWS.to("sim:1"), show=False)
+    assert report.same
+    assert "sim:0 3 rows, sim:1 3 rows, sim:2 3 rows" in report.title or "4 replicas" in report.title
+    assert verify(model, ROWS, torch.randn(9, 2), nn.MSELoss(), output_device="cpu", show=False).same
+    with pytest.raises(RuntimeError, match=r"0.weight is on cpu. Move the whole module there first"):
+        verify(mlp(), ROWS, show=False)
+
+
+def test_one_accelerator_counts_twice(simulated_accelerators: Any) -> None:
+    with simulated_accelerators(1):
+        report = verify(mlp().to("sim:0"), ROWS, show=False)
+    assert report.title == "Sequential on sim:0, and on 2 replicas (sim:0 5 rows, sim:0 4 rows)"
+
+
+def test_packed_sequences_in_and_out() -> None:
+    class Packs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru = nn.GRU(5, 4)
+
+        def forward(self, x: PackedSequence) -> PackedSequence:
+            return self.gru(x)[0]
+
+    packed = pack_sequence([torch.randn(n, 5) for n in (4, 2, 3, 3, 2)], enforce_sorted=False)
+    report = compared(Packs(), packed)
+    assert report.same
+    assert [row.name for row in report.rows if row.kind is Kind.OUTPUT] == [".data", ".lengths"] * 2
+
+
+def test_dataclasses_in_outputs() -> None:
+    @dataclasses.dataclass
+    class Output:
+        logits: torch.Tensor
+        loss: torch.Tensor | None = None
+
+    model = Calls(lambda self, x: Output(self.layers[0](x)), nn.Linear(5, 2))
+    report = compared(model, ROWS)
+    assert report.same
+    assert [row.name for row in report.rows if row.kind is Kind.OUTPUT] == [".logits"] * 2
+    copied = copy.deepcopy(model)
+    copied.function = lambda self, x: Output(self.layers[0](x), loss=self.layers[0](x).mean())
+    with no_warning_about_scalars():
+        report = manyhands.verify(copied, ROWS, device_ids=["cpu"] * 2, show=False)
+    assert report.cause is Cause.ONE_NUMBER_A_SHARD

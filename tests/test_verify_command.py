@@ -1,0 +1,218 @@
+"""`manyhands verify`: what it finds, what it prints, and how it ends."""
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import manyhands
+from manyhands.cli import main
+
+SCRIPT = """\
+import torch
+from torch import nn
+
+x, target = torch.randn(9, 5), torch.randn(9, 2)
+
+def build():
+    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 2)), x
+
+def with_batch_norm():
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)), x
+
+def with_dropout():
+    class Draws(nn.Module):
+        def forward(self, x):
+            if self.training:
+                torch.rand(1)
+            return x
+    return nn.Sequential(nn.Linear(5, 8), Draws(), nn.Dropout(), nn.Linear(8, 2)), x
+
+def arguments():
+    model, inputs = build()
+    return {"model": model, "inputs": inputs, "target": target, "criterion": nn.MSELoss(), "shares": [2, 1]}
+
+class Loss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 2)
+
+    def forward(self, x):
+        return self.layer(x).pow(2).mean()
+
+    @staticmethod
+    def build():
+        return Loss(), x
+
+def fails():
+    raise KeyError("as asked")
+
+def leaves():
+    raise SystemExit(3)
+
+def fails_in_forward():
+    return nn.Linear(4, 2), x
+
+def three():
+    return 1, 2, 3
+
+def nothing():
+    pass
+
+def unknown():
+    return {"model": nn.Linear(5, 2), "inputs": x, "colour": "red"}
+
+def without_inputs():
+    return {"model": nn.Linear(5, 2)}
+
+number = 5
+"""
+
+pytestmark = pytest.mark.usefixtures("script")
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A folder with a script of somebody's in it."""
+    torch.manual_seed(0)
+    monkeypatch.chdir(tmp_path)
+    for name in ("theirs", "broken", "unfinished"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    Path("theirs.py").write_text(SCRIPT)
+    Path("broken.py").write_text("import torch\n\n1 / 0\n")
+    Path("unfinished.py").write_text("import a_library_that_nobody_has\n")
+
+
+def run(*arguments: str) -> int:
+    """Run the command; return its exit status."""
+    before = list(sys.path)
+    try:
+        return main(["verify", *arguments])
+    except SystemExit as stopped:  # argparse leaves this way
+        return int(str(stopped.code))
+    finally:
+        assert sys.path == before
+        for name in ("theirs", "broken", "unfinished"):
+            sys.modules.pop(name, None)
+
+
+TWO = ("--devices", "cpu,cpu")
+
+
+def test_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("theirs:build", *TWO) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Sequential on cpu, and on 2 replicas (cpu 5 rows, cpu 4 rows)\n")
+    assert out.endswith("same: 12 comparisons, in training and eval\n")
+
+
+def test_something_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("theirs:with_batch_norm", *TWO, "--shares", "2,1") == 1
+    out = capsys.readouterr().out
+    assert "(cpu 6 rows, cpu 3 rows)" in out
+    assert "first at 1 (BatchNorm1d): batch norm takes its statistics from each shard" in out
+
+
+def test_what_differs_is_expected(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("theirs:with_dropout", *TWO) == 0
+    assert "differs, as expected" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:gathering 0-dim outputs")
+def test_options_reach_the_wrapper(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("theirs:Loss.build", *TWO) == 1
+    assert "scalars='mean'" in capsys.readouterr().out
+    assert run("theirs:Loss.build", *TWO, "--scalars", "mean") == 0
+    assert run("theirs:Loss.build", *TWO, "--scalars", "stack") == 0
+    assert run("theirs:build", "--devices", "3", "--shares", "even", "--dim", "0", "--rtol", "1e-4") == 0
+
+
+@pytest.mark.skipif(
+    "sync_batch_norm" not in inspect.signature(manyhands.DataParallel).parameters,
+    reason="sync_batch_norm is not there yet",
+)
+def test_batch_norm_over_all_replicas_or_per_shard_as_asked() -> None:
+    assert run("theirs:with_batch_norm", *TWO, "--sync-batch-norm") == 0
+    assert run("theirs:with_batch_norm", *TWO, "--no-sync-batch-norm") == 0
+
+
+def test_arguments_by_name_and_options_that_count_more(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("theirs:arguments", *TWO) == 0
+    assert "(cpu 6 rows, cpu 3 rows)" in capsys.readouterr().out
+    assert run("theirs:arguments", *TWO, "--shares", "1,2") == 0
+    assert "(cpu 3 rows, cpu 6 rows)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ([], "the following arguments are required: package.module:build"),
+        (["theirs:build", "--device", "2"], "there is no option --device"),
+        (["theirs:build", "--devices", "gpu"], "--devices gpu: gpu is no device; expected auto, a count, or"),
+        (["theirs:build", "--shares", "2,x"], "argument --shares: expected chunk, even, or weights such as 2,1"),
+        (["theirs:build", "--shares", "odd"], "shares='odd': expected"),
+        (["theirs:build", *TWO, "--shares", "1,2,3"], "3 weights for 2 devices"),
+        (["theirs:build", "--dim", "x"], "argument --dim: invalid int value"),
+        (["theirs:build", "--scalars", "median"], "scalars='median': expected"),
+        (["theirs.py"], "theirs.py: expected package.module:build"),
+        (["theirs.py:"], "expected package.module:build"),
+        (["nowhere:build"], "there is no module nowhere in "),
+        (["theirs.inside:build"], "there is no module theirs.inside in "),
+        (["unfinished:build"], "importing unfinished raised ModuleNotFoundError: No module named 'a_library_that"),
+        (["broken:build"], "importing broken raised ZeroDivisionError: division by zero ("),
+        (["theirs:absent"], "theirs:absent: there is no absent in theirs"),
+        (["theirs:Loss.absent"], "there is no absent in Loss"),
+        (["theirs:number"], "expected a function without arguments, got a int"),
+        (["theirs:fails"], "theirs:fails raised KeyError: 'as asked' ("),
+        (["theirs:leaves"], "theirs:leaves raised SystemExit: 3"),
+        (["theirs:three"], "returned a tuple of 3: expected (model, inputs)"),
+        (["theirs:nothing"], "returned a value of type NoneType: expected (model, inputs)"),
+        (["theirs:unknown"], "returned a dict with 'colour' in it; known are model, inputs, target, criterion"),
+        (["theirs:without_inputs"], "returned a dict without 'inputs'"),
+        (["theirs:fails_in_forward"], "theirs:fails_in_forward could not be compared: RuntimeError: mat1 and mat2"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*arguments) == 2
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert line.startswith("manyhands verify: error: ")
+    assert error in line
+    assert captured.out == ""
+
+
+def test_the_traceback_is_shown_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("theirs:fails", "--traceback") == 2
+    err = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in err
+    assert 'raise KeyError("as asked")' in err
+    assert err.splitlines()[-1].startswith("manyhands verify: error: theirs:fails raised KeyError")
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
+    out = capsys.readouterr().out
+    assert "examples:\n  manyhands verify train:build" in out
+    assert "exit status:" in out
+
+
+def test_a_model_goes_to_the_first_device(simulated_accelerators, capsys: pytest.CaptureFixture[str]) -> None:
+    """The script makes it on the CPU."""
+    with simulated_accelerators(2):
+        assert run("theirs:build") == 0
+        assert "Sequential on sim:0, and on 2 replicas (sim:0 5 rows, sim:1 4 rows)" in capsys.readouterr().out
+        assert run("theirs:build", "--devices", "cpu*2") == 0
+
+
+def test_as_a_program(tmp_path: Path) -> None:
+    """The current folder is looked in, and not that of the program; the status is the shell's."""
+    command = [sys.executable, "-W", "error", "-c", "import sys; from manyhands.cli import main; sys.exit(main())"]
+    arguments = ["verify", "theirs:with_batch_norm", *TWO]
+    done = subprocess.run(
+        [*command, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stderr == ""
