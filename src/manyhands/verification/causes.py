@@ -7,7 +7,7 @@ that is joined on the wrong axis shows in its shape, whatever else differs.
 """
 
 import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,9 +59,10 @@ class Comparison:
         Raises:
             ValueError: why the replicas' outputs could not be gathered, where that cannot be told better.
         """
-        findings = list(self._of_structure())
-        if self.many.error is not None and not any(f.cause is Cause.JOINED_ON_ANOTHER_AXIS for f in findings):
+        findings = list(self._of_joins())
+        if self.many.error is not None and not findings:
             raise self.many.error
+        findings += self._of_types()
         apart = parting(self.one.watch, self.many.watch, self.many.rows, self.tolerance)
         if apart is not None:
             findings += self._of_submodules(apart)
@@ -73,49 +74,64 @@ class Comparison:
         module = self.wrapped.module.get_submodule(name)
         return Finding(self.mode, name, type(module).__name__, cause, text, explained or asked_for)
 
-    def _of_structure(self) -> Iterator[Finding]:
-        """Yield findings about outputs of another shape or type, which no other difference explains."""
-        wrong = yield from self._of_joins()
-        for row in self.rows:
-            if row.kind is Kind.OUTPUT and math.isinf(row.difference) and row.note and row.name not in wrong:
-                yield self._finding("", Cause.UNKNOWN, f"{_output(row.name)} is {row.note}")
-                return
-
-    def _of_joins(self) -> Generator[Finding, None, list[str]]:
-        """Yield the finding about outputs whose rows are not on the axis on which they are joined; return which."""
+    def _of_joins(self) -> Iterator[Finding]:
+        """Yield findings about outputs that have another shape than on one device, or could not be joined at all."""
         outputs = list(tensors_in(self.one.output))
-        one, many = self.one.watch.of_root(), self.many.watch.of_root()
-        if not many or any(len(seen.outputs) != len(outputs) for seen in (*one, *many)):
-            return []
-        failed = self.many.error is not None
-        mismatched = {row.name for row in self.rows if row.kind is Kind.OUTPUT and row.differs}
+        of_one, of_many = self.one.watch.of_root(), self.many.watch.of_root()
+        if not of_many or any(len(seen.outputs) != len(outputs) for seen in (*of_one, *of_many)):
+            return
         axes: dict[str, int | None] = {}  # where the rows are
         wrong: list[str] = []
         for i, (path, tensor) in enumerate(outputs):
-            parts = [seen.outputs[i][1] for seen in many]
-            found = match([seen.outputs[i][1] for seen in one], parts, self.many.rows, self.tolerance)
-            if found is not None and found.axis is not None:
+            parts = [seen.outputs[i][1] for seen in of_many]
+            found = match([seen.outputs[i][1] for seen in of_one], parts, self.many.rows, self.tolerance)
+            whole = tensor.dim() > 0 and all(p.shape == tensor.shape for p in parts)
+            joined_on = self._joined_on(path, tensor)
+            if self.many.error is None and self.many.shape_of(path) in (tensor.shape, None):
+                continue
+            if found is not None and found.axis not in (None, joined_on):
                 axes[path] = found.axis
-            elif tensor.dim() and all(p.shape == tensor.shape and self.tolerance.same(tensor, p) for p in parts):
-                axes[path] = None  # the same in all replicas
-            misshapen = path in mismatched and self.many.shape_of(path) != tensor.shape
-            if (failed or misshapen) and axes.get(path) not in (None, self._joined_on(path, tensor)):
-                wrong.append(path)
+                wrong.append(f"the rows of {_output(path)} are on axis {found.axis}, and it is joined on {joined_on}")
+            elif whole and joined_on is not None and all(self.tolerance.same(tensor, part) for part in parts):
+                axes[path] = None
+                wrong.append(f"{_output(path)} has no rows, is the same in all replicas, and is joined on {joined_on}")
+            elif whole and joined_on is not None:
+                text = (
+                    f"{_output(path)} has no rows, and each replica returns one of its own, which are joined on "
+                    f"{joined_on}. A sum or mean over the rows belongs in a 0-dim output, for which scalars is the rule"
+                )
+                yield self._finding("", Cause.JOINED_ON_ANOTHER_AXIS, text)
+            elif len(self._axes_with_rows(tensor, parts)) > 1:
+                text = (
+                    f"{_output(path)} compares rows with each other, and a replica has those of its shard only. Return "
+                    "what is computed of each row, and compare them in the gathered output, outside of the model"
+                )
+                yield self._finding("", Cause.ROWS_INTERACT, text)
         if wrong:
             paths = iter([path for path, _ in nested.leaves(self.one.output)])
             dims = nested.map_leaves(lambda _: axes.get(next(paths), self.wrapped.dim), self.one.output)
-            first, joined_on = wrong[0], self._joined_on(wrong[0], dict(outputs)[wrong[0]])
-            text = (
-                f"the rows of {_output(first)} are on axis {axes[first]}, and the replicas' outputs are joined on axis "
-                f"{joined_on}. out_dims={dims!r} says where they are"
-            )
+            text = f"{wrong[0]}. out_dims={dims!r} says where they are"
             yield self._finding("", Cause.JOINED_ON_ANOTHER_AXIS, text)
-            if failed:
-                wrong.append("")  # that of the row which says so
-        return wrong
+
+    def _of_types(self) -> Iterator[Finding]:
+        """Yield a finding about the first output that is something else than on one device."""
+        shapes = {path for path, _ in tensors_in(self.one.output)} & {path for path, _ in tensors_in(self.many.output)}
+        for row in self.rows if self.many.error is None else ():
+            if row.kind is Kind.OUTPUT and math.isinf(row.difference) and row.note and row.name not in shapes:
+                yield self._finding("", Cause.UNKNOWN, f"{_output(row.name)} is {row.note}")
+                return
+
+    def _axes_with_rows(self, tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[int]:
+        """Return the axes that are as long as the batch on one device, and as long as its shard in each replica."""
+        sizes = list(self.many.rows)
+        return [
+            axis
+            for axis in range(tensor.dim())
+            if tensor.size(axis) == sum(sizes) and [p.size(axis) for p in parts if p.dim() > axis] == sizes
+        ]
 
     def _joined_on(self, path: str, tensor: torch.Tensor) -> int | None:
-        """Return the axis on which an output was joined, as the wrapper's options say."""
+        """Return the axis on which an output is joined, as the wrapper's options say; None for a whole one."""
         axes = spread(self.wrapped._rules.out_dims, self.one.output, self.wrapped.dim, "out_dims")
         paths = [where for where, _ in nested.leaves(self.one.output)]
         axis = axes[paths.index(path)] if path in paths else None

@@ -71,6 +71,8 @@ class Snapshot:
                 pending += references(vars(found))
         generators: dict[int, torch.Generator] = {}
         for module in modules.values():
+            if isinstance(module, torch.jit.ScriptModule):  # its attributes are not in its `__dict__`
+                continue
             attributes = dict(vars(module))
             generators.update((id(value), value) for value in attributes.values() if isinstance(value, torch.Generator))
             contents = {name: copy.copy(value) for name, value in attributes.items() if type(value) in _CONTAINERS}
@@ -96,7 +98,8 @@ class Snapshot:
     def restore(self, *, gradients: bool) -> None:
         """Put everything back; with `gradients` also each `.grad`, which is None otherwise."""
         for module, attributes, contents in self._attributes:
-            vars(module).clear()
+            for name in vars(module).keys() - attributes.keys():
+                del vars(module)[name]
             vars(module).update(attributes)
             for name, content in contents.items():
                 _refill(attributes[name], content)
