@@ -31,6 +31,7 @@ LAYERS: list[str | list[str]] = [
     "manyhands.thread_state",
     "manyhands.rebind",
     "manyhands.workers",
+    "manyhands.random_streams",
     "manyhands.inputs",
     "manyhands.outputs",
     "manyhands.scatter_gather",

@@ -250,3 +250,53 @@ def test_where_float32_is_rounded(monkeypatch):
     assert devices.rounds_float32(cuda)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     assert not devices.rounds_float32(cuda)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Three accelerators with a random generator each, as CUDA has them; the generators are the CPU's kind."""
+    generators = tuple(torch.Generator().manual_seed(7) for _ in range(3))
+    monkeypatch.setattr(devices, "computes_on_host", lambda device: device.type == "cpu")
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(default_generators=generators))
+    return [torch.device("cuda", index) for index in range(3)], generators
+
+
+def test_accelerators_with_one_seed_get_seeds_of_their_own(gpus):
+    """N6: after torch.manual_seed; the first keeps its seed, and equal seeds give equal ones."""
+    present, generators = gpus
+    devices.seed_apart(present)
+    seeds = [generator.initial_seed() for generator in generators]
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 3
+    drawn = [torch.rand(3, generator=generator) for generator in generators]
+    assert len({tuple(numbers.tolist()) for numbers in drawn}) == 3
+    devices.seed_apart(present)  # what has a seed of its own goes on
+    assert not torch.equal(torch.rand(3, generator=generators[1]), drawn[1])
+    for generator in generators:
+        generator.manual_seed(7)
+    devices.seed_apart([present[0], present[0], present[1], present[1], present[2]])
+    assert [generator.initial_seed() for generator in generators] == seeds
+
+
+def test_seeds_that_the_user_has_set_apart_stay(gpus):
+    """N6"""
+    present, generators = gpus
+    generators[2].manual_seed(8)
+    devices.seed_apart(present[:1] * 2 + present[2:])
+    assert [generator.initial_seed() for generator in generators] == [7, 7, 8]
+
+
+def test_random_states_of_accelerators_that_several_replicas_share(gpus):
+    """N6, A12"""
+    present, generators = gpus
+    assert devices.shared_random_states([*present, CPU, CPU]) == {}
+    (device, state), *others = devices.shared_random_states([present[1], present[0], present[1]]).items()
+    assert (device, others) == (present[1], [])
+    assert torch.equal(state, generators[1].get_state())
+
+
+def test_accelerators_without_generators_are_left_alone(gpus, monkeypatch):
+    """N6: kinds whose module has no `default_generators`."""
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
+    devices.seed_apart(gpus[0])
+    assert devices.shared_random_states(gpus[0] * 2) == {}

@@ -1,6 +1,9 @@
 """Every private call of torch: what it says in each situation, and what is said where a torch lacks it."""
 
+import subprocess
 import sys
+import textwrap
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -250,3 +253,146 @@ def test_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch_private.taken_apart(object()) is None
     monkeypatch.delattr(torch.utils._pytree, "SUPPORTED_NODES")
     assert torch_private.taken_apart(Cache([1, 2])) is None
+
+
+def test_catch_operations() -> None:
+    """N6: caught in the context only, in that thread only, inside C++ and in backward too; higher-order operators run.
+
+    In a process of its own, because it is for good.
+    """
+    script = """
+        import threading, torch
+        from torch import nn
+        from torch.nn import functional as F
+        from manyhands.torch_private import catch_operations
+
+        caught = []
+
+        def handler(keys, tensor, p=0.5, **kwargs):  # what equals its default is not passed
+            caught.append(p)
+            return bernoulli.redispatch(keys, tensor, p, **kwargs)
+
+        bernoulli = torch.ops.aten.bernoulli_.float
+        context = catch_operations({bernoulli: handler})
+        assert catch_operations({bernoulli: handler}) is None, "the key is taken"
+
+        def draw():
+            return F.dropout(torch.ones(4, requires_grad=True), 0.25)
+
+        def calls_of(function):
+            caught.clear()
+            function()
+            return list(caught)
+
+        class DrawsInBackward(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, grad):
+                return grad + torch.empty(4).bernoulli_(0.5)
+
+        def backward():
+            DrawsInBackward.apply(torch.ones(4, requires_grad=True)).sum().backward()
+
+        def in_a_thread():
+            thread = threading.Thread(target=draw)
+            thread.start()
+            thread.join()
+
+        lstm = nn.LSTM(2, 2, num_layers=2, dropout=0.5)
+        assert calls_of(draw) == []
+        with context():
+            assert calls_of(draw) == [0.75]
+            assert draw().grad_fn is not None
+            assert calls_of(lambda: lstm(torch.ones(3, 2))) == [0.5]
+            assert calls_of(backward) == [0.5]
+            assert calls_of(in_a_thread) == []
+            torch.cond(torch.ones(()) > 0, torch.sin, torch.cos, (torch.ones(3),))
+            with context():
+                assert calls_of(draw) == [0.75]
+            assert calls_of(draw) == [0.75]
+            from torch.nn.attention.flex_attention import flex_attention
+            flex_attention(*[torch.ones(1, 1, 4, 8)] * 3)
+        assert calls_of(draw) == []
+        print("done")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (torch._C, "_parse_dispatch_key"),
+        (torch._C, "_IncludeDispatchKeyGuard"),
+        (torch._ops, "_higher_order_ops"),
+        (torch._ops, "_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS"),
+    ],
+)
+def test_catch_operations_where_torch_lacks_it(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    """N6: nothing is caught, and nothing is installed."""
+    if owner is not torch._C:  # once installed in this process, the key is taken
+        monkeypatch.setattr(torch._C, "_dispatch_has_backend_fallback", lambda key: False)
+    monkeypatch.delattr(owner, name)
+    monkeypatch.setattr(torch.library, "Library", None)
+    assert torch_private.catch_operations({}) is None
+
+
+def test_is_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """N6: while torch.compile and export record operations, but not in any dispatch mode."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    answers: list[bool] = []
+
+    def ask(x: torch.Tensor) -> torch.Tensor:
+        answers.append(torch_private.is_tracing())
+        return x + 1
+
+    ask(torch.ones(2))
+    with Mode():
+        ask(torch.ones(2))
+    assert answers == [False, False]
+    make_fx(ask)(torch.ones(2))
+    with FakeTensorMode():
+        ask(torch.ones(2))
+        with monkeypatch.context() as without:
+            without.delattr(torch._C, "_get_dispatch_mode")
+            answers.append(torch_private.is_tracing())
+    assert answers == [False, False, True, True, False]
+
+
+def test_is_default_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """N6"""
+    assert torch_private.is_default_generator(torch.default_generator)
+    assert not torch_private.is_default_generator(torch.Generator())
+    assert not torch_private.is_default_generator(torch.default_generator.clone_state())
+    assert not torch_private.is_default_generator(object())  # type: ignore[arg-type]
+
+
+def test_redirect_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """N6: torch's functions act on the generator that is looked up at each call, and return what it returns."""
+    monkeypatch.setattr(torch.random, "default_generator", torch.default_generator)  # undone at the end
+    own = torch.Generator()
+    looked_up = [own]
+    torch_private.redirect_random_state(lambda: looked_up[0])
+    before = torch.default_generator.get_state()
+    assert torch.manual_seed(3) is own
+    assert own.initial_seed() == torch.initial_seed() == 3
+    assert torch.equal(torch.get_rng_state(), own.get_state())
+    with torch.random.fork_rng(devices=[]):
+        assert torch.seed() == own.initial_seed()
+    assert own.initial_seed() == 3
+    torch.set_rng_state(before)
+    assert torch.equal(own.get_state(), before)
+    assert torch.equal(torch.default_generator.get_state(), before)
+    looked_up[0] = torch.default_generator
+    assert torch.equal(torch.get_rng_state(), before)
+    assert deepcopy(torch.random.default_generator).device == torch.device("cpu")
+    monkeypatch.delattr(torch.random, "default_generator")
+    torch_private.redirect_random_state(lambda: own)
+    assert not hasattr(torch.random, "default_generator")

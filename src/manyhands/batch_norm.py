@@ -208,6 +208,11 @@ class BatchNormOverReplicas:
         self._replicas = replicas
         self._names: list[dict[int, tuple[int, str, torch.Tensor]] | None] = [None] * len(replicas)
 
+    @contextlib.contextmanager
+    def one_pass(self) -> Iterator[Callable[[int], AbstractContextManager[None]]]:
+        """Surround a pass over all replicas; yield what surrounds replica i in its thread."""
+        yield self.begin()
+
     def begin(self) -> Callable[[int], AbstractContextManager[None]]:
         """Begin a pass over all replicas; return what surrounds replica i in its thread."""
         meeting = None if inside_replica() else Meeting(self.count)

@@ -10,6 +10,7 @@ No other file asks what kind a device is. There are two ways to compute:
 import contextlib
 import os
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -17,6 +18,8 @@ import torch
 
 DeviceLike: TypeAlias = int | str | torch.device
 
+# Seeds apart by 2**64 / golden ratio: far from each other, and from seeds that people choose.
+_SEED_STEP = 0x9E3779B97F4A7C15
 _CPU = torch.device("cpu")
 
 
@@ -131,6 +134,8 @@ def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def computes_on_host(device: torch.device) -> bool:
     """Return whether work on `device` runs in the calling thread rather than on an accelerator's streams."""
+    if device.type == "cpu":
+        return True
     kind = torch.accelerator.current_accelerator(check_available=True)
     return kind is None or device.type != kind.type
 
@@ -185,6 +190,34 @@ def rounds_float32(device: torch.device) -> bool:
         return False
     cudnn: Any = torch.backends.cudnn
     return any(o.fp32_precision == "tf32" for o in (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn))
+
+
+def seed_apart(devices: Sequence[torch.device]) -> None:
+    """Give accelerators whose random generators have the same seed, as after `torch.manual_seed`, seeds of their own.
+
+    The first keeps its seed, and the others' follow from it and from their places in the list; a seed that differs
+    already stays. On the host there is one generator for all. (Not run on a machine with several GPUs so far.)
+    """
+    different = [device for device in dict.fromkeys(devices) if not computes_on_host(device)]
+    if len(different) < 2:
+        return
+    first, *others = map(_default_generator, different)
+    for number, generator in enumerate(others, 1):
+        if first is not None and generator is not None and generator.initial_seed() == first.initial_seed():
+            generator.manual_seed((first.initial_seed() + number * _SEED_STEP) % 2**64)
+
+
+def shared_random_states(devices: Sequence[torch.device]) -> dict[torch.device, torch.Tensor]:
+    """Return the state of the random generator of each accelerator that is named more than once."""
+    shared = [device for device, times in Counter(devices).items() if times > 1 and not computes_on_host(device)]
+    generators = {device: _default_generator(device) for device in shared}
+    return {device: generator.get_state() for device, generator in generators.items() if generator is not None}
+
+
+def _default_generator(device: torch.device) -> torch.Generator | None:
+    """Return an accelerator's default generator, where its module of torch has one for each index, as CUDA's has."""
+    generators = getattr(torch.get_device_module(device), "default_generators", ())
+    return generators[device.index] if device.index is not None and device.index < len(generators) else None
 
 
 def warn_if_unequal(devices: Sequence[torch.device]) -> None:

@@ -9,6 +9,7 @@ from manyhands import devices as _devices
 from manyhands import nested
 from manyhands.devices import DeviceLike
 from manyhands.errors import annotate
+from manyhands.random_streams import own_streams
 from manyhands.workers import Outcome, run_together
 
 
@@ -24,7 +25,8 @@ def parallel_apply(
         >>> manyhands.parallel_apply([double, negate], [torch.ones(2), torch.ones(3)])
         [tensor([1., 1.]), tensor([-1., -1., -1.])]
 
-    Every call sees the caller's thread state: grad mode, autocast, default device and the rest.
+    Every call sees the caller's thread state: grad mode, autocast, default device and the rest. Several calls on the
+    CPU draw from random streams of their own, which follow from torch's random state: equal seeds, equal runs.
 
     Args:
         modules: one module (or any callable) a call.
@@ -53,11 +55,17 @@ def parallel_apply(
     else:
         used = _devices.resolve_each(devices, "devices")
 
-    def task(index: int) -> Callable[[], Any]:
-        return lambda: modules[index](*all_inputs[index], **all_kwargs[index])
-
     where = [f"replica {i} on {device}" for i, device in enumerate(used)]
-    return values_or_raise(run_together([task(i) for i in range(calls)], used), where)
+    with own_streams(type(modules[0]).__name__, used) as streams:
+
+        def task(index: int) -> Callable[[], Any]:
+            def run() -> Any:
+                with streams(index):
+                    return modules[index](*all_inputs[index], **all_kwargs[index])
+
+            return run
+
+        return values_or_raise(run_together([task(i) for i in range(calls)], used), where)
 
 
 def values_or_raise(outcomes: Sequence[Outcome[Any]], where: Sequence[str]) -> list[Any]:

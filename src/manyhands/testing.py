@@ -13,7 +13,7 @@ rounding (an LSTM or an attention layer may be put together from other CPU kerne
 `simulated_accelerators(2)` makes manyhands itself believe that the machine has two accelerators.
 
 What is not. There are no streams and no asynchrony, nothing is faster, and autograd walks all simulated devices in the
-thread that asks for the backward pass, as on the CPU. Random numbers come from the CPU's one generator.
+thread that asks for the backward pass, as on the CPU. Random numbers come from the CPU's generators.
 `torch.autocast` has no effect on simulated devices; sparse tensors are refused; torch.compile and quantized tensors are
 not supported. What `torch.save` writes of simulated tensors needs `weights_only=False` to load: save `.cpu()` copies. A
 device is named with its number, "sim:0".

@@ -7,7 +7,8 @@ import contextlib
 import functools
 import importlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -165,3 +166,89 @@ def clones(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         with contextlib.suppress(AttributeError):
             return list(torch._foreach_clone(tensors))
     return [tensor.clone() for tensor in tensors]
+
+
+def catch_operations(handlers: Mapping[Any, Callable[..., Any]]) -> Callable[[], AbstractContextManager[None]] | None:
+    """Install a handler for each of some operations, for good; return a context within which a thread calls them.
+
+    `handler(keys, *args, **kwargs)` stands in for `operation(*args, **kwargs)`, and goes on with
+    `operation.redispatch(keys, *args, **kwargs)`. What an operation calls inside, in C++ or during a backward pass in
+    that thread, is caught too. Nothing else is slower, in the context or outside of it: the handlers are kernels for a
+    dispatch key that torch keeps for a library outside of it (deferred initialisation, as torchdistx had it), and the
+    dispatcher skips keys for which an operation has no kernel.
+
+    Fallback: None, where the key is missing or taken. Then nothing is installed.
+    """
+    dispatcher: Any = torch._C
+    library: Any = torch.library.Library
+    try:
+        key = dispatcher._parse_dispatch_key("DeferredInit")
+        if dispatcher._dispatch_has_backend_fallback(key):
+            return None
+        keys_after = dispatcher._dispatch_keyset_full_after(key)
+        in_context = functools.partial(dispatcher._IncludeDispatchKeyGuard, key)
+        higher_order_operators: Any = list(torch._ops._higher_order_ops.values())
+        of_those_to_come: Any = torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS
+        all_operations, aten = library("_", "IMPL"), library("aten", "IMPL")
+        all_operations.fallback(torch.library.fallthrough_kernel, "DeferredInit")
+        # Higher-order operators (flex_attention, cond) are dispatched in Python, which knows no such fallback.
+        of_those_to_come.append(key)
+        for operator in higher_order_operators:
+            operator.fallthrough(key)
+        for operation, handler in handlers.items():
+            name = operation.name().removeprefix("aten::")
+            aten.impl(name, _on_remaining_keys(handler, keys_after), "DeferredInit", with_keyset=True)
+    except (AttributeError, RuntimeError):
+        return None
+    _installed.extend([all_operations, aten])
+    return in_context
+
+
+_installed: list[torch.library.Library] = []  # a library's kernels last as long as it does
+
+
+def _on_remaining_keys(handler: Callable[..., Any], keys_after: Any) -> Callable[..., Any]:
+    return lambda keys, *args, **kwargs: handler(keys & keys_after, *args, **kwargs)
+
+
+def is_tracing() -> bool:
+    """Return whether operations are recorded in this thread, by torch.compile or export, rather than carried out.
+
+    Fallback: False.
+    """
+    try:
+        kinds = torch._C._TorchDispatchModeKey
+        found = torch._C._get_dispatch_mode
+        recording = (kinds.FAKE, kinds.PROXY, kinds.FUNCTIONAL)
+        return has_dispatch_modes() and any(found(kind) is not None for kind in recording)
+    except AttributeError:
+        return False
+
+
+def is_default_generator(generator: torch.Generator) -> bool:
+    """Return whether `generator` is the CPU's default one; several Python objects may stand for it. Fallback: False."""
+    try:
+        return bool(generator._cdata == torch.default_generator._cdata)  # type: ignore[attr-defined]
+    except AttributeError:
+        return False
+
+
+def redirect_random_state(generator_of_thread: Callable[[], torch.Generator]) -> None:
+    """Make `torch.manual_seed`, `get_rng_state`, `set_rng_state`, `fork_rng` and their like act on another generator.
+
+    From now on they ask `generator_of_thread` which, each time. Fallback: nothing happens.
+    """
+    if hasattr(torch.random, "default_generator"):
+        torch.random.default_generator = _GeneratorOfThread(generator_of_thread)
+
+
+class _GeneratorOfThread:
+    """Has the methods of a generator that is looked up at each use."""
+
+    def __init__(self, look_up: Callable[[], torch.Generator]) -> None:
+        self._look_up = look_up
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_look_up":  # a copy that is being made: it has no attributes yet
+            raise AttributeError(name)
+        return getattr(self._look_up(), name)

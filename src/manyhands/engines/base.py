@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -19,20 +20,24 @@ from manyhands.rules import OutputRules
 
 # What surrounds replica i in its own thread, for one pass over all replicas: the forward, or one walk of their graphs.
 Surroundings: TypeAlias = Callable[[int], AbstractContextManager[None]]
+# What surrounds the whole pass, in the caller's thread, and gives the replicas their surroundings. It is left with an
+# exception where the pass has failed.
+BeginPass: TypeAlias = Callable[[], AbstractContextManager[Surroundings]]
 
 
-def all_of(begin: Sequence[Callable[[], Surroundings]]) -> Surroundings:
-    """Begin one pass over all replicas; return the surroundings of each in it, the first outermost."""
-    each = [begin_one() for begin_one in begin]
+@contextlib.contextmanager
+def one_pass(begin: Sequence[BeginPass]) -> Iterator[Surroundings]:
+    """Surround one pass over all replicas; yield what surrounds each of them in it, the first outermost."""
+    with contextlib.ExitStack() as stack:
+        yield partial(_all_of, [stack.enter_context(begin_one()) for begin_one in begin])
 
-    @contextlib.contextmanager
-    def surround(index: int) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for surroundings in each:
-                stack.enter_context(surroundings(index))
-            yield
 
-    return surround
+@contextlib.contextmanager
+def _all_of(each: Sequence[Surroundings], index: int) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for surroundings in each:
+            stack.enter_context(surroundings(index))
+        yield
 
 
 @dataclass

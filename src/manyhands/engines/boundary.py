@@ -30,7 +30,7 @@ import torch
 
 from manyhands import devices as _devices
 from manyhands import torch_private
-from manyhands.engines.base import ReplicaTiming, Surroundings, all_of
+from manyhands.engines.base import BeginPass, ReplicaTiming, one_pass
 from manyhands.engines.early_sums import sum_in_place, summed_early
 from manyhands.layouts import Layout, Whole
 from manyhands.parallel_apply import values_or_raise
@@ -99,7 +99,7 @@ class Graphs:
     shared_leaves: bool = False
     keep: bool = False
     keep_alive: Any = None
-    begin_walk: Sequence[Callable[[], Surroundings]] = ()
+    begin_walk: Sequence[BeginPass] = ()
     live_inputs: tuple[torch.Tensor, ...] = ()
     released: bool = field(default=False, init=False)
 
@@ -209,8 +209,9 @@ class Graphs:
     def _run_together(self, walk_one: Callable[[int], None]) -> None:
         """Walk each replica's graph in a thread of its own."""
         tasks = [lambda i=i: walk_one(i) for i in range(len(self.timings))]
-        outcomes = run_together(tasks, [timing.device for timing in self.timings], all_of(self.begin_walk))
-        values_or_raise(outcomes, [f"the backward of {place}" for place in self.where])
+        with one_pass(self.begin_walk) as surroundings:
+            outcomes = run_together(tasks, [timing.device for timing in self.timings], surroundings)
+            values_or_raise(outcomes, [f"the backward of {place}" for place in self.where])
 
 
 class Alias(torch.autograd.Function):

@@ -18,6 +18,7 @@ of its own.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,11 +27,12 @@ from torch import nn
 from manyhands import devices as _devices
 from manyhands.batch_norm import BatchNormOverReplicas
 from manyhands.batch_types import batch_type_of
-from manyhands.engines.base import Call, Engine, ReplicaTiming, Surroundings, all_of, called
+from manyhands.engines.base import BeginPass, Call, Engine, ReplicaTiming, called, one_pass
 from manyhands.engines.boundary import Alias, Boundary, Edge, Graphs
 from manyhands.layouts import Layout, Whole
 from manyhands.outputs import Group, Outputs
 from manyhands.parallel_apply import values_or_raise
+from manyhands.random_streams import own_streams
 from manyhands.rebind import INERT
 from manyhands.replicate import Blueprint, check_device, collector_paused, constant_for, unchanged_on_failure
 from manyhands.workers import inside_replica, run_together
@@ -57,10 +59,10 @@ class ThreadsEngine(Engine):
         if not inside_replica():
             self._timings = timings
 
-        begin_pass: list[Callable[[], Surroundings]] = []
+        begin_pass: list[BeginPass] = [partial(own_streams, type(module).__name__, call.devices)]
         if call.sync_batch_norm and len(stamps) > 1:
             own_graphs = all(map(_devices.computes_on_host, call.devices))
-            begin_pass.append(BatchNormOverReplicas([s.replica for s in stamps], own_graphs=own_graphs).begin)
+            begin_pass.append(BatchNormOverReplicas([s.replica for s in stamps], own_graphs=own_graphs).one_pass)
 
         def task(index: int) -> Callable[[], Any]:
             def run() -> Any:
@@ -74,9 +76,9 @@ class ThreadsEngine(Engine):
 
         own_leaves = [leaf for edge in inputs.edges for leaf in edge.tensors if leaf is not None]
         own_leaves += [leaf for stamp in stamps for leaf in stamp.leaves]
-        with unchanged_on_failure(blueprint.buffers.values()):
+        with unchanged_on_failure(blueprint.buffers.values()), one_pass(begin_pass) as surroundings:
             tasks = [task(i) for i in range(len(call.devices))]
-            outputs = values_or_raise(run_together(tasks, call.devices, all_of(begin_pass)), where)
+            outputs = values_or_raise(run_together(tasks, call.devices, surroundings), where)
             matched = Outputs(outputs, call.rules, call.sizes)
             if structure is not None and self._checked != structure:
                 self._outside = _look_for_live_tensors(blueprint, matched.groups, where, own_leaves)
