@@ -12,7 +12,7 @@ Guarantees
     - Streams of different replicas differ.
     - A model that draws nothing leaves torch's random state alone, as the plain module does. One that draws moves it on
       by one number a pass, however many replicas there are; a pass that fails leaves it as it was.
-    - Other operations are not slower; a draw costs a few microseconds more.
+    - Other operations are not slower; a draw costs some ten microseconds more.
     - What draws from the shared generator nevertheless is reported when it is met: custom operators, tensor subclasses
       that know no generators (jagged tensors), threads that forward starts, methods of `torch.default_generator`.
 
