@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import dataclasses
-import inspect
 import random
 import threading
 import warnings
@@ -25,10 +24,6 @@ from manyhands.verification.report import Cause, Kind, Report
 
 ENGINES = ["threads"]
 SPLITS = [(2, 7), (3, 8), (4, 9), (2, 1)]  # replicas, rows; (2, 1) runs one replica
-
-needs_sync_batch_norm = pytest.mark.skipif(
-    "sync_batch_norm" not in inspect.signature(DataParallel).parameters, reason="sync_batch_norm is not there yet"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -192,8 +187,8 @@ def test_models_of_many_kinds_are_the_same(model: nn.Module, inputs: Any) -> Non
         (Calls(lambda self, x, w: x @ w), (ROWS, torch.randn(5, 2)), {"in_dims": (0, None)}),
         (mlp(), ROWS, {"shares": [2, 1]}),
         (mlp(), ROWS, {"shares": [0, 1]}),
-        pytest.param(with_batch_norm(), ROWS, {"sync_batch_norm": True}, marks=needs_sync_batch_norm),
-        pytest.param(with_batch_norm().double(), ROWS.double(), {"sync_batch_norm": True}, marks=needs_sync_batch_norm),
+        (with_batch_norm(), ROWS, {"sync_batch_norm": True}),
+        (with_batch_norm().double(), ROWS.double(), {"sync_batch_norm": True}),
     ],
 )
 def test_the_remedies_make_it_the_same(model: nn.Module, inputs: Any, options: dict[str, Any]) -> None:
@@ -425,7 +420,6 @@ def test_an_option_that_is_given_explains_what_it_asks_for() -> None:
     assert "as expected" in str(report)
 
 
-@needs_sync_batch_norm
 def test_per_shard_statistics_can_be_asked_for() -> None:
     assert not compared(with_batch_norm(), ROWS).explained
     assert compared(with_batch_norm(), ROWS, sync_batch_norm=False).explained
@@ -483,7 +477,6 @@ def test_resnet_18_with_uneven_shares() -> None:
     assert "first at stem.1 (BatchNorm2d)" in str(report)
 
 
-@needs_sync_batch_norm
 def test_resnet_18_with_synchronised_batch_norm_is_the_same() -> None:
     model = build("resnet18", num_classes=10, image_shape=(1, 28, 28))
     inputs, target = torch.randn(6, 1, 12, 12), torch.randint(10, (6,))

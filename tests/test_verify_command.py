@@ -1,6 +1,5 @@
 """`manyhands verify`: what it finds, what it prints, and how it ends."""
 
-import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import manyhands
 from manyhands.cli import main
 
 SCRIPT = """\
@@ -130,10 +128,6 @@ def test_options_reach_the_wrapper(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("theirs:build", "--devices", "3", "--shares", "even", "--dim", "0", "--rtol", "1e-4") == 0
 
 
-@pytest.mark.skipif(
-    "sync_batch_norm" not in inspect.signature(manyhands.DataParallel).parameters,
-    reason="sync_batch_norm is not there yet",
-)
 def test_batch_norm_over_all_replicas_or_per_shard_as_asked() -> None:
     assert run("theirs:with_batch_norm", *TWO, "--sync-batch-norm") == 0
     assert run("theirs:with_batch_norm", *TWO, "--no-sync-batch-norm") == 0
