@@ -2,9 +2,10 @@
 
 The classes are not listed here but found in torch.nn, so that one that a later torch adds fails until it has a recipe
 (how to make it, and on what to run it) or stands in `EXCLUDED` with its reason. The oracle is the plain module on the
-whole batch. There are two exceptions. Where rows interact, as in batch normalisation during training, it is
-`data_parallel`, the plain composition. And where the module draws random numbers, its draws cannot be compared: with
-settings that leave nothing to chance it is compared like all others, otherwise by what every draw has in common.
+whole batch, also for batch normalisation, by `sync_batch_norm=True`. There are two exceptions. Running statistics of
+instance normalisation are means over the batch: there it is `data_parallel`, the plain composition. And where the
+module draws random numbers, its draws cannot be compared: with settings that leave nothing to chance it is compared
+like all others, otherwise by what every draw has in common.
 """
 
 import importlib
@@ -25,10 +26,9 @@ from manyhands import DataParallel, data_parallel
 
 ENGINES = ["threads"]
 SPLITS = [(2, 6), (2, 7), (3, 6), (3, 7)]  # replicas, rows: they divide, and they do not
-MORE_SPLITS = [(2, 1), (4, 6), (5, 13), (8, 17)]
+MORE_SPLITS = [(4, 2), (4, 6), (5, 13), (8, 17)]
 
-# DataParallel does not have this option yet. With True, batch norm in training is compared with the plain module.
-SYNC_BATCH_NORM = False
+SYNC = {"sync_batch_norm": True}
 
 
 @pytest.fixture(autouse=True)
@@ -87,8 +87,8 @@ class Called(nn.Module):
 class Recipe:
     """How to make and run one module of class `kind`.
 
-    `how` calls it in another way than `module(*inputs)`; `interacts` says that in training an output row depends on
-    other rows, or a buffer on all of them; `options` are those of DataParallel.
+    `how` calls it in another way than `module(*inputs)`; `interacts` says that in training a buffer depends on all
+    rows at once; `options` are those of DataParallel.
     """
 
     kind: type[nn.Module]
@@ -280,11 +280,12 @@ RECIPES = [
     recipe(nn.Fold, (4, 5), 2, on=[real(3 * 4, 3 * 4)]),
     recipe(nn.Unfold, 2, padding=1, on=plane(3)),
     # normalisation
-    *(recipe(kind, 4, on=on, interacts=True) for kind, on in BATCH_NORMS),
-    *(recipe(kind, 4, on=on, interacts=True, momentum=None, affine=False) for kind, on in BATCH_NORMS),
-    *(recipe(kind, on=on, interacts=True) for kind, on in LAZY_BATCH_NORMS),
-    *([recipe(nn.BatchNorm1d, 4, on=[real(4)], interacts=True)] if SYNC_BATCH_NORM else []),  # one row has no spread
-    recipe(nn.SyncBatchNorm, 4, on=plane(4), interacts=True),
+    *(recipe(kind, 4, on=on, options=SYNC) for kind, on in BATCH_NORMS),
+    *(recipe(kind, 4, on=on, options=SYNC, momentum=None, affine=False) for kind, on in BATCH_NORMS),
+    *(recipe(kind, 4, on=on, options=SYNC, track_running_stats=False) for kind, on in BATCH_NORMS),
+    *(recipe(kind, on=on, options=SYNC) for kind, on in LAZY_BATCH_NORMS),
+    recipe(nn.BatchNorm1d, 4, on=[real(4)], options=SYNC),
+    recipe(nn.SyncBatchNorm, 4, on=plane(4), options=SYNC),
     *(recipe(kind, 4, on=on, affine=True) for kind, on in INSTANCE_NORMS),
     *(recipe(kind, 4, on=on, interacts=True, track_running_stats=True) for kind, on in INSTANCE_NORMS),
     *(recipe(kind, on=on, interacts=True) for kind, on in LAZY_INSTANCE_NORMS),
@@ -518,11 +519,9 @@ def compare(engine: str, recipe: Recipe, training: bool, devices: Sequence[str |
     plain, twin = recipe.module().train(training), recipe.module().train(training)
     twin.load_state_dict(plain.state_dict())  # rather than a deep copy, which the old weight_norm refuses
     batch = [tensor.detach().to(devices[0]).requires_grad_(tensor.requires_grad) for tensor in recipe.batch(rows)]
-    sync = SYNC_BATCH_NORM and issubclass(recipe.kind, nn.modules.batchnorm._BatchNorm)
-    by_shards = recipe.interacts and training and not sync
 
     def oracle(*inputs: torch.Tensor) -> Any:
-        return data_parallel(plain, inputs, devices) if by_shards else plain(*inputs)
+        return data_parallel(plain, inputs, devices) if recipe.interacts and training else plain(*inputs)
 
     try:
         expected = step(oracle, plain.to(devices[0]), batch)
@@ -532,8 +531,7 @@ def compare(engine: str, recipe: Recipe, training: bool, devices: Sequence[str |
         if devices[0] == "cpu":
             raise
         pytest.skip(f"simulated devices cannot run the plain module either: {error}")
-    options = {**recipe.options, **({"sync_batch_norm": True} if sync else {})}
-    model = DataParallel(twin.to(devices[0]), devices, engine=engine, **options)
+    model = DataParallel(twin.to(devices[0]), devices, engine=engine, **recipe.options)
     assert_same_step(step(model, twin, batch), expected)
     with torch.no_grad():
         without = [] if training else tensors_in(model(*batch))
