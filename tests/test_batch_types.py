@@ -100,6 +100,15 @@ def test_a_batch_that_is_said_to_be_whole(registered):
     assert nodes.grad.tolist() == [4, 4, 4]
 
 
+def test_a_batch_that_comes_out_whole():
+    """G6: out_dims None, here for what every replica was given whole."""
+    packed = pack_sequence([torch.ones(2), torch.ones(1)])
+    model = manyhands.DataParallel(
+        lambda_module(lambda x, graphs: (x, graphs)), ["cpu"] * 3, in_dims=(0, None), out_dims=(0, None)
+    )
+    assert torch.equal(model(torch.zeros(6), packed)[1].data, packed.data)
+
+
 def lambda_module(function):
     class Fn(nn.Module):
         def forward(self, x, graphs):

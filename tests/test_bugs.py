@@ -1,5 +1,6 @@
 """Bugs that were found by using the library, each with its story; every test failed when it was written."""
 
+import copy
 import gc
 import subprocess
 import sys
@@ -217,3 +218,16 @@ def test_ctrl_c_in_the_first_backward() -> None:
     for program in programs:
         out, err = program.communicate(timeout=100)
         assert (program.returncode, out) == (0, "went on\n"), err
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_rows_that_several_replicas_shorten(kind: Any) -> None:
+    """N9: `max_norm` writes into the weights inside forward. CPU replicas share these, and two that came at once both
+    scaled a row that was too long, in about one call of ten."""
+    torch.manual_seed(0)
+    for _ in range(60):
+        plain = kind(50, 64, max_norm=1.0).double()
+        ours = copy.deepcopy(plain)
+        x = torch.randint(0, 50, (64, 50))
+        torch.testing.assert_close(manyhands.DataParallel(ours, ["cpu"] * 4)(x), plain(x), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(ours.weight, plain.weight, rtol=1e-12, atol=1e-12)

@@ -1208,6 +1208,22 @@ def test_the_wrapper_means_its_plain_composition(rows):
         torch.testing.assert_close(gradient, gradients[0], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("shares", "rows"), [([1, 0], [8]), ([0, 1], [8]), ([3, 1], [6, 2]), ("even", [4, 4])], ids=str
+)
+def test_an_overridden_scatter_may_ask_for_ours(shares, rows):
+    """A9, S2: `super().scatter(...)`."""
+
+    class Own(DataParallel):
+        def scatter(self, inputs, kwargs, device_ids):
+            return super().scatter(inputs, kwargs, device_ids)
+
+    seen = []
+    model = Own(Fn(lambda x: seen.append(len(x)) or x * 2), ["cpu"] * 2, shares=shares)
+    assert model(torch.arange(8.0)).tolist() == [2.0 * i for i in range(8)]
+    assert sorted(seen, reverse=True) == rows
+
+
 # ---- attributes of the module (A7) ---------------------------------------------------------------
 
 

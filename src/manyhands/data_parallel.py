@@ -176,12 +176,11 @@ class DataParallel(nn.DataParallel[Any]):
         """Split the inputs of a call for `device_ids`; override it, and forward uses yours."""
         devices = _devices.resolve_each(device_ids, "device_ids")
         arguments = self._arguments(None, tuple(inputs), kwargs or {})
-        sizes = [size for size in self._sizes(arguments.rows) if size]
-        if len(sizes) != len(devices):  # other devices than the wrapper's: torch's rule
-            sizes = [size for size in split_rows(arguments.rows or 0, len(devices)) if size]
-        if arguments.rows is None:
-            sizes = [0] * len(devices)
-        shards = scattered(arguments, devices[: len(sizes) or 1], sizes or [0])
+        sizes = self._sizes(arguments.rows) if len(devices) == len(self.devices) else []
+        if not any(sizes):  # other devices than the wrapper's: torch's rule
+            sizes = split_rows(arguments.rows or 0, len(devices))
+        used = [0] * len(devices) if arguments.rows is None else [size for size in sizes if size] or [0]
+        shards = scattered(arguments, devices[: len(used)], used)
         return [args for args, _ in shards], [kw for _, kw in shards]
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceLike]) -> list[nn.Module]:

@@ -59,7 +59,7 @@ class Outputs:
         if any(isinstance(value, torch.Tensor) for value in given):
             return self._joined(self._tensors(path, given, axis, rule))
         if batch_type_of(given[0]) is not None:
-            return self._batches(path, given)
+            return self._batches(path, given, num_counting=1 if axis is None else len(given))
         if axis is not None and rule != "stack" and all(_is_number(value) for value in given):
             weights = self._weights(path, rule, len(given))
             value = sum(v if w == 1 else v * w for v, w in zip(given, weights, strict=True) if w)
@@ -100,14 +100,17 @@ class Outputs:
             raise error
         return Group(given, Rows(axis, tuple(tensor.size(axis) for tensor in given)))
 
-    def _batches(self, path: str, given: tuple[Any, ...]) -> Callable[[Sequence[Any]], Any]:
-        """Join batches of a registered class: their tensors come out one by one, then their own rule joins them."""
+    def _batches(self, path: str, given: tuple[Any, ...], num_counting: int) -> Callable[[Sequence[Any]], Any]:
+        """Join batches of a registered class: their tensors come out one by one, then their own rule joins them.
+
+        Only the first counts where a batch is whole, that is, the replicas agree on it.
+        """
         batch_types = [batch_type_of(value) for value in given]
         batch_type = batch_types[0]
         if batch_type is None or any(other is not batch_type for other in batch_types):
             raise nested.disagreement(path, "types", [type(value).__name__ for value in given])
         makers = []
-        for index, value in enumerate(given):
+        for index, value in enumerate(given[:num_counting]):
             tensors, rebuild = batch_type.parts(value)
             alone = [tuple(t if i == index else None for i in range(len(given))) for t in tensors]
             makers.append((rebuild, [self._joined(Group(each, Only(index))) for each in alone]))

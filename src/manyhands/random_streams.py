@@ -20,6 +20,9 @@ Not led anywhere: a single replica, and replicas that run one after the other (a
 mode that other threads cannot join), which draw from the generator of the thread that calls them; calls that name a
 generator; and what is not torch's: `random`, `numpy.random`.
 
+One operation that draws nothing is caught in the same way: `embedding_renorm_` (`nn.Embedding(max_norm=...)`) writes
+into weights that replicas on the host share, and has to do so one replica at a time, or a row would be scaled twice.
+
 Accelerators have generators of their own. Each gets a seed of its own; two replicas on one accelerator, which share its
 generator, are reported when they draw. So is what replicas on accelerators draw on the CPU: they have no streams there,
 because their backward runs in threads of torch's, which would restore the random state of one into that of another.
@@ -156,6 +159,7 @@ class _Process:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self.weights_lock = threading.Lock()
         self._caught: list[Callable[[], AbstractContextManager[None]] | None] = []
         self.last_move = object()  # a new one whenever a pass of ours moves torch's random state on
 
@@ -163,7 +167,10 @@ class _Process:
         """Have draws caught from the first call on; return the context for a replica's thread, None if impossible."""
         with self._lock:
             if not self._caught:
-                handlers: dict[Any, Callable[..., Any]] = {torch.ops.aten.native_dropout.default: _native_dropout}
+                handlers: dict[Any, Callable[..., Any]] = {
+                    torch.ops.aten.native_dropout.default: _native_dropout,
+                    torch.ops.aten.embedding_renorm_.default: _renormalise,
+                }
                 for operation, drawn_by in operations_that_draw():
                     num_before = [argument.name for argument in drawn_by._schema.arguments].index("generator")
                     handlers[operation] = partial(_draw, operation, drawn_by, num_before)
@@ -181,6 +188,7 @@ class _Process:
     def after_fork(self) -> None:
         """In the child of a fork: another thread of the parent may have held the lock, and no replica goes on here."""
         self._lock = threading.Lock()
+        self.weights_lock = threading.Lock()
         _thread.stream = None
 
 
@@ -231,6 +239,12 @@ def _native_dropout(keys: Any, tensor: torch.Tensor, p: float, train: bool | Non
         kept = torch.empty_like(tensor, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
         return tensor * kept * (1 / (1 - p) if p < 1 else 0.0), kept
     return torch.ops.aten.native_dropout.default.redispatch(keys, tensor, p, train)
+
+
+def _renormalise(keys: Any, *args: Any) -> torch.Tensor:
+    """Stand in for `embedding_renorm_`: a replica that has waited for another finds its rows short enough."""
+    with _process.weights_lock:
+        return torch.ops.aten.embedding_renorm_.default.redispatch(keys, *args)  # type: ignore[no-any-return]
 
 
 def _own_generator(
