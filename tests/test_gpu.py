@@ -251,6 +251,43 @@ def test_bf16_autocast_in_every_replica(placed: list[torch.device]) -> None:
     assert_same_gradients(model, plain, 5e-2)
 
 
+def batch_norm_net(dtype: torch.dtype = torch.float64) -> nn.Module:
+    block = [nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True)]
+    return nn.Sequential(*block, nn.Flatten(), nn.Linear(512, 4), nn.BatchNorm1d(4, momentum=None)).to(dtype)
+
+
+def test_synchronised_batch_norm(placed: list[torch.device]) -> None:
+    """N5, N3: outputs, gradients, running statistics and second derivatives; nothing waits on a device's thread."""
+    plain, model = wrapped(batch_norm_net(), placed, sync_batch_norm=True)
+    for rows in (9, 3, 16):
+        x = torch.randn(rows, 3, 8, 8, dtype=torch.float64, device=placed[0])
+
+        def step(module: nn.Module, x: torch.Tensor = x) -> torch.Tensor:
+            module.zero_grad()
+            x_here = x.clone().requires_grad_()
+            output = module(x_here)
+            (grad,) = torch.autograd.grad(output.pow(3).sum(), x_here, create_graph=True)
+            (output.sin().sum() + grad.pow(2).sum()).backward()
+            return output.detach()
+
+        outputs = [in_time(lambda module=module: step(module)) for module in (plain, model)]
+        torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-10, atol=1e-10)
+        assert_same_gradients(model, plain, 1e-8)
+        for mine, theirs in zip(model.module.buffers(), plain.buffers(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_synchronised_batch_norm_under_autocast(placed: list[torch.device]) -> None:
+    """N5, R14: statistics in single precision."""
+    plain, model = wrapped(batch_norm_net(torch.float32), placed, sync_batch_norm=True)
+    x = torch.randn(24, 3, 8, 8, device=placed[0]).to(memory_format=torch.channels_last)
+    for module in (plain, model):
+        with torch.autocast(placed[0].type, torch.bfloat16):
+            output = module(x)
+        output.float().pow(3).mean().backward()
+    assert_same_gradients(model, plain, 5e-2)
+
+
 @pytest.mark.parametrize("where", ["pageable", "pinned", "first device", "last device"])
 def test_inputs_from_anywhere(placed: list[torch.device], where: str) -> None:
     """S11: pageable and pinned host memory; written into right after the call, which must not matter."""

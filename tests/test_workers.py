@@ -302,6 +302,55 @@ def test_a_worker_that_cannot_take_the_callers_state_does_not_hang(monkeypatch: 
     assert values(lambda: 0, lambda: 1) == [0, 1]
 
 
+def test_who_waits_for_a_task_that_cannot_begin_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F1: what surrounds a task is entered before the caller's state is taken over, and left if that fails."""
+
+    @contextlib.contextmanager
+    def fails(self: ThreadState) -> Any:
+        raise RuntimeError("no such state here")
+        yield
+
+    monkeypatch.setattr(ThreadState, "applied", fails)
+    left = [threading.Event(), threading.Event()]
+
+    @contextlib.contextmanager
+    def around(index: int) -> Any:
+        try:
+            yield
+        finally:
+            left[index].set()
+
+    outcomes = in_time(lambda: run_together([lambda: left[1].wait(WAIT_S), lambda: True], [CPU] * 2, around))
+    assert outcomes[0].value is True
+    assert "no such state here" in str(outcomes[1].error)
+    assert left[0].is_set()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_what_surrounds_a_task_is_in_its_thread_and_sees_its_error(count: int) -> None:
+    seen: dict[int, tuple[int, BaseException | None]] = {}
+
+    @contextlib.contextmanager
+    def around(index: int) -> Any:
+        try:
+            yield
+        except ValueError as error:
+            seen[index] = (threading.get_ident(), error)
+            raise
+
+    idents: dict[int, int] = {}
+
+    def task(index: int) -> Callable[[], None]:
+        def fail() -> None:
+            idents[index] = threading.get_ident()
+            raise ValueError(index)
+
+        return fail
+
+    outcomes = run_together([task(i) for i in range(count)], [CPU] * count, around)
+    assert seen == {i: (idents[i], outcome.error) for i, outcome in enumerate(outcomes)}
+
+
 # ---- threads of torch ------------------------------------------------------------------------------
 
 

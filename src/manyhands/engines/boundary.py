@@ -23,6 +23,7 @@ runs on such a thread, and waiting in it for another thread's backward on the sa
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,6 +90,7 @@ class Graphs:
         keep: whether graphs of a higher order share nodes with these, so that a backward must not free them.
         keep_alive: what must not go before the graphs.
         begin_walk: what surrounds the replicas during a walk, where each is walked by a worker of its own.
+        around_walk: what surrounds a walk of all by one call.
         live_inputs: the caller's tensors, one an input edge.
     """
 
@@ -100,13 +102,14 @@ class Graphs:
     keep: bool = False
     keep_alive: Any = None
     begin_walk: Sequence[BeginPass] = ()
+    around_walk: Callable[[], AbstractContextManager[Any]] = nullcontext
     live_inputs: tuple[torch.Tensor, ...] = ()
     released: bool = field(default=False, init=False)
 
     def release(self) -> None:
         """Let the replica graphs go; what only they held is freed here."""
         self.inputs, self.outputs, self.live_inputs = [], [], ()
-        self.keep_alive, self.begin_walk, self.released = None, (), True
+        self.keep_alive, self.begin_walk, self.around_walk, self.released = None, (), nullcontext, True
 
     def walk(self, output_grads: Sequence[torch.Tensor | None], keep: bool) -> list[list[torch.Tensor | None]]:
         """Run backward in every replica graph; return each input edge's gradients, one a replica."""
@@ -131,7 +134,8 @@ class Graphs:
             with summed_early([edge.tensors for edge in self.inputs if isinstance(edge.layout, Whole)]):
                 self._run_together(lambda index: walk_some([index]))
         else:
-            walk_some(range(len(self.timings)))
+            with self.around_walk():
+                walk_some(range(len(self.timings)))
         return self.take_leaf_gradients()
 
     def take_leaf_gradients(self) -> list[list[torch.Tensor | None]]:
@@ -196,7 +200,8 @@ class Graphs:
             found[index] = gradients([index])
 
         if together or not self._walked_one_by_one():
-            found = [gradients(replicas)] * len(replicas)
+            with self.around_walk():
+                found = [gradients(replicas)] * len(replicas)
         else:
             self._run_together(walk_one)
         # What all replicas share is in one dictionary if one call has found it, and counts once.
@@ -294,6 +299,7 @@ def _differentiable_backward(graphs: Graphs, grads: Sequence[torch.Tensor | None
         keep=True,
         keep_alive=graphs.keep_alive,
         begin_walk=graphs.begin_walk,
+        around_walk=graphs.around_walk,
     )
     if not higher.outputs:
         return [None] * len(gradients)

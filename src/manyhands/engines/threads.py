@@ -18,6 +18,7 @@ of its own.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch
 from torch import nn
 
 from manyhands import devices as _devices
-from manyhands.batch_norm import BatchNormOverReplicas
+from manyhands.batch_norm import BatchNormOverReplicas, Walk
 from manyhands.batch_types import batch_type_of
 from manyhands.engines.base import BeginPass, Call, Engine, ReplicaTiming, called, one_pass
 from manyhands.engines.boundary import Alias, Boundary, Edge, Graphs
@@ -60,9 +61,13 @@ class ThreadsEngine(Engine):
             self._timings = timings
 
         begin_pass: list[BeginPass] = [partial(own_streams, type(module).__name__, call.devices)]
+        around_walk: Callable[[], AbstractContextManager[Any]] = nullcontext
         if call.sync_batch_norm and len(stamps) > 1:
-            own_graphs = all(map(_devices.computes_on_host, call.devices))
-            begin_pass.append(BatchNormOverReplicas([s.replica for s in stamps], own_graphs=own_graphs).one_pass)
+            walk = Walk.APART if all(map(_devices.computes_on_host, call.devices)) else Walk.TOGETHER
+            batch_norm = BatchNormOverReplicas([stamp.replica for stamp in stamps], walk)
+            begin_pass.append(batch_norm.one_pass)
+            if walk is Walk.TOGETHER:
+                around_walk = batch_norm.repeating
 
         def task(index: int) -> Callable[[], Any]:
             def run() -> Any:
@@ -102,6 +107,7 @@ class ThreadsEngine(Engine):
             keep=_carries_objects(call),
             keep_alive=stamps,
             begin_walk=begin_pass,
+            around_walk=around_walk,
         )
         live = [*inputs.live, *live_parameters, *self._outside]
         if any(leaf.grad is not None for leaf in own_leaves):

@@ -1,0 +1,154 @@
+"""Meetings: everybody gets what everybody gave, and nobody waits for ever."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from manyhands.meeting import Meeting
+from manyhands.workers import run_together
+
+WAIT_S = 15.0
+CPU = torch.device("cpu")
+BOTH = frozenset({0, 1})
+
+
+def in_time(function: Callable[[], Any]) -> Any:
+    """Call `function` in a thread of its own, and fail, rather than hang, if it does not return."""
+    result: list[Any] = []
+    thread = threading.Thread(target=lambda: result.append(function()), daemon=True)
+    thread.start()
+    thread.join(WAIT_S)
+    assert not thread.is_alive(), "it hangs"
+    return result.pop()
+
+
+class Visits:
+    """Lets replicas visit one meeting, each in a thread of its own, each after a script."""
+
+    def __init__(self, *scripts: Callable[[Meeting, int], Any]) -> None:
+        self.meeting = Meeting(len(scripts))
+        self._scripts = scripts
+
+    def __call__(self) -> list[Any]:
+        return in_time(self._run)
+
+    def _run(self) -> list[Any]:
+        outcomes = run_together([self._visit(i) for i in range(len(self._scripts))], [CPU] * len(self._scripts))
+        return [outcome.error or outcome.value for outcome in outcomes]
+
+    def _visit(self, index: int) -> Callable[[], Any]:
+        def visit() -> Any:
+            failed = True
+            try:
+                result = self._scripts[index](self.meeting, index)
+                failed = False
+                return result
+            finally:
+                self.meeting.leave(index, failed=failed)
+
+        return visit
+
+
+def meets(*names: str, places: dict[str, int] | None = None) -> Callable[[Meeting, int], list[dict[int, Any]]]:
+    """A replica that exchanges its own number under these names, one after the other."""
+    places = places or {}
+
+    def script(meeting: Meeting, index: int) -> list[dict[int, Any]]:
+        return [meeting.exchange(index, name, index, places.get(name, 0)).values for name in names]
+
+    return script
+
+
+def test_everybody_gets_what_everybody_gave() -> None:
+    results = Visits(*[meets("a", "b")] * 4)()
+    assert results == [[{0: 0, 1: 1, 2: 2, 3: 3}] * 2] * 4
+    assert [list(values) for values in results[3]] == [[0, 1, 2, 3]] * 2, "in replica order"
+
+
+def test_the_calls_under_one_name_meet_in_order() -> None:
+    def script(meeting: Meeting, index: int) -> list[Any]:
+        return [meeting.exchange(index, "a", (index, call)).values for call in range(3)]
+
+    assert Visits(script, script)() == [[{0: (0, call), 1: (1, call)} for call in range(3)]] * 2
+
+
+def test_who_has_left_is_not_waited_for() -> None:
+    assert Visits(meets("a", "b"), meets("a"), meets())() == [[{0: 0, 1: 1}, {0: 0}], [{0: 0, 1: 1}], []]
+
+
+def test_who_fails_is_not_waited_for() -> None:
+    def fails(meeting: Meeting, index: int) -> None:
+        meeting.exchange(index, "a", index)
+        raise ValueError("as asked")
+
+    visits = Visits(meets("a", "b"), fails)
+    waited, error = visits()
+    assert waited == [{0: 0, 1: 1}, {0: 0}]
+    assert isinstance(error, ValueError)
+    assert visits.meeting.failed
+    assert visits.meeting.is_over
+
+
+def test_branches_meet_again_behind_themselves() -> None:
+    """Of several names that all wait at, the first in order goes on: its branch joins the others sooner or later."""
+    places = {"left 1": 0, "left 2": 1, "left 3": 2, "right": 3, "both": 4}
+    left = meets("left 1", "left 2", "left 3", "both", places=places)
+    right = meets("right", "both", places=places)
+    for scripts in ((left, right), (right, left), (right, left, right, left)):
+        results = Visits(*scripts)()
+        assert [result[-1] for result in results] == [{i: i for i in range(len(scripts))}] * len(scripts)
+        for index, (script, result) in enumerate(zip(scripts, results, strict=True)):
+            assert result[0] == {i: i for i, other in enumerate(scripts) if other is script}, index
+
+
+def test_without_an_order_who_is_behind_goes_on() -> None:
+    assert Visits(meets("a", "c"), meets("b", "c"))() == [[{0: 0}, {0: 0, 1: 1}], [{1: 1}, {0: 0, 1: 1}]]
+
+
+def test_names_in_different_orders_do_not_hang() -> None:
+    results = Visits(meets("a", "b"), meets("b", "a"), meets("a", "b"))()
+    assert all(index in values for index, result in enumerate(results) for values in result)
+
+
+def test_an_answer_waits_for_those_who_asked() -> None:
+    """Of three replicas, two answer to an exchange between two; the third is busy elsewhere."""
+    together = threading.Barrier(3)
+
+    def answers(meeting: Meeting, index: int) -> dict[int, Any]:
+        values = meeting.answer(index, 7, frozenset({0, 2}), index).values
+        together.wait(WAIT_S)
+        return values
+
+    def is_busy(meeting: Meeting, index: int) -> None:
+        together.wait(WAIT_S)
+
+    assert Visits(answers, is_busy, answers)() == [{0: 0, 2: 2}, None, {0: 0, 2: 2}]
+
+
+def test_answers_go_from_the_latest_to_the_earliest() -> None:
+    """A replica that has nothing to answer to the later exchange keeps nobody waiting."""
+
+    def both(meeting: Meeting, index: int) -> list[dict[int, Any]]:
+        return [meeting.answer(index, number, BOTH, index).values for number in (4, 3)]
+
+    def only_early(meeting: Meeting, index: int) -> list[dict[int, Any]]:
+        return [meeting.answer(index, 3, BOTH, index).values]
+
+    assert Visits(both, only_early)() == [[{0: 0}, {0: 0, 1: 1}], [{0: 0, 1: 1}]]
+    assert Visits(only_early, both)() == [[{0: 0, 1: 1}], [{1: 1}, {0: 0, 1: 1}]]
+
+
+def test_an_answer_that_comes_too_late_is_an_error() -> None:
+    """Not a part of a gradient that is lost without a word."""
+
+    def in_order(meeting: Meeting, index: int) -> list[dict[int, Any]]:
+        return [meeting.answer(index, number, BOTH, index).values for number in (4, 3)]
+
+    def out_of_order(meeting: Meeting, index: int) -> list[dict[int, Any]]:
+        return [meeting.answer(index, number, BOTH, index).values for number in (3, 4)]
+
+    _, error = Visits(in_order, out_of_order)()
+    assert isinstance(error, RuntimeError)
+    assert "different orders" in str(error)
