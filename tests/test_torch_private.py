@@ -396,3 +396,28 @@ def test_redirect_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.random, "default_generator")
     torch_private.redirect_random_state(lambda: own)
     assert not hasattr(torch.random, "default_generator")
+
+
+def test_parametrizations_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting(nn.Module):
+        calls = 0
+
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            Counting.calls += 1
+            return weight * 2
+
+    layer = nn.Linear(2, 2)
+    nn.utils.parametrize.register_parametrization(layer, "weight", Counting())
+    Counting.calls = 0
+    with nn.utils.parametrize.cached():
+        assert layer.weight is layer.weight
+        with torch_private.parametrizations_not_cached():
+            assert layer.weight is not layer.weight
+        assert Counting.calls == 3
+        _ = layer.weight
+        assert Counting.calls == 3, "what had been cached is still there"
+    with torch_private.parametrizations_not_cached():
+        _ = layer.weight
+    monkeypatch.delattr(nn.utils.parametrize, "_cache_enabled")
+    with torch_private.parametrizations_not_cached():
+        pass

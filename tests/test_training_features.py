@@ -41,20 +41,16 @@ Results = dict[str, torch.Tensor]
 class Script:
     run: Callable[[Wrap], Results]
     tolerances: dict[torch.dtype, float]
-    fails: str | None = None
 
 
 SCRIPTS: dict[str, Script] = {}
 
 
-def script(tolerances: dict[torch.dtype, float] | None = None, fails: str | None = None) -> Callable[[Any], Any]:
-    """Add a function to the scripts.
-
-    `tolerances` are those of the default dtypes with which it runs; `fails` is why the wrapped run does not succeed.
-    """
+def script(tolerances: dict[torch.dtype, float] | None = None) -> Callable[[Any], Any]:
+    """Add a function to the scripts; `tolerances` are those of the default dtypes with which it runs."""
 
     def add(run: Callable[[Wrap], Results]) -> Callable[[Wrap], Results]:
-        SCRIPTS[run.__name__] = Script(run, tolerances or TOLERANCES, fails)
+        SCRIPTS[run.__name__] = Script(run, tolerances or TOLERANCES)
         return run
 
     return add
@@ -242,7 +238,7 @@ def parametrizations_of_ones_own(wrap: Wrap) -> Results:
     return train(wrap(parametrized()))
 
 
-@script(fails="torch's cache is keyed by the live module, so replicas take each other's weights")
+@script()
 def cached_parametrizations(wrap: Wrap) -> Results:
     """Within `parametrize.cached()` a weight is computed once, however often the model is called."""
     model = wrap(parametrized())
@@ -1283,12 +1279,7 @@ def buffers_written_by_the_caller(wrap: Wrap) -> Results:
 
 def cases() -> list[Any]:
     return [
-        pytest.param(
-            name,
-            dtype,
-            id=f"{name}-{str(dtype).removeprefix('torch.')}",
-            marks=pytest.mark.xfail(reason=each.fails, strict=True) if each.fails else (),
-        )
+        pytest.param(name, dtype, id=f"{name}-{str(dtype).removeprefix('torch.')}")
         for name, each in SCRIPTS.items()
         for dtype in each.tolerances
     ]

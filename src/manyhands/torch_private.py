@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.nn.utils.parametrize
 
 
 def backward_keeps_graph() -> bool:
@@ -252,3 +253,21 @@ class _GeneratorOfThread:
         if name == "_look_up":  # a copy that is being made: it has no attributes yet
             raise AttributeError(name)
         return getattr(self._look_up(), name)
+
+
+@contextlib.contextmanager
+def parametrizations_not_cached() -> Iterator[None]:
+    """Switch `torch.nn.utils.parametrize.cached()` off: its cache is keyed by the live module, for all replicas alike.
+
+    Fallback: nothing happens.
+    """
+    parametrize: Any = torch.nn.utils.parametrize
+    cached = getattr(parametrize, "_cache_enabled", 0)  # how many `cached()` are open, in whatever thread
+    if not cached:
+        yield
+        return
+    parametrize._cache_enabled -= cached
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled += cached

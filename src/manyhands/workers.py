@@ -31,6 +31,7 @@ from typing import Generic, TypeVar
 import torch
 
 from manyhands import devices as _devices
+from manyhands import torch_private
 from manyhands.errors import log
 from manyhands.thread_state import ThreadState, modes_that_stay
 
@@ -49,6 +50,7 @@ class Outcome(Generic[T]):
     error: BaseException | None = None
 
 
+@torch_private.parametrizations_not_cached()
 def run_together(
     tasks: Sequence[Callable[[], T]],
     devices: Sequence[torch.device],
