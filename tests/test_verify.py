@@ -441,6 +441,23 @@ def test_a_gradient_that_differs_alone() -> None:
     assert "the backward differs" in report.findings[0].text
 
 
+def test_gradients_that_jump_where_outputs_do_not() -> None:
+    """Rounding errors decide on which side of a ReLU's kink an activation lies: a step that is nudged shows it."""
+    layer, x = nn.Linear(5, 8), torch.randn(400, 5)
+    kink = layer(x)[0].detach()  # that of the first row, in each column
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = self.layers[0](x)
+        rounding_error = 1e-6 if len(x) == 400 else -1e-6
+        return F.relu(y + rounding_error - kink)
+
+    report = compared(Calls(forward, layer), x)
+    assert report.differences == ()
+    assert any("kink" in note for note in report.notes)
+    assert max(row.difference / row.largest for row in report.rows if row.kind is Kind.GRADIENT) > 1e-3
+    assert not compared(Calls(forward, layer), x, rtol=1e-5).same  # who asks for a tolerance gets it
+
+
 def test_gradients_of_inputs_are_compared() -> None:
     report = compared(Calls(lambda self, pair: pair[0] * pair[1]), ([ROWS.clone().requires_grad_(), ROWS],))
     assert report.same

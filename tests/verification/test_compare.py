@@ -9,6 +9,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from manyhands.verification.compare import (
     Tolerance,
+    allowing,
     buffer_rows,
     difference,
     gradient_rows,
@@ -17,6 +18,7 @@ from manyhands.verification.compare import (
     loss_row,
     map_tensors_in,
     output_rows,
+    sensitivity,
     tensors_in,
 )
 
@@ -153,6 +155,19 @@ def test_gradients_are_held_against_the_largest_of_all() -> None:
     assert (lost.differs, lost.shape, lost.note) == (True, (2,), "a gradient on one device, none on several")
     (_, _, found) = gradient_rows("eval", many, one, EXACT)
     assert found.note == "a gradient on several, none on one device"
+
+
+def test_gradients_may_differ_as_far_as_nudges_move_them() -> None:
+    one = {"a": torch.tensor([10.0]), "b": torch.ones(2), "unused": None, "lost": torch.ones(1)}
+    nudged = {"a": torch.tensor([10.1]), "b": torch.ones(2), "unused": None, "lost": None}
+    moved = sensitivity(one, nudged)
+    assert moved == pytest.approx(0.01)
+    rows = list(gradient_rows("eval", one, one | {"b": torch.ones(2) * 1.15, "lost": None}, Tolerance(1e-6, 0.0)))
+    assert [row.differs for row in rows] == [False, True, True]
+    assert [row.differs for row in allowing(rows, moved)] == [False, False, True]
+    assert [row.allowed for row in allowing(rows, 5.0)] == [1.0, 1.0, 1.0]  # a tenth of the largest at most
+    assert allowing(rows, 0.0) == rows
+    assert sensitivity({"a": None}, {"a": None}) == sensitivity({}, {}) == 0.0
 
 
 def test_buffers_are_held_against_the_largest_of_their_module() -> None:

@@ -14,7 +14,7 @@ from manyhands.verification.compare import in_one_number, map_tensors_in, plain,
 from manyhands.verification.state import Snapshot
 from manyhands.verification.watch import Watch
 
-_PROJECTION_SEED = 0
+_SEED = 0  # of what is random but always the same: projection and nudges
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _fresh(value: Any, device: torch.device) -> Any:
 
 def _projection(output: Any, like: Any) -> torch.Tensor | None:
     """Return a fixed random projection of all floating outputs; None if there are none, or they have other shapes."""
-    generator = torch.Generator().manual_seed(_PROJECTION_SEED)
+    generator = torch.Generator().manual_seed(_SEED)
     of_output = dict(tensors_in(output))
     total: torch.Tensor | None = None
     for path, expected in tensors_in(like):
@@ -123,6 +123,7 @@ def take_step(
     output_device: torch.device,
     model: nn.Module,
     like: Step | None = None,
+    nudge: float = 0.0,
 ) -> Step:
     """Run one step from the state in `state`, and leave the model as the step does.
 
@@ -133,6 +134,7 @@ def take_step(
         device, output_device: where inputs are given, and where outputs are compared.
         model: what is called: `module` itself, or the wrapper around it.
         like: the same step on one device, unless this is it.
+        nudge: change every parameter and every input by about so much, relative to itself.
     """
     state.restore(gradients=False)
     if mode == "eval":
@@ -141,6 +143,8 @@ def take_step(
         model.train()
     step = Step(Watch(state.random.has_moved if like is None else lambda: False))
     args, kwargs = example.fresh_inputs(device)
+    if nudge:
+        _nudge([*module.parameters(), *(tensor for _, tensor in (*tensors_in(args), *tensors_in(kwargs)))], nudge)
     with step.watch.attached(module):
         try:
             output = model(*args, **kwargs)
@@ -159,6 +163,14 @@ def take_step(
         step.output = map_tensors_in(lambda tensor: tensor.detach().clone(), output)
     step.buffers = {name: plain(buffer).clone() for name, buffer in module.named_buffers()}
     return step
+
+
+def _nudge(tensors: Sequence[torch.Tensor], by: float) -> None:
+    generator = torch.Generator().manual_seed(_SEED)
+    for tensor in tensors:
+        if tensor.is_floating_point() and tensor.layout is torch.strided:
+            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).mul_(by).add_(1)
+            tensor.data.mul_(noise.to(tensor.device, tensor.dtype))
 
 
 def _is_of_a_replica(error: Exception) -> bool:
