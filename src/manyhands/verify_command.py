@@ -103,8 +103,8 @@ def run(given: dict[str, Any]) -> int:
 
     own = [name for name, p in inspect.signature(verify).parameters.items() if p.kind is not p.VAR_KEYWORD]
     options = [name for name, p in inspect.signature(DataParallel).parameters.items() if p.kind is p.KEYWORD_ONLY]
-    here = os.getcwd()
-    sys.path.insert(0, here)
+    path = list(sys.path)
+    sys.path.insert(0, os.getcwd())
     try:
         arguments = _arguments_from(target, [name for name in (*own, *options) if name != "show"]) | given
         model, places = arguments["model"], resolve(arguments.get("device_ids"))
@@ -118,7 +118,7 @@ def run(given: dict[str, Any]) -> int:
             raise
         raise TargetError(f"{target} could not be compared: {_said_by(error)}") from error
     finally:
-        sys.path.remove(here)
+        sys.path[:] = path
     print(report)
     return _SAME if report.same or report.explained else _DIFFERS
 

@@ -161,11 +161,11 @@ def test_gradients_may_differ_as_far_as_nudges_move_them() -> None:
     one = {"a": torch.tensor([10.0]), "b": torch.ones(2), "unused": None, "lost": torch.ones(1)}
     nudged = {"a": torch.tensor([10.1]), "b": torch.ones(2), "unused": None, "lost": None}
     moved = sensitivity(one, nudged)
-    assert moved == pytest.approx(0.01)
+    assert moved == pytest.approx(0.01, rel=1e-4)
     rows = list(gradient_rows("eval", one, one | {"b": torch.ones(2) * 1.15, "lost": None}, Tolerance(1e-6, 0.0)))
     assert [row.differs for row in rows] == [False, True, True]
     assert [row.differs for row in allowing(rows, moved)] == [False, False, True]
-    assert [row.allowed for row in allowing(rows, 5.0)] == [1.0, 1.0, 1.0]  # a tenth of the largest at most
+    assert [row.allowed for row in allowing(rows, 5.0)] == pytest.approx([1.0] * 3)  # a tenth of the largest at most
     assert allowing(rows, 0.0) == rows
     assert sensitivity({"a": None}, {"a": None}) == sensitivity({}, {}) == 0.0
 
