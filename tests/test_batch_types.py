@@ -162,6 +162,26 @@ def test_nothing_keeps_a_batch_alive(registered):
         gc.enable()
 
 
+def test_a_packed_sequence_inside_a_registered_batch_keeps_its_sizes_on_the_cpu(registered, sim):
+    """S14: what is registered inside of what is registered is taken apart in its own way."""
+
+    class Pair:
+        def __init__(self, packed):
+            self.packed, self.same = packed, packed
+
+        def __len__(self):
+            return int(self.packed.batch_sizes[0])
+
+    def split(pair, sizes):
+        return [Pair(part) for part in batch_type_of(pair.packed).scatter(pair.packed, sizes)]
+
+    manyhands.register_batch_type(Pair, scatter=split, gather=list)
+    packed = pack_sequence([torch.ones(2), torch.ones(1)])
+    second = manyhands.scatter(Pair(packed), sim[:2])[1]
+    assert second.same is second.packed
+    assert (second.packed.data.device, second.packed.batch_sizes.device.type) == (sim[1], "cpu")
+
+
 # ---- packed sequences ----------------------------------------------------------------------------
 
 

@@ -1312,3 +1312,56 @@ def test_a_wrapper_around_a_wrapper_keeps_its_own_settings():
     assert (inner.shares, outer.shares) == ("even", (1.0, 2.0, 3.0))
     assert len(inner.devices) == 2
     assert outer.config is inner.module.config
+
+
+def test_assigning_asks_no_property():
+    """A7: a getter may compute, or fail until something has been set."""
+
+    class Lazy(Configured):
+        @property
+        def state(self):
+            if "_state" not in self.__dict__:
+                raise AttributeError("nothing has been set yet")
+            return self._state
+
+        @state.setter
+        def state(self, value):
+            self._state = value
+
+    module = Lazy()
+    model = DataParallel(module, ["cpu"] * 2)
+    model.state = 5
+    assert (module.state, "state" in vars(model)) == (5, False)
+    del model.config
+    assert not hasattr(module, "config")
+
+
+def test_a_property_of_the_wrapper_that_fails_is_not_the_modules():
+    """A7."""
+
+    class Own(DataParallel):
+        @property
+        def config(self):
+            raise AttributeError("the wrapper's own trouble")
+
+    with pytest.raises(AttributeError, match="config"):
+        _ = Own(Configured(), ["cpu"] * 2).config
+
+
+def test_rules_may_be_changed_between_calls():
+    """Scatter and gather follow together."""
+    model = DataParallel(Fn(lambda x: x * 2), ["cpu"] * 2)
+    x = torch.randn(3, 4)
+    model.dim = 1
+    assert torch.equal(model(x), x * 2)
+    model = DataParallel(Fn(lambda x: x.mean()), ["cpu"] * 2)
+    model.scalars = "mean"
+    torch.testing.assert_close(model(x), x.mean())
+    with pytest.raises(AttributeError, match=r"device_ids is decided when a module is wrapped: wrap model.module anew"):
+        model.device_ids = [0]
+
+
+def test_a_packed_sequence_is_one_input_of_the_functional_form():
+    """S13."""
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2), torch.ones(1)])
+    assert data_parallel(Fn(lambda packed: packed), packed, ["cpu"] * 2).data.tolist() == [1.0] * 6

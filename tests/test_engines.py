@@ -24,7 +24,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
-from manyhands import DataParallel, data_parallel, nested
+from manyhands import DataParallel, data_parallel, nested, register_batch_type
 
 ENGINES = ["threads"]
 SPLITS = [(2, 7), (3, 8), (4, 9), (4, 6), (2, 1)]  # replicas, rows; (4, 6) leaves one idle, (2, 1) runs one replica
@@ -3053,3 +3053,87 @@ def test_synchronised_batch_norm_frees_what_it_held(wrap: Callable[..., DataPara
         assert model.module.alive() == 0
         assert gc.collect() == 0
         model.module.seen.clear()
+
+
+def test_tensors_from_outside_that_change_from_step_to_step(wrap):
+    """N1, N3: not the module's, and another one in each step."""
+    table: dict[str, torch.Tensor] = {}
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) + table["now"]
+
+    wrapped, x = wrap(Reads(), 2), torch.randn(5, 3)
+    for _ in range(3):
+        table["now"] = torch.zeros(3, requires_grad=True)
+        wrapped(x).sum().backward()
+        assert table["now"].grad.tolist() == [5.0] * 3
+
+
+def test_a_weight_that_requires_a_gradient_is_refused(wrap):
+    """N4: it would be taken for a constant."""
+    weighted = Fn(lambda x: {"l": x.sum() / x.abs().sum(), "n": x.abs().sum()})
+    model = wrap(weighted, 2, scalars={"l": "mean:n", "n": "sum"})
+    with pytest.raises(ValueError, match=r"'n' requires a gradient, and a weight counts as a constant. detach\(\)"):
+        model(torch.randn(4, requires_grad=True))
+    assert model(torch.randn(4))["l"].dim() == 0
+
+
+def test_gradients_switched_on_inside_forward(wrap):
+    """R14: forces from an energy, though the caller asks for no gradients."""
+
+    class Forces(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                energy = x.square().sum()
+            return -torch.autograd.grad(energy, x)[0]
+
+    x = torch.randn(5, 3, requires_grad=True)
+    with torch.no_grad():
+        torch.testing.assert_close(wrap(Forces(), 2)(x), -2 * x.detach())
+
+
+def test_buffers_stay_if_outputs_cannot_be_joined(wrap):
+    """N11."""
+
+    class Fails:
+        def __init__(self, x: torch.Tensor) -> None:
+            self.x = x
+
+    def fail(parts: Any) -> Any:
+        raise ValueError("cannot be joined")
+
+    register_batch_type(Fails, scatter=fail, gather=fail)
+    norm = nn.BatchNorm1d(3)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = norm
+
+        def forward(self, x: torch.Tensor) -> Fails:
+            return Fails(self.norm(x))
+
+    before = copy.deepcopy(norm.state_dict())
+    with pytest.raises(ValueError, match="cannot be joined"):
+        wrap(Model(), 2)(torch.randn(6, 3))
+    torch.testing.assert_close(norm.state_dict(), before)
+
+
+def test_pytree_containers_that_differ_beside_their_children(wrap):
+    """G5."""
+
+    class Box:
+        def __init__(self, x: torch.Tensor, n: int) -> None:
+            self.x, self.n = x, n
+
+    torch.utils._pytree.register_pytree_node(
+        Box, lambda box: ([box.x], box.n), lambda parts, n: Box(*parts, n), serialized_type_name="test.Box"
+    )
+    assert wrap(Fn(lambda x: Box(x, 7)), 2)(torch.zeros(4)).n == 7
+    with pytest.raises(ValueError, match=r"different Boxs \(replica 0: 3; replica 1: 2\)"):
+        wrap(Fn(lambda x: Box(x, len(x))), 2)(torch.zeros(5))

@@ -75,6 +75,19 @@ def test_in_dims_speak_of_inputs_by_position_and_name(in_dims, inputs, kwargs, a
     assert spread_inputs(in_dims, inputs, kwargs, 0, forward) == axes
 
 
+def test_in_dims_of_a_function_that_takes_any_number():
+    def many(first, *others, mask=None):
+        """Stands for a forward."""
+
+    inputs = (1, 2, 3)
+    assert spread_inputs({"others": 1}, inputs, {}, 0, many) == [0, 1, 1]
+    assert spread_inputs({"mask": None}, inputs, {}, 0, many) == [0, 0, 0]
+    assert spread_inputs({"mask": None, "first": 2}, inputs, {"mask": 4}, 0, many) == [2, 0, 0, None]
+    for key in (-1, None, True, 1.5):
+        with pytest.raises(ValueError, match=r"in_dims has the key .*: expected names of inputs, or positions from 0"):
+            spread_inputs({key: 0}, inputs, {}, 0, many)
+
+
 def test_in_dims_that_name_no_input():
     with pytest.raises(ValueError, match=r"in_dims names 'maks', which is no input: there are x, mask, table"):
         spread_inputs({"maks": 0}, (1,), {}, 0, forward)

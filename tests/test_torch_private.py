@@ -247,8 +247,8 @@ def test_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     register(Cache, lambda cache: (cache.keys, None), lambda keys, _: Cache(keys), serialized_type_name="test.Private")
     taken = torch_private.taken_apart(Cache([1, 2]))
     assert taken is not None
-    children, rebuild = taken
-    assert children == [1, 2]
+    children, rebuild, context = taken
+    assert (children, context) == ([1, 2], None)
     assert rebuild([3]).keys == [3]
     assert torch_private.taken_apart(object()) is None
     monkeypatch.delattr(torch.utils._pytree, "SUPPORTED_NODES")

@@ -5,7 +5,7 @@ library knows. `register_batch_type` tells manyhands, once, for a class and its 
 `PackedSequence` is registered here.
 
 Splitting and joining happen in the caller's thread and in the caller's graph, so that gradients flow through them. What
-crosses to the replicas and back are the tensors inside; `parts_of` finds them.
+crosses to the replicas and back are the tensors inside; `BatchType.parts` finds them.
 """
 
 import io
@@ -89,18 +89,29 @@ _BY_REFERENCE = (type, types.FunctionType, types.BuiltinFunctionType, types.Modu
 def _parts_by_pickle(value: Any) -> Parts:
     """Take any picklable value apart, whatever it keeps its tensors in."""
     tensors: list[torch.Tensor] = []
-    others: list[Any] = []
-    places: dict[int, tuple[bool, int]] = {}  # id -> whether it is a tensor, and its place among its kind
+    makers: list[Callable[[Sequence[torch.Tensor]], Any]] = []  # of what is not pickled, from tensors like `tensors`
+    places: dict[int, int] = {}  # id -> its maker
 
     class Taker(pickle.Pickler):
-        def persistent_id(self, part: Any) -> tuple[bool, int] | None:
-            if not isinstance(part, (torch.Tensor, *_BY_REFERENCE)):
+        def persistent_id(self, part: Any) -> int | None:
+            inner = None if part is value else batch_type_of(part)
+            if inner is None and not isinstance(part, (torch.Tensor, *_BY_REFERENCE)):
                 return None
             if id(part) not in places:
-                kind: list[Any] = tensors if isinstance(part, torch.Tensor) else others
-                places[id(part)] = (kind is tensors, len(kind))
-                kind.append(part)
+                places[id(part)] = len(makers)
+                makers.append(maker_of(part, inner))
             return places[id(part)]
+
+    def maker_of(part: Any, inner: BatchType | None) -> Callable[[Sequence[torch.Tensor]], Any]:
+        start = len(tensors)
+        if inner is not None:  # it may leave some of its tensors where they are
+            own, rebuild_inner = inner.parts(part)
+            tensors.extend(own)
+            return lambda new: rebuild_inner(new[start : start + len(own)])
+        if isinstance(part, torch.Tensor):
+            tensors.append(part)
+            return lambda new: new[start]
+        return lambda new: part
 
     stream = io.BytesIO()
     try:
@@ -113,9 +124,8 @@ def _parts_by_pickle(value: Any) -> Parts:
 
     def rebuild(new_tensors: Sequence[torch.Tensor]) -> Any:
         class Giver(pickle.Unpickler):
-            def persistent_load(self, place: tuple[bool, int]) -> Any:
-                is_tensor, index = place
-                return new_tensors[index] if is_tensor else others[index]
+            def persistent_load(self, place: int) -> Any:
+                return makers[place](new_tensors)
 
         return Giver(io.BytesIO(stream.getvalue())).load()
 

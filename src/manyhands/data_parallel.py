@@ -16,6 +16,7 @@ from torch import nn
 from manyhands import devices as _devices
 from manyhands import nested
 from manyhands.batch_norm import inside_synchronised_replica, run_synchronised
+from manyhands.batch_types import batch_type_of
 from manyhands.devices import DeviceLike
 from manyhands.engines.base import Call, Engine, ReplicaTiming, called
 from manyhands.engines.threads import ThreadsEngine
@@ -125,8 +126,9 @@ class DataParallel(nn.DataParallel[Any]):
         self.device_ids: list[Any] = [_devices.public_id(device) for device in self.devices]
         self.output_device: Any = None
         self.shares: Shares = check_shares(shares, len(self.devices) or None)
+        self.scalars = scalars
         self.in_dims = in_dims
-        self._rules = OutputRules(dim, out_dims, scalars)
+        self.out_dims = out_dims
         self.sync_batch_norm = _check_flag(sync_batch_norm, "sync_batch_norm")
         self._engine = _ENGINES[engine]()
         self._most_rows = 0
@@ -146,7 +148,7 @@ class DataParallel(nn.DataParallel[Any]):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return self._run(None, inputs, kwargs)
 
-    def call(self, method: str, *inputs: Any, **kwargs: Any) -> Any:
+    def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> Any:
         """Call another method of the module on every device, its inputs scattered and outputs gathered as forward's.
 
             >>> model = manyhands.DataParallel(torch.nn.LSTM(5, 2), ["cpu", "cpu"])
@@ -193,7 +195,7 @@ class DataParallel(nn.DataParallel[Any]):
 
     def gather(self, outputs: Any, output_device: DeviceLike) -> Any:
         """Join the replicas' outputs; override it, and forward uses yours."""
-        return gathered(outputs, _devices.resolve_output(output_device, ()), self._rules, _sizes_of_call.get())
+        return gathered(outputs, _devices.resolve_output(output_device, ()), self._rules(), _sizes_of_call.get())
 
     @property
     def replica_timings(self) -> list[ReplicaTiming]:
@@ -218,13 +220,16 @@ class DataParallel(nn.DataParallel[Any]):
             replica_numbers=used,
             source=here or self.devices[0],
             output_device=here or self._gather_on,
-            rules=self._rules,
+            rules=self._rules(),
             method=method,
             sync_batch_norm=self.sync_batch_norm,
         )
 
     def _arguments(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         return Arguments(inputs, kwargs, self.dim, self.in_dims, getattr(self.module, method or "forward"))
+
+    def _rules(self) -> OutputRules:
+        return OutputRules(self.dim, self.out_dims, self.scalars)
 
     def _sizes(self, rows: int | None) -> list[int]:
         return split_rows(rows or 0, len(self.devices), self.shares)
@@ -320,29 +325,51 @@ class DataParallel(nn.DataParallel[Any]):
             return nn.Module.__getattr__(self, name)
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
-            if module is None or (name.startswith("__") and name.endswith("__")):
-                raise  # unfinished, as while unpickling; or a protocol, which is the wrapper's own affair
+            if module is None or hasattr(type(self), name) or (name.startswith("__") and name.endswith("__")):
+                raise  # unfinished, as while unpickling; a property of the wrapper's that failed; a protocol
         return getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        module = self.__dict__.get("_modules", {}).get("module")
-        if module is not None and not _has_itself(self, name) and hasattr(module, name):
-            setattr(module, name, value)
-        else:
+        if name in _FIXED and "module" in self.__dict__.get("_modules", ()):
+            raise AttributeError(f"{name} is decided when a module is wrapped: wrap model.module anew")
+        owner = self._owner_of(name)
+        if owner is self:
             nn.Module.__setattr__(self, name, value)
+        else:
+            setattr(owner, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        owner = self._owner_of(name)
+        if owner is self:
+            nn.Module.__delattr__(self, name)
+        else:
+            delattr(owner, name)
+
+    def _owner_of(self, name: str) -> nn.Module:
+        """Return whose attribute is meant by a name: the module's if only it has one, else the wrapper's."""
+        module = self.__dict__.get("_modules", {}).get("module")
+        if module is None or _has(self, name):
+            return self
+        if _has(module, name) or (isinstance(module, DataParallel) and module._owner_of(name) is not module):
+            return module  # type: ignore[no-any-return]
+        return self
 
 
 # How many rows each replica has in the plain composition that is running, for the gather in it.
 _sizes_of_call: ContextVar[tuple[int, ...] | None] = ContextVar("_sizes_of_call", default=None)
 
 
-def _has_itself(wrapper: nn.Module, name: str) -> bool:
-    """Return whether the wrapper has an attribute of this name without asking its module."""
-    own = wrapper.__dict__
+# What cannot be changed by assigning to it, because more than that follows from it.
+_FIXED = ("device_ids", "devices", "output_device")
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    """Return whether a module has an attribute, without asking for it: properties may compute, or fail."""
+    own = module.__dict__
     return (
         name in own
-        or hasattr(type(wrapper), name)
-        or any(name in own[registry] for registry in ("_modules", "_parameters", "_buffers"))
+        or hasattr(type(module), name)
+        or any(name in own.get(registry, ()) for registry in ("_modules", "_parameters", "_buffers"))
     )
 
 
@@ -373,7 +400,8 @@ def data_parallel(
         As the four verbs; RuntimeError for a parameter that is not on the first device.
     """
     _check_arguments(module, dim)
-    inputs = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+    if not isinstance(inputs, tuple) or batch_type_of(inputs) is not None:
+        inputs = () if inputs is None else (inputs,)
     kwargs = check_kwargs(module_kwargs, "module_kwargs")
     devices = _devices.resolve(device_ids)
     if not devices:

@@ -33,7 +33,7 @@ def children(value: object) -> dict[Any, Any] | None:
         return dict(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-    registered = torch_private.taken_apart(value)
+    registered = _registered(value)
     return dict(enumerate(registered[0])) if registered is not None else None
 
 
@@ -89,9 +89,19 @@ def leaves_together(values: Sequence[Any], path: str = "") -> Iterator[tuple[str
         if isinstance(values[0], tuple | list):
             raise disagreement(path, "lengths", [len(container) for container in containers])
         raise disagreement(path, "keys", [list(container) for container in containers])
+    contexts = [taken[2] for value in values if (taken := _registered(value)) is not None]
+    if any(context != contexts[0] for context in contexts):
+        raise disagreement(path, f"{type(values[0]).__name__}s", contexts)
     for key in containers[0]:
         where = path + _step(values[0], key)
         yield from leaves_together([container[key] for container in containers], where)
+
+
+def _registered(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any] | None:
+    """Return what torch's pytree registry knows of a container that is none of the usual ones."""
+    if isinstance(value, tuple | list | MutableMapping) or dataclasses.is_dataclass(value):
+        return None
+    return torch_private.taken_apart(value)
 
 
 def disagreement(path: str, what: str, given: Sequence[object]) -> ValueError:
@@ -116,9 +126,8 @@ def _rebuild(value: Any, new: list[Any]) -> Any:
         return value._make(new)
     if isinstance(value, tuple):
         return type(value)(new)
-    if not isinstance(value, list | MutableMapping) and not dataclasses.is_dataclass(value):
-        registered = torch_private.taken_apart(value)
-        assert registered is not None  # or it would have been a leaf
+    registered = _registered(value)
+    if registered is not None:
         return registered[1](new)
     rebuilt: Any = copy.copy(value)  # keeps what a subclass has beside its children
     if isinstance(value, list):

@@ -129,7 +129,14 @@ class Outputs:
         if kind == "sum":
             return (1,) * num_replicas
         if name:
-            amounts = [float(value) for value in self._sibling(path, name)]  # on an accelerator, waits for it
+            given = self._sibling(path, name)
+            if any(isinstance(value, torch.Tensor) and value.requires_grad for value in given):
+                raise ValueError(
+                    f'scalars="mean:{name}" for {path}: {name!r} requires a gradient, and a weight counts as a '
+                    'constant. detach() it in forward; or return a sum in place of the mean, with "sum" for both, and '
+                    "divide outside."
+                )
+            amounts = [float(value) for value in given]  # on an accelerator, waits for it
         elif self._sizes is not None:
             amounts = [float(size) for size in self._sizes]
         else:
@@ -173,9 +180,10 @@ def _check_alike(path: str, given: tuple[Any, ...]) -> None:
 def _check_agree(path: str, given: tuple[torch.Tensor, ...]) -> None:
     """Check that a tensor that is said to be whole is the same in every replica, within rounding."""
     first = given[0].detach()
+    rounding = 1e-4 * first.abs().max().item() if first.is_floating_point() and first.numel() else 0.0
     for other in given[1:]:
         if other.shape != first.shape or not torch.allclose(
-            other.detach().to(first.device), first, rtol=1e-4, atol=1e-6, equal_nan=True
+            other.detach().to(first.device), first, rtol=0, atol=rounding, equal_nan=True
         ):
             raise nested.disagreement(path, "values, but out_dims says None (one for all)", [_brief(t) for t in given])
 

@@ -96,19 +96,28 @@ def _by_position(
 ) -> dict[Any, Any]:
     """Return `in_dims` with the names of inputs that were given by position replaced by these positions."""
     try:
-        parameters = inspect.signature(function).parameters if function is not None else {}
+        parameters = list(inspect.signature(function).parameters.values()) if function is not None else []
     except (TypeError, ValueError):  # a function that does not tell
-        parameters = {}
-    names = list(parameters)
-    takes_any = not names or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        parameters = []
+    kinds = inspect.Parameter
+    positions = [p.name for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+    by_name = [p.name for p in parameters if p.kind is kinds.KEYWORD_ONLY]
+    all_others = next((p.name for p in parameters if p.kind is kinds.VAR_POSITIONAL), None)
+    takes_any = not parameters or any(p.kind is kinds.VAR_KEYWORD for p in parameters)
     entries: dict[Any, Any] = {}
     for key, entry in in_dims.items():
-        if key in kwargs or isinstance(key, int):
+        if key in kwargs or (isinstance(key, int) and not isinstance(key, bool) and key >= 0):
             entries[key] = entry
-        elif key in names:
-            entries[names.index(key)] = entry
-        elif not takes_any:
-            raise ValueError(f"in_dims names {key!r}, which is no input: there are {', '.join(names)}")
+        elif not isinstance(key, str):
+            raise ValueError(f"in_dims has the key {key!r}: expected names of inputs, or positions from 0")
+        elif key in positions:
+            entries[positions.index(key)] = entry
+        elif key == all_others:
+            entries.update(dict.fromkeys(range(len(positions), num_inputs), entry))
+        elif key not in by_name and not takes_any:
+            raise ValueError(
+                f"in_dims names {key!r}, which is no input: there are {', '.join(p.name for p in parameters)}"
+            )
     return entries
 
 

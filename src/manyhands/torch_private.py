@@ -144,8 +144,10 @@ def is_batched(tensor: torch.Tensor) -> bool:
         return False
 
 
-def taken_apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """Return a container's children and what rebuilds it from others, as registered with torch's pytree by its library.
+def taken_apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any] | None:
+    """Return a container's children, what rebuilds it from others, and what it has beside them.
+
+    As registered with torch's pytree by its library.
 
     None for what is not registered. Fallback: None; such a container is then an object like any other.
     """
@@ -156,7 +158,7 @@ def taken_apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | No
         if node is None:
             return None
         children, context = node.flatten_fn(value)
-        return list(children), lambda others: node.unflatten_fn(others, context)
+        return list(children), lambda others: node.unflatten_fn(others, context), context
     except (ImportError, AttributeError):
         return None
 

@@ -38,13 +38,15 @@ from manyhands.rebind import INERT
 from manyhands.replicate import Blueprint, check_device, collector_paused, constant_for, unchanged_on_failure
 from manyhands.workers import inside_replica, run_together
 
+_MOST_STRUCTURES = 64
+
 
 class ThreadsEngine(Engine):
     """See the module's docstring."""
 
     def __init__(self) -> None:
-        self._checked: list[Any] = []  # signature of the blueprint whose replicas' graphs have been looked at
-        self._outside: list[torch.Tensor] = []  # leaves found there that are not the module's: a global, say
+        # Structures whose replicas' graphs have been looked at and led nowhere but to the replicas' own leaves.
+        self._self_contained: set[tuple[Any, ...]] = set()
         self._timings: list[ReplicaTiming] = []
 
     def forward(self, module: nn.Module, call: Call) -> Any:
@@ -56,7 +58,8 @@ class ThreadsEngine(Engine):
             check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], call.source)
             inputs = _Inputs(call, tracked)
             stamps = [_Stamp(blueprint, call.source, device, i == 0, tracked) for i, device in enumerate(call.devices)]
-        structure = [call.method, *blueprint.signature()] if tracked else None
+        structure = (call.method, *blueprint.signature()) if tracked else None
+        carries_objects = _carries_objects(call)
         if not inside_replica():
             self._timings = timings
 
@@ -85,43 +88,57 @@ class ThreadsEngine(Engine):
             tasks = [task(i) for i in range(len(call.devices))]
             outputs = values_or_raise(run_together(tasks, call.devices, surroundings), where)
             matched = Outputs(outputs, call.rules, call.sizes)
-            if structure is not None and self._checked != structure:
-                self._outside = _look_for_live_tensors(blueprint, matched.groups, where, own_leaves)
-                self._checked = structure
+            edges = [Edge(group.layout, call.output_device, group.tensors) for group in matched.groups]
+            if structure is None:
+                joined: Sequence[torch.Tensor] = [edge.join(edge.tensors) for edge in edges]
+            else:
+                outside: list[torch.Tensor] = []
+                if carries_objects or structure not in self._self_contained:
+                    outside = _look_for_live_tensors(blueprint, matched.groups, where, own_leaves)
+                    self._remember(structure, self_contained=not outside and not carries_objects)
+                live_parameters = stamps[0].live_parameters
+                graphs = Graphs(
+                    timings=timings,
+                    where=where,
+                    inputs=[
+                        *inputs.edges,
+                        *_edges(live_parameters, [stamp.leaves for stamp in stamps]),
+                        *(Edge(Whole(), leaf.device, [leaf] * len(stamps)) for leaf in outside),
+                    ],
+                    outputs=edges,
+                    shared_leaves=bool(outside),
+                    keep=carries_objects,
+                    keep_alive=stamps,
+                    begin_walk=begin_pass,
+                    around_walk=around_walk,
+                )
+                joined = _join(graphs, [*inputs.live, *live_parameters, *outside], own_leaves)
+            output = matched.put_together(joined)
         stamps[0].commit_buffers()
+        return output
 
-        edges = [Edge(group.layout, call.output_device, group.tensors) for group in matched.groups]
-        if not tracked:
-            return matched.put_together([edge.join(edge.tensors) for edge in edges])
-        live_parameters = stamps[0].live_parameters
-        graphs = Graphs(
-            timings=timings,
-            where=where,
-            inputs=[
-                *inputs.edges,
-                *_edges(live_parameters, [stamp.leaves for stamp in stamps]),
-                *(Edge(Whole(), leaf.device, [leaf] * len(stamps)) for leaf in self._outside),
-            ],
-            outputs=edges,
-            shared_leaves=bool(self._outside),
-            keep=_carries_objects(call),
-            keep_alive=stamps,
-            begin_walk=begin_pass,
-            around_walk=around_walk,
-        )
-        live = [*inputs.live, *live_parameters, *self._outside]
-        if any(leaf.grad is not None for leaf in own_leaves):
-            _pass_on_gradients(graphs, live)
-        if not any(t is not None and t.requires_grad for group in matched.groups for t in group.tensors):
-            return matched.put_together([edge.join(edge.tensors) for edge in edges])
-        joined = Boundary.apply(graphs, *(t if t.is_leaf else Alias.apply(t) for t in live))  # type: ignore[no-untyped-call]
-        return matched.put_together(joined)
+    def _remember(self, structure: tuple[Any, ...], *, self_contained: bool) -> None:
+        if self_contained:
+            if len(self._self_contained) >= _MOST_STRUCTURES:
+                self._self_contained.clear()
+            self._self_contained.add(structure)
 
     def timings(self) -> list[ReplicaTiming]:
         return self._timings
 
     def close(self) -> None:
         self._timings = []
+
+
+def _join(graphs: Graphs, live: Sequence[torch.Tensor], own_leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the joined outputs, linked to the `live` tensors through the boundary if any of them needs a gradient."""
+    if any(leaf.grad is not None for leaf in own_leaves):
+        _pass_on_gradients(graphs, live)
+    if not any(t is not None and t.requires_grad for edge in graphs.outputs for t in edge.tensors):
+        return [edge.join(edge.tensors) for edge in graphs.outputs]
+    aliases = [t if t.is_leaf else Alias.apply(t) for t in live]  # type: ignore[no-untyped-call]
+    joined: tuple[torch.Tensor, ...] = Boundary.apply(graphs, *aliases)  # type: ignore[no-untyped-call]
+    return joined
 
 
 class _Inputs:
@@ -144,7 +161,10 @@ class _Inputs:
                 self.edges.append(Edge(layout, tensor.device, parts))
             # A copy even on the same device, so that a module that writes into its input writes into its own; and
             # made in the replica's graph, because writing into a leaf is forbidden.
-            return [p if p is None else p.to(d, copy=True) for p, d in zip(parts, call.devices, strict=True)]
+            copies = [p if p is None else p.to(d, copy=True) for p, d in zip(parts, call.devices, strict=True)]
+            if tensor.requires_grad and not tracked:  # a module may switch gradients on for what it does inside
+                copies = [copy if copy is None else copy.requires_grad_() for copy in copies]
+            return copies
 
         self.shards = call.arguments.deal(call.sizes, place)
 

@@ -132,7 +132,7 @@ class Comparison:
 
     def _joined_on(self, path: str, tensor: torch.Tensor) -> int | None:
         """Return the axis on which an output is joined, as the wrapper's options say; None for a whole one."""
-        axes = spread(self.wrapped._rules.out_dims, self.one.output, self.wrapped.dim, "out_dims")
+        axes = spread(self.wrapped.out_dims, self.one.output, self.wrapped.dim, "out_dims")
         paths = [where for where, _ in nested.leaves(self.one.output)]
         axis = axes[paths.index(path)] if path in paths else None
         return axis if axis is None else axis % max(1, tensor.dim())
