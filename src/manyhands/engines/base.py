@@ -19,6 +19,7 @@ from manyhands.inputs import Arguments
 from manyhands.rules import OutputRules
 
 # What surrounds replica i in its own thread, for one pass over all replicas: the forward, or one walk of their graphs.
+# It is entered before the caller's thread state is taken over, and left even if that fails.
 Surroundings: TypeAlias = Callable[[int], AbstractContextManager[None]]
 # What surrounds the whole pass, in the caller's thread, and gives the replicas their surroundings. It is left with an
 # exception where the pass has failed.
