@@ -44,6 +44,7 @@ LAYERS: list[str | list[str]] = [
     "manyhands.engines.base",
     "manyhands.engines.early_sums",
     "manyhands.engines.boundary",
+    "manyhands.engines.turns",
     "manyhands.engines.threads",
     "manyhands.data_parallel",
     "manyhands.verification",

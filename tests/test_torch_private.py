@@ -183,13 +183,28 @@ def test_without_post_accumulate_hooks() -> None:
 
 
 def test_is_compiled() -> None:
-    """R13: both ways to compile a module."""
+    """R13: what the ways to compile leave in a module's attributes."""
     module = nn.Linear(2, 2)
-    assert not torch_private.is_compiled(module)
-    assert torch_private.is_compiled(torch.compile(module, backend="eager"))
-    assert not torch_private.is_compiled(module)
+    assert not torch_private.is_compiled(module.forward)
+    assert torch_private.is_compiled(torch.compile(module, backend="eager").__dict__["forward"])
+    assert torch_private.is_compiled(torch.compile(module.forward, backend="eager"))
     module.compile(backend="eager")
-    assert torch_private.is_compiled(module)
+    assert torch_private.is_compiled(module.__dict__["_compiled_call_impl"])
+    assert not any(map(torch_private.is_compiled, [module, None, test_is_compiled, "text"]))
+
+
+def test_compiled_code_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R13: said to torch once; where torch has no such switch, nothing happens."""
+    said: list[bool] = []
+    torch_private.keep_compiled_code_in_order.cache_clear()
+    monkeypatch.setattr(torch._C._dynamo.eval_frame, "_set_lru_cache", said.append)
+    torch_private.keep_compiled_code_in_order()
+    torch_private.keep_compiled_code_in_order()
+    assert said == [False]
+    torch_private.keep_compiled_code_in_order.cache_clear()
+    monkeypatch.delattr(torch._C._dynamo.eval_frame, "_set_lru_cache")
+    torch_private.keep_compiled_code_in_order()
+    torch_private.keep_compiled_code_in_order.cache_clear()
 
 
 def test_owns_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,10 @@ _RUNS_WHOLE = (
     "cannot follow into other threads: a dispatch or function mode, a torch.func transform, saved-tensor hooks. In one "
     "thread replicas cannot wait for each other."
 )
+_COMPILED_OUTSIDE = (
+    "torch.compile stops at a DataParallel: to have its replicas compiled, compile the module in it, "
+    "DataParallel(torch.compile(model))."
+)
 _VERBS = ("replicate", "scatter", "parallel_apply", "gather")
 
 
@@ -170,9 +174,9 @@ class DataParallel(nn.DataParallel[Any]):
             return called(self.module, method)(*inputs, **kwargs)
         if len(self.devices) == 1 or self._runs_whole():
             return self._run_on_one_device(method, inputs, kwargs)
-        if self._verbs_overridden() or modes_that_stay():
-            return self._run_plain_composition(method, inputs, kwargs)
-        return self._engine.forward(self.module, self._plan(method, inputs, kwargs))
+        if torch.compiler.is_compiling():  # a model that this wrapper is, or is part of: replicas are no part of it
+            return torch.compiler.disable(self._run_uncompiled)(method, inputs, kwargs)  # type: ignore[no-untyped-call]
+        return self._run_on_devices(method, inputs, kwargs)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
         """Split the inputs of a call for `device_ids`; override it, and forward uses yours."""
@@ -255,6 +259,16 @@ class DataParallel(nn.DataParallel[Any]):
                 f"a batch of {rows} rows gives {list(sizes)} rows to the {len(sizes)} devices: {len(idle)} of them "
                 f"({', '.join(dict.fromkeys(idle))}) stay idle. Use {better}."
             )
+
+    def _run_uncompiled(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not inside_replica():
+            say_once(_COMPILED_OUTSIDE)
+        return self._run_on_devices(method, inputs, kwargs)
+
+    def _run_on_devices(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._verbs_overridden() or modes_that_stay():
+            return self._run_plain_composition(method, inputs, kwargs)
+        return self._engine.forward(self.module, self._plan(method, inputs, kwargs))
 
     def _run_on_one_device(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = self._here() or self.devices[0]

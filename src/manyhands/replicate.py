@@ -17,7 +17,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 import torch
@@ -34,6 +34,7 @@ M = TypeVar("M", bound=nn.Module)
 _OWN_ATTRIBUTES = list(nn.Module().__dict__)
 _FIRST_OWN, _LAST_OWN = _OWN_ATTRIBUTES[0], _OWN_ATTRIBUTES[-1]
 _NUM_BEFORE_LAST = len(_OWN_ATTRIBUTES) - 1
+_UNINITIALIZED = {nn.UninitializedParameter, nn.UninitializedBuffer}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -79,11 +80,11 @@ class Blueprint:
         constants: id -> tensor, of plain tensors that are attributes and need no gradient. (In a list or dict they
             stay what they are, so that a list to which replicas append is the live module's own.)
         histories: id -> tensor, of tensors in attributes that have a history; a replica cannot use these.
-        signature: equal for two blueprints of one root if no module and no pointing attribute was exchanged, no
-            mode switched, and the same parameters need gradients.
+        compiled: whether torch.compile made something in there. Its functions close over the live module, and are
+            rebound like any other.
 
     Raises:
-        TypeError: a module of a kind that cannot be replicated; says what to do.
+        RuntimeError: a lazy module that has not met its first input yet; says what to do.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -93,6 +94,9 @@ class Blueprint:
         self.histories: dict[int, torch.Tensor] = {}
         self._to_rebind: dict[int, list[str]] = {}  # id of a module -> its attributes that point at something live
         self._slots: dict[type, list[str]] = {}  # of the classes that have any
+        self._script_classes: set[type] = set()
+        self._script_attributes: list[tuple[int, str, Any]] = []  # id of a module, name and value of what points
+        self.compiled = False
         self._num_registered = 0
         parameters: list[torch.Tensor] = []
         buffers: list[torch.Tensor] = []
@@ -101,6 +105,12 @@ class Blueprint:
         classes: set[type] = set()
         for module in modules:  # grows at its end
             attributes = module.__dict__
+            if type(module) not in classes:
+                classes.add(type(module))
+                self._look_at_class(module)
+            if self._script_classes and type(module) in self._script_classes:
+                attributes = torch_private.script_parts(module)
+                self._look_at_script_attributes(module, found)
             if children := attributes["_modules"]:
                 for child in children.values():
                     if id(child) not in known:
@@ -110,9 +120,6 @@ class Blueprint:
                 parameters += inside.values()
             if inside := attributes["_buffers"]:
                 buffers += inside.values()
-            if type(module) not in classes:
-                classes.add(type(module))
-                self._look_at_class(module)
             if self._slots:
                 for name in self._slots.get(type(module), ()):
                     found.update((id(reference), reference) for reference in references(getattr(module, name, None)))
@@ -138,6 +145,8 @@ class Blueprint:
                 hidden = [m for m in found.values() if isinstance(m, nn.Module) and id(m) not in known]
                 known.update(map(id, hidden))
                 modules.extend(hidden)
+        if not _UNINITIALIZED.isdisjoint(map(type, chain(parameters, buffers))):
+            raise _uninitialized_error(root)
         self.parameters = {id(parameter): parameter for parameter in parameters if parameter is not None}
         self.buffers = {id(buffer): buffer for buffer in buffers if buffer is not None}
         self._sort_tensors(found)
@@ -168,6 +177,8 @@ class Blueprint:
         buffers_differ = parameters_differ or not tensors.keys().isdisjoint(self.buffers)
         for module, replica in zip(self.modules, replicas, strict=True):
             attributes = module.__dict__.copy()
+            if self._script_classes and type(module) in self._script_classes:
+                attributes = torch_private.script_parts(module)
             attributes["_is_replica"] = True
             attributes["_parameters"] = inside = attributes["_parameters"].copy()
             if inside and parameters_differ:
@@ -184,13 +195,16 @@ class Blueprint:
             _set_dict(replica, attributes)
         root: nn.Module = replicas[0]
         links: list[tuple[nn.Module, str, Any]] = []
-        if self._to_rebind or self._slots:
+        if self._to_rebind or self._slots or self._script_attributes:
             links = [(own[key], name, value) for key, name, value in self._pointing_attributes()]
             # The live tensors too, where they are the replica's own: a list that holds any is each replica's own.
             self._rebind_attributes({**self.parameters, **self.buffers, **own})
         if len(self.modules) > self._num_registered:  # nothing else may hold what only a weak reference leads to
             links.append((root, "_hidden_replicas", None))
             root.__dict__["_hidden_replicas"] = replicas[self._num_registered :]
+        for replica in replicas if self._script_classes else ():
+            if type(replica) in self._script_classes:
+                torch_private.script_from_parts(replica)
         return Stamped(root, links)
 
     def buffers_for(self, device: torch.device, *, shared: bool) -> dict[int, torch.Tensor]:
@@ -218,22 +232,29 @@ class Blueprint:
 
     def _look_at_class(self, module: nn.Module) -> None:
         cls = type(module)
-        if isinstance(module, torch.jit.ScriptModule):
-            raise TypeError(
-                f"{cls.__name__} is a ScriptModule, which cannot be replicated yet: wrap the Python module that it "
-                "was made from"
-            )
+        if torch_private.is_scripted(module):
+            if not torch_private.can_take_scripts_apart():
+                raise TypeError(
+                    f"{cls.__name__} is a ScriptModule, which cannot be replicated with torch {torch.__version__}: "
+                    "wrap the Python module that it was made from"
+                )
+            self._script_classes.add(cls)
         if cls.__basicsize__ > nn.Module.__basicsize__:
             self._slots[cls] = list(_slot_names(cls))
 
+    def _look_at_script_attributes(self, module: nn.Module, found: dict[int, nn.Module | torch.Tensor]) -> None:
+        for name, value in torch_private.script_attributes(module).items():
+            led_to = references(value)
+            if isinstance(value, torch.Tensor) and not value.requires_grad:
+                self.constants[id(value)] = value
+            if led_to:
+                self._script_attributes.append((id(module), name, value))
+                found.update((id(reference), reference) for reference in led_to)
+
     def _look_at_attribute(self, module: nn.Module, name: str, found: dict[int, nn.Module | torch.Tensor]) -> None:
         """Add what an attribute leads to to `found`; remember the attribute if it leads anywhere."""
-        if torch_private.is_compiled(module):
-            raise TypeError(
-                f"{type(module).__name__} is compiled, and its compiled call would run the original in every replica: "
-                "wrap the module that is not compiled"
-            )
         value = module.__dict__[name]
+        self.compiled = self.compiled or torch_private.is_compiled(value)
         if isinstance(value, torch.Tensor) and not value.requires_grad:
             self.constants[id(value)] = value
         led_to = references(value)
@@ -265,6 +286,8 @@ class Blueprint:
             for name in self._slots.get(type(module), ()):
                 if hasattr(module, name):
                     _set(own[id(module)], name, rebind(getattr(module, name), own, memo))
+        for key, name, value in self._script_attributes:
+            torch_private.set_script_attribute(own[key], name, rebind(value, own, memo))
 
 
 @dataclass(frozen=True)
@@ -300,7 +323,8 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
         there persist and replicas do not write into each other's.
 
     Raises:
-        TypeError: no module, or one that cannot be replicated. ValueError: a device that is not there.
+        TypeError: no module. ValueError: a device that is not there. RuntimeError: a lazy module that has not met its
+            first input yet.
     """
     if not isinstance(network, nn.Module):
         raise TypeError(f"network: expected a torch.nn.Module, got {network!r}")
@@ -322,12 +346,14 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
 
 
 def check_device(root: nn.Module, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Check that those of `tensors` that are parameters or buffers of `root` are on `device`.
+    """Check that those of `tensors` that are parameters or buffers of `root` are on `device`, and there at all.
 
     Raises:
         RuntimeError: one is not; names it, both devices and the remedy (the type is torch's).
     """
     for tensor in tensors:
+        if type(tensor) in _UNINITIALIZED:
+            raise _uninitialized_error(root)
         if tensor.device != device and not _devices.same_device(tensor.device, device):
             named = (*root.named_parameters(), *root.named_buffers())
             name = next((name for name, other in named if other is tensor), None)
@@ -338,6 +364,22 @@ def check_device(root: nn.Module, tensors: Iterable[torch.Tensor], device: torch
                 f"{tensor.device}. Move the whole module there first, model.to({str(device)!r}), or wrap only the part "
                 "of the model that is to run on several devices."
             )
+
+
+def _uninitialized_error(root: nn.Module) -> RuntimeError:
+    uninitialized = (
+        (path, module, name)
+        for path, module in root.named_modules()
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if type(tensor) in _UNINITIALIZED
+    )
+    path, module, name = next(uninitialized, ("", root, "parameters"))  # they may be in an attribute's module
+    where = f"layer {path!r} ({type(module).__name__})" if path else type(module).__name__
+    return RuntimeError(
+        f"{where} does not know the shape of its {name!r} yet: it learns it from its first input. Before it "
+        "runs on several devices, and before the optimizer is made, call the plain module once, such as `with "
+        "torch.no_grad(): model(inputs[:1])`; the plain module of a wrapper is `model.module`."
+    )
 
 
 @contextlib.contextmanager

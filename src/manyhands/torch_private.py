@@ -4,9 +4,11 @@ Nothing else in the package may name a `torch._C` function; tests/test_torch_pri
 """
 
 import contextlib
+import copy
 import functools
 import importlib
 import threading
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -115,9 +117,98 @@ def without_post_accumulate_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[N
             hooks.update(before)
 
 
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Return whether calling `module` runs code that torch.compile made for this very object."""
-    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+def is_compiled(function: object) -> bool:
+    """Return whether `function` is one that torch.compile returned. Fallback: False."""
+    return isinstance(function, types.FunctionType) and "_torchdynamo_orig_callable" in function.__dict__
+
+
+@functools.cache
+def keep_compiled_code_in_order() -> None:
+    """Have torch.compile leave its list of what it has compiled of a function in order, for the whole process.
+
+    A call that finds its code moves that to the front of the list, and a call in another thread that is looking through
+    the list at that moment misses it, and compiles once more what is there. Fallback: nothing; then that happens.
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        importlib.import_module("torch._C._dynamo.eval_frame")._set_lru_cache(False)
+
+
+# ---- TorchScript -----------------------------------------------------------------------------------
+#
+# What a ScriptModule has lies in a TorchScript object, its `_c`; the Python object around that has views of it in the
+# places where other modules have dicts. A traced module, or one of a user's own subclass of ScriptModule, is one more
+# Python object around that one: it has nothing but `_actual_script_module`.
+
+
+def is_scripted(module: torch.nn.Module) -> bool:
+    """Return whether `module` has its parameters in TorchScript; False where PYTORCH_JIT=0 has switched that off."""
+    return isinstance(module, torch.jit.ScriptModule) and not isinstance(module.__dict__.get("_parameters"), dict)
+
+
+def can_take_scripts_apart() -> bool:
+    """Return whether this release of torch has what the functions below need. Fallback: False."""
+    try:
+        return None not in (
+            torch._C.ScriptMethod,
+            torch._C.ParameterDict,
+            torch._C.BufferDict,
+            torch._C.ConcreteModuleType.from_jit_type,
+            torch.jit._script.OrderedDictWrapper,
+            torch.jit._script.OrderedModuleDict,
+        )
+    except AttributeError:
+        return False
+
+
+def script_parts(module: torch.nn.Module) -> dict[str, Any]:
+    """Return what would be the `__dict__` of a scripted module if it were an ordinary one.
+
+    Its `_c` is a new TorchScript object that still has the parameters, buffers and children of the old one.
+    """
+    attributes = {
+        name: value for name, value in module.__dict__.items() if not isinstance(value, torch._C.ScriptMethod)
+    }
+    if "_actual_script_module" in attributes:
+        return {**attributes, "_parameters": {}, "_buffers": {}, "_modules": {}}
+    for part in ("_parameters", "_buffers", "_modules"):
+        attributes[part] = dict(attributes[part].items())
+    attributes["_c"] = copy.copy(attributes["_c"])
+    return attributes
+
+
+def script_from_parts(module: torch.nn.Module) -> None:
+    """Make a scripted module of one whose `__dict__` is what `script_parts` returns."""
+    attributes = module.__dict__
+    parameters, buffers, children = (attributes.pop(part) for part in ("_parameters", "_buffers", "_modules"))
+    if "_actual_script_module" in attributes:
+        return
+    script_object = attributes["_c"]
+    for name, tensor in {**parameters, **buffers}.items():
+        script_object.setattr(name, tensor)
+    for name, child in children.items():
+        if isinstance(child, torch.jit.ScriptModule):  # else one that only Python code in it uses
+            script_object.setattr(name, child.__dict__.get("_actual_script_module", child).__dict__["_c"])
+    attributes["_parameters"] = torch.jit._script.OrderedDictWrapper(torch._C.ParameterDict(script_object))
+    attributes["_buffers"] = torch.jit._script.OrderedDictWrapper(torch._C.BufferDict(script_object))
+    attributes["_modules"] = torch.jit._script.OrderedModuleDict(script_object, children)
+
+
+def script_attributes(module: torch.nn.Module) -> dict[str, Any]:
+    """Return what a scripted module has in TorchScript beside parameters, buffers and children; lists are copies."""
+    if "_c" not in module.__dict__:
+        return {}
+    script_object = module.__dict__["_c"]
+    names = torch._C.ConcreteModuleType.from_jit_type(script_object._type()).get_attributes()  # type: ignore[attr-defined]
+    known = {*module._parameters.keys(), *module._buffers.keys()}
+    return {name: script_object.getattr(name) for name in names if name not in known}
+
+
+def set_script_attribute(module: torch.nn.Module, name: str, value: Any) -> None:
+    """Set what `script_attributes` returns."""
+    module.__dict__["_c"].setattr(name, value)
+
+
+# ----------------------------------------------------------------------------------------------------
 
 
 def owns_its_memory(tensor: torch.Tensor) -> bool:

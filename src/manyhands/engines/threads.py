@@ -17,7 +17,7 @@ of its own.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -26,10 +26,12 @@ import torch
 from torch import nn
 
 from manyhands import devices as _devices
+from manyhands import nested
 from manyhands.batch_norm import BatchNormOverReplicas, Walk
 from manyhands.batch_types import batch_type_of
 from manyhands.engines.base import BeginPass, Call, Engine, ReplicaTiming, called, one_pass
 from manyhands.engines.boundary import Alias, Boundary, Edge, Graphs
+from manyhands.engines.turns import Turns
 from manyhands.layouts import Layout, Whole
 from manyhands.outputs import Group, Outputs
 from manyhands.parallel_apply import values_or_raise
@@ -48,6 +50,7 @@ class ThreadsEngine(Engine):
         # Structures whose replicas' graphs have been looked at and led nowhere but to the replicas' own leaves.
         self._self_contained: set[tuple[Any, ...]] = set()
         self._timings: list[ReplicaTiming] = []
+        self._turns = Turns()
 
     def forward(self, module: nn.Module, call: Call) -> Any:
         tracked = torch.is_grad_enabled()
@@ -71,6 +74,8 @@ class ThreadsEngine(Engine):
             begin_pass.append(batch_norm.one_pass)
             if walk is Walk.TOGETHER:
                 around_walk = batch_norm.repeating
+        if blueprint.compiled and not call.sync_batch_norm:  # there replicas wait for each other, and cannot take turns
+            begin_pass += self._turns.if_new([(tracked, module.training, *_kind(shard)) for shard in inputs.shards])
 
         def task(index: int) -> Callable[[], Any]:
             def run() -> Any:
@@ -167,6 +172,12 @@ class _Inputs:
             return copies
 
         self.shards = call.arguments.deal(call.sizes, place)
+
+
+def _kind(shard: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[Hashable]:
+    """Yield what torch.compile looks at in inputs, more or less."""
+    for _, tensor in nested.tensors(shard):
+        yield tensor.shape, tensor.dtype, tensor.requires_grad
 
 
 class _Stamp:
