@@ -39,6 +39,7 @@ format: $(READY)  ## let ruff mend and format the code; list the tests in docs/b
 
 bench: $(READY)  ## measure, side by side
 	$(BIN)/python benchmarks/replicate.py
+	$(BIN)/python benchmarks/memory.py
 
 gpu-check: $(READY)  ## the tests that need a GPU (says so where there is none)
 	$(BIN)/python -m pytest tests/test_gpu.py tests/test_examples.py -m gpu

@@ -158,6 +158,7 @@ def test_the_eager_backend(wrap: Callable[..., DataParallel]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_the_default_backend(wrap: Callable[..., DataParallel]) -> None:
     """R13: inductor."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from manyhands import replicate
+from manyhands import DataParallel, data_parallel, replicate
 from manyhands.replicate import collector_paused
 
 CPU = ["cpu", "cpu"]
@@ -468,19 +468,42 @@ def test_a_subclass_of_parameter_with_attributes() -> None:
         assert replica.weight.group == "decay"
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated", "ignore::DeprecationWarning")
-def test_modules_that_cannot_be_replicated_are_refused() -> None:
-    """R10, R13: with the remedy, not with a replica that runs the original."""
-    with pytest.raises(TypeError, match="ScriptModule"):
-        replicate(torch.jit.script(nn.Linear(2, 2)), CPU)
-    with pytest.raises(TypeError, match="ScriptModule"):
-        replicate(nn.Sequential(torch.jit.script(nn.Linear(2, 2))), CPU)
-    compiled = nn.Linear(2, 2)
-    compiled.compile(backend="eager")
-    with pytest.raises(TypeError, match="compiled"):
-        replicate(nn.Sequential(compiled), CPU)
-    with pytest.raises(TypeError, match="compiled"):
-        replicate(torch.compile(nn.Linear(2, 2), backend="eager"), CPU)
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d()), nn.ReLU(), nn.LazyLinear(2))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda network, x: replicate(network, CPU),
+        lambda network, x: data_parallel(network, x, CPU),
+        lambda network, x: DataParallel(network, CPU)(x),
+    ],
+)
+def test_lazy_modules_before_their_first_input(use: Callable[..., Any]) -> None:
+    """R10: an error that names the layer and the remedy; after the remedy they work."""
+    network, x = lazy(), torch.randn(6, 3)
+    with pytest.raises(RuntimeError, match=r"layer '0.0' \(LazyLinear\) does not know the shape of its 'weight'"):
+        use(network, x)
+    with pytest.raises(RuntimeError, match="LazyLinear does not know"):
+        use(nn.LazyLinear(2), x)
+    hidden = nn.Identity()
+    hidden.layers = [nn.LazyLinear(2)]
+    with pytest.raises(RuntimeError, match=r"call the plain module once"):
+        use(hidden, x)
+    with torch.no_grad():
+        network(x[:2])
+    network.eval()
+    use(network, x)
+    torch.testing.assert_close(DataParallel(network, CPU)(x), network(x))
+    torch.testing.assert_close(replicate(network, CPU)[1](x), network(x))
+
+
+def test_a_lazy_module_that_only_lacks_its_buffers() -> None:
+    """R10"""
+    network = nn.Sequential(nn.LazyBatchNorm1d(affine=False))
+    with pytest.raises(RuntimeError, match=r"layer '0' .* 'running_mean'"):
+        replicate(network, CPU)
 
 
 def test_the_original_may_be_changed_and_replicated_again() -> None:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -77,7 +77,7 @@ def run_together(
     threads_before, threads_each = _thread_counts.begin(devices)
     done: SimpleQueue[tuple[int, Outcome[T]]] = SimpleQueue()
 
-    def job(index: int) -> Callable[[], None]:
+    def job(index: int) -> Callable[[], Outcome[T]]:
         context = state.context.copy()
 
         def run() -> T:
@@ -90,7 +90,7 @@ def run_together(
             ):
                 return context.run(tasks[index])
 
-        return lambda: done.put((index, _outcome(run)))
+        return lambda: _outcome(run)
 
     def first() -> T:
         with (
@@ -105,7 +105,7 @@ def run_together(
     ended: dict[int, Outcome[T]] = {}
     try:
         for i, worker in enumerate(workers, 1):
-            worker.inbox.put(job(i))
+            worker.inbox.put(_Order(i, [job(i)], done))
         ended[0] = _outcome(first)
         _raise_if_urgent(ended[0])
         while len(ended) < len(tasks):
@@ -155,8 +155,11 @@ def _run_here(
             return task()
 
     outcome = _outcome(run)
-    _raise_if_urgent(outcome)
-    return outcome
+    try:
+        _raise_if_urgent(outcome)
+        return outcome
+    finally:
+        del outcome  # a traceback refers to this frame: nothing in it may refer to an exception
 
 
 def _raise_if_urgent(outcome: Outcome[T]) -> None:
@@ -223,19 +226,30 @@ def _marked_as_replica(device: torch.device, index: int) -> Iterator[None]:
         _thread.replica_device, _thread.replica_path = device_before, path_before
 
 
+@dataclass(slots=True)
+class _Order:
+    """What a worker is asked to do: call the one job in the list, and put (index, its outcome) into `done`."""
+
+    index: int
+    jobs: list[Callable[[], Outcome[Any]]]
+    done: SimpleQueue[tuple[int, Outcome[Any]]]
+
+
 class _Worker:
     """One thread that runs what is put into its inbox, until it finds None there."""
 
     def __init__(self) -> None:
-        self.inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.inbox: SimpleQueue[_Order | None] = SimpleQueue()
         self.thread = threading.Thread(target=self._work, name="manyhands-worker", daemon=True)
         self.thread.start()
 
     def _work(self) -> None:
         with contextlib.suppress(SystemExit):  # what `stop` raises here
-            while (job := self.inbox.get()) is not None:
-                job()
-                del job  # an idle worker keeps nothing alive
+            while (order := self.inbox.get()) is not None:
+                # Once the caller has the outcome, nothing that belongs to the call may be alive here: what the caller
+                # then drops is to be freed at once. So no variable has the outcome, and the job is taken out.
+                order.done.put((order.index, order.jobs.pop()()))
+                del order
 
 
 class _Pool:

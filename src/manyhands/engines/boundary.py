@@ -214,9 +214,11 @@ class Graphs:
     def _run_together(self, walk_one: Callable[[int], None]) -> None:
         """Walk each replica's graph in a thread of its own."""
         tasks = [lambda i=i: walk_one(i) for i in range(len(self.timings))]
+        devices = [timing.device for timing in self.timings]
+        where = [f"the backward of {place}" for place in self.where]
         with one_pass(self.begin_walk) as surroundings:
-            outcomes = run_together(tasks, [timing.device for timing in self.timings], surroundings)
-            values_or_raise(outcomes, [f"the backward of {place}" for place in self.where])
+            # The outcomes have no name here: an error's traceback refers to this frame.
+            values_or_raise(run_together(tasks, devices, surroundings), where)
 
 
 class Alias(torch.autograd.Function):

@@ -1,0 +1,248 @@
+"""Nothing grows from step to step, with the garbage collector off.
+
+What Python can see is counted exactly: tensors, and the bytes of their storages. What only torch's graphs hold is found
+in malloc's own count of allocated bytes, which is asked for where the C library is glibc; one tensor kept in each step
+would show there many times over. How large the peak is, benchmarks/memory.py measures.
+"""
+
+import contextlib
+import ctypes
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from manyhands import DataParallel
+
+ENGINES = ["threads"]
+FEW, MANY = 5, 30
+WIDTH = 64  # a batch of 32 rows is 8 KiB
+SMALLEST_LEAK = 8 * 1024 * (MANY - FEW) // 4  # bytes; a quarter of a batch in each step
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _leave_what_is_there_alone() -> Iterator[None]:
+    """Count and collect only what is made from here on: all else takes the collector a second each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def collector_off() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def _one_intra_op_thread() -> Iterator[None]:
+    """Tensors this small gain nothing from more, and on a busy machine more would wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def large() -> nn.Module:
+    """Weights large enough for their gradients to be summed early."""
+    return nn.Sequential(nn.Linear(WIDTH, 512), nn.Tanh(), nn.Linear(512, WIDTH))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lstm(x.unsqueeze(1))[0].squeeze(1)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.reentrant = nn.Linear(WIDTH, WIDTH), mlp(), reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.second, self.first(x), use_reentrant=self.reentrant)
+
+
+class RefersToItself(nn.Module):
+    """Methods, hooks and lists that lead back to the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.op = self.run
+        self.layers = [self.layer]
+        self.layer.register_forward_hook(lambda module, args, output: output + self.layer.bias)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.op(x))
+
+
+def nested(engine: str = "threads") -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), DataParallel(mlp(), ["cpu"] * 2, engine=engine))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": mlp,
+    "synchronised": mlp,
+    "large": large,
+    "recurrent": Recurrent,
+    "parametrized": lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+    "checkpointed, reentrant": lambda: Checkpointed(True),
+    "checkpointed": lambda: Checkpointed(False),
+    "refers to itself": RefersToItself,
+    "wrapper inside": nested,
+}
+
+
+def training(model: nn.Module, x: torch.Tensor) -> None:
+    model(x).square().mean().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.01 * parameter.grad
+    model.zero_grad()
+
+
+def forward_only(model: nn.Module, x: torch.Tensor) -> None:
+    model(x)
+
+
+def evaluation(model: nn.Module, x: torch.Tensor) -> None:
+    with torch.no_grad():
+        model(x)
+
+
+def accumulation(model: nn.Module, x: torch.Tensor) -> None:
+    model(x).square().mean().backward()
+
+
+def a_kept_graph(model: nn.Module, x: torch.Tensor) -> None:
+    loss = model(x).square().mean()
+    with contextlib.suppress(RuntimeError):  # a reentrant checkpoint can be walked once only
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+
+
+def gradient_penalty(model: nn.Module, x: torch.Tensor) -> None:
+    x = x.clone().requires_grad_()
+    with contextlib.suppress(RuntimeError):  # a reentrant checkpoint refuses torch.autograd.grad
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        gradient.square().mean().backward()
+
+
+def a_forward_that_fails(model: nn.Module, x: torch.Tensor) -> None:
+    def fail(module: nn.Module, args: object, output: torch.Tensor) -> None:
+        raise KeyError
+
+    handle = list(model.modules())[-1].register_forward_hook(fail)
+    with contextlib.suppress(KeyError):
+        model(x)
+    handle.remove()
+
+
+def a_backward_that_fails(model: nn.Module, x: torch.Tensor) -> None:
+    def fail(grad: torch.Tensor) -> None:
+        raise KeyError
+
+    def add_hook(module: nn.Module, args: object, output: Any) -> None:
+        output = output[0] if isinstance(output, tuple) else output
+        if output.requires_grad:  # not so in the first pass of a reentrant checkpoint
+            output.register_hook(fail)
+
+    last = next(module for module in reversed(list(model.modules())) if isinstance(module, nn.Linear | nn.LSTM))
+    handle = last.register_forward_hook(add_hook)
+    with contextlib.suppress(KeyError):
+        model(x).square().mean().backward()
+    handle.remove()
+
+
+STEPS = [training, a_forward_that_fails, a_backward_that_fails]  # of every model
+MORE_STEPS = [forward_only, evaluation, accumulation, a_kept_graph, gradient_penalty]  # of these:
+WITH_MORE_STEPS = ["mlp", "checkpointed", "wrapper inside"]
+CASES = [(name, step) for name in MODELS for step in STEPS]
+CASES += [(name, step) for name in WITH_MORE_STEPS for step in MORE_STEPS]
+
+
+class _MallocInfo(ctypes.Structure):
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
+
+
+def allocated_bytes() -> int:
+    """What is allocated through malloc; 0 where only glibc would know."""
+    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo2 is None:
+        return 0
+    mallinfo2.restype = _MallocInfo
+    info = mallinfo2()
+    return info.uordblks + info.hblkhd
+
+
+def live_tensors() -> tuple[int, int]:
+    """Return how many tensors Python can see, and how many bytes they have together."""
+    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return len(tensors), sum(storages.values())
+
+
+def grown(model: nn.Module, step: Callable[[nn.Module, torch.Tensor], None]) -> tuple[tuple[int, int], int, int]:
+    """Return what some steps, after a few others, add: tensors and their bytes, allocated bytes, and cycles."""
+    x = torch.randn(32, WIDTH)
+    for _ in range(FEW):
+        step(model, x)
+    gc.collect()
+    (few, few_bytes), few_allocated = live_tensors(), allocated_bytes()
+    for _ in range(MANY - FEW):
+        step(model, x)
+    (many, many_bytes), many_allocated = live_tensors(), allocated_bytes()
+    return (many - few, many_bytes - few_bytes), many_allocated - few_allocated, gc.collect()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+@pytest.mark.parametrize(("name", "step"), CASES, ids=lambda value: getattr(value, "__name__", value))
+def test_nothing_grows(
+    engine: str, collector_off: None, name: str, step: Callable[[nn.Module, torch.Tensor], None]
+) -> None:
+    """N10: tensors, bytes, and cycles for the garbage collector beyond those that the plain module leaves."""
+    wrapped = DataParallel(MODELS[name](), ["cpu"] * 3, engine=engine, sync_batch_norm=name == "synchronised")
+    tensors, allocated, cycles = grown(wrapped, step)
+    assert tensors == (0, 0)
+    assert allocated < SMALLEST_LEAK
+    if cycles:  # torch's checkpoints leave some
+        assert cycles <= 3 * grown(MODELS[name](), step)[2]
+
+
+def test_what_grows_would_be_noticed(collector_off: None) -> None:
+    """The counts above can fail: tensors that Python can see, and memory that it cannot."""
+    kept: list[object] = []
+
+    def keeps_output(model: nn.Module, x: torch.Tensor) -> None:
+        kept.append(model(x).detach())
+
+    def keeps_graph(model: nn.Module, x: torch.Tensor) -> None:
+        kept.append(model(x).sum().grad_fn)
+
+    for step in (keeps_output, keeps_graph):
+        tensors, allocated, _ = grown(DataParallel(mlp(), ["cpu"] * 3), step)
+        assert tensors[1] > SMALLEST_LEAK or allocated > SMALLEST_LEAK
