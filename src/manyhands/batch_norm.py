@@ -150,11 +150,12 @@ class BatchNormOverReplicas:
         """Return the name that one of `tensors` has in replica `index`, and its place in the order of all names."""
         named = self._named[index]
         if named is None:
-            named = self._named[index] = {}
+            named = {}
             replica = self._replicas[index]
             for path, module in replica.named_modules() if isinstance(replica, nn.Module) else ():
                 for name, tensor in chain(module.named_buffers(path, False), module.named_parameters(path, False)):
                     named[id(tensor)] = (name, len(named), tensor)  # the tensor too, so that its id stays its own
+            self._named[index] = named  # not earlier: other replicas' threads look in there
         return next((named[id(tensor)][:2] for tensor in tensors if id(tensor) in named), None)
 
     def owner_of(self, tensors: Tensors) -> int | None:
@@ -379,9 +380,8 @@ class _TakesOverBatchNorm(TorchFunctionMode):
         """
         named = kwargs.get("inputs")
         named = list(named.values()) if isinstance(named, dict) else named
-        if kwargs.get("materialize_grads") or not all(
-            map(_have_edges, (ends, *inputs, named))
-        ):  # errors of torch's own
+        given = (ends, *inputs, named)
+        if kwargs.get("materialize_grads") or not all(map(_have_edges, given)):  # errors of torch's own to tell
             return func(ends, *inputs, **kwargs)
         if func is torch.Tensor.backward:
             func = torch.autograd.backward

@@ -107,10 +107,11 @@ class _Moments(torch.autograd.Function):
     def backward(ctx: Any, grad_mean: torch.Tensor, grad_var: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, mean = ctx.saved_tensors
         grad_mean, grad_var = ctx.of_gradient(torch.stack([grad_mean, grad_var])).unbind()
-        # grad_mean / count + 2 grad_var (x - mean) / count, in one pass over x
+        # grad_mean / count + 2 grad_var (x - mean) / count. The difference first: where the mean is large, a product
+        # with x would lose what small differences say.
         slope = 2 / max(ctx.count, 1) * grad_var
-        offset = grad_mean / max(ctx.count, 1) - slope * mean
-        grad = torch.addcmul(_a_channel(offset, x), x, _a_channel(slope, x))
+        centred = x - _a_channel(mean, x)
+        grad = torch.addcmul(_a_channel(grad_mean / max(ctx.count, 1), x), centred, _a_channel(slope, x))
         return grad.to(x.dtype), None, None
 
 

@@ -116,10 +116,10 @@ class Graphs:
         together = _any_batched(output_grads) or modes_that_stay()  # neither can follow into other threads
         if together or self.shared_leaves:
             # A leaf's .grad cannot hold a batch of gradients, and .grad of a shared one is the caller's. Graphs that
-            # share a leaf may share nodes too, so that none may be freed by the first who has walked it.
-            return self._gradients(*self._ends(output_grads), together=together, retain_graph=keep or not together)
+            # share a leaf may share nodes too, which must not be freed by the first who has walked them.
+            keep = keep or (self._walked_one_by_one() and not together)
+            return self._gradients(*self._ends(output_grads), together=together, retain_graph=keep)
 
-        torch_private.import_what_backward_imports()
         ends, grads = self._ends(output_grads)
 
         def walk_some(replicas: Sequence[int]) -> None:
@@ -213,6 +213,7 @@ class Graphs:
 
     def _run_together(self, walk_one: Callable[[int], None]) -> None:
         """Walk each replica's graph in a thread of its own."""
+        torch_private.import_what_backward_imports()
         tasks = [lambda i=i: walk_one(i) for i in range(len(self.timings))]
         devices = [timing.device for timing in self.timings]
         where = [f"the backward of {place}" for place in self.where]
