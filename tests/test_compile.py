@@ -69,6 +69,15 @@ class CompiledMethod(Net):
         return self.fast(x)
 
 
+def decorated(net: nn.Module, backend: Any) -> nn.Module:
+    class Decorated(Net):
+        forward = torch.compile(Net.forward, backend=backend)
+
+    module = Decorated()
+    module.load_state_dict(net.state_dict())
+    return module
+
+
 def compiled_method(net: nn.Module, backend: Any) -> nn.Module:
     module = CompiledMethod(backend)
     module.load_state_dict(net.state_dict())
@@ -87,6 +96,7 @@ WAYS: dict[str, Callable[[nn.Module, Any], nn.Module]] = {
     "module.compile of a child": lambda net, backend: nn.Sequential(in_place(net, backend), nn.Tanh()),
     "both": lambda net, backend: torch.compile(nn.Sequential(in_place(net, backend), nn.Tanh()), backend=backend),
     "a method": compiled_method,
+    "decorated": decorated,
     "dynamic": lambda net, backend: torch.compile(net, backend=backend, dynamic=True),
     "fullgraph": lambda net, backend: torch.compile(net, backend=backend, fullgraph=True),
     "a layer of torch's": lambda net, backend: nn.Sequential(

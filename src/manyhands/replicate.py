@@ -239,6 +239,7 @@ class Blueprint:
                     "wrap the Python module that it was made from"
                 )
             self._script_classes.add(cls)
+        self.compiled = self.compiled or torch_private.is_compiled(getattr(cls, "forward", None))
         if cls.__basicsize__ > nn.Module.__basicsize__:
             self._slots[cls] = list(_slot_names(cls))
 
