@@ -123,9 +123,11 @@ def _parts_by_pickle(value: Any) -> Parts:
         raise
 
     def rebuild(new_tensors: Sequence[torch.Tensor]) -> Any:
+        made = [make(new_tensors) for make in makers]  # once each: what was one object stays one
+
         class Giver(pickle.Unpickler):
             def persistent_load(self, place: int) -> Any:
-                return makers[place](new_tensors)
+                return made[place]
 
         return Giver(io.BytesIO(stream.getvalue())).load()
 
