@@ -24,8 +24,9 @@ demo: $(READY)  ## train ResNet-18 on real pictures, on every device, and show t
 test: $(READY)  ## run the test suite
 	$(BIN)/python -m pytest
 
-test-all: $(READY)  ## run all of it: slow tests too, and ten times the examples in property tests
-	$(BIN)/python -m pytest -m "" --hypothesis-profile=thorough
+test-all: $(READY)  ## what `make test` leaves out because it takes longer: slow tests, ten times the examples in property tests
+	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest tests/test_properties.py --hypothesis-profile=thorough
 
 check: $(READY)  ## lint, format, types
 	$(BIN)/ruff check .

@@ -436,3 +436,11 @@ def test_parametrizations_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(nn.utils.parametrize, "_cache_enabled")
     with torch_private.parametrizations_not_cached():
         pass
+
+
+def test_has_compiled_call() -> None:
+    plain, in_place = nn.Linear(2, 2), nn.Linear(2, 2)
+    in_place.compile(backend="eager")
+    assert not torch_private.has_compiled_call(plain)
+    assert torch_private.has_compiled_call(in_place)
+    assert torch_private.has_compiled_call(torch.compile(plain, backend="eager"))

@@ -122,6 +122,11 @@ def is_compiled(function: object) -> bool:
     return isinstance(function, types.FunctionType) and "_torchdynamo_orig_callable" in function.__dict__
 
 
+def has_compiled_call(module: torch.nn.Module) -> bool:
+    """Return whether calling `module` runs code that torch.compile made for this very object."""
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
 @functools.cache
 def keep_compiled_code_in_order() -> None:
     """Have torch.compile leave its list of what it has compiled of a function in order, for the whole process.

@@ -124,7 +124,7 @@ class Watch:
 
 
 def _watchable(module: nn.Module, name: str, known: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    if module in known or isinstance(module, torch.jit.ScriptModule) or torch_private.is_compiled(module):
+    if module in known or isinstance(module, torch.jit.ScriptModule) or torch_private.has_compiled_call(module):
         return
     known.add(module)
     yield name, module
