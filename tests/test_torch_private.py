@@ -243,6 +243,55 @@ def test_clones(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
             assert copy.layout != torch.strided or copy.stride() == tensor.stride()
 
 
+def test_num_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors on a storage, and the storage object that asks."""
+    tensor = torch.ones(4)
+    assert torch_private.num_references(tensor.untyped_storage()) == 2
+    view = tensor[:2]
+    assert torch_private.num_references(tensor.untyped_storage()) == 3
+    del view
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    assert torch_private.num_references(tensor.untyped_storage()) is None
+
+
+@pytest.mark.parametrize("present", [True, False])
+def test_many_tensors_in_one_call(monkeypatch: pytest.MonkeyPatch, present: bool) -> None:
+    if not present:
+        monkeypatch.delattr(torch, "_foreach_add_")
+        monkeypatch.delattr(torch, "_foreach_copy_")
+    targets = [torch.ones(2), torch.ones(2, 3)]
+    torch_private.add_all_in_place(targets, [torch.ones(2), torch.full((2, 3), 4.0)])
+    assert [target.sum().item() for target in targets] == [4.0, 30.0]
+    torch_private.copy_all_in_place(targets, [torch.zeros(2), torch.full((2, 3), 2.0)])
+    assert [target.sum().item() for target in targets] == [0.0, 12.0]
+    torch_private.add_all_in_place([], [])
+    torch_private.copy_all_in_place([], [])
+
+
+def test_the_axis_that_vmap_hides() -> None:
+    """N3: taken out and hidden again, as under `is_grads_batched`; not torch.func's own."""
+    seen: list[torch.Size] = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            plain = torch_private.without_batch(grad)
+            seen.append(plain.shape)
+            return torch_private.with_batch(plain * 2)
+
+    x = torch.ones(3, requires_grad=True)
+    vectors = torch.eye(3)
+    (result,) = torch.autograd.grad(Looks.apply(x), x, vectors, is_grads_batched=True)
+    assert torch.equal(result, vectors * 2)
+    assert seen == [(3, 3)]
+    with pytest.raises(NotImplementedError, match='engine="threads"'):
+        torch_private.without_batch(torch.ones(3))
+
+
 def test_what_backward_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     """F3: it is there afterwards; where torch has no such module, nothing happens."""
     torch_private.import_what_backward_imports.cache_clear()

@@ -31,7 +31,7 @@ from manyhands.shares import Shares, check_shares, split_rows
 from manyhands.thread_state import modes_that_stay
 from manyhands.workers import inside_replica, replica_device
 
-_ENGINES: dict[str, type[Engine]] = {"threads": ThreadsEngine}
+_ENGINES = ("threads", "processes")
 _NO_ACCELERATOR = (
     "this machine has no accelerator: DataParallel runs the plain module. For several replicas on the CPU, write "
     'DataParallel(model, ["cpu"] * n).'
@@ -46,6 +46,14 @@ _COMPILED_OUTSIDE = (
     "DataParallel(torch.compile(model))."
 )
 _VERBS = ("replicate", "scatter", "parallel_apply", "gather")
+
+
+def _new_engine(name: str) -> Engine:
+    if name == "threads":
+        return ThreadsEngine()
+    from manyhands.engines.processes import ProcessesEngine  # only now: it needs more than torch
+
+    return ProcessesEngine()
 
 
 class DataParallel(nn.DataParallel[Any]):
@@ -72,7 +80,9 @@ class DataParallel(nn.DataParallel[Any]):
             accelerators None, an empty list and indices mean the plain module.
         output_device: where outputs are gathered; None: the first device.
         dim: the axis of the rows, in every input and output tensor that is not 0-dim.
-        engine: what runs the replicas: "threads".
+        engine: what runs the replicas. "threads": threads of this process. "processes", on the CPU: the first replica
+            in this process, each other in a worker process that is started and stopped for you, where Python's
+            interpreter lock does not slow it down. Parameters lie in memory that all of them share.
         shares: how many rows each replica gets. "chunk": ceil(rows / n) each, torch's rule; "even": differing by one
             row at most; or one weight a device, where 0 leaves a device idle.
         scalars: what becomes of 0-dim outputs (and of numbers), such as a loss. "stack": a vector, one entry a replica,
@@ -122,7 +132,14 @@ class DataParallel(nn.DataParallel[Any]):
         check_dims(in_dims, "in_dims")
         check_dims(out_dims, "out_dims")
         if not isinstance(engine, str) or engine not in _ENGINES:
-            raise ValueError(f"engine={engine!r}: expected one of {sorted(_ENGINES)}")
+            raise ValueError(f"engine={engine!r}: expected one of {list(_ENGINES)}")
+        if engine == "processes" and sync_batch_norm:
+            raise ValueError(
+                'sync_batch_norm=True with engine="processes": replicas in other processes cannot meet yet. Use '
+                'engine="threads".'
+            )
+        if engine == "processes" and any(device.type != "cpu" for device in _devices.resolve(device_ids)):
+            raise ValueError(f'engine="processes" runs replicas on the CPU only: got device_ids={device_ids!r}')
         if output_device is not None and not isinstance(output_device, int | str | torch.device):
             raise TypeError(f"output_device: expected an int, a string or a torch.device, got {output_device!r}")
         self.dim = dim
@@ -134,7 +151,7 @@ class DataParallel(nn.DataParallel[Any]):
         self.in_dims = in_dims
         self.out_dims = out_dims
         self.sync_batch_norm = _check_flag(sync_batch_norm, "sync_batch_norm")
-        self._engine = _ENGINES[engine]()
+        self._engine = _new_engine(engine)
         self._most_rows = 0
         if self.devices:
             self._gather_on = _devices.resolve_output(output_device, self.devices)
@@ -201,6 +218,28 @@ class DataParallel(nn.DataParallel[Any]):
         """Join the replicas' outputs; override it, and forward uses yours."""
         return gathered(outputs, _devices.resolve_output(output_device, ()), self._rules(), _sizes_of_call.get())
 
+    def refresh(self) -> None:
+        """Have the next forward take the whole module anew, after a change that cannot be seen.
+
+            >>> model = manyhands.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"])
+            >>> model.refresh()
+
+        With engine="processes" workers have the module as it was pickled. Attributes, flags, hooks, children,
+        parameters and plain containers that change are noticed; a class attribute, a global, a variable that a lambda
+        closes over, the inside of an object of another class are not. With engine="threads" nothing is ever stale.
+        """
+        self._engine.refresh()
+
+    def close(self) -> None:
+        """Give back what the engine holds: threads, or worker processes. A later forward starts again.
+
+            >>> model = manyhands.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"])
+            >>> model.close()
+
+        It is done by itself when the wrapper goes, and when the program ends.
+        """
+        self._engine.close()
+
     @property
     def replica_timings(self) -> list[ReplicaTiming]:
         """What each replica did in the last step: device, rows, seconds forward and backward.
@@ -266,7 +305,10 @@ class DataParallel(nn.DataParallel[Any]):
         return self._run_on_devices(method, inputs, kwargs)
 
     def _run_on_devices(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._verbs_overridden() or modes_that_stay():
+        if self._verbs_overridden():
+            self._check_that_verbs_can_be_used()
+            return self._run_plain_composition(method, inputs, kwargs)
+        if modes_that_stay():
             return self._run_plain_composition(method, inputs, kwargs)
         return self._engine.forward(self.module, self._plan(method, inputs, kwargs))
 
@@ -305,6 +347,14 @@ class DataParallel(nn.DataParallel[Any]):
 
     def _verbs_overridden(self) -> bool:
         return any(map(self._overrides, _VERBS))
+
+    def _check_that_verbs_can_be_used(self) -> None:
+        if not isinstance(self._engine, ThreadsEngine):
+            verb = next(filter(self._overrides, _VERBS))
+            raise RuntimeError(
+                f'{type(self).__name__}.{verb} is overridden, and engine="processes" does not call it: replicas are in '
+                'other processes. Use engine="threads".'
+            )
 
     def _run_plain_composition(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         here = self._here()

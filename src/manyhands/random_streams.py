@@ -121,16 +121,48 @@ class _Stream:
     @property
     def generator(self) -> torch.Generator:
         if self._generator is None:
-            state, index = self._origin
-            # 32 bits, as many as the generator makes use of; they differ from one index to another.
-            seed = zlib.crc32(index.to_bytes(4), zlib.crc32(state))
-            self._generator = torch.Generator("cpu").manual_seed(seed)
+            self._generator = torch.Generator("cpu").manual_seed(_seed(*self._origin))
             self._first_state = _state_of(self._generator)
         return self._generator
 
     def has_moved(self) -> bool:
         """Return whether anything was drawn for good; not if the random state was put back, as checkpointing does."""
         return self._generator is not None and _state_of(self._generator) != self._first_state
+
+
+class SeededStreams:
+    """The replicas' streams for one pass in which each replica has a process, and so a generator, to itself.
+
+    They are those of `own_streams`. While the context lasts, torch's generator in this process draws the first one's.
+
+    Attributes:
+        seeds: one a replica, for the generator of its process.
+        others_drew: to be set if a replica in another process has drawn.
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        self._before = torch.default_generator.get_state()
+        state = _state_of(torch.default_generator)
+        self.seeds = [_seed(state, index) for index in range(num_replicas)]
+        self.others_drew = False
+
+    def __enter__(self) -> None:
+        torch.default_generator.manual_seed(self.seeds[0])
+        self._begun = _state_of(torch.default_generator)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        drew = self.others_drew or _state_of(torch.default_generator) != self._begun
+        torch.default_generator.set_state(self._before)
+        if drew and kind is None:
+            _process.move_on()
+
+
+def _seed(state: bytes, index: int) -> int:
+    """Return the seed of a replica's stream: 32 bits, as many as the generator makes use of.
+
+    They differ from one index to another.
+    """
+    return zlib.crc32(index.to_bytes(4), zlib.crc32(state))
 
 
 def _state_of(generator: torch.Generator) -> bytes:

@@ -241,7 +241,7 @@ class Blueprint:
             self._script_classes.add(cls)
         self.compiled = self.compiled or torch_private.is_compiled(getattr(cls, "forward", None))
         if cls.__basicsize__ > nn.Module.__basicsize__:
-            self._slots[cls] = list(_slot_names(cls))
+            self._slots[cls] = list(slot_names(cls))
 
     def _look_at_script_attributes(self, module: nn.Module, found: dict[int, nn.Module | torch.Tensor]) -> None:
         for name, value in torch_private.script_attributes(module).items():
@@ -409,7 +409,8 @@ _set = object.__setattr__  # of any class, whatever its own __setattr__ does
 _set_dict: Any = nn.Module.__dict__["__dict__"].__set__  # the same for `__dict__`, quicker
 
 
-def _slot_names(cls: type) -> Iterator[str]:
+def slot_names(cls: type) -> Iterator[str]:
+    """Yield the names of the slots that a class and its bases have."""
     for base in cls.__mro__:
         slots = base.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:

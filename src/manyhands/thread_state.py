@@ -11,7 +11,7 @@ caller's thread, one after the other.
 import contextlib
 import contextvars
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -65,6 +65,49 @@ class ThreadState:
                 torch.set_flush_denormal(self.flush_denormal)  # nothing to undo: each task sets what it needs
             stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
             yield
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessState:
+    """What another process must set to compute as this thread does: the thread's state, and that of the whole process.
+
+    Context variables stay: they are objects of this process.
+    """
+
+    thread: ThreadState
+    default_dtype: torch.dtype
+    deterministic: tuple[bool, bool, bool]
+    anomaly: tuple[bool, bool]
+    matmul_precision: str
+
+    @classmethod
+    def capture(cls) -> "ProcessState":
+        """Return the calling thread's state, and the process's."""
+        return cls(
+            thread=replace(ThreadState.capture(), context=None),  # type: ignore[arg-type]  # cannot be sent
+            default_dtype=torch.get_default_dtype(),
+            deterministic=_deterministic(),
+            anomaly=(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+            matmul_precision=torch.get_float32_matmul_precision(),
+        )
+
+    def set_process(self) -> None:
+        """Set, for good, all but the thread's state."""
+        torch.set_default_dtype(self.default_dtype)
+        if self.deterministic != _deterministic():  # not for nothing: the call imports torch's compiler
+            enabled, warn_only, fill = self.deterministic
+            torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+            torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+        torch.autograd.set_detect_anomaly(*self.anomaly)
+        torch.set_float32_matmul_precision(self.matmul_precision)
+
+
+def _deterministic() -> tuple[bool, bool, bool]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+    )
 
 
 def modes_that_stay() -> bool:

@@ -222,10 +222,42 @@ def owns_its_memory(tensor: torch.Tensor) -> bool:
     Fallback: False.
     """
     try:
-        storage = tensor.untyped_storage()
-        return bool(torch._C._storage_Use_Count(storage._cdata) == 2)  # the tensor's reference, and `storage`'s
-    except (AttributeError, RuntimeError):  # RuntimeError: a tensor without storage
+        return num_references(tensor.untyped_storage()) == 2  # the tensor's reference, and the storage object's
+    except RuntimeError:  # RuntimeError: a tensor without storage
         return False
+
+
+def num_references(storage: torch.UntypedStorage) -> int | None:
+    """Return how many tensors and storage objects refer to the memory of `storage`, itself included.
+
+    Fallback: None.
+    """
+    try:
+        return int(torch._C._storage_Use_Count(storage._cdata))
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def add_all_in_place(targets: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+    """Add each of `others` to its target. Fallback: one after the other."""
+    if not targets:
+        return
+    try:
+        torch._foreach_add_(targets, others)
+    except AttributeError:
+        for target, other in zip(targets, others, strict=True):
+            target.add_(other)
+
+
+def copy_all_in_place(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each of `sources` into its target. Fallback: one after the other."""
+    if not targets:
+        return
+    try:
+        torch._foreach_copy_(targets, sources)
+    except AttributeError:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
@@ -238,6 +270,33 @@ def is_batched(tensor: torch.Tensor) -> bool:
         return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
     except AttributeError:
         return False
+
+
+def without_batch(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the axis that vmap hides as its first.
+
+    Raises:
+        NotImplementedError: it is one of torch.func's, or torch has no such call.
+    """
+    try:
+        if not torch._C._functorch.is_legacy_batchedtensor(tensor):
+            raise NotImplementedError
+        return torch._remove_batch_dim(tensor, _vmap_level(), 0, 0)
+    except (AttributeError, NotImplementedError):
+        raise NotImplementedError(
+            'a backward under torch.func.vmap cannot be taken to other processes: use engine="threads"'
+        ) from None
+
+
+def with_batch(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with its first axis hidden, as the vmap that is running has it. Inverse of `without_batch`."""
+    return torch._add_batch_dim(tensor, 0, _vmap_level())
+
+
+def _vmap_level() -> int:
+    level = torch._C._vmapmode_increment_nesting()
+    torch._C._vmapmode_decrement_nesting()
+    return int(level) - 1
 
 
 def taken_apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any] | None:

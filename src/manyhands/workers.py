@@ -122,6 +122,21 @@ def run_together(
         ended.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
 
 
+@contextlib.contextmanager
+def divided_intra_op_threads(devices: Sequence[torch.device]) -> Iterator[int]:
+    """Give the calling thread one replica's part of its intra-op threads, for replicas that run in other processes.
+
+    Yields:
+        How many each replica has.
+    """
+    before, each = _thread_counts.begin(devices)
+    try:
+        with _intra_op_threads(each):
+            yield each
+    finally:
+        _thread_counts.end(before, each)
+
+
 def inside_replica() -> bool:
     """Return whether the calling thread is running a replica's task."""
     return replica_device() is not None

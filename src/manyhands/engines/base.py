@@ -116,6 +116,10 @@ class Engine(abc.ABC):
         """Return what each replica did in the last step; an empty list before the first."""
 
     @abc.abstractmethod
+    def refresh(self) -> None:
+        """Take nothing for granted in the next forward of what is known about the module."""
+
+    @abc.abstractmethod
     def close(self) -> None:
         """Give back what the engine holds; a later forward starts again. May be called twice."""
 

@@ -140,12 +140,12 @@ class Graphs:
 
     def take_leaf_gradients(self) -> list[list[torch.Tensor | None]]:
         """Return what the leaves hold in `.grad`, by edge and replica, and take it away from them."""
-        return [[_take_grad(leaf) for leaf in edge.tensors] for edge in self.inputs]
+        return [[take_grad(leaf) for leaf in edge.tensors] for edge in self.inputs]
 
     def differentiable_walk(
         self, output_grads: Sequence[torch.Tensor | None]
-    ) -> tuple[list[Edge], list[list[torch.Tensor | None]]]:
-        """Run backward with a graph of its own; return edges for the incoming gradients, and what `walk` returns."""
+    ) -> tuple["Graphs", list[list[torch.Tensor | None]]]:
+        """Run backward with a graph of its own; return it, without outputs yet, and what `walk` returns."""
         replicas = range(len(self.timings))
         incoming: list[Edge] = []
         ends: list[list[torch.Tensor]] = [[] for _ in replicas]
@@ -161,7 +161,18 @@ class Graphs:
                     ends[i].append(end)
                     end_grads[i].append(part)
         together = _any_batched(output_grads) or modes_that_stay()
-        return incoming, self._gradients(ends, end_grads, together=together, create_graph=True)
+        higher = Graphs(
+            timings=self.timings,
+            where=self.where,
+            inputs=[*self.inputs, *incoming],
+            outputs=[],
+            shared_leaves=self.shared_leaves,
+            keep=True,
+            keep_alive=self.keep_alive,
+            begin_walk=self.begin_walk,
+            around_walk=self.around_walk,
+        )
+        return higher, self._gradients(ends, end_grads, together=together, create_graph=True)
 
     def _ends(
         self, output_grads: Sequence[torch.Tensor | None]
@@ -288,22 +299,12 @@ class Boundary(torch.autograd.Function):
 def _differentiable_backward(graphs: Graphs, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Return the inputs' gradients as outputs of one more Boundary (4)."""
     graphs.keep = True
-    incoming, parts = graphs.differentiable_walk(grads)
+    higher, parts = graphs.differentiable_walk(grads)
     gradients = [
         Edge(edge.layout, edge.device, edge.with_every_part(of_edge)) if any(p is not None for p in of_edge) else None
         for edge, of_edge in zip(graphs.inputs, parts, strict=True)
     ]
-    higher = Graphs(
-        timings=graphs.timings,
-        where=graphs.where,
-        inputs=[*graphs.inputs, *incoming],
-        outputs=[edge for edge in gradients if edge is not None],
-        shared_leaves=graphs.shared_leaves,
-        keep=True,
-        keep_alive=graphs.keep_alive,
-        begin_walk=graphs.begin_walk,
-        around_walk=graphs.around_walk,
-    )
+    higher.outputs = [edge for edge in gradients if edge is not None]
     if not higher.outputs:
         return [None] * len(gradients)
     live_inputs = (*graphs.live_inputs, *(grad for grad in grads if grad is not None))
@@ -315,7 +316,8 @@ def _any_batched(grads: Sequence[torch.Tensor | None]) -> bool:
     return any(grad is not None and torch_private.is_batched(grad) for grad in grads)
 
 
-def _take_grad(leaf: torch.Tensor | None) -> torch.Tensor | None:
+def take_grad(leaf: torch.Tensor | None) -> torch.Tensor | None:
+    """Return what a leaf holds in `.grad`, and take it away from it."""
     if leaf is None:
         return None
     grad, leaf.grad = leaf.grad, None

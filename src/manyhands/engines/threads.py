@@ -28,16 +28,22 @@ from torch import nn
 from manyhands import devices as _devices
 from manyhands import nested
 from manyhands.batch_norm import BatchNormOverReplicas, Walk
-from manyhands.batch_types import batch_type_of
 from manyhands.engines.base import BeginPass, Call, Engine, ReplicaTiming, called, one_pass
 from manyhands.engines.boundary import Alias, Boundary, Edge, Graphs
+from manyhands.engines.replicas import (
+    Inputs,
+    Stamp,
+    carries_objects,
+    look_for_live_tensors,
+    parameter_edges,
+    pass_on_gradients,
+)
 from manyhands.engines.turns import Turns
-from manyhands.layouts import Layout, Whole
-from manyhands.outputs import Group, Outputs
+from manyhands.layouts import Whole
+from manyhands.outputs import Outputs
 from manyhands.parallel_apply import values_or_raise
 from manyhands.random_streams import own_streams
-from manyhands.rebind import INERT
-from manyhands.replicate import Blueprint, check_device, collector_paused, constant_for, unchanged_on_failure
+from manyhands.replicate import Blueprint, check_device, collector_paused, unchanged_on_failure
 from manyhands.workers import inside_replica, run_together
 
 _MOST_STRUCTURES = 64
@@ -59,10 +65,10 @@ class ThreadsEngine(Engine):
         with collector_paused:
             blueprint = Blueprint(module)
             check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], call.source)
-            inputs = _Inputs(call, tracked)
-            stamps = [_Stamp(blueprint, call.source, device, i == 0, tracked) for i, device in enumerate(call.devices)]
+            inputs = Inputs(call, tracked)
+            stamps = [Stamp(blueprint, call.source, device, i == 0, tracked) for i, device in enumerate(call.devices)]
         structure = (call.method, *blueprint.signature()) if tracked else None
-        carries_objects = _carries_objects(call)
+        with_objects = carries_objects(call)
         if not inside_replica():
             self._timings = timings
 
@@ -98,21 +104,21 @@ class ThreadsEngine(Engine):
                 joined: Sequence[torch.Tensor] = [edge.join(edge.tensors) for edge in edges]
             else:
                 outside: list[torch.Tensor] = []
-                if carries_objects or structure not in self._self_contained:
-                    outside = _look_for_live_tensors(blueprint, matched.groups, where, own_leaves)
-                    self._remember(structure, self_contained=not outside and not carries_objects)
+                if with_objects or structure not in self._self_contained:
+                    outside = look_for_live_tensors(blueprint, matched.groups, where, own_leaves)
+                    self._remember(structure, self_contained=not outside and not with_objects)
                 live_parameters = stamps[0].live_parameters
                 graphs = Graphs(
                     timings=timings,
                     where=where,
                     inputs=[
                         *inputs.edges,
-                        *_edges(live_parameters, [stamp.leaves for stamp in stamps]),
+                        *parameter_edges(live_parameters, [stamp.leaves for stamp in stamps]),
                         *(Edge(Whole(), leaf.device, [leaf] * len(stamps)) for leaf in outside),
                     ],
                     outputs=edges,
                     shared_leaves=bool(outside),
-                    keep=carries_objects,
+                    keep=with_objects,
                     keep_alive=stamps,
                     begin_walk=begin_pass,
                     around_walk=around_walk,
@@ -131,6 +137,9 @@ class ThreadsEngine(Engine):
     def timings(self) -> list[ReplicaTiming]:
         return self._timings
 
+    def refresh(self) -> None:
+        self._self_contained.clear()  # nothing else is kept: replicas are stamped anew for each forward
+
     def close(self) -> None:
         self._timings = []
 
@@ -138,7 +147,7 @@ class ThreadsEngine(Engine):
 def _join(graphs: Graphs, live: Sequence[torch.Tensor], own_leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return the joined outputs, linked to the `live` tensors through the boundary if any of them needs a gradient."""
     if any(leaf.grad is not None for leaf in own_leaves):
-        _pass_on_gradients(graphs, live)
+        pass_on_gradients(graphs, live)
     if not any(t is not None and t.requires_grad for edge in graphs.outputs for t in edge.tensors):
         return [edge.join(edge.tensors) for edge in graphs.outputs]
     aliases = [t if t.is_leaf else Alias.apply(t) for t in live]  # type: ignore[no-untyped-call]
@@ -146,169 +155,7 @@ def _join(graphs: Graphs, live: Sequence[torch.Tensor], own_leaves: Sequence[tor
     return joined
 
 
-class _Inputs:
-    """The inputs of every replica, and the leaves behind those that need a gradient.
-
-    Attributes:
-        shards: (positional, keyword) inputs, one a replica.
-        live, edges: the caller's tensors that need a gradient, and the boundary's edges from them to the leaves.
-    """
-
-    def __init__(self, call: Call, tracked: bool) -> None:
-        self.live: list[torch.Tensor] = []
-        self.edges: list[Edge] = []
-
-        def place(tensor: torch.Tensor, layout: Layout) -> list[torch.Tensor | None]:
-            parts = [layout.part(tensor.detach(), i) for i in range(len(call.devices))]
-            if tracked and tensor.requires_grad:
-                parts = [part if part is None else part.detach().requires_grad_() for part in parts]
-                self.live.append(tensor)
-                self.edges.append(Edge(layout, tensor.device, parts))
-            # A copy even on the same device, so that a module that writes into its input writes into its own; and
-            # made in the replica's graph, because writing into a leaf is forbidden.
-            copies = [p if p is None else p.to(d, copy=True) for p, d in zip(parts, call.devices, strict=True)]
-            if tensor.requires_grad and not tracked:  # a module may switch gradients on for what it does inside
-                copies = [copy if copy is None else copy.requires_grad_() for copy in copies]
-            return copies
-
-        self.shards = call.arguments.deal(call.sizes, place)
-
-
 def _kind(shard: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[Hashable]:
     """Yield what torch.compile looks at in inputs, more or less."""
     for _, tensor in nested.tensors(shard):
         yield tensor.shape, tensor.dtype, tensor.requires_grad
-
-
-class _Stamp:
-    """One replica, and the leaves that stand in it for the live parameters."""
-
-    def __init__(
-        self, blueprint: Blueprint, source: torch.device, device: torch.device, first: bool, tracked: bool
-    ) -> None:
-        self.live_parameters: list[torch.Tensor] = []
-        self.leaves: list[torch.Tensor] = []
-        tensors: dict[int, torch.Tensor] = {}
-        for key, parameter in blueprint.parameters.items():
-            if tracked and parameter.requires_grad:
-                tensors[key] = leaf = _leaf(parameter, device)
-                self.live_parameters.append(parameter)
-                self.leaves.append(leaf)
-            elif not _devices.same_device(parameter.device, device):
-                tensors[key] = _leaf(parameter, device)
-        copies = blueprint.buffers_for(device, shared=first)
-        self._buffers = [(blueprint.buffers[key], copy) for key, copy in copies.items()]
-        tensors.update(copies)
-        for key, constant in blueprint.constants.items():
-            tensors[key] = constant_for(constant, source, device)
-        self._stamped = blueprint.stamp(tensors)
-
-    @property
-    def replica(self) -> nn.Module:
-        return self._stamped.root
-
-    def __del__(self) -> None:
-        if hasattr(self, "_stamped"):  # else it was never made
-            self._stamped.unlink()
-
-    def commit_buffers(self) -> None:
-        """Write this replica's buffers into the live ones, where it does not have those themselves."""
-        for live, own in self._buffers:
-            live.data.copy_(own)
-
-
-def _leaf(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a parameter of its own for a replica on `device`; it shares storage where the device is the same."""
-    here = _devices.same_device(parameter.device, device)
-    data = parameter if here else parameter.detach().to(device)
-    leaf: torch.Tensor
-    if type(parameter) in (nn.Parameter, torch.Tensor):
-        leaf = nn.Parameter(data, parameter.requires_grad)
-    elif isinstance(parameter, nn.Parameter) and type(parameter.detach()) is torch.Tensor:  # a user's subclass of it
-        leaf = data.detach().as_subclass(type(parameter)).requires_grad_(parameter.requires_grad)
-    else:  # a subclass of Tensor, which detach() keeps
-        leaf = nn.Parameter(data.detach(), parameter.requires_grad)
-    for name, value in parameter.__dict__.items():
-        leaf.__dict__.setdefault(name, value)
-    return leaf
-
-
-def _carries_objects(call: Call) -> bool:
-    """Return whether the inputs hold objects of unknown classes.
-
-    Every replica gets the same object, and its graph may lead through a tensor in it, into one graph for all of them:
-    then no replica's backward may free what it walks.
-    """
-    return any(
-        not isinstance(leaf, torch.Tensor) and type(leaf) not in INERT and batch_type_of(leaf) is None
-        for leaf in call.arguments.leaves
-    )
-
-
-def _edges(live: Sequence[torch.Tensor], leaves: Sequence[Sequence[torch.Tensor]]) -> Iterator[Edge]:
-    """Yield the boundary's edges of parameters: `leaves[i][k]` is replica i's leaf for live tensor k."""
-    for tensor, of_edge in zip(live, zip(*leaves, strict=True), strict=True):
-        yield Edge(Whole(), tensor.device, of_edge)
-
-
-def _pass_on_gradients(graphs: Graphs, live: Sequence[torch.Tensor]) -> None:
-    """Pass on what a module's own call of backward, inside forward, has left in the replicas' leaves."""
-    parts = zip(graphs.inputs, graphs.take_leaf_gradients(), strict=True)
-    gradients = [edge.join_gradients(of_edge) for edge, of_edge in parts]
-    reached = [(tensor, grad) for tensor, grad in zip(live, gradients, strict=True) if grad is not None]
-    torch.autograd.backward([tensor for tensor, _ in reached], [grad for _, grad in reached])
-
-
-def _look_for_live_tensors(
-    blueprint: Blueprint, groups: Sequence[Group], where: Sequence[str], own_leaves: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Check that no replica's graph leads to a tensor of the live module instead of the replica's own.
-
-    Returns:
-        The leaves found that belong neither to the module nor to a replica: tensors from outside.
-
-    Raises:
-        RuntimeError: one does; its gradient would be wrong, so the forward fails. Names the tensor.
-    """
-    if not groups:  # outputs without tensors
-        return []
-    own = set(map(id, own_leaves))
-    outside: dict[int, torch.Tensor] = {}
-    histories = {tensor.grad_fn: tensor for tensor in blueprint.histories.values()}
-    for place, outputs in zip(where, zip(*(group.tensors for group in groups), strict=True), strict=True):
-        for reached in leaves_and_nodes([output for output in outputs if output is not None]):
-            if isinstance(reached, torch.Tensor) and id(reached) in blueprint.parameters:
-                raise RuntimeError(
-                    f"{place} used {blueprint.name_of(reached)} of the original module instead of its own: something "
-                    "in the module refers to the original in a way that cannot be followed, such as an object that "
-                    "holds the module or one of its methods. Reach it through self, in forward."
-                )
-            if isinstance(reached, torch.Tensor) and reached.requires_grad and id(reached) not in own:
-                outside[id(reached)] = reached
-            if not isinstance(reached, torch.Tensor) and reached in histories:
-                raise RuntimeError(
-                    f"{place} used {blueprint.name_of(histories[reached])}, a tensor that was computed outside "
-                    "forward and needs gradients. Pass it to the model as an input, compute it in forward, or "
-                    "detach() it."
-                )
-    return list(outside.values())
-
-
-def leaves_and_nodes(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:
-    """Yield every leaf tensor and every node in the graph behind `outputs`."""
-    pending: list[Any] = []
-    for output in outputs:
-        if output.grad_fn is not None:
-            pending.append(output.grad_fn)
-        elif output.requires_grad:
-            yield output
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        yield node
-        if hasattr(node, "variable"):
-            yield node.variable
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                pending.append(following)

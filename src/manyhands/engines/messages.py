@@ -1,0 +1,135 @@
+"""What the caller and a worker process say to each other. Each message is answered once.
+
+Tensors in messages are places in the sender's outbox. Leaves are named by numbers that both sides know: the module's
+tensor n is n, the k-th tensor of a call that needs a gradient is ~k.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from manyhands.engines.mirror import Update
+from manyhands.engines.pickling import dumps
+from manyhands.engines.shared_memory import Outbox, Place, can_lie_in_memory
+
+
+class Sent(NamedTuple):
+    """A tensor in a message: the number of its place, or a tensor that cannot lie in memory, pickled.
+
+    Attributes:
+        leaf: of an input: the number of the leaf that stands before it. None where it needs no gradient.
+        output: of an output: its number among its replica's outputs.
+        requires_grad: of an output.
+    """
+
+    place: int = -1
+    inline: Any = None
+    leaf: int | None = None
+    output: int = -1
+    requires_grad: bool = False
+
+
+def sent(tensor: torch.Tensor, outbox: Outbox) -> Sent:
+    """Put a tensor into an outbox; return what stands for it in the message."""
+    tensor = tensor.detach()
+    if can_lie_in_memory(tensor):
+        return Sent(place=outbox.add(tensor))
+    return Sent(inline=dumps(tensor, lambda tensor: None))
+
+
+@dataclass(slots=True)
+class Message:
+    """What every message to a worker carries.
+
+    Attributes:
+        places: of the tensors in it.
+        segments: (number, size in bytes) of the segments whose file descriptors come with it.
+        forgotten: graphs that nobody can ask for any more.
+        state: the caller's `ProcessState`, pickled; None if it is what it was.
+        seed: for torch's generator.
+    """
+
+    places: list[Place]
+    segments: list[tuple[int, int]]
+    forgotten: list[int]
+    state: bytes | None
+    seed: int
+
+
+@dataclass(slots=True)
+class Forward(Message):
+    """Call the module, and keep the graph as `graph`.
+
+    Attributes:
+        shard: the replica's positional and keyword inputs, pickled.
+        num_threads: intra-op threads.
+    """
+
+    graph: int
+    update: Update
+    method: str | None
+    shard: bytes
+    num_threads: int
+    where: str
+
+
+@dataclass(slots=True)
+class Backward(Message):
+    """Walk a graph from outputs; with `derive`, keep the graph of the gradients as that.
+
+    Attributes:
+        grads: (number of the output, its gradient, the leaf before that gradient if it needs a gradient itself).
+        gradients: a segment, and the place in it for the gradient of each of the module's tensors that has one; None if
+            it is what it was.
+    """
+
+    graph: int
+    keep: bool
+    grads: list[tuple[int, Sent]]
+    derive: int | None
+    gradients: dict[int, Place] | None
+    num_threads: int
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a worker answers.
+
+    Attributes:
+        value: of a forward: the output, pickled. Of a backward: None.
+        gradients: (leaf, its gradient); `None` for one that lies at its own place.
+        seconds: how long it took.
+        error: how it failed; None if it did not.
+        places, segments: as in `Message`.
+        drew: whether random numbers were drawn.
+        warnings: (text, class, file, line) of those that were given.
+    """
+
+    value: bytes | None
+    gradients: list[tuple[int, Sent | None]]
+    seconds: float
+    error: "Failed | None"
+    places: list[Place]
+    segments: list[tuple[int, int]]
+    drew: bool
+    warnings: list[tuple[str, type[Warning], str, int]]
+
+
+@dataclass(slots=True)
+class Failed:
+    """An exception of a worker's.
+
+    Attributes:
+        pickled: it, or its (class, arguments, attributes); None if it cannot be pickled.
+        text: its class and message.
+        traceback: where it was raised.
+        notes: those it had.
+        stops: whether it is to reach the caller at once: no `Exception`.
+    """
+
+    pickled: bytes | None
+    text: str
+    traceback: str
+    notes: list[str]
+    stops: bool

@@ -1,0 +1,421 @@
+"""The mirror: what the workers have of the live module, and what has to be sent to make them equal again.
+
+Parameters lie in memory that all processes map; so what an optimizer writes is seen at once, and exists once. Buffers
+and other tensors are copied, again whenever they changed here. All else is pickled and sent when it changed: attributes
+with plain values one by one, anything else with the whole module.
+
+What is noticed: attributes that are rebound, in any module; the contents of plain containers in them; children,
+parameters, buffers and hooks that come and go; train/eval and requires_grad; a parameter whose memory was replaced;
+tensors that were written into. What is not: changes inside objects of other classes, class attributes, closures,
+globals; for these there is `refresh`. A container that the caller's own replica changed during a forward is not sent:
+each process has its own.
+
+Assumes that between two forwards a module is changed by this process only.
+"""
+
+import os
+import sys
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands import torch_private
+from manyhands.engines.pickling import dumps
+from manyhands.engines.shared_memory import Packing, Place, Segment, can_lie_in_memory
+from manyhands.rebind import INERT
+from manyhands.replicate import Blueprint
+
+_LARGE = 1000  # items; a larger container is not looked into
+_WATCHED = (dict, OrderedDict, defaultdict, list, set, deque)
+_segments: "weakref.WeakSet[Segment]" = weakref.WeakSet()  # those that hold parameters
+_mirrors: "weakref.WeakSet[Mirror]" = weakref.WeakSet()
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """How a worker makes its own of one of the module's tensors.
+
+    Attributes:
+        place: where it lies; None if it is `inline`.
+        inline: a tensor that cannot lie in shared memory (a sparse one, a subclass with data of its own).
+        kind: its class, where that is a subclass of Parameter; else Parameter or Tensor.
+        attributes: the tensor's `__dict__`.
+        is_shared: whether it has to stay in the shared memory where it lies, rather than be copied from there.
+    """
+
+    place: Place | None
+    inline: torch.Tensor | None
+    kind: type
+    requires_grad: bool
+    attributes: dict[str, Any]
+    is_shared: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What has to be sent to the workers before a forward.
+
+    Attributes:
+        module: the whole module, pickled: None if they have it.
+        path: where Python looks for modules; only with a module.
+        changes: (number of a module, attribute, its new value), one `GONE` for what was deleted.
+        requires_grad: the flags of the module's parameters, None if they are as they were.
+        rewritten: whether copied tensors were written anew.
+    """
+
+    module: bytes | None = None
+    path: tuple[str, ...] = ()
+    changes: tuple[tuple[int, str, Any], ...] = ()
+    requires_grad: tuple[bool, ...] | None = None
+    rewritten: bool = False
+
+    @property
+    def says_something(self) -> bool:
+        """Return whether a worker that misses it is behind."""
+        return bool(self.module is not None or self.changes or self.requires_grad is not None or self.rewritten)
+
+
+class GONE:
+    """Stands for an attribute that was deleted."""
+
+
+class Mirror:
+    """What the workers have of one live module.
+
+    Attributes:
+        segments: the memory that holds the module's tensors.
+        tensors: the module's tensors, in the order that workers know: first its parameters, as the blueprint has them.
+        outside: numbers of tensors that need gradients and are not the module's: globals that its functions use.
+    """
+
+    def __init__(self) -> None:
+        _mirrors.add(self)
+        self.forget()
+
+    def forget(self) -> None:
+        """Let everything be sent again."""
+        self.segments: list[Segment] = []
+        self.tensors: list[torch.Tensor] = []
+        self.outside: list[int] = []
+        self._modules: list[nn.Module] = []
+        self._ids: list[int] = []
+        self._watch = Watch([])
+        self._shared: list[tuple[torch.Tensor, int, torch.Size]] = []
+        self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []  # the live tensor, its copy in shared memory
+        self._inline: list[torch.Tensor] = []
+        self._always: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters that others refer to: copied each time
+        self._versions: list[int] = []
+        self._requires_grad: tuple[bool, ...] = ()
+
+    def update(self, blueprint: Blueprint) -> Update:
+        """Return what has to be sent, and take it as sent."""
+        changes = self._watch.changes() if self._has(blueprint) else None
+        if changes is None:
+            return self._everything(blueprint)
+        parameters = blueprint.parameters.values()
+        flags = tuple([parameter.requires_grad for parameter in parameters])
+        changed_flags = None if flags == self._requires_grad else flags
+        self._requires_grad = flags
+        versions = _versions(self._copied)
+        rewritten = versions != self._versions
+        if rewritten:
+            self._versions = versions
+            _write(self._copied)
+        if self._always:
+            _write(self._always)
+        return Update(changes=tuple(changes), requires_grad=changed_flags, rewritten=rewritten)
+
+    def settle(self) -> None:
+        """Take what containers hold now as what the workers know: the replicas have changed their own."""
+        self._watch.settle()
+
+    def numbers(self, parameters: Iterable[torch.Tensor]) -> list[int]:
+        """Return the numbers of some of the module's tensors."""
+        return [self._number[id(parameter)] for parameter in parameters]
+
+    def with_gradients(self) -> dict[int, torch.Tensor]:
+        """Return the tensors that have a gradient, or may have one day, by number."""
+        return {number: self.tensors[number] for number in (*range(len(self._requires_grad)), *self.outside)}
+
+    def leave_shared_memory(self) -> None:
+        """Give the parameters memory of their own, in the child of a fork: they must not be the parent's."""
+        with torch.inference_mode(False):
+            for tensor, _, _ in self._shared:
+                tensor.data = tensor.data.clone()
+        self.forget()
+
+    def _has(self, blueprint: Blueprint) -> bool:
+        """Return whether the workers have this structure, and its parameters where they are now."""
+        if _identities(blueprint) != self._ids:
+            return False
+        for tensor, address, size in self._shared:
+            if tensor.data_ptr() != address or tensor.size() != size:
+                return False
+        if any(tensor._version != version for tensor, version in self._inline_versions):
+            return False
+        return not any(_is_movable([tensor]) for tensor, _ in self._always)
+
+    def _everything(self, blueprint: Blueprint) -> Update:
+        self.forget()
+        self._modules = blueprint.modules
+        self._ids = _identities(blueprint)
+        self._watch = Watch(blueprint.modules)
+        parameters = list(blueprint.parameters.values())
+        self.tensors = [*parameters, *blueprint.buffers.values(), *blueprint.constants.values()]
+        self._number = {id(tensor): number for number, tensor in enumerate(self.tensors)}
+        self._requires_grad = tuple([parameter.requires_grad for parameter in parameters])
+        buffers = blueprint.buffers
+
+        def take(tensor: torch.Tensor) -> int:
+            number = self._number.get(id(tensor))
+            if number is None:
+                number = self._number[id(tensor)] = len(self.tensors)
+                self.tensors.append(tensor)
+                if tensor.requires_grad and tensor.is_leaf:
+                    self.outside.append(number)
+            return number
+
+        try:
+            pickled = dumps((blueprint.root, blueprint.modules), take, blueprint.modules)
+        except Exception as error:
+            self.forget()
+            raise _cannot_be_sent(blueprint, error) from error
+        needs_sharing = [*parameters, *(self.tensors[number] for number in self.outside)]
+        places = move_to_shared_memory(needs_sharing)
+        packing, copies, described = Packing(), [], []
+        needs_sharing_ids = set(map(id, needs_sharing))
+        for tensor in self.tensors:
+            place, inline = None, None
+            if id(tensor) in places:
+                segment, place = places[id(tensor)]
+                if segment not in self.segments:
+                    self.segments.append(segment)
+                self._shared.append((tensor, tensor.data_ptr(), tensor.size()))
+            elif can_lie_in_memory(tensor.detach()):
+                place = packing.place(tensor.detach())
+                copies.append((tensor, place))
+            else:
+                inline = tensor.detach()
+                self._inline.append(tensor)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            described.append(
+                Described(
+                    place,
+                    inline,
+                    type(tensor) if is_parameter and type(tensor.detach()) is torch.Tensor else torch.Tensor,
+                    tensor.requires_grad and tensor.is_leaf,
+                    tensor.__dict__,
+                    is_shared=id(tensor) in needs_sharing_ids or id(tensor) in buffers,
+                )
+            )
+        self._inline_versions = [(tensor, tensor._version) for tensor in self._inline]
+        segment = Segment.create(packing.num_bytes)
+        self.segments.append(segment)
+        described = [d if d.place is None or d.place.segment >= 0 else _moved(d, segment.number) for d in described]
+        for tensor, place in copies:
+            pair = (tensor, segment.view(place))
+            (self._always if id(tensor) in needs_sharing_ids else self._copied).append(pair)
+        self._versions = _versions(self._copied)
+        _write([*self._copied, *self._always])
+        tensors = dumps(described, lambda tensor: None)
+        return Update(module=dumps((tensors, pickled, self.outside), lambda tensor: None), path=tuple(sys.path))
+
+
+class Watch:
+    """Notices what is rebound in modules, and what changes in the plain containers that they hold."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._own: list[Any] = [module.__dict__ for module in modules]
+        self._registries: list[Any] = []
+        self._containers: list[Any] = []
+        seen: set[int] = set()
+        for attributes in self._own:
+            for name, value in attributes.items():
+                if name in _REGISTRIES:
+                    self._registries.append(value)
+                elif type(value) not in INERT:
+                    self._find(value, seen, 0)
+        self._held_own = [_copy(container) for container in self._own]
+        self._held_registries = [_copy(container) for container in self._registries]
+        self._held = [_copy(container) for container in self._containers]
+
+    def changes(self) -> list[tuple[int, str, Any]] | None:
+        """Return what was rebound, (number of the module, name, value), as far as it is plain; None for all else."""
+        if not _equal(self._registries, self._held_registries) or not _equal(self._containers, self._held):
+            return None
+        if _equal(self._own, self._held_own):
+            return []
+        found: list[tuple[int, str, Any]] = []
+        for number, (now, held) in enumerate(zip(self._own, self._held_own, strict=True)):
+            if _equal(now, held):
+                continue
+            for name in now.keys() | held.keys():
+                value, before = now.get(name, GONE), held.get(name, GONE)
+                if value is before:
+                    continue
+                if name in _REGISTRIES or type(value) not in INERT or type(before) not in INERT:
+                    return None
+                found.append((number, name, value))
+            self._held_own[number] = _copy(now)
+        return found
+
+    def settle(self) -> None:
+        if not _equal(self._containers, self._held):
+            self._held = [_copy(container) for container in self._containers]
+
+    def _find(self, value: Any, seen: set[int], depth: int) -> None:
+        """Add the containers that a value is or leads to."""
+        if type(value) not in _WATCHED and not isinstance(value, tuple):
+            return
+        if id(value) in seen or len(value) > _LARGE or depth > 20:
+            return
+        seen.add(id(value))
+        if not isinstance(value, tuple):
+            self._containers.append(value)
+        for item in value.values() if isinstance(value, dict) else value:
+            self._find(item, seen, depth + 1)
+
+
+# What nn.Module keeps in containers.
+_REGISTRIES = frozenset(name for name, value in nn.Module().__dict__.items() if isinstance(value, dict | set))
+
+
+def _copy(container: Any) -> Any:
+    return dict(container) if isinstance(container, dict) else type(container)(container)
+
+
+def _equal(now: Any, held: Any) -> bool:
+    """Return whether containers hold the same; quick where they hold the very same objects."""
+    try:
+        return bool(now == held)
+    except Exception:  # noqa: BLE001 - two tensors, or arrays, or whatever a class says: not the same objects
+        return False
+
+
+def _identities(blueprint: Blueprint) -> list[int]:
+    return [
+        *map(id, blueprint.modules),
+        *blueprint.parameters,
+        *blueprint.buffers,
+        *blueprint.constants,
+        len(blueprint.parameters),
+        len(blueprint.buffers),
+    ]
+
+
+def _moved(described: Described, segment: int) -> Described:
+    assert described.place is not None
+    return Described(
+        described.place._replace(segment=segment),
+        described.inline,
+        described.kind,
+        described.requires_grad,
+        described.attributes,
+        described.is_shared,
+    )
+
+
+def _versions(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[int]:
+    try:
+        return [live._version for live, _ in pairs]
+    except RuntimeError:  # inference tensors keep no count
+        return [-1 if live.is_inference() else live._version for live, _ in pairs] + [_unequal()]
+
+
+def _unequal() -> int:
+    _unequal.count += 1  # type: ignore[attr-defined]
+    return int(_unequal.count)  # type: ignore[attr-defined]
+
+
+_unequal.count = 0  # type: ignore[attr-defined]
+
+
+def _write(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    with torch.inference_mode(False), torch.no_grad():
+        torch_private.copy_all_in_place([copy for _, copy in pairs], [live.detach() for live, _ in pairs])
+
+
+def move_to_shared_memory(tensors: Sequence[torch.Tensor]) -> dict[int, tuple[Segment, Place]]:
+    """Move tensors' memory into a segment, unless it is in one already; ties, strides and identities stay.
+
+    Returns:
+        id -> where it is. Tensors are missing whose memory cannot be moved without breaking a tie: others refer to it,
+        or it is shared with other processes already.
+    """
+    by_storage: dict[int, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if can_lie_in_memory(tensor.detach()) and tensor.numel():
+            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+    found: dict[int, tuple[Segment, Place]] = {}
+    to_move: list[tuple[list[torch.Tensor], int]] = []
+    num_bytes = 0
+    for address, group in by_storage.items():
+        segment = next((s for s in _segments if s.address <= address < s.address + s.num_bytes), None)
+        if segment is not None:
+            found.update((id(tensor), (segment, _place_in(segment, tensor))) for tensor in group)
+        elif _is_movable(group):
+            to_move.append((group, num_bytes))
+            num_bytes += -(-group[0].untyped_storage().nbytes() // 64) * 64
+    if not to_move:
+        return found
+    segment = Segment.create(num_bytes)
+    _segments.add(segment)
+    with torch.inference_mode(False), torch.no_grad():
+        for group, offset in to_move:
+            old = group[0].untyped_storage()
+            new = segment.storage(offset, old.nbytes())
+            new.copy_(old)
+            for tensor in group:
+                empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
+                tensor.data = empty.set_(new, tensor.storage_offset(), tensor.size(), tensor.stride())
+                found[id(tensor)] = (segment, _place_in(segment, tensor))
+    return found
+
+
+def _is_movable(group: Sequence[torch.Tensor]) -> bool:
+    """Return whether nothing but these tensors refers to their memory."""
+    storage = group[0].untyped_storage()
+    return not storage.is_shared() and torch_private.num_references(storage) == len(group) + 1
+
+
+def _place_in(segment: Segment, tensor: torch.Tensor) -> Place:
+    offset = tensor.data_ptr() - segment.address
+    return Place(segment.number, offset, tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()))
+
+
+def _cannot_be_sent(blueprint: Blueprint, error: Exception) -> Exception:
+    """Return the error that names what cannot be pickled, and the way out."""
+    names = {id(module): name for name, module in blueprint.root.named_modules()}
+    culprit = f"{type(blueprint.root).__name__}"
+    for module in blueprint.modules:
+        for name, value in module.__dict__.items():
+            if name == "_modules" or type(value) in INERT:
+                continue
+            try:
+                others = dict(value) if isinstance(value, dict) else value
+                dumps(others, lambda tensor: 0, blueprint.modules)
+            except Exception:  # noqa: BLE001 - whatever its class raises: it is the one that is looked for
+                path = ".".join(part for part in (names.get(id(module), ""), name) if part)
+                culprit = f"attribute {path!r} ({type(value).__name__})"
+                break
+        else:
+            continue
+        break
+    return TypeError(
+        f'engine="processes" sends the module to other processes, and {culprit} cannot be pickled '
+        f"({type(error).__name__}: {error}). Make it in forward, or leave it out of the module; or use "
+        'engine="threads", which sends nothing.'
+    )
+
+
+def _after_fork() -> None:
+    for mirror in list(_mirrors):
+        mirror.leave_shared_memory()
+
+
+os.register_at_fork(after_in_child=_after_fork)

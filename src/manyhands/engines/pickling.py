@@ -1,0 +1,156 @@
+"""Pickling for another process: modules of any class, with their tensors left out.
+
+What pickle would look up by name and the other process could not import goes by value (cloudpickle): classes and
+functions of `__main__`, of a notebook cell, of a function, of a module that is in no place where Python looks. Tensors
+are handed to a function that says what is to stand for them. Modules are taken apart as they are stamped: `__dict__`
+and slots, nothing of theirs is called, so a module that refuses to be pickled comes along too.
+"""
+
+import io
+import pickle
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator, Set
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import nn
+
+from manyhands.replicate import slot_names
+
+Take = Callable[[torch.Tensor], Any]  # from a tensor to what stands for it; None: it is pickled as it is
+Give = Callable[[Any], torch.Tensor]
+
+_importable: dict[str, bool] = {}
+
+
+class _ModulePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, stream: io.BytesIO, take: Take, known: Set[type]) -> None:
+        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
+        self._take, self._known = take, known
+        self.by_value: list[types.ModuleType] = []
+        self._modules: set[int] = set()
+
+    def reach(self, modules: list[nn.Module]) -> None:
+        """Say which modules are pickled, so that weak references to them stay alive."""
+        self._modules = set(map(id, modules))
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._take(value)
+        if isinstance(value, type) and value in self._known and (tracker := _tracker_of(value)) is not None:
+            return _KnownClass(tracker)
+        return None
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            slots = {name: getattr(value, name) for name in slot_names(type(value)) if hasattr(value, name)}
+            return _new_module, (type(value),), (value.__dict__, slots), None, None, _fill_module
+        if type(value) is weakref.ref:
+            target = value()
+            return (weakref.ref, (target,)) if id(target) in self._modules else (_dead_reference, ())
+        if isinstance(value, type | types.FunctionType):
+            module = sys.modules.get(getattr(value, "__module__", None) or "")
+            if module is not None and not _can_be_imported(module) and module not in self.by_value:
+                cloudpickle.register_pickle_by_value(module)
+                self.by_value.append(module)
+        return super().reducer_override(value)
+
+
+def dumps(value: Any, take: Take, modules: list[nn.Module] | None = None, known: Set[type] = frozenset()) -> bytes:
+    """Return `value` pickled; `take` says what stands for each tensor.
+
+    Args:
+        modules: the modules that are part of `value`, where there are weak references to them.
+        known: classes that the other process defined and has sent here by value: named, not sent back.
+    """
+    stream = io.BytesIO()
+    pickler = _ModulePickler(stream, take, known)
+    pickler.reach(modules or [])
+    try:
+        pickler.dump(value)
+    finally:
+        for module in pickler.by_value:
+            cloudpickle.unregister_pickle_by_value(module)
+    return stream.getvalue()
+
+
+def loads(data: bytes, give: Give) -> Any:
+    """Return what `dumps` was given; `give` returns the tensor for what stands for it."""
+
+    return _ModuleUnpickler(io.BytesIO(data), give).load()
+
+
+class _ModuleUnpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, give: Give) -> None:
+        super().__init__(stream)
+        self._give = give
+
+    def persistent_load(self, reference: Any) -> Any:
+        return _class_of(reference) if isinstance(reference, _KnownClass) else self._give(reference)
+
+
+class _KnownClass(str):
+    """The name by which both processes know a class that was sent by value."""
+
+    __slots__ = ()
+
+
+def classes_by_value() -> Iterator[type]:
+    """Yield the classes that were sent by value, either way, and still are there."""
+    yield from list(cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS)
+
+
+def _tracker_of(cls: type) -> str | None:
+    tracker: str | None = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS.get(cls)
+    return tracker
+
+
+def _class_of(tracker: str) -> type:
+    cls: type = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID[str(tracker)]
+    return cls
+
+
+def _new_module(cls: type) -> Any:
+    return object.__new__(cls)
+
+
+def _fill_module(module: nn.Module, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    attributes, slots = state
+    object.__setattr__(module, "__dict__", attributes)
+    for name, value in slots.items():
+        object.__setattr__(module, name, value)
+
+
+class _Nothing:
+    pass
+
+
+def _dead_reference() -> "weakref.ref[Any]":
+    return weakref.ref(_Nothing())
+
+
+def _can_be_imported(module: types.ModuleType) -> bool:
+    """Return whether a fresh process with this one's `sys.path` would find the very same module."""
+    name = module.__name__
+    if name not in _importable:
+        _importable[name] = _look_for(module)
+    return _importable[name]
+
+
+def _look_for(module: types.ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    if file is None or module.__name__ == "__main__":  # built in, or made at run time: cloudpickle knows what to do
+        return True
+    path: Any = None
+    name = ""
+    for step in module.__name__.split("."):
+        name = f"{name}.{step}" if name else step
+        specs = (finder.find_spec(name, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is None:
+            return False
+        path = spec.submodule_search_locations
+    return spec is not None and (spec.origin == file or spec.origin is None)

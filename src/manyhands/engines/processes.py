@@ -1,0 +1,239 @@
+"""The processes engine: the first replica in this process, each other in a worker process of its own.
+
+One forward, step by step:
+
+    1. take a blueprint of the live module; see what changed since the workers were told (mirror.py)
+    2. cut the inputs into shards; write each worker's into memory that it maps, and send it one message
+    3. stamp the first replica and call it in this thread, meanwhile
+    4. read the workers' answers: their outputs, in memory that they wrote
+    5. match the outputs and join them through the boundary
+
+Backward is the same with output gradients going out and the leaves' gradients coming back: one message and one answer a
+worker (divided.py). A worker keeps the graph of each forward until the caller's graph goes.
+
+Guarantees
+    - Nothing that a caller gets lies in the memory that messages go through; so that can be used again at once.
+    - One step of an engine at a time: calls from several threads take turns. A call from inside a step of the same
+      thread (a hook that calls the model) runs all replicas here, one after the other.
+    - Whatever leaves a step half done (a dead worker, Ctrl-C) ends the team of workers; the next forward starts
+      another.
+
+Assumes, as the threads engine does, that nobody changes the module while a forward runs.
+"""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands.engines.base import Call, Engine, ReplicaTiming, called
+from manyhands.engines.boundary import Alias, Boundary, Edge
+from manyhands.engines.divided import Divided, warn
+from manyhands.engines.messages import Forward, Sent, sent
+from manyhands.engines.mirror import Mirror
+from manyhands.engines.pickling import dumps
+from manyhands.engines.replicas import Inputs, Stamp, look_for_live_tensors
+from manyhands.engines.shared_memory import Outbox
+from manyhands.engines.team import Team, Turns
+from manyhands.engines.threads import ThreadsEngine
+from manyhands.errors import say_once
+from manyhands.layouts import Whole
+from manyhands.outputs import Outputs
+from manyhands.parallel_apply import values_or_raise
+from manyhands.random_streams import SeededStreams
+from manyhands.replicate import Blueprint, check_device, collector_paused, unchanged_on_failure
+from manyhands.thread_state import ProcessState
+from manyhands.workers import divided_intra_op_threads, inside_replica, run_together
+
+
+class ProcessesEngine(Engine):
+    """See the module's docstring."""
+
+    def __init__(self) -> None:
+        self._here = ThreadsEngine()  # for calls that cannot leave this thread
+        self._turns = Turns()
+        self._mirror = Mirror()
+        self._team: Team | None = None
+        self._timings: list[ReplicaTiming] = []
+        self._checked: list[Any] = []  # signature of the blueprint whose first replica's graph has been looked at
+        self._outside: list[torch.Tensor] = []  # leaves found there that are not the module's: a global, say
+
+    def forward(self, module: nn.Module, call: Call) -> Any:
+        if inside_replica() or len(call.devices) == 1:
+            return self._here.forward(module, call)
+        with self._turns.step() as mine:
+            return (self._forward if mine else self._here.forward)(module, call)
+
+    def _forward(self, module: nn.Module, call: Call) -> Any:
+        tracked = torch.is_grad_enabled()
+        where = call.where()
+        timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
+        self._timings = timings
+        with collector_paused:
+            blueprint = Blueprint(module)
+            check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], call.source)
+        structure = [call.method, *blueprint.signature()] if tracked else None
+        team = self._team_of(len(where) - 1)
+        number = next(self._turns.numbers)
+        graphs = Divided(timings, where, [], [], team=team, turns=self._turns, mirror=self._mirror, number=number)
+        with (
+            divided_intra_op_threads(call.devices) as num_threads,
+            unchanged_on_failure(blueprint.buffers.values()),
+            team.whole_or_ended(),
+        ):
+            inputs = Inputs(call, tracked, num_here=1)
+            streams = SeededStreams(len(where))
+            objects = self._send(graphs, blueprint, call, inputs, num_threads, streams.seeds)
+            stamp = Stamp(blueprint, call.source, call.devices[0], True, tracked)
+            graphs.keep_alive = stamp
+
+            def run() -> Any:
+                started = time.perf_counter()
+                args, kwargs = inputs.shards[0]
+                output = called(stamp.replica, call.method)(*args, **kwargs)
+                timings[0].forward_s = time.perf_counter() - started
+                return output
+
+            with streams:
+                outcomes = run_together([run], call.devices[:1])
+                try:
+                    self._mirror.settle()
+                    answers = team.answers(where)
+                    warn(answers)
+                    for i, answer in answers.items():
+                        timings[i + 1].forward_s = answer.seconds
+                    streams.others_drew = any(answer.drew for answer in answers.values())
+                    outcomes += graphs.outcomes(answers)
+                    outputs = values_or_raise(outcomes, [where[0], *(where[i + 1] for i in sorted(answers))])
+                finally:
+                    outcomes.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
+            matched = Outputs(outputs, call.rules, call.sizes)
+            del outputs
+            own_leaves = [edge.tensors[0] for edge in inputs.edges if edge.tensors[0] is not None] + stamp.leaves
+            if structure is not None and self._checked != structure:
+                of_first = [replace(group, tensors=group.tensors[:1]) for group in matched.groups]
+                self._outside = look_for_live_tensors(blueprint, of_first, where[:1], own_leaves)
+                self._checked = structure
+        stamp.commit_buffers()
+        graphs.outputs = [Edge(group.layout, call.output_device, group.tensors) for group in matched.groups]
+        if not tracked:
+            return matched.put_together(graphs.joined_outputs())
+        live = self._link(graphs, inputs, objects, stamp)
+        graphs.pass_on_gradients_of_forward(live, answers)
+        if not any(t is not None and t.requires_grad for edge in graphs.outputs for t in edge.tensors):
+            return matched.put_together(graphs.joined_outputs())
+        joined = Boundary.apply(graphs, *(t if t.is_leaf else Alias.apply(t) for t in live))  # type: ignore[no-untyped-call]
+        return matched.put_together(joined)
+
+    def _send(
+        self, graphs: Divided, blueprint: Blueprint, call: Call, inputs: Inputs, num_threads: int, seeds: list[int]
+    ) -> list[torch.Tensor]:
+        """Send every worker its forward; return the tensors inside objects in the inputs that need a gradient."""
+        team, mirror = graphs.team, self._mirror
+        num_workers = len(call.devices) - 1
+        if num_workers > team.num_told:
+            mirror.forget()  # some have missed something
+        update = mirror.update(blueprint)
+        if update.module is not None:
+            _say_if_hooks(blueprint)
+            for member in team.members:
+                member.gradients = {}
+        if update.says_something:
+            team.num_told = num_workers
+        state = ProcessState.capture()
+        tracked = state.thread.grad_enabled
+        leaves = {id(leaf): ~k for k, edge in enumerate(inputs.edges) for leaf in edge.tensors if leaf is not None}
+        objects: list[torch.Tensor] = []
+        for i in range(num_workers):
+            outbox = team.members[i].outbox
+
+            def take(tensor: torch.Tensor, outbox: Outbox = outbox) -> Sent:
+                leaf = None
+                if tracked and tensor.requires_grad:
+                    leaf = leaves.get(id(tensor))
+                    if leaf is None:  # not a leaf of ours: it came inside an object
+                        leaf = leaves[id(tensor)] = ~(len(inputs.edges) + len(objects))
+                        objects.append(tensor)
+                return sent(tensor, outbox)._replace(leaf=leaf)
+
+            shard = dumps(inputs.shards[i + 1], take)
+            message = Forward(
+                places=outbox.flush(),
+                segments=[],
+                forgotten=[],
+                state=None,
+                graph=graphs.number,
+                update=update,
+                method=call.method,
+                shard=shard,
+                seed=seeds[i + 1],
+                num_threads=num_threads,
+                where=graphs.where[i + 1],
+            )
+            team.ask(i, message, mirror.segments, state, graphs.where[i + 1])
+        return objects
+
+    def _link(self, graphs: Divided, inputs: Inputs, objects: list[torch.Tensor], stamp: Stamp) -> list[torch.Tensor]:
+        """Give the boundary its input edges; return the live tensors behind them.
+
+        What other processes have for a leaf cannot be seen from here, only that they have one: a tensor stands for it.
+        """
+        others = len(graphs.where) - 1
+        mirror = self._mirror
+        edges = [*inputs.edges]
+        for tensor in objects:  # the first replica's graph leads through it by itself
+            edges.append(Edge(Whole(), tensor.device, [None, *[tensor.detach()] * others]))
+        graphs.keys = [~k for k in range(len(edges))]
+        for tensor, leaf in zip(stamp.live_parameters, stamp.leaves, strict=True):
+            edges.append(Edge(Whole(), tensor.device, [leaf, *[leaf] * others]))
+        graphs.keys += mirror.numbers(stamp.live_parameters)
+        theirs = {id(mirror.tensors[number]): number for number in mirror.outside}
+        here = set(map(id, self._outside))
+        outside = {id(tensor): tensor for tensor in (*(mirror.tensors[n] for n in mirror.outside), *self._outside)}
+        for key, tensor in outside.items():
+            stand_in = tensor if key in theirs else None
+            edges.append(Edge(Whole(), tensor.device, [tensor if key in here else None, *[stand_in] * others]))
+            graphs.keys.append(theirs.get(key))
+        graphs.inputs = edges
+        graphs.shared_leaves = bool(self._outside)
+        graphs.keep = bool(objects)
+        return [*inputs.live, *objects, *stamp.live_parameters, *outside.values()]
+
+    def timings(self) -> list[ReplicaTiming]:
+        return self._timings or self._here.timings()
+
+    def refresh(self) -> None:
+        with self._turns.step():
+            self._mirror.forget()
+
+    def close(self) -> None:
+        with self._turns.step():
+            self._timings = []
+            self._here.close()
+            self._end_team()
+
+    def _team_of(self, num_workers: int) -> Team:
+        if self._team is None or self._team.ended or len(self._team.members) < num_workers:
+            self._end_team()
+            self._team = Team(num_workers)
+        return self._team
+
+    def _end_team(self) -> None:
+        team, self._team = self._team, None
+        self._mirror.forget()
+        if team is not None:
+            team.end(patient=True)
+
+
+def _say_if_hooks(blueprint: Blueprint) -> None:
+    for module in blueprint.modules:
+        for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
+            for hook in module.__dict__[name].values():
+                if not (getattr(hook, "__module__", None) or "").startswith("torch."):
+                    say_once(
+                        f'{type(module).__name__} has hooks: with engine="processes" they run in every worker on '
+                        "copies of what they refer to; what they change there stays there."
+                    )
+                    return

@@ -1,0 +1,185 @@
+"""What an engine needs around replicas, wherever they run: their inputs, their parameters, the edges to the caller.
+
+`Inputs` cuts the caller's inputs into shards, with leaves where a gradient is needed; `Stamp` is one replica with
+leaves of its own for the parameters; `look_for_live_tensors` finds what a replica reached that is not its own.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands import devices as _devices
+from manyhands.batch_types import batch_type_of
+from manyhands.engines.base import Call
+from manyhands.engines.boundary import Edge, Graphs
+from manyhands.layouts import Layout, Whole
+from manyhands.outputs import Group
+from manyhands.rebind import INERT
+from manyhands.replicate import Blueprint, constant_for
+
+
+class Inputs:
+    """The inputs of every replica, and the leaves behind those that need a gradient.
+
+    Attributes:
+        shards: (positional, keyword) inputs, one a replica. Those of the first `num_here` replicas are theirs; those of
+            others, which run elsewhere, have the caller's rows or the leaves themselves, to be copied there.
+        live, edges: the caller's tensors that need a gradient, and the boundary's edges from them to the leaves.
+    """
+
+    def __init__(self, call: Call, tracked: bool, num_here: int | None = None) -> None:
+        here = range(len(call.devices) if num_here is None else num_here)
+        self.live: list[torch.Tensor] = []
+        self.edges: list[Edge] = []
+
+        def place(tensor: torch.Tensor, layout: Layout) -> list[torch.Tensor | None]:
+            parts = [layout.part(tensor.detach(), i) for i in range(len(call.devices))]
+            if tracked and tensor.requires_grad:
+                parts = [part if part is None else part.detach().requires_grad_() for part in parts]
+                self.live.append(tensor)
+                self.edges.append(Edge(layout, tensor.device, parts))
+            # A copy even on the same device, so that a module that writes into its input writes into its own; and
+            # made in the replica's graph, because writing into a leaf is forbidden.
+            numbered = enumerate(zip(parts, call.devices, strict=True))
+            copies = [p if p is None or i not in here else p.to(d, copy=True) for i, (p, d) in numbered]
+            if tensor.requires_grad and not tracked:  # a module may switch gradients on for what it does inside
+                copies = [copy if copy is None else copy.requires_grad_() for copy in copies]
+            return copies
+
+        self.shards = call.arguments.deal(call.sizes, place)
+
+
+class Stamp:
+    """One replica, and the leaves that stand in it for the live parameters."""
+
+    def __init__(
+        self, blueprint: Blueprint, source: torch.device, device: torch.device, first: bool, tracked: bool
+    ) -> None:
+        self.live_parameters: list[torch.Tensor] = []
+        self.leaves: list[torch.Tensor] = []
+        tensors: dict[int, torch.Tensor] = {}
+        for key, parameter in blueprint.parameters.items():
+            if tracked and parameter.requires_grad:
+                tensors[key] = leaf = own_leaf(parameter, device)
+                self.live_parameters.append(parameter)
+                self.leaves.append(leaf)
+            elif not _devices.same_device(parameter.device, device):
+                tensors[key] = own_leaf(parameter, device)
+        copies = blueprint.buffers_for(device, shared=first)
+        self._buffers = [(blueprint.buffers[key], copy) for key, copy in copies.items()]
+        tensors.update(copies)
+        for key, constant in blueprint.constants.items():
+            tensors[key] = constant_for(constant, source, device)
+        self._stamped = blueprint.stamp(tensors)
+
+    @property
+    def replica(self) -> nn.Module:
+        return self._stamped.root
+
+    def __del__(self) -> None:
+        if hasattr(self, "_stamped"):  # else it was never made
+            self._stamped.unlink()
+
+    def commit_buffers(self) -> None:
+        """Write this replica's buffers into the live ones, where it does not have those themselves."""
+        for live, own in self._buffers:
+            live.data.copy_(own)
+
+
+def own_leaf(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a parameter of its own for a replica on `device`; it shares storage where the device is the same."""
+    here = _devices.same_device(parameter.device, device)
+    data = parameter if here else parameter.detach().to(device)
+    leaf: torch.Tensor
+    if type(parameter) in (nn.Parameter, torch.Tensor):
+        leaf = nn.Parameter(data, parameter.requires_grad)
+    elif isinstance(parameter, nn.Parameter) and type(parameter.detach()) is torch.Tensor:  # a user's subclass of it
+        leaf = data.detach().as_subclass(type(parameter)).requires_grad_(parameter.requires_grad)
+    else:  # a subclass of Tensor, which detach() keeps
+        leaf = nn.Parameter(data.detach(), parameter.requires_grad)
+    for name, value in parameter.__dict__.items():
+        leaf.__dict__.setdefault(name, value)
+    return leaf
+
+
+def carries_objects(call: Call) -> bool:
+    """Return whether the inputs hold objects of unknown classes.
+
+    Every replica gets the same object, and its graph may lead through a tensor in it, into one graph for all of them:
+    then no replica's backward may free what it walks.
+    """
+    return any(
+        not isinstance(leaf, torch.Tensor) and type(leaf) not in INERT and batch_type_of(leaf) is None
+        for leaf in call.arguments.leaves
+    )
+
+
+def parameter_edges(live: Sequence[torch.Tensor], leaves: Sequence[Sequence[torch.Tensor]]) -> Iterator[Edge]:
+    """Yield the boundary's edges of parameters: `leaves[i][k]` is replica i's leaf for live tensor k."""
+    for tensor, of_edge in zip(live, zip(*leaves, strict=True), strict=True):
+        yield Edge(Whole(), tensor.device, of_edge)
+
+
+def pass_on_gradients(graphs: Graphs, live: Sequence[torch.Tensor]) -> None:
+    """Pass on what a module's own call of backward, inside forward, has left in the replicas' leaves."""
+    parts = zip(graphs.inputs, graphs.take_leaf_gradients(), strict=True)
+    gradients = [edge.join_gradients(of_edge) for edge, of_edge in parts]
+    reached = [(tensor, grad) for tensor, grad in zip(live, gradients, strict=True) if grad is not None]
+    torch.autograd.backward([tensor for tensor, _ in reached], [grad for _, grad in reached])
+
+
+def look_for_live_tensors(
+    blueprint: Blueprint, groups: Sequence[Group], where: Sequence[str], own_leaves: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Check that no replica's graph leads to a tensor of the live module instead of the replica's own.
+
+    Returns:
+        The leaves found that belong neither to the module nor to a replica: tensors from outside.
+
+    Raises:
+        RuntimeError: one does; its gradient would be wrong, so the forward fails. Names the tensor.
+    """
+    if not groups:  # outputs without tensors
+        return []
+    own = set(map(id, own_leaves))
+    outside: dict[int, torch.Tensor] = {}
+    histories = {tensor.grad_fn: tensor for tensor in blueprint.histories.values()}
+    for place, outputs in zip(where, zip(*(group.tensors for group in groups), strict=True), strict=True):
+        for reached in leaves_and_nodes([output for output in outputs if output is not None]):
+            if isinstance(reached, torch.Tensor) and id(reached) in blueprint.parameters:
+                raise RuntimeError(
+                    f"{place} used {blueprint.name_of(reached)} of the original module instead of its own: something "
+                    "in the module refers to the original in a way that cannot be followed, such as an object that "
+                    "holds the module or one of its methods. Reach it through self, in forward."
+                )
+            if isinstance(reached, torch.Tensor) and reached.requires_grad and id(reached) not in own:
+                outside[id(reached)] = reached
+            if not isinstance(reached, torch.Tensor) and reached in histories:
+                raise RuntimeError(
+                    f"{place} used {blueprint.name_of(histories[reached])}, a tensor that was computed outside "
+                    "forward and needs gradients. Pass it to the model as an input, compute it in forward, or "
+                    "detach() it."
+                )
+    return list(outside.values())
+
+
+def leaves_and_nodes(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:
+    """Yield every leaf tensor and every node in the graph behind `outputs`."""
+    pending: list[Any] = []
+    for output in outputs:
+        if output.grad_fn is not None:
+            pending.append(output.grad_fn)
+        elif output.requires_grad:
+            yield output
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        yield node
+        if hasattr(node, "variable"):
+            yield node.variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)

@@ -1,0 +1,341 @@
+"""The workers of one engine, as the caller sees them: started together, asked together, ended together.
+
+A `Team` is never mended. If one of its workers dies, or the caller leaves in the middle of a step (Ctrl-C), the whole
+team is ended, the graphs that it kept are lost, and the next forward starts another: the live parameters were never in
+it. Starting one is a few forks of the fork server, which is shared by all teams of the process.
+"""
+
+import atexit
+import contextlib
+import functools
+import itertools
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from manyhands.engines.channel import Channel, ChannelClosedError, ready
+from manyhands.engines.messages import Answer, Message
+from manyhands.engines.shared_memory import Outbox, Segment
+from manyhands.thread_state import ProcessState
+
+_SPIN_S = 0.0005
+_EXIT_WAIT_S = 5.0
+
+
+class WorkerDiedError(RuntimeError):
+    """A worker process ended by itself."""
+
+
+class _ForkServer:
+    """This process's fork server, started when first needed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._channel: Channel | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def fork(self, cores: Sequence[int], seed: int) -> tuple[int, Channel]:
+        """Start a worker; return its process id and the channel to it."""
+        own, others = Channel.pair()
+        fd = others.detach()
+        try:
+            request = ("fork", dict(os.environ), list(cores), seed)
+            pid = self._ask(request, [fd, _descriptor(sys.__stdout__, 1), _descriptor(sys.__stderr__, 2)])
+        finally:
+            os.close(fd)
+        assert isinstance(pid, int)
+        return pid, own
+
+    def status(self, pid: int) -> int | None:
+        """Return how a worker ended, as `os.waitpid` has it, once it has; None if nobody knows."""
+        try:
+            status = self._ask(("status", pid), [], start=False)
+        except ChannelClosedError:
+            return None
+        return status if isinstance(status, int) else None
+
+    def _ask(self, request: object, fds: Sequence[int], start: bool = True) -> object:
+        with self._lock:
+            for last_try in (False, True):
+                if self._channel is None:
+                    if not start:
+                        raise ChannelClosedError
+                    self._start()
+                assert self._channel is not None
+                try:
+                    self._channel.send(pickle.dumps(request), fds)
+                    body, _ = self._channel.receive()
+                    return pickle.loads(body)
+                except ChannelClosedError:
+                    self._end()
+                    if last_try or not start:
+                        raise
+                except BaseException:
+                    self._end()  # half an answer may be on its way
+                    raise
+            raise AssertionError("unreachable")
+
+    def _start(self) -> None:
+        own, others = Channel.pair()
+        fd = others.detach()
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; from manyhands.engines.worker import serve_forks; "
+            f"serve_forks({fd})"
+        )
+        try:
+            # A process group of its own, so that Ctrl-C in a terminal reaches the caller only.
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code], pass_fds=[fd], stdin=subprocess.DEVNULL, process_group=0
+            )
+        finally:
+            os.close(fd)
+        self._channel = own
+
+    def _end(self) -> None:
+        channel, process = self._channel, self._process
+        self._channel = self._process = None
+        if channel is not None:
+            channel.close()
+        if process is not None:
+            try:
+                process.wait(_EXIT_WAIT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def end(self) -> None:
+        with self._lock:
+            self._end()
+
+    def forget(self) -> None:
+        """Let go of the parent's, in the child of a fork."""
+        if self._channel is not None:
+            self._channel.close()
+        if self._process is not None:
+            self._process.returncode = 0  # not this process's child: nothing to wait for, nothing to warn of
+        self.__init__()  # type: ignore[misc]
+
+
+class Member:
+    """One worker of a team.
+
+    Attributes:
+        pid: its process id.
+        outbox: what the caller writes to it.
+        known: numbers of the segments that it has.
+        inbox: the segments that came from it, by number.
+        forgotten: graphs that it is to drop.
+        gradients: views of its gradients, by the number of the tensor; empty until the first backward.
+    """
+
+    def __init__(self, pid: int, channel: Channel) -> None:
+        self.pid, self.channel = pid, channel
+        self.outbox = Outbox()
+        self.known: set[int] = set()
+        self.forgotten: list[int] = []
+        self.inbox: dict[int, Segment] = {}
+        self.gradients: dict[int, torch.Tensor] = {}
+        self._state: ProcessState | None = None
+
+    def send(self, message: Message, segments: Sequence[Segment], state: ProcessState) -> None:
+        """Send a message, with what it speaks of and the worker does not have."""
+        new = [s for s in (self.outbox.segment, *segments) if s.number not in self.known]
+        message.forgotten = self.forgotten[:]
+        del self.forgotten[: len(message.forgotten)]
+        if state != self._state:
+            message.state, self._state = _pickled(state), state
+        message.segments = [(segment.number, segment.num_bytes) for segment in new]
+        self.channel.send(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL), [segment.fd for segment in new])
+        self.known.update(segment.number for segment in new)
+
+    def receive(self) -> Answer:
+        body, fds = self.channel.receive()
+        answer: Answer = pickle.loads(body)
+        for (number, num_bytes), fd in zip(answer.segments, fds, strict=True):
+            self.inbox = {number: Segment(fd, num_bytes, number)}  # the worker writes into its newest only
+        return answer
+
+
+class Turns:
+    """One step of an engine at a time.
+
+    Attributes:
+        numbers: for graphs, each used once.
+    """
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count()
+        self._lock = threading.RLock()
+        self._busy = False
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[bool]:
+        """Wait for the turn; yield False where this very thread is in the middle of a step already."""
+        with self._lock:
+            if self._busy:
+                yield False
+                return
+            self._busy = True
+            try:
+                yield True
+            finally:
+                self._busy = False
+
+
+class Team:
+    """Workers that run the replicas of one engine.
+
+    Attributes:
+        members: the workers of replicas 1, 2, ...
+        num_told: how many of them know the module as it is.
+        ended: whether it has been ended.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self.ended = False
+        self.num_told = 0
+        self.members: list[Member] = []
+        self._awaited: set[int] = set()
+        cores = _divided_cores(num_workers + 1)
+        _teams.add(self)
+        for i in range(num_workers):
+            pid, channel = _server.fork(cores[i + 1], (torch.initial_seed() + i + 1) & 0xFFFFFFFF)
+            self.members.append(Member(pid, channel))
+
+    def forget_graph(self, graph: int) -> None:
+        """Let every worker drop a graph with the next message it gets. May be called from a finalizer."""
+        for member in self.members:
+            member.forgotten.append(graph)
+
+    def ask(self, index: int, message: Message, segments: Sequence[Segment], state: ProcessState, where: str) -> None:
+        """Send a worker a message; what it has to know besides is put into it.
+
+        Raises:
+            WorkerDiedError: it has died. The team is ended.
+        """
+        try:
+            self.members[index].send(message, segments, state)
+        except ChannelClosedError:
+            raise self.died(index, where) from None
+        self._awaited.add(index)
+
+    @contextlib.contextmanager
+    def whole_or_ended(self) -> Iterator[None]:
+        """End the team if the block is left before every worker that was asked has answered."""
+        try:
+            yield
+        except BaseException:
+            if self._awaited:
+                self.end()
+            raise
+
+    def answers(self, where: Sequence[str]) -> dict[int, Answer]:
+        """Wait for the answers of the workers that were asked; return them by index.
+
+        An answer that is to reach the caller at once is not waited behind: then it is the only one.
+
+        Raises:
+            WorkerDiedError: one has died. The team is ended.
+        """
+        by_channel = {self.members[i].channel: i for i in self._awaited}
+        answers: dict[int, Answer] = {}
+        for channel in ready(list(by_channel), _SPIN_S):
+            i = by_channel[channel]
+            try:
+                answers[i] = self.members[i].receive()
+            except ChannelClosedError:
+                raise self.died(i, where[i + 1]) from None
+            self._awaited.remove(i)
+            error = answers[i].error
+            if error is not None and error.stops:
+                return {i: answers[i]}
+        return answers
+
+    def died(self, index: int, where: str) -> WorkerDiedError:
+        """End the team, one of whose workers has died; return the error that says how."""
+        pid = self.members[index].pid
+        self.members[index].channel.close()
+        how = _how_it_ended(_server.status(pid))
+        self.end()
+        return WorkerDiedError(
+            f"{where}: its worker process {pid} {how}. This step is lost; the module is as it was, and the next "
+            "forward starts other workers."
+        )
+
+    def end(self, patient: bool = False) -> None:
+        """End every worker: by closing its channel if `patient`, where it has nothing to do; else at once."""
+        self.ended = True
+        _teams.discard(self)
+        for member in self.members:
+            if not patient:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(member.pid, signal.SIGKILL)
+            member.channel.close()
+        self.members = []
+
+    def __del__(self) -> None:  # neither the engine nor a graph needs it any more
+        self.end(patient=True)
+
+    def forget(self) -> None:
+        """Let go of the parent's workers, in the child of a fork."""
+        self.end(patient=True)
+
+
+@functools.lru_cache(maxsize=8)
+def _pickled(state: ProcessState) -> bytes:
+    return pickle.dumps(state, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def _how_it_ended(status: int | None) -> str:
+    if status is None:
+        return "has ended"
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        return f"exited with status {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    often = " (often the kernel's answer to a machine that is out of memory)" if name == "SIGKILL" else ""
+    return f"was ended by {name}{often}"
+
+
+def _divided_cores(parts: int) -> list[list[int]]:
+    """Return which cores each of `parts` processes is bound to; none where there are too few, or it is switched off."""
+    if not hasattr(os, "sched_getaffinity") or os.environ.get("MANYHANDS_BIND_CORES", "1") == "0":
+        return [[] for _ in range(parts)]
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // parts
+    return [cores[i * each : (i + 1) * each] for i in range(parts)]
+
+
+def _descriptor(stream: object, otherwise: int) -> int:
+    try:
+        return int(stream.fileno())  # type: ignore[attr-defined]
+    except (AttributeError, OSError, ValueError):
+        return otherwise
+
+
+def _end_all() -> None:
+    for team in list(_teams):
+        team.end()
+    _server.end()
+
+
+def _after_fork() -> None:
+    for team in list(_teams):
+        team.forget()
+    _server.forget()
+
+
+_teams: "weakref.WeakSet[Team]" = weakref.WeakSet()
+_server = _ForkServer()
+atexit.register(_end_all)
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,563 @@
+"""The processes engine: what is its own affair, beside the contract of the engines in test_engines.py.
+
+The rows named in the docstrings are those of docs/behaviour.md; each of its last table, 'Engine "processes"', is here.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands import DataParallel
+from manyhands.engines.processes import ProcessesEngine
+
+WAIT_S = 60.0
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+@pytest.fixture
+def wrap() -> Iterator[Callable[..., DataParallel]]:
+    """Wrap a module for some CPU replicas on the processes engine; close it after the test."""
+    made: list[DataParallel] = []
+
+    def wrap(module: nn.Module, num_replicas: int = 2, **options: Any) -> DataParallel:
+        made.append(DataParallel(module, ["cpu"] * num_replicas, engine="processes", **options))
+        return made[-1]
+
+    yield wrap
+    for model in made:
+        model.close()
+
+
+def workers_of(model: DataParallel) -> list[int]:
+    """Return the process ids of the workers that a model has."""
+    engine = model._engine
+    assert isinstance(engine, ProcessesEngine)
+    return [member.pid for member in engine._team.members] if engine._team is not None else []
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def until(condition: Callable[[], bool]) -> bool:
+    """Wait until a condition of other processes holds; return whether it does."""
+    limit = time.monotonic() + WAIT_S
+    while not condition() and time.monotonic() < limit:
+        time.sleep(0.02)
+    return condition()
+
+
+class Says(nn.Module):
+    """Returns, for each row, what a function of this module says; the function runs in the replica's process."""
+
+    def __init__(self, function: Callable[..., Any], **attributes: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.function = function
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 0 + self.weight * float(self.function(self, x))
+
+
+def said(model: nn.Module, rows: int = 4) -> list[float]:
+    """Return what each of two replicas says."""
+    output = model(torch.arange(float(rows)).view(rows, 1)).flatten().tolist()
+    return [output[0], output[-1]]
+
+
+# ---- where replicas run, and what they share -----------------------------------------------------
+
+
+def test_the_first_replica_runs_here_and_each_other_in_a_process_of_its_own(wrap):
+    model = wrap(Says(lambda module, x: os.getpid()), 3)
+    output = model(torch.zeros(3, 1, dtype=torch.float64)).flatten().tolist()
+    assert output == [os.getpid(), *workers_of(model)]
+    assert len(set(output)) == 3
+
+
+def test_parameters_exist_once_and_are_written_in_place(wrap):
+    """What an optimizer writes is seen by every process, and nothing is sent for it."""
+    model = wrap(Says(lambda module, x: 1))
+    weight = model.module.weight
+    assert said(model) == [1.0, 1.0]
+    address = weight.data_ptr()
+    with torch.no_grad():
+        weight.fill_(5.0)
+    assert said(model) == [5.0, 5.0]
+    assert model.module.weight is weight
+    assert weight.data_ptr() == address
+
+
+def test_moving_parameters_keeps_ties_strides_and_identities(wrap):
+    """R3, G7: views of one memory stay views of one memory."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            flat = torch.randn(12)
+            self.a, self.b = nn.Parameter(flat[:6].view(2, 3)), nn.Parameter(flat[3:9].view(3, 2).t())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.a + x @ self.b
+
+    module = Tied()
+    before, strides = [p.detach().clone() for p in (module.a, module.b)], module.b.stride()
+    model = wrap(module)
+    x = torch.randn(4, 2)
+    torch.testing.assert_close(model(x), x @ before[0] + x @ before[1])
+    assert module.b.stride() == strides
+    with torch.no_grad():
+        module.a.fill_(7.0)
+    assert (module.b == 7.0).sum() == 3
+
+
+def test_a_parameter_that_others_look_at_is_not_moved_from_under_them(wrap):
+    """A flat buffer over all parameters, say, by way of which an optimizer of one's own writes."""
+    module = nn.Linear(2, 1, bias=False)
+    flat = module.weight.data.view(-1)
+    model = wrap(module)
+    x = torch.ones(4, 2)
+    for value in (1.0, 2.0):
+        flat.fill_(value)
+        assert model(x).tolist() == [[2 * value]] * 4
+
+
+def test_state_dict_saves_no_more_than_the_tensors(wrap, tmp_path):
+    model = wrap(nn.Sequential(nn.Linear(100, 100), nn.Linear(2, 1)))
+    model.module.forward = model.module[0].forward
+    model(torch.randn(4, 100))
+    torch.save(model.module[1].state_dict(), tmp_path / "small")
+    assert (tmp_path / "small").stat().st_size < 5000
+
+
+def test_accumulated_and_kept_gradients_and_outputs_are_not_written_over(wrap):
+    """N7: what the caller keeps lies in no memory that is used again."""
+    model = wrap(nn.Linear(5, 3))
+    batches = [torch.randn(6, 5, requires_grad=True) for _ in range(3)]
+    outputs = [model(x) for x in batches]
+    held = [output.detach().clone() for output in outputs]
+    kept = []
+    for x, output in zip(batches, outputs, strict=True):
+        kept.append(torch.autograd.grad(output.square().sum(), [x, *model.parameters()]))
+    copies = [[grad.clone() for grad in grads] for grads in kept]
+    for _ in range(3):
+        model(torch.randn(6, 5)).sum().backward()
+    torch.testing.assert_close([output.detach() for output in outputs], held, rtol=0, atol=0)
+    torch.testing.assert_close(kept, [tuple(grads) for grads in copies], rtol=0, atol=0)
+    for x, grads in zip(batches, kept, strict=True):
+        torch.testing.assert_close(grads, torch.autograd.grad(model.module(x).square().sum(), [x, *model.parameters()]))
+
+
+def test_a_smaller_batch_leaves_no_worker_behind(wrap):
+    """A worker that sat out the batch before has missed what changed then."""
+    model = wrap(Says(lambda module, x: module.value, value=1.0), 3)
+    model(torch.zeros(3, 1))
+    model.module.value = 2.0
+    model(torch.zeros(2, 1))
+    assert model(torch.zeros(3, 1)).flatten().tolist() == [2.0, 2.0, 2.0]
+
+
+# ---- the last table of behaviour.md --------------------------------------------------------------
+
+
+class Box:
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+
+def test_other_objects_arrive_as_copies(wrap):
+    """S4"""
+
+    class Counts(nn.Module):
+        def forward(self, x: torch.Tensor, box: Box) -> torch.Tensor:
+            box.value += 1
+            return x + box.value
+
+    box = Box(1.0)
+    assert wrap(Counts())(torch.zeros(2), box).tolist() == [2.0, 2.0]
+    assert box.value == 2.0
+
+
+def test_buffers_are_a_workers_own_and_sent_again_when_either_side_has_changed_them(wrap):
+    """R5"""
+
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += len(x)
+            return x + self.count
+
+    model = wrap(Counter())
+    assert model(torch.zeros(3)).tolist() == [2.0, 2.0, 1.0]
+    assert model.module.count.item() == 2.0
+    assert model(torch.zeros(3)).tolist() == [4.0, 4.0, 3.0]
+    model.module.count.fill_(10.0)
+    assert model(torch.zeros(3)).tolist() == [12.0, 12.0, 11.0]
+
+
+def test_lists_and_hooks_of_a_worker_are_its_own(wrap, caplog):
+    """R6, R9; said once."""
+    model = wrap(nn.Linear(2, 2))
+    seen: list[int] = []
+    model.module.register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    for _ in range(2):
+        model(torch.zeros(5, 2))
+    assert seen == [3, 3]
+    assert caplog.text.count("they run in every worker on copies") == 1
+
+
+def test_what_is_noticed(wrap):
+    """R8: rebinding, flags, plain containers however deep, tensors written into, one value or many."""
+
+    def say(module: Any, x: torch.Tensor) -> float:
+        return module.value + module.table["a"][0] + float(module.constant) + (100 if module.training else 0)
+
+    model = wrap(Says(say, value=1, table={"a": [10]}, constant=torch.zeros(1)))
+    assert said(model) == [111.0] * 2
+    model.eval()
+    assert said(model) == [11.0] * 2
+    model.module.value = 2
+    assert said(model) == [12.0] * 2
+    model.module.table["a"][0] = 20
+    assert said(model) == [22.0] * 2
+    model.module.constant += 3
+    assert said(model) == [25.0] * 2
+    model.module.weight.requires_grad_(False)
+    assert not model(torch.zeros(4, 1)).requires_grad
+    model.module.function = lambda module, x: -1
+    assert said(model) == [-1.0] * 2
+    del model.module.value
+    model.module.function = lambda module, x: hasattr(module, "value")
+    assert said(model) == [0.0] * 2
+
+
+def test_what_cannot_be_seen_needs_refresh(wrap):
+    """R8: here the inside of an object of another class."""
+    model = wrap(Says(lambda module, x: module.box.value, box=Box(1.0)))
+    assert said(model) == [1.0, 1.0]
+    model.module.box.value = 2.0
+    assert said(model) == [2.0, 1.0]
+    model.refresh()
+    assert said(model) == [2.0, 2.0]
+
+
+def test_replicas_draw_from_streams_of_their_own_and_runs_repeat(wrap):
+    """N6"""
+    model = wrap(nn.Dropout(0.5), 3)
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        runs.append([model(torch.ones(3, 64)) for _ in range(3)])
+    torch.testing.assert_close(runs[0], runs[1], rtol=0, atol=0)
+    rows = torch.cat(runs[0])
+    assert len({tuple(row.tolist()) for row in rows}) == len(rows)
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+class AwkwardError(Exception):
+    """Cannot be pickled in the ordinary way: its arguments are not those of its class."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{code}: {text}")
+        self.code = code
+
+
+class LockedError(Exception):
+    """Cannot be pickled at all."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("no")
+
+
+def raises(error: Callable[[], Exception]) -> Callable[..., float]:
+    def function(module: Any, x: torch.Tensor) -> float:
+        if x[0] > 0:
+            raise error()
+        return 0.0
+
+    return function
+
+
+def test_an_exception_in_a_worker_is_an_equal_one_here(wrap):
+    """F1: type, arguments and attributes; the worker's traceback is in a note."""
+    model = wrap(Says(raises(lambda: AwkwardError(7, "as asked"))))
+    with pytest.raises(AwkwardError, match="7: as asked") as caught:
+        said(model)
+    assert caught.value.code == 7
+    notes = "\n".join(caught.value.__notes__)
+    assert "in the worker process:\nTraceback" in notes
+    assert "in function" in notes
+    assert "raised in replica 1 on cpu, rows 2 to 3 of 4" in notes
+    model.module.function = lambda module, x: 1
+    assert said(model) == [1.0, 1.0]
+
+
+def test_an_exception_that_cannot_be_pickled_is_told(wrap):
+    """F1"""
+
+    def fail() -> Exception:
+        error = LockedError("the text")
+        error.args = ("the text", (line for line in ()))
+        return error
+
+    with pytest.raises(RuntimeError, match=r"LockedError: \('the text', <generator"):
+        said(wrap(Says(raises(fail))))
+
+
+def test_a_module_that_cannot_be_pickled_is_an_error_that_names_the_attribute(wrap):
+    """F6"""
+    module = nn.Sequential(nn.Linear(1, 1), Says(lambda module, x: 0))
+    module[1].numbers = (number for number in range(3))
+    with pytest.raises(TypeError, match=r"attribute '1\.numbers' \(generator\) cannot be pickled.*engine=\"threads\""):
+        wrap(module)(torch.zeros(4, 1))
+
+
+def test_an_overridden_verb_is_an_error_that_names_it(wrap):
+    """A9"""
+    model = wrap(nn.Linear(1, 1))
+    model.scatter = lambda *args: args
+    with pytest.raises(RuntimeError, match=r'DataParallel\.scatter is overridden, and engine="processes"'):
+        model(torch.zeros(4, 1))
+
+
+def test_synchronised_batch_norm_is_refused(wrap):
+    """N5: as yet."""
+    with pytest.raises(ValueError, match=r"sync_batch_norm=True.*cannot meet yet"):
+        wrap(nn.BatchNorm1d(2), sync_batch_norm=True)
+
+
+def test_a_graph_keeps_its_workers_when_the_wrapper_goes():
+    x = torch.ones(4, 1, requires_grad=True)
+    layer = nn.Linear(1, 1)
+    DataParallel(layer, ["cpu"] * 2, engine="processes")(x).sum().backward()
+    assert torch.equal(x.grad, layer.weight.detach().expand(4, 1))
+
+
+def test_warnings_of_workers_are_given_here(wrap):
+    def warns(module: Any, x: torch.Tensor) -> float:
+        import warnings
+
+        if x[0] > 0:
+            warnings.warn("from a worker", UserWarning, stacklevel=1)
+        return 0.0
+
+    with pytest.warns(UserWarning, match="from a worker"):
+        said(wrap(Says(warns)))
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
+def test_a_worker_that_is_killed_in_a_step(wrap, in_backward):
+    """F4: says who and how; the next forward starts another."""
+
+    class Dies(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            os.kill(os.getpid(), signal.SIGKILL)
+            return grad
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.dies = nn.Linear(1, 1), True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.layer(x)
+            if self.dies and x[0] > 0:
+                if not in_backward:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return Dies.apply(y)
+            return y
+
+    model = wrap(Model())
+    x = torch.arange(4.0).view(4, 1)
+    with pytest.raises(RuntimeError, match=r"replica 1 on cpu, rows 2 to 3 of 4: its worker process \d+ .*SIGKILL"):
+        model(x).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    model.module.dies = False
+    model(x).sum().backward()
+    assert model.module.layer.bias.grad.item() == 4.0
+
+
+def test_a_worker_that_died_between_steps(wrap):
+    """F4, and its graphs are gone with it."""
+    model = wrap(nn.Linear(1, 1))
+    x = torch.zeros(4, 1)
+    output = model(x)
+    (pid,) = workers_of(model)
+    os.kill(pid, signal.SIGKILL)
+    assert until(lambda: not is_running(pid))
+    with pytest.raises(RuntimeError, match="its worker process"):
+        model(x)
+    with pytest.raises(RuntimeError, match="processes that ran this forward have ended"):
+        output.sum().backward()
+    model(x).sum().backward()
+
+
+def test_close_ends_the_workers_and_a_later_forward_starts_others(wrap):
+    model = wrap(nn.Linear(1, 1))
+    model(torch.zeros(4, 1))
+    before = workers_of(model)
+    model.close()
+    assert until(lambda: not any(map(is_running, before)))
+    model(torch.zeros(4, 1)).sum().backward()
+    model.close()
+    model.close()
+
+
+def test_workers_go_with_the_wrapper():
+    model = DataParallel(nn.Linear(1, 1), ["cpu"] * 2, engine="processes")
+    model(torch.zeros(4, 1))
+    before = workers_of(model)
+    del model
+    assert until(lambda: not any(map(is_running, before)))
+
+
+def test_a_call_from_inside_a_step(wrap):
+    """F5: from a hook of the first replica; it runs here, and its numbers are right."""
+    model = wrap(nn.Linear(2, 2))
+    inside: list[torch.Tensor] = []
+    output = model(torch.ones(4, 2))
+    output.register_hook(lambda grad: inside.append(model(torch.ones(4, 2))))
+    output.sum().backward()
+    torch.testing.assert_close(inside[0], output)
+
+
+def test_a_forked_child_has_parameters_of_its_own(wrap):
+    """F5: and may go on training, with workers of its own."""
+    model = wrap(nn.Linear(1, 1))
+    x = torch.ones(4, 1)
+    with torch.no_grad():
+        model(x)
+        before = model.module.weight.item()
+    pid = os.fork()
+    if not pid:
+        status = 1
+        try:
+            with torch.no_grad():
+                model.module.weight.add_(1.0)
+            model(x).sum().backward()
+            status = 0 if model.module.bias.grad.item() == 4.0 else 2
+            model.close()
+            from manyhands.engines import team
+
+            team._server.end()
+        finally:
+            os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert model.module.weight.item() == before
+    model(x).sum().backward()
+    assert model.module.bias.grad.item() == 4.0
+
+
+# ---- whole programs ------------------------------------------------------------------------------
+
+
+def python(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+    )
+
+
+def run(script: str, *arguments: str) -> tuple[int, str, str]:
+    """Run a program that comes on standard input; return its status and what it wrote."""
+    with python(*arguments) as process:
+        out, err = process.communicate(textwrap.dedent(script), timeout=WAIT_S * 2)
+    return process.returncode, out, err
+
+
+def test_a_script_on_standard_input_runs_once_and_listens_to_nothing():
+    """No `__main__` guard; classes of `__main__`; two models at once; lines arrive whole; no socket listens."""
+    status, out, err = run(
+        """
+        import os, torch, manyhands
+
+        print("the script runs")
+
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(2, 2)
+
+            def forward(self, x):
+                for i in range(50):
+                    print("replica", len(x), "says", i)
+                return self.layer(x)
+
+        models = [manyhands.DataParallel(Model(), ["cpu"] * 3, engine="processes") for _ in range(2)]
+        for step in range(2):
+            for model in models:
+                model(torch.zeros(6, 2)).sum().backward()
+        listening = [line for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}") if line.split()[3] == "0A"]
+        inodes = {line.split()[9] for line in listening}
+        members = [member.pid for model in models for member in model._engine._team.members]
+        for pid in [os.getpid(), *members]:
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                try:
+                    target = os.readlink(f"/proc/{pid}/fd/{fd}")
+                except FileNotFoundError:
+                    continue
+                assert target.removeprefix("socket:[").rstrip("]") not in inodes, target
+    """,
+        "-",
+    )
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    assert lines.count("the script runs") == 1
+    assert sorted(lines) == sorted(["the script runs", *[f"replica 2 says {i}" for i in range(50)] * 12])
+
+
+_BUSY = """
+    import os, sys, time, torch, manyhands
+
+    class Slow(torch.nn.Module):
+        def forward(self, x):
+            print(os.getpid(), flush=True)
+            while True:
+                torch.ones(1000).sum()
+            return x
+
+    manyhands.DataParallel(Slow(), ["cpu"] * 3, engine="processes")(torch.zeros(3, 1))
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM], ids=lambda s: s.name)
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_process_outlives_a_program_that_is_ended_in_a_step(how):
+    """F3, F5: Ctrl-C returns promptly; after SIGKILL of the program everything goes with it."""
+    with python("-c", textwrap.dedent(_BUSY)) as process:
+        assert process.stdout is not None
+        pids = [int(process.stdout.readline()) for _ in range(3)]
+        assert process.pid in pids
+        process.send_signal(how)
+        process.communicate(timeout=WAIT_S)
+    assert until(lambda: not any(map(is_running, pids)))
+    assert process.returncode in (-how, 1)
