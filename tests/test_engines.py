@@ -1551,6 +1551,7 @@ def test_a_forward_that_fails_leaves_the_random_state(wrap: Callable[..., DataPa
     assert torch.equal(torch.get_rng_state(), before)
     fails.clear()
     fails.append(False)
+    model.refresh()  # a variable of a closure
     expected = model(x)
     torch.set_rng_state(before)
     assert torch.equal(model(x), expected)
@@ -1738,11 +1739,15 @@ def test_draws_that_cannot_be_led_to_a_stream_are_reported(
     wrap: Callable[..., DataParallel],
     caplog: pytest.LogCaptureFixture,
     draw: Callable[[torch.Tensor], torch.Tensor],
+    engine: str,
 ) -> None:
-    """N6: once, with what to do."""
+    """N6: once, with what to do. In processes there is nothing to report: each has a generator to itself."""
     model = wrap(Draw(draw), 3)
     for _ in range(3):
         model(torch.ones(6, 5))
+    if engine == "processes":
+        assert not caplog.records
+        return
     (record,) = caplog.records
     assert "drawn from while the replicas of Draw ran" in record.getMessage()
     assert "generator=..." in record.getMessage()
