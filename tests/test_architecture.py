@@ -28,6 +28,7 @@ LAYERS: list[str | list[str]] = [
     "manyhands.layouts",
     "manyhands.rules",
     "manyhands.devices",
+    "manyhands.cores",
     "manyhands.thread_state",
     "manyhands.rebind",
     "manyhands.workers",

@@ -152,6 +152,14 @@ class Blueprint:
         self._sort_tensors(found)
         self._buffer_devices = {buffer.device for buffer in self.buffers.values()}
 
+    @property
+    def follows_from_attributes(self) -> bool:
+        """Whether there is only the tree of registered modules: no attribute, slot or hook leads to one of them.
+
+        Then a blueprint holds as long as every module's `__dict__`, and the containers in it, hold the same objects.
+        """
+        return not (self._to_rebind or self._slots or self._script_classes or self.compiled)
+
     def signature(self) -> list[Any]:
         """Return what is equal for two blueprints of one root if they have the same structure.
 

@@ -9,6 +9,7 @@ Guarantees
       busy then are abandoned: nobody reads their result, they are never used again, they end when their task does,
       and the next call starts fresh ones. They are not interrupted: an exception at any instruction would leave locks
       behind that are held for ever, those of Python's imports among them.
+    - On the CPU a worker runs on its own part of the process's cores (cores.py); the caller's thread is left as it is.
     - After a fork the child starts workers of its own. At exit workers are told to end and are waited for, because a
       daemon thread that is inside torch when the interpreter goes away aborts the process. What is still running after
       a while is interrupted then.
@@ -30,8 +31,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from manyhands import cores, torch_private
 from manyhands import devices as _devices
-from manyhands import torch_private
 from manyhands.errors import log
 from manyhands.thread_state import ThreadState, modes_that_stay
 
@@ -74,6 +75,8 @@ def run_together(
 
     state = ThreadState.capture()
     streams = _devices.current_streams(devices)
+    on_host = all(map(_devices.computes_on_host, devices))
+    own_cores = cores.divided(len(tasks)) if on_host else [()] * len(tasks)
     threads_before, threads_each = _thread_counts.begin(devices)
     done: SimpleQueue[tuple[int, Outcome[T]]] = SimpleQueue()
 
@@ -81,6 +84,7 @@ def run_together(
         context = state.context.copy()
 
         def run() -> T:
+            cores.bind(own_cores[index])
             with (
                 around(index),
                 _intra_op_threads(threads_each),

@@ -60,12 +60,12 @@ class Edge:
 
     def join_gradients(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """Return the gradient of an input from its leaves' gradients; None if no replica has one."""
-        if all(part is None for part in parts):
+        given = [part for part in parts if part is not None]
+        if not given:
             return None
-        here = self._here(self.with_every_part(parts))
         if isinstance(self.layout, Whole):
-            return sum_in_place([part for part in here if part is not None])
-        return self.layout.join(here)
+            return sum_in_place([_devices.copy_to(part, self.device) for part in given])
+        return self.layout.join(self._here(self.with_every_part(parts)))
 
     def with_every_part(self, parts: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """Return the leaves' gradients with zeros for rows that nothing depends on."""

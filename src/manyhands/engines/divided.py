@@ -122,6 +122,8 @@ class Divided(Graphs):
             def walk_own() -> list[torch.Tensor | None]:
                 started = time.perf_counter()
                 grads = self._walk_own(output_grads, keep, in_leaves)
+                if not keep:
+                    self.keep_alive = None  # now, while the workers are still walking
                 self.timings[0].backward_s = time.perf_counter() - started
                 return grads
 

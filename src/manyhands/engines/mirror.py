@@ -28,7 +28,7 @@ from manyhands import torch_private
 from manyhands.engines.pickling import dumps
 from manyhands.engines.shared_memory import Packing, Place, Segment, can_lie_in_memory
 from manyhands.rebind import INERT
-from manyhands.replicate import Blueprint
+from manyhands.replicate import Blueprint, collector_paused
 
 _LARGE = 1000  # items; a larger container is not looked into
 _WATCHED = (dict, OrderedDict, defaultdict, list, set, deque)
@@ -105,6 +105,9 @@ class Mirror:
         self._modules: list[nn.Module] = []
         self._ids: list[int] = []
         self._watch = Watch([])
+        self._blueprint: Blueprint | None = None
+        self._changes: list[tuple[int, str, Any]] | None = None
+        self._is_settled = True
         self._shared: list[tuple[torch.Tensor, int, torch.Size]] = []
         self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []  # the live tensor, its copy in shared memory
         self._inline: list[torch.Tensor] = []
@@ -112,9 +115,26 @@ class Mirror:
         self._versions: list[int] = []
         self._requires_grad: tuple[bool, ...] = ()
 
+    def look(self, root: nn.Module) -> Blueprint:
+        """Look for what has changed; return a blueprint of the module as it is: the last one, if that still holds."""
+        if not self._is_settled:  # a step has ended between `look` and `settle`: what was to be sent may not have been
+            self.forget()
+        self._is_settled = False
+        known = self._blueprint
+        self._changes = self._watch.changes() if known is not None and known.root is root else None
+        if known is None or self._changes != [] or not self._holds(known):
+            with collector_paused:
+                self._blueprint = known = Blueprint(root)
+        return known
+
+    def _holds(self, blueprint: Blueprint) -> bool:
+        """Return whether a blueprint of modules in which nothing was rebound is still that of the module."""
+        without_gradients = (*blueprint.buffers.values(), *blueprint.constants.values())
+        return blueprint.follows_from_attributes and not any(t.requires_grad for t in without_gradients)
+
     def update(self, blueprint: Blueprint) -> Update:
-        """Return what has to be sent, and take it as sent."""
-        changes = self._watch.changes() if self._has(blueprint) else None
+        """Return what has to be sent to make workers have what `look` has found, and take it as sent."""
+        changes = self._changes if self._has(blueprint) else None
         if changes is None:
             return self._everything(blueprint)
         parameters = blueprint.parameters.values()
@@ -131,7 +151,8 @@ class Mirror:
         return Update(changes=tuple(changes), requires_grad=changed_flags, rewritten=rewritten)
 
     def settle(self) -> None:
-        """Take what containers hold now as what the workers know: the replicas have changed their own."""
+        """Take all as sent, and what containers hold now as known: the replicas have changed their own."""
+        self._is_settled = True
         self._watch.settle()
 
     def numbers(self, parameters: Iterable[torch.Tensor]) -> list[int]:
@@ -162,6 +183,8 @@ class Mirror:
 
     def _everything(self, blueprint: Blueprint) -> Update:
         self.forget()
+        self._is_settled = False
+        self._blueprint = blueprint
         self._modules = blueprint.modules
         self._ids = _identities(blueprint)
         self._watch = Watch(blueprint.modules)

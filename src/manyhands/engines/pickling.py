@@ -24,6 +24,7 @@ Take = Callable[[torch.Tensor], Any]  # from a tensor to what stands for it; Non
 Give = Callable[[Any], torch.Tensor]
 
 _importable: dict[str, bool] = {}
+_COMMON = frozenset({torch.Tensor, nn.Parameter, bool, int, float, complex, str, bytes, type(None)})
 
 
 class _ModulePickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -59,6 +60,25 @@ class _ModulePickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(value)
 
 
+class _TensorPickler(pickle.Pickler):
+    def __init__(self, stream: io.BytesIO, take: Take) -> None:
+        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
+        self._take = take
+
+    def persistent_id(self, value: Any) -> Any:
+        return self._take(value) if isinstance(value, torch.Tensor) else None
+
+
+def _is_common(value: Any) -> bool:
+    """Return whether there is nothing but tensors and plain values in plain containers, for which pickle is enough."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return all(map(_is_common, value))
+    if kind is dict:
+        return all(map(_is_common, value.values())) and all(map(_is_common, value))
+    return kind in _COMMON
+
+
 def dumps(value: Any, take: Take, modules: list[nn.Module] | None = None, known: Set[type] = frozenset()) -> bytes:
     """Return `value` pickled; `take` says what stands for each tensor.
 
@@ -67,6 +87,9 @@ def dumps(value: Any, take: Take, modules: list[nn.Module] | None = None, known:
         known: classes that the other process defined and has sent here by value: named, not sent back.
     """
     stream = io.BytesIO()
+    if _is_common(value):
+        _TensorPickler(stream, take).dump(value)
+        return stream.getvalue()
     pickler = _ModulePickler(stream, take, known)
     pickler.reach(modules or [])
     try:

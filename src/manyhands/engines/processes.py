@@ -43,7 +43,7 @@ from manyhands.layouts import Whole
 from manyhands.outputs import Outputs
 from manyhands.parallel_apply import values_or_raise
 from manyhands.random_streams import SeededStreams
-from manyhands.replicate import Blueprint, check_device, collector_paused, unchanged_on_failure
+from manyhands.replicate import Blueprint, check_device, unchanged_on_failure
 from manyhands.thread_state import ProcessState
 from manyhands.workers import divided_intra_op_threads, inside_replica, run_together
 
@@ -71,11 +71,12 @@ class ProcessesEngine(Engine):
         where = call.where()
         timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
         self._timings = timings
-        with collector_paused:
-            blueprint = Blueprint(module)
-            check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], call.source)
-        structure = [call.method, *blueprint.signature()] if tracked else None
         team = self._team_of(len(where) - 1)
+        if len(where) - 1 > team.num_told:
+            self._mirror.forget()  # some workers have missed something
+        blueprint = self._mirror.look(module)
+        check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], call.source)
+        structure = [call.method, *blueprint.signature()] if tracked else None
         number = next(self._turns.numbers)
         graphs = Divided(timings, where, [], [], team=team, turns=self._turns, mirror=self._mirror, number=number)
         with (
@@ -133,8 +134,6 @@ class ProcessesEngine(Engine):
         """Send every worker its forward; return the tensors inside objects in the inputs that need a gradient."""
         team, mirror = graphs.team, self._mirror
         num_workers = len(call.devices) - 1
-        if num_workers > team.num_told:
-            mirror.forget()  # some have missed something
         update = mirror.update(blueprint)
         if update.module is not None:
             _say_if_hooks(blueprint)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from manyhands import devices as _devices
+from manyhands import torch_private
 from manyhands.batch_types import batch_type_of
 from manyhands.engines.base import Call
 from manyhands.engines.boundary import Edge, Graphs
@@ -81,6 +82,11 @@ class Stamp:
     def __del__(self) -> None:
         if hasattr(self, "_stamped"):  # else it was never made
             self._stamped.unlink()
+
+    def renew_buffers(self) -> None:
+        """Write the live buffers into this replica's copies."""
+        with torch.no_grad():
+            torch_private.copy_all_in_place([own for _, own in self._buffers], [live for live, _ in self._buffers])
 
     def commit_buffers(self) -> None:
         """Write this replica's buffers into the live ones, where it does not have those themselves."""

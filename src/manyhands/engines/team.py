@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from manyhands import cores
 from manyhands.engines.channel import Channel, ChannelClosedError, ready
 from manyhands.engines.messages import Answer, Message
 from manyhands.engines.shared_memory import Outbox, Segment
@@ -41,12 +42,12 @@ class _ForkServer:
         self._channel: Channel | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
-    def fork(self, cores: Sequence[int], seed: int) -> tuple[int, Channel]:
+    def fork(self, own_cores: Sequence[int], seed: int) -> tuple[int, Channel]:
         """Start a worker; return its process id and the channel to it."""
         own, others = Channel.pair()
         fd = others.detach()
         try:
-            request = ("fork", dict(os.environ), list(cores), seed)
+            request = ("fork", dict(os.environ), list(own_cores), seed)
             pid = self._ask(request, [fd, _descriptor(sys.__stdout__, 1), _descriptor(sys.__stderr__, 2)])
         finally:
             os.close(fd)
@@ -203,10 +204,10 @@ class Team:
         self.num_told = 0
         self.members: list[Member] = []
         self._awaited: set[int] = set()
-        cores = _divided_cores(num_workers + 1)
+        parts = cores.divided(num_workers + 1)
         _teams.add(self)
         for i in range(num_workers):
-            pid, channel = _server.fork(cores[i + 1], (torch.initial_seed() + i + 1) & 0xFFFFFFFF)
+            pid, channel = _server.fork(parts[i + 1], (torch.initial_seed() + i + 1) & 0xFFFFFFFF)
             self.members.append(Member(pid, channel))
 
     def forget_graph(self, graph: int) -> None:
@@ -305,15 +306,6 @@ def _how_it_ended(status: int | None) -> str:
         name = f"signal {-code}"
     often = " (often the kernel's answer to a machine that is out of memory)" if name == "SIGKILL" else ""
     return f"was ended by {name}{often}"
-
-
-def _divided_cores(parts: int) -> list[list[int]]:
-    """Return which cores each of `parts` processes is bound to; none where there are too few, or it is switched off."""
-    if not hasattr(os, "sched_getaffinity") or os.environ.get("MANYHANDS_BIND_CORES", "1") == "0":
-        return [[] for _ in range(parts)]
-    cores = sorted(os.sched_getaffinity(0))
-    each = len(cores) // parts
-    return [cores[i * each : (i + 1) * each] for i in range(parts)]
 
 
 def _descriptor(stream: object, otherwise: int) -> int:

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands import torch_private
+from manyhands import cores, torch_private
 from manyhands.engines.base import called
 from manyhands.engines.channel import Channel, ChannelClosedError
 from manyhands.engines.messages import Answer, Backward, Failed, Forward, Message, Sent, sent
@@ -69,6 +69,7 @@ class Module:
         root, self.modules = loads(pickled, lambda number: self.tensors[number])
         self.blueprint = Blueprint(root)
         self._number = {id(tensor): number for number, tensor in enumerate(self.tensors)}
+        self._prepared: tuple[bool, Stamp] | None = None
 
     def change(self, update: Update) -> None:
         """Make it what the live module is now."""
@@ -86,10 +87,20 @@ class Module:
                 tensor.data = written.clone()
         if update.changes or update.requires_grad is not None:
             self.blueprint = Blueprint(self.blueprint.root)
+            self._prepared = None
+        if update.rewritten and self._prepared is not None:
+            self._prepared[1].renew_buffers()
+
+    def prepare(self, tracked: bool) -> None:
+        """Stamp the next replica, while the caller has other things to do."""
+        self._prepared = tracked, Stamp(self.blueprint, _CPU, _CPU, False, tracked)
 
     def stamp(self, tracked: bool) -> tuple[Stamp, dict[int, torch.Tensor]]:
         """Return a new replica, and its leaves by number."""
-        stamp = Stamp(self.blueprint, _CPU, _CPU, False, tracked)
+        if self._prepared is None or self._prepared[0] != tracked:
+            self.prepare(tracked)
+        assert self._prepared is not None
+        (_, stamp), self._prepared = self._prepared, None
         pairs = zip(stamp.live_parameters, stamp.leaves, strict=True)
         leaves = {self._number[id(parameter)]: leaf for parameter, leaf in pairs}
         leaves.update((number, self.tensors[number]) for number in self._outside if tracked)
@@ -133,6 +144,8 @@ class Worker:
                 warnings.simplefilter("always")
                 answer = self._answer(message)
                 answer.warnings = [(str(w.message), _builtin(w.category), w.filename, w.lineno) for w in said]
+            assert self._state is not None
+            tracked = self._state.thread.grad_enabled or isinstance(message, Backward)
             del message, said
             segment = self._outbox.segment
             new = segment.number != self._known_segment
@@ -141,7 +154,10 @@ class Worker:
                 answer.segments = [(segment.number, segment.num_bytes)]
             sys.stdout.flush()
             self._channel.send(_pickled(answer), [segment.fd] if new else [])
+            failed = answer.error is not None
             del answer
+            if self._module is not None and not failed:
+                self._module.prepare(tracked)
 
     def _begin(self, message: Message, fds: Sequence[int]) -> None:
         for (number, num_bytes), fd in zip(message.segments, fds, strict=True):
@@ -422,7 +438,7 @@ def _import_what_workers_need() -> None:
     importlib.import_module("torch.fx.experimental.symbolic_shapes")  # the first backward of a process imports it
 
 
-def _be_a_worker(fds: Sequence[int], environment: dict[str, str], cores: Sequence[int], seed: int) -> None:
+def _be_a_worker(fds: Sequence[int], environment: dict[str, str], own_cores: Sequence[int], seed: int) -> None:
     """Answer messages until the channel closes. Does not return."""
     status = 1
     try:
@@ -439,8 +455,7 @@ def _be_a_worker(fds: Sequence[int], environment: dict[str, str], cores: Sequenc
         os.environ.clear()
         os.environ.update(environment)
         random.seed(seed)
-        if cores:
-            os.sched_setaffinity(0, cores)
+        cores.bind(own_cores)
         Worker(Channel(socket.socket(fileno=connection))).serve()
     except ChannelClosedError:
         status = 0

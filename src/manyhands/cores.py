@@ -1,0 +1,59 @@
+"""Which cores replicas on the CPU run on: parts of the process's own, none of them in two parts.
+
+Cores that share memory and caches stay together: they are counted NUMA node by NUMA node, and in a node the two halves
+of a core one after the other. So a replica's threads stay near each other and near what they wrote, and no replica is
+put where another one computes.
+
+`MANYHANDS_BIND_CORES=0` in the environment leaves it to the system. So does a system that does not let processes choose
+(Linux does), and a machine with fewer cores than replicas.
+"""
+
+import functools
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+_SWITCH = "MANYHANDS_BIND_CORES"
+_SYSTEM = Path("/sys/devices/system")
+_thread = threading.local()
+
+
+def divided(parts: int) -> list[tuple[int, ...]]:
+    """Return the cores of each of `parts` replicas: all of the caller's for each of them where they are not divided."""
+    if not hasattr(os, "sched_getaffinity"):
+        return [()] * parts
+    allowed = frozenset(os.sched_getaffinity(0))
+    if len(allowed) < parts or os.environ.get(_SWITCH, "1") == "0":
+        return [tuple(sorted(allowed))] * parts
+    return _divided(allowed, parts)
+
+
+def bind(cores: Sequence[int]) -> None:
+    """Have the calling thread, and threads that it starts from now on, run on `cores` only; () says nothing.
+
+    Meant for threads and processes of our own: it is not taken back.
+    """
+    if cores and tuple(cores) != getattr(_thread, "cores", None):
+        os.sched_setaffinity(0, cores)
+        _thread.cores = tuple(cores)
+
+
+@functools.lru_cache(maxsize=64)
+def _divided(allowed: frozenset[int], parts: int) -> list[tuple[int, ...]]:
+    ordered = sorted(allowed, key=lambda core: (_node_of(core), _number(f"cpu/cpu{core}/topology/core_id"), core))
+    each = len(ordered) // parts
+    return [tuple(ordered[i * each : (i + 1) * each]) for i in range(parts)]
+
+
+def _node_of(core: int) -> int:
+    """Return the NUMA node of a core; 0 where there is only one, or the system does not say."""
+    nodes = (_SYSTEM / f"cpu/cpu{core}").glob("node[0-9]*")
+    return min((int(node.name.removeprefix("node")) for node in nodes), default=0)
+
+
+def _number(path: str) -> int:
+    try:
+        return int((_SYSTEM / path).read_text())
+    except (OSError, ValueError):
+        return 0
