@@ -3092,7 +3092,7 @@ def test_synchronised_batch_norm_frees_what_it_held(wrap: Callable[..., DataPara
 
 
 def test_tensors_from_outside_that_change_from_step_to_step(wrap):
-    """N1, N3: not the module's, and another one in each step."""
+    """N1, N3: not the module's, and another one in each step. (Workers are told, of what a closure has.)"""
     table: dict[str, torch.Tensor] = {}
 
     class Reads(nn.Module):
@@ -3106,6 +3106,7 @@ def test_tensors_from_outside_that_change_from_step_to_step(wrap):
     wrapped, x = wrap(Reads(), 2), torch.randn(5, 3)
     for _ in range(3):
         table["now"] = torch.zeros(3, requires_grad=True)
+        wrapped.refresh()
         wrapped(x).sum().backward()
         assert table["now"].grad.tolist() == [5.0] * 3
 

@@ -20,7 +20,7 @@ class Sent(NamedTuple):
     Attributes:
         leaf: of an input: the number of the leaf that stands before it. None where it needs no gradient.
         output: of an output: its number among its replica's outputs.
-        requires_grad: of an output.
+        requires_grad: of an input or an output, as it is with its sender.
     """
 
     place: int = -1

@@ -155,7 +155,7 @@ class ProcessesEngine(Engine):
                     if leaf is None:  # not a leaf of ours: it came inside an object
                         leaf = leaves[id(tensor)] = ~(len(inputs.edges) + len(objects))
                         objects.append(tensor)
-                return sent(tensor, outbox)._replace(leaf=leaf)
+                return sent(tensor, outbox)._replace(leaf=leaf, requires_grad=tensor.requires_grad)
 
             shard = dumps(inputs.shards[i + 1], take)
             message = Forward(
@@ -206,6 +206,7 @@ class ProcessesEngine(Engine):
     def refresh(self) -> None:
         with self._turns.step():
             self._mirror.forget()
+            self._checked = []
 
     def close(self) -> None:
         with self._turns.step():

@@ -261,7 +261,9 @@ class Worker:
             tensor = self._received(sent, message)
             if sent.leaf is not None:
                 leaves[sent.leaf] = tensor = tensor.requires_grad_()
-            return tensor.clone()  # the place is written over by the next message; and a leaf must not be written into
+            own = tensor.clone()  # the place is written over by the next message; and a leaf must not be written into
+            # Where nothing is tracked, a module may switch gradients on for what it does inside.
+            return own.requires_grad_() if sent.requires_grad and sent.leaf is None else own
 
         return loads(message.shard, give)
 
