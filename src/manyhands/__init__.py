@@ -5,6 +5,7 @@ model = manyhands.DataParallel(model)
 
 from manyhands.batch_types import register_batch_type
 from manyhands.data_parallel import DataParallel, data_parallel
+from manyhands.freed_memory import keep_freed_memory
 from manyhands.parallel_apply import parallel_apply
 from manyhands.replicate import replicate
 from manyhands.scatter_gather import gather, scatter, scatter_kwargs
@@ -16,6 +17,7 @@ __all__ = [
     "DataParallel",
     "data_parallel",
     "gather",
+    "keep_freed_memory",
     "parallel_apply",
     "register_batch_type",
     "replicate",

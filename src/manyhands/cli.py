@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from manyhands import __version__, verify_command
+from manyhands import __version__, keep_freed_memory, verify_command
+from manyhands.targets import TargetError
 from manyhands.training.errors import DivergedError, Interrupted, OptionError, TrainingError
 from manyhands.training.options import DEVICE_ORDERS, PRECISIONS, SCHEDULES, Options
 from manyhands.training.run_folder import RunFolder
@@ -89,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _STOPPED + stopped.received
     except DivergedError as error:
         return fail(error, _FAILED)
-    except (TrainingError, verify_command.TargetError) as error:
+    except (TrainingError, TargetError) as error:
         return fail(error, _MISUSED)
     except BrokenPipeError:  # who read our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for python's own flush at exit
@@ -119,6 +120,7 @@ def _train(given: dict[str, Any]) -> int:
     from manyhands.training.loop import train
     from manyhands.training.run import describe
 
+    keep_freed_memory()
     shown = display.for_stdout()
     try:
         outcome = train(options, folder, shown, resume=resume is not None)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from manyhands import torch_private
+from manyhands.freed_memory import keep_freed_memory, keeps_freed_memory
 
 # Device types that autocast knows; asking about one that this build of torch lacks is harmless.
 _AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "ipu", "privateuseone")
@@ -79,6 +80,7 @@ class ProcessState:
     deterministic: tuple[bool, bool, bool]
     anomaly: tuple[bool, bool]
     matmul_precision: str
+    keeps_freed_memory: bool
 
     @classmethod
     def capture(cls) -> "ProcessState":
@@ -89,6 +91,7 @@ class ProcessState:
             deterministic=_deterministic(),
             anomaly=(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
             matmul_precision=torch.get_float32_matmul_precision(),
+            keeps_freed_memory=keeps_freed_memory(),
         )
 
     def set_process(self) -> None:
@@ -100,6 +103,8 @@ class ProcessState:
             torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         torch.autograd.set_detect_anomaly(*self.anomaly)
         torch.set_float32_matmul_precision(self.matmul_precision)
+        if self.keeps_freed_memory and not keeps_freed_memory():
+            keep_freed_memory()
 
 
 def _deterministic() -> tuple[bool, bool, bool]:
