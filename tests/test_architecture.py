@@ -72,6 +72,8 @@ LAYERS: list[str | list[str]] = [
     ["manyhands.training.*"],
     "manyhands.targets",
     "manyhands.verify_command",
+    ["manyhands.bench.*"],
+    "manyhands.bench_command",
     "manyhands.cli",
     "manyhands.__main__",
 ]
@@ -86,7 +88,9 @@ SOURCES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 LIBRARY = [
     name
     for name in SOURCES
-    if "training" not in name and name not in ("manyhands.cli", "manyhands.__main__", "manyhands.verify_command")
+    if "training" not in name
+    and ".bench" not in name
+    and name not in ("manyhands.cli", "manyhands.__main__", "manyhands.verify_command", "manyhands.bench_command")
 ]
 
 

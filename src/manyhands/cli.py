@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from manyhands import __version__, keep_freed_memory, verify_command
+from manyhands import __version__, bench_command, keep_freed_memory, verify_command
 from manyhands.targets import TargetError
 from manyhands.training.errors import DivergedError, Interrupted, OptionError, TrainingError
 from manyhands.training.options import DEVICE_ORDERS, PRECISIONS, SCHEDULES, Options
@@ -25,6 +25,7 @@ _MISUSED = 2
 _STOPPED = 128  # plus the number of the signal, as shells have it
 
 _NEEDED_TO_TRAIN = ("matplotlib", "numpy", "rich", "safetensors")
+_NEEDED_TO_BENCH = ("matplotlib", "psutil", "rich")
 
 _DESCRIPTION = """\
 Put a PyTorch training on every device of the machine, with the numbers of one.
@@ -39,6 +40,7 @@ examples:
   manyhands train                 train ResNet-18 on handwritten digits, on every device
   manyhands train --help          say what else it can do
   manyhands verify train:build    compare a model of yours on one device and on several
+  manyhands bench train:build     say which engine and how many replicas are fastest for it here
 """
 
 _TRAIN_DESCRIPTION = """\
@@ -136,6 +138,12 @@ def _train(given: dict[str, Any]) -> int:
     return _DONE
 
 
+def _bench(given: dict[str, Any]) -> int:
+    """`manyhands bench`."""
+    _expect_installed(_NEEDED_TO_BENCH)
+    return bench_command.run(given)
+
+
 def _expect_installed(packages: Sequence[str]) -> None:
     if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
         raise OptionError(f"{', '.join(missing)} not installed: pip install 'manyhands[train]'")
@@ -180,6 +188,17 @@ def _parser() -> _Parser:
     )
     verify.set_defaults(parser=verify, run=verify_command.run)
     verify_command.add_options(verify)
+    bench = commands.add_parser(
+        "bench",
+        help="measure training steps on this machine, ours beside others'",
+        description=bench_command.DESCRIPTION,
+        epilog=bench_command.EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    bench.set_defaults(parser=bench, run=_bench)
+    bench_command.add_options(bench)
     return parser
 
 

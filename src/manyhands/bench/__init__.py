@@ -1,0 +1,1 @@
+"""The benchmark behind `manyhands bench`: our engines beside what else there is, measured in turn."""

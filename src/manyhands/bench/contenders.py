@@ -1,0 +1,205 @@
+"""The contenders: each takes the same training step in its own way.
+
+A step is forward, loss, backward, SGD with momentum, gradients set to None. `plain`, `threads` and `processes` are one
+program, as their users write it. The others are one program for each replica, each with its own rows of the batch; they
+meet in torch.distributed only (gloo, over the loopback device, found through a file): `ddp`, and the two libraries on
+top of it, `accelerate` and `fabric`. `limit` is the same without meeting at all: no two of its programs learn from each
+other, so nothing that is right can be faster than it by more than chance.
+
+Every process has its part of the cores: as many intra-op threads as torch would use, divided by the replicas.
+"""
+
+import importlib.util
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.data_parallel import DataParallel
+from manyhands.scatter_gather import scatter
+from manyhands.targets import TargetError, build_arguments, current_folder_first
+from manyhands.verification.compare import tensors_in
+
+LIBRARIES = {"accelerate": ("accelerate",), "fabric": ("lightning_fabric", "lightning")}
+OURS = ("threads", "processes")
+DISTRIBUTED = ("ddp", "accelerate", "fabric")
+CONTENDERS = ("plain", "limit", *DISTRIBUTED, *OURS)
+
+_SEED = 0
+_LEARNING_RATE = 0.01
+_MOMENTUM = 0.9
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One line of a table: what takes the steps, and on how many replicas."""
+
+    name: str
+    replicas: int
+
+    @property
+    def num_programs(self) -> int:
+        """How many processes are started for it; what these start by themselves is not counted."""
+        return self.replicas if self.name in ("limit", *DISTRIBUTED) else 1
+
+    def __str__(self) -> str:
+        return self.name if self.name == "plain" else f"{self.name}, {self.replicas} replicas"
+
+
+def is_installed(name: str) -> bool:
+    """Return whether what a contender needs besides torch is there."""
+    packages = LIBRARIES.get(name)
+    return packages is None or any(importlib.util.find_spec(package) is not None for package in packages)
+
+
+@dataclass
+class Task:
+    """What one process trains: a module, its part of the batch, and how the loss is computed.
+
+    Attributes:
+        options: those of `DataParallel`, as the target gave them.
+        rows: how many rows of the batch it has.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+    criterion: Callable[..., Any] | None
+    options: dict[str, Any] = field(default_factory=dict)
+    rows: int = 0
+
+    @classmethod
+    def of_target(cls, target: str) -> "Task":
+        """Build what `package.module:build` describes. Equal seeds: every process builds the same.
+
+        Raises:
+            TargetError: it cannot be built.
+        """
+        torch.manual_seed(_SEED)
+        with current_folder_first():
+            built = build_arguments(target)
+        for name in ("device_ids", "output_device", "rtol", "atol"):
+            built.pop(name, None)  # of `verify`; here the replicas are on the CPU
+        model, inputs = built.pop("model"), built.pop("inputs")
+        model = model.module if isinstance(model, nn.DataParallel) else model
+        if not isinstance(model, nn.Module):
+            raise TargetError(f"{target} returned a {type(model).__name__} as the model: expected a torch.nn.Module")
+        args = () if isinstance(inputs, dict) else inputs if type(inputs) is tuple else (inputs,)
+        kwargs = inputs if isinstance(inputs, dict) else {}
+        task = cls(model, args, kwargs, built.pop("target", None), built.pop("criterion", None), built)
+        task.rows = _rows_of((args, kwargs), built.get("dim", 0))
+        return task
+
+    def part(self, rank: int, replicas: int) -> "Task":
+        """Return what the program of one replica trains.
+
+        Raises:
+            ValueError: the batch has no rows for it.
+        """
+        devices = ["cpu"] * replicas
+        dim = self.options.get("dim", 0)
+        wrapper = DataParallel(self.model, devices, dim=dim, in_dims=self.options.get("in_dims", ...))
+        args, kwargs = wrapper.scatter(self.args, self.kwargs, devices)
+        if len(args) < replicas:
+            raise ValueError(f"a batch of {self.rows} rows has some for {len(args)} replicas only, not for {replicas}")
+        target = scatter(self.target, devices, dim)[rank]
+        rows = _rows_of((args[rank], kwargs[rank]), dim)
+        return Task(self.model, args[rank], kwargs[rank], target, self.criterion, {}, rows)
+
+    def loss(self, output: Any) -> Tensor:
+        """Return the loss; without a criterion, the mean squares of all floating outputs."""
+        if self.criterion is not None:
+            given = () if self.target is None else (self.target,)
+            return self.criterion(output, *given)  # type: ignore[no-any-return]
+        outputs = [tensor for _, tensor in tensors_in(output) if tensor.is_floating_point()]
+        if not outputs:
+            raise ValueError("the model has no floating output to make a loss of: give a criterion")
+        return torch.stack([tensor.float().square().mean() for tensor in outputs]).sum()
+
+
+def _rows_of(inputs: Any, dim: int) -> int:
+    return next((t.shape[dim] for _, t in tensors_in(inputs) if t.dim() > dim), 0)
+
+
+def take_part_of_cores(contender: Contender, rank: int) -> None:
+    """Give the calling process, which has not computed anything yet, its part of the machine.
+
+    The limit's programs keep to cores of their own, as the workers of engine="processes" do: it is what the machine can
+    do. The others run where the system puts them, as they do for their users.
+    """
+    torch.set_num_threads(max(1, torch.get_num_threads() // contender.num_programs))
+    if contender.name == "limit" and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        each = len(cores) // contender.replicas
+        os.sched_setaffinity(0, cores[rank * each : (rank + 1) * each] or cores)
+
+
+def step_of(contender: Contender, rank: int, task: Task, folder: Path) -> Callable[[], Tensor]:
+    """Set up one program of a contender; return its training step, which returns the loss.
+
+    Args:
+        contender, rank: which program.
+        task: the whole batch.
+        folder: where the programs of a contender find each other.
+    """
+    name, replicas = contender.name, contender.replicas
+    if contender.num_programs > 1:
+        task = task.part(rank, replicas)
+    if name in DISTRIBUTED:
+        _join(rank, replicas, folder)
+    if name in OURS:
+        task.model = DataParallel(task.model, ["cpu"] * replicas, engine=name, **task.options)
+    elif name == "ddp":
+        task.model = nn.parallel.DistributedDataParallel(task.model, gradient_as_bucket_view=True)
+    threads = torch.get_num_threads()
+    optimizer: Any = torch.optim.SGD(task.model.parameters(), lr=_LEARNING_RATE, momentum=_MOMENTUM, foreach=True)
+    backward: Callable[[Tensor], object] = Tensor.backward
+    if name == "accelerate":
+        task.model, optimizer, backward = _with_accelerate(task.model, optimizer)
+    elif name == "fabric":
+        task.model, optimizer, backward = _with_fabric(task.model, optimizer, replicas)
+    torch.set_num_threads(threads)
+
+    def step() -> Tensor:
+        loss = task.loss(task.model(*task.args, **task.kwargs))
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def _join(rank: int, replicas: int, folder: Path) -> None:
+    """Meet the other programs in torch.distributed, with the environment that a launcher would give them."""
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if loopback is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(replicas), LOCAL_WORLD_SIZE=str(replicas),
+        NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0",
+    )  # fmt: skip
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder / 'met'}", rank=rank, world_size=replicas)
+
+
+def _with_accelerate(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any, Callable[[Tensor], object]]:
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
+    return *accelerator.prepare(model, optimizer), accelerator.backward
+
+
+def _with_fabric(model: nn.Module, optimizer: Any, replicas: int) -> tuple[nn.Module, Any, Callable[[Tensor], object]]:
+    package = "lightning_fabric" if importlib.util.find_spec("lightning_fabric") else "lightning.fabric"
+    strategies = importlib.import_module(f"{package}.strategies")
+    strategy = strategies.DDPStrategy(process_group_backend="gloo", gradient_as_bucket_view=True)
+    fabric = importlib.import_module(package).Fabric(accelerator="cpu", devices=replicas, strategy=strategy)
+    fabric.launch()
+    return *fabric.setup(model, optimizer), fabric.backward

@@ -1,0 +1,134 @@
+"""The measurement: contenders take turns, some seconds each, round after round.
+
+First every contender is there alone: it takes three steps, whose losses show whether it computes what the others do,
+and then some more, during which its memory is measured (alone, because pages of torch that all processes share would
+count less the more of them there are). Then all are started and sleep, except for the one whose turn it is. So a change
+of the machine's mood meets all of them, and none takes another's cores. Every turn begins with an untimed step, which
+brings caches back. What comes out are ratios within a round.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+from manyhands.bench import memory
+from manyhands.bench.contenders import Contender
+from manyhands.bench.results import Line, Workload, mean_over_rows
+from manyhands.bench.serving import Taken
+from manyhands.bench.started import ContenderFailedError, Started, close_all
+
+_NUM_CHECKED = 3
+_NUM_MEMORY_STEPS = 3
+_RELATIVE_TOLERANCE = 1e-3
+_LONGEST_WARM_UP = 50
+
+
+class Progress(Protocol):
+    """Is told what happens."""
+
+    def begin(self, what: str, num_parts: int) -> None:
+        """Something with so many parts begins."""
+
+    def part(self, what: str) -> None:
+        """One part ends, of which this can be said."""
+
+
+def measure(
+    name: str, target: str, contenders: Sequence[Contender], rounds: int, seconds: float, progress: Progress
+) -> Workload:
+    """Measure how fast the contenders take training steps on a target.
+
+    Args:
+        name: what the workload is called.
+        target: `package.module:build`.
+        contenders: who takes part.
+        rounds, seconds: how many turns each has, and how long one is, about.
+        progress: is told.
+
+    Returns:
+        A line for each contender, in their order; those that fail have the reason.
+    """
+    workload = Workload(name, [Line(contender.name, contender.replicas) for contender in contenders])
+    lines = dict(zip(contenders, workload.lines, strict=True))
+    progress.begin(f"{name}: losses and memory", len(contenders))
+    step_s: dict[Contender, float] = {}
+    for contender, line in lines.items():
+        try:
+            step_s[contender] = _alone(contender, target, line, workload)
+            progress.part(f"{contender}: loss {line.losses[-1]:.4f}")
+        except ContenderFailedError as failure:
+            line.failure = str(failure)
+            progress.part(f"{contender}: {failure}")
+    _compare_losses(workload)
+    _take_turns(target, {contender: lines[contender] for contender in step_s}, step_s, rounds, seconds, progress, name)
+    return workload
+
+
+def _alone(contender: Contender, target: str, line: Line, workload: Workload) -> float:
+    """Take the first steps of a contender and measure its memory; return the seconds of a step, roughly."""
+    with Started(contender, target) as started:
+        started.wait_until_ready()
+        first = started.ready[0]
+        rows = [ready.rows for ready in started.ready]
+        workload.rows, workload.num_parameters = sum(rows), first.num_parameters
+        workload.has_batch_norm = first.has_batch_norm
+        line.losses = mean_over_rows([taken.losses for taken in started.take(_NUM_CHECKED - 1, 1)], rows)
+        line.memory_bytes = memory.peak(started, _NUM_MEMORY_STEPS)
+        return _slowest(started.take(1, 2)) / 2
+
+
+def _take_turns(
+    target: str,
+    lines: dict[Contender, Line],
+    step_s: dict[Contender, float],
+    rounds: int,
+    seconds: float,
+    progress: Progress,
+    name: str,
+) -> None:
+    started: list[Started] = []
+    patient = False
+    progress.begin(f"{name}: speed", rounds * len(lines))
+    try:
+        for contender in lines:
+            started.append(Started(contender, target))
+        for one in started:
+            one.wait_until_ready()
+            num_warm = min(_LONGEST_WARM_UP, math.ceil(seconds / step_s[one.contender]))
+            step_s[one.contender] = _slowest(one.take(1, num_warm)) / num_warm
+        for number in range(rounds):
+            for one in started if number % 2 == 0 else reversed(started):
+                num_steps = max(1, round(seconds / step_s[one.contender]))
+                took = _slowest(one.take(1, num_steps)) / num_steps
+                lines[one.contender].turns_s.append(took)
+                progress.part(f"round {number + 1}, {one.contender}: {1000 * took:.1f} ms a step")
+        patient = True
+    finally:
+        close_all(started, patient)
+
+
+def _slowest(taken: Sequence[Taken]) -> float:
+    return max(one.seconds for one in taken)
+
+
+def _compare_losses(workload: Workload) -> None:
+    """Say of lines whose losses are not those of the first contender that computes the same.
+
+    With batch norm, what every replica sees by itself is another thing than the whole batch; and after its first step,
+    each program of the limit has a model of its own.
+    """
+    for replicas in workload.replica_counts() or [1]:
+        same = [
+            line for line in workload.lines if line.losses and line.replicas == replicas and line.contender != "plain"
+        ]
+        if not workload.has_batch_norm:
+            same = [line for line in workload.lines if line.losses and line.contender == "plain"] + same
+        reference = next((line for line in same if line.contender != "limit"), None)
+        if reference is None:
+            continue
+        for line in same:
+            count = 1 if line.contender == "limit" else _NUM_CHECKED
+            for number, (own, expected) in enumerate(zip(line.losses[:count], reference.losses, strict=False), 1):
+                if not math.isclose(own, expected, rel_tol=_RELATIVE_TOLERANCE, abs_tol=1e-6):
+                    line.differs = f"loss {own:.6g} in step {number}, where {reference.contender} has {expected:.6g}"
+                    break

@@ -1,0 +1,63 @@
+"""How much memory a contender takes: its processes, and those that they have started, together.
+
+The proportional set size counts a page that several processes share as one page in all, so that memory that workers map
+together is counted once, as it should be. Linux tells it (/proc/*/smaps_rollup). Elsewhere the resident sets are added
+up, which counts shared pages once for each process.
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+from manyhands.bench.started import Started
+
+_SAMPLE_EVERY_S = 0.02
+_PSS = re.compile(rb"^Pss:\s+(\d+) kB", re.MULTILINE)
+
+
+def kind() -> str:
+    """Return what is measured here: PSS or RSS."""
+    return "RSS" if _pss(psutil.Process().pid) is None else "PSS"
+
+
+def peak(started: Started, num_steps: int) -> int:
+    """Return the most bytes that a contender takes during some steps, which are sampled and not timed."""
+    most = 0
+    started.ask(0, num_steps)
+    while True:
+        over = started.answered(_SAMPLE_EVERY_S)
+        most = max(most, total(started.process_ids))
+        if over:
+            started.taken()
+            return most
+
+
+def total(roots: Iterable[int]) -> int:
+    """Return the bytes of these processes and all that they have started."""
+    pids = set(roots)
+    for root in list(pids):
+        try:
+            pids.update(child.pid for child in psutil.Process(root).children(recursive=True))
+        except psutil.NoSuchProcess:
+            continue
+    return sum(map(_bytes_of, pids))
+
+
+def _bytes_of(pid: int) -> int:
+    pss = _pss(pid)
+    if pss is not None:
+        return pss
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
+        return 0
+
+
+def _pss(pid: int) -> int | None:
+    try:
+        found = _PSS.search(Path(f"/proc/{pid}/smaps_rollup").read_bytes())
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None

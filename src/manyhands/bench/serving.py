@@ -1,0 +1,94 @@
+"""One program of a contender, in a process of its own: it takes steps when it is asked to, and sleeps otherwise.
+
+It ends when the connection to the benchmark closes, which also happens when the benchmark is killed.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from manyhands.bench.contenders import Contender, Task, step_of, take_part_of_cores
+from manyhands.freed_memory import keep_freed_memory
+from manyhands.targets import TargetError, said_by
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a process is started for: one program of a contender, on a target."""
+
+    contender: Contender
+    rank: int
+    target: str
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Ready:
+    """It is set up."""
+
+    rows: int
+    num_parameters: int
+    has_batch_norm: bool
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Take steps: the first ones without looking at the clock."""
+
+    num_untimed: int
+    num_timed: int
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a turn gave: the seconds of the timed steps together, and the loss before each of all steps."""
+
+    seconds: float
+    losses: list[float]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What was raised, in one line."""
+
+    reason: str
+
+
+def serve(fd: int) -> None:
+    """Set up the program that comes over the connection, and take its steps until the connection closes."""
+    connection = Connection(fd)
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        try:
+            program: Program = connection.recv()
+            keep_freed_memory()
+            take_part_of_cores(program.contender, program.rank)
+            task = Task.of_target(program.target)
+            ready = Ready(
+                task.rows,
+                sum(parameter.numel() for parameter in task.model.parameters()),
+                any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in task.model.modules()),
+            )
+            step = step_of(program.contender, program.rank, task, program.folder)
+            connection.send(ready)
+            while True:
+                connection.send(_take(step, connection.recv()))
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            raise
+        except TargetError as error:
+            connection.send(Failure(str(error)))
+        except (Exception, SystemExit) as error:  # noqa: BLE001  the caller's model may raise anything
+            connection.send(Failure(said_by(error)))
+
+
+def _take(step: Callable[[], Tensor], turn: Turn) -> Taken:
+    losses = [step() for _ in range(turn.num_untimed)]
+    began = time.perf_counter()
+    losses += [step() for _ in range(turn.num_timed)]
+    seconds = time.perf_counter() - began
+    return Taken(seconds, torch.stack(losses).tolist())
