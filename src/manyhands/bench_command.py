@@ -4,10 +4,14 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from manyhands.bench.contenders import CONTENDERS, OURS, Contender, Task, is_installed
+from manyhands.devices import accelerators
 from manyhands.training.errors import OptionError
+
+if TYPE_CHECKING:
+    from manyhands.bench.results import Results
 
 _DONE = 0
 _FAILED = 1
@@ -101,7 +105,7 @@ def run(given: dict[str, Any]) -> int:
     if target is not None:
         Task.of_target(target)  # what cannot be built is said before anything is started
 
-    from manyhands.bench import machine, memory, one_device, progress, tables
+    from manyhands.bench import machine, memory, one_device, progress
     from manyhands.bench.interleaved import measure
     from manyhands.bench.results import Results
 
@@ -110,9 +114,11 @@ def run(given: dict[str, Any]) -> int:
     settings = {"rounds": rounds, "seconds_per_turn": seconds}
     results = Results(machine.describe(), settings, memory.kind(), [])
     print(f"{machine.in_one_line(results.machine)}; results in {output}", flush=True)
-    takers = _contenders(contenders, counts)
+    if accelerators():
+        print("this machine has accelerators: they are not measured, everything runs on the CPU", flush=True)
     shown = progress.for_stdout()
     try:
+        takers = _contenders(contenders, counts)
         for name, where in [(target, target)] if target else [(n, _ours(n)) for n in names if n in _MODELS]:
             results.workloads.append(measure(name, where, takers, rounds, seconds, shown))
         if not target and _ONE_DEVICE in names:
@@ -122,13 +128,23 @@ def run(given: dict[str, Any]) -> int:
             results.added_replicas = measure("tiny", _ours("tiny"), takers, rounds, seconds, shown)
     finally:
         shown.close()
-    notes = output / "notes.md"
-    text = tables.document(results, [], notes.read_text(encoding="utf-8") if notes.is_file() else "")
-    (output / "results.json").write_text(results.to_json(), encoding="utf-8")
-    (output / "results.md").write_text(text, encoding="utf-8")
-    print(text)
+    _conclude(results, output, advised=target is not None)
     wrong = [line for workload in results.workloads for line in workload.lines if line.failure or line.differs]
     return _FAILED if wrong and target is None else _DONE
+
+
+def _conclude(results: "Results", output: Path, advised: bool) -> None:
+    """Save what was measured, with advice if asked for, and print the tables."""
+    from manyhands.bench import chart, tables
+    from manyhands.bench.advice import advice
+
+    (output / "results.json").write_text(results.to_json(), encoding="utf-8")
+    notes = output / "notes.md"
+    said = [line for w in results.workloads for line in advice(w, results.machine["cores"])] if advised else []
+    text = tables.document(results, said, notes.read_text(encoding="utf-8") if notes.is_file() else "")
+    (output / "results.md").write_text(text, encoding="utf-8")
+    chart.draw(output / "results.png", results)
+    print(f"\n{text}")
 
 
 def _ours(name: str) -> str:

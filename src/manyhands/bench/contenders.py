@@ -145,12 +145,10 @@ def step_of(contender: Contender, rank: int, task: Task, folder: Path) -> Callab
 
     Args:
         contender, rank: which program.
-        task: the whole batch.
+        task: its part of the batch.
         folder: where the programs of a contender find each other.
     """
     name, replicas = contender.name, contender.replicas
-    if contender.num_programs > 1:
-        task = task.part(rank, replicas)
     if name in DISTRIBUTED:
         _join(rank, replicas, folder)
     if name in OURS:

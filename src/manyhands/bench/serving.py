@@ -30,7 +30,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Ready:
-    """It is set up."""
+    """It is set up: how many rows it has of each batch, and what its model is like."""
 
     rows: int
     num_parameters: int
@@ -69,6 +69,8 @@ def serve(fd: int) -> None:
             keep_freed_memory()
             take_part_of_cores(program.contender, program.rank)
             task = Task.of_target(program.target)
+            if program.contender.num_programs > 1:
+                task = task.part(program.rank, program.contender.replicas)
             ready = Ready(
                 task.rows,
                 sum(parameter.numel() for parameter in task.model.parameters()),

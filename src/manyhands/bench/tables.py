@@ -7,6 +7,16 @@ from manyhands.bench.results import Line, Results, Workload
 
 _MIB = 2**20
 
+_HOW = """\
+Training steps on the CPU: forward, loss, backward, SGD with momentum. All contenders of a table have the same batch,
+the same start and the same allocator setting (manyhands.keep_freed_memory), and take turns of about {seconds_per_turn:g} s,
+{rounds} of each, while the others sleep. Times are medians over turns, with the lowest and the highest; ratios of speed
+are medians over rounds. `plain` is the module by itself with all cores. `limit` is one process a replica, with its rows
+of the batch and no communication, so nothing can be faster. `ddp` is torch's DistributedDataParallel over gloo, one
+process a replica, with gradient_as_bucket_view; `accelerate` and `fabric` are Hugging Face Accelerate and Lightning
+Fabric with the same. `threads` and `processes` are manyhands.DataParallel. Memory is the most that all processes of a
+contender take together ({memory_kind})."""
+
 
 def document(results: Results, advice: Sequence[str], notes: str = "") -> str:
     """Return results.md.
@@ -32,18 +42,8 @@ def document(results: Results, advice: Sequence[str], notes: str = "") -> str:
 
 def preface(results: Results) -> str:
     """Return what was measured on what, and how."""
-    return (
-        f"{machine.in_one_line(results.machine)}.\n\n"
-        "Training steps on the CPU: forward, loss, backward, SGD with momentum. All contenders of a table have the same "
-        "batch, the same start and the same allocator setting (manyhands.keep_freed_memory), and take turns of about "
-        f"{results.settings['seconds_per_turn']:g} s, {results.settings['rounds']} of each, while the others sleep. "
-        "Times are medians over turns, with the lowest and the highest; ratios of speed are medians over rounds. "
-        "`plain` is the module by itself with all cores; `limit` is one process a replica, with its rows of the batch "
-        "and no communication, so nothing can be faster; `ddp` is torch's DistributedDataParallel over gloo, one process a "
-        "replica, with gradient_as_bucket_view; `accelerate` and `fabric` are Hugging Face Accelerate and Lightning "
-        f"Fabric with the same; `threads` and `processes` are manyhands.DataParallel. Memory is the most that all "
-        f"processes of a contender take together ({results.memory_kind})."
-    )
+    how = _HOW.format(**results.settings, memory_kind=results.memory_kind)
+    return f"{machine.in_one_line(results.machine)}.\n\n{how}"
 
 
 def speed_tables(workload: Workload, memory_kind: str) -> Iterator[str]:
@@ -63,7 +63,7 @@ def speed_tables(workload: Workload, memory_kind: str) -> Iterator[str]:
         if line.failure:
             yield f"Not measured: {what}: {line.failure}"
         if line.differs:
-            yield f"{what} computes something else: {line.differs}."
+            yield f"The loss of {what} is not that of the others: {line.differs}."
 
 
 def _row(line: Line, workload: Workload, replicas: int) -> list[str]:
