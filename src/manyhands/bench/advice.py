@@ -28,7 +28,7 @@ def advice(workload: Workload, cores: int) -> list[str]:
         said = [*_why_one_device(workload, plain, min(ours, key=lambda line: line.step_s), cores)]
     else:
         said = [*_why_several(workload, plain, chosen, ours)]
-    if workload.has_batch_norm and chosen is not plain:
+    if workload.normalises_shards and chosen is not plain:
         said.append(
             "The model has batch norm: each replica normalises over its own rows, unless it is given "
             "`sync_batch_norm=True`, which costs some of the speed."
@@ -46,8 +46,9 @@ def _why_one_device(workload: Workload, plain: Line, best: Line, cores: int) -> 
         said.append("What replicas could gain at most, the contender `limit` would tell.")
     elif limit.step_s >= (1 - _NOISE) * plain.step_s:
         said.append(
-            f"Even without any communication {limit.replicas} processes take {_ms(limit)} a step: the operations of "
-            "this model keep all cores busy by themselves, and replicas have nothing to add."
+            f"Even without any communication {limit.replicas} processes take {_ms(limit)} a step: either the "
+            "operations of this model keep all cores busy by themselves, or there is so little to compute that fewer "
+            "rows do not make a step shorter; then a larger batch would profit."
         )
     else:
         gain, cost = plain.step_s - limit.step_s, best.step_s - limit.step_s

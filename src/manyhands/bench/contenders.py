@@ -96,6 +96,11 @@ class Task:
         task.rows = _rows_of((args, kwargs), built.get("dim", 0))
         return task
 
+    def normalises_shards(self) -> bool:
+        """Return whether there is batch norm that sees a replica's rows only, so that plain is another thing."""
+        batch_norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        return bool(batch_norms) and not self.options.get("sync_batch_norm", False)
+
     def part(self, rank: int, replicas: int) -> "Task":
         """Return what the program of one replica trains.
 
@@ -110,7 +115,7 @@ class Task:
             raise ValueError(f"a batch of {self.rows} rows has some for {len(args)} replicas only, not for {replicas}")
         target = scatter(self.target, devices, dim)[rank]
         rows = _rows_of((args[rank], kwargs[rank]), dim)
-        return Task(self.model, args[rank], kwargs[rank], target, self.criterion, {}, rows)
+        return Task(self.model, args[rank], kwargs[rank], target, self.criterion, self.options, rows)
 
     def loss(self, output: Any) -> Tensor:
         """Return the loss; without a criterion, the mean squares of all floating outputs."""

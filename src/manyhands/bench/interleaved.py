@@ -7,8 +7,10 @@ of the machine's mood meets all of them, and none takes another's cores. Every t
 brings caches back. What comes out are ratios within a round.
 """
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from manyhands.bench import memory
@@ -49,19 +51,71 @@ def measure(
         A line for each contender, in their order; those that fail have the reason.
     """
     workload = Workload(name, [Line(contender.name, contender.replicas) for contender in contenders])
-    lines = dict(zip(contenders, workload.lines, strict=True))
     progress.begin(f"{name}: losses and memory", len(contenders))
-    step_s: dict[Contender, float] = {}
-    for contender, line in lines.items():
-        try:
-            step_s[contender] = _alone(contender, target, line, workload)
-            progress.part(f"{contender}: loss {line.losses[-1]:.4f}")
-        except ContenderFailedError as failure:
-            line.failure = str(failure)
-            progress.part(f"{contender}: {failure}")
+    runners = []
+    for contender, line in zip(contenders, workload.lines, strict=True):
+        with _failing_alone(line):
+            runners.append(_Runner(contender, line, _alone(contender, target, line, workload)))
+        progress.part(f"{contender}: {line.failure or f'loss {line.losses[-1]:.4f}'}")
     _compare_losses(workload)
-    _take_turns(target, {contender: lines[contender] for contender in step_s}, step_s, rounds, seconds, progress, name)
+    progress.begin(f"{name}: speed", rounds * len(runners))
+    patient = False
+    try:
+        for runner in runners:
+            with _failing_alone(runner.line):
+                runner.start(target)
+        for runner in runners:
+            with _failing_alone(runner.line):
+                runner.warm_up(seconds)
+        for number in range(rounds):
+            for runner in runners if number % 2 == 0 else reversed(runners):
+                with _failing_alone(runner.line):
+                    runner.take_turn(seconds)
+                progress.part(f"round {number + 1}, {runner.contender}: {runner.said()}")
+        patient = True
+    finally:
+        close_all([runner.started for runner in runners if runner.started is not None], patient)
+    for line in workload.lines:
+        if line.failure:
+            line.turns_s = []
     return workload
+
+
+@dataclass
+class _Runner:
+    """A contender that takes turns, unless it has failed."""
+
+    contender: Contender
+    line: Line
+    step_s: float  # roughly
+    started: Started | None = None
+
+    def start(self, target: str) -> None:
+        self.started = Started(self.contender, target)
+
+    def warm_up(self, seconds: float) -> None:
+        """Take steps for about one turn, and learn how long one takes."""
+        if self.started is not None:
+            self.started.wait_until_ready()
+            num_steps = min(_LONGEST_WARM_UP, math.ceil(seconds / self.step_s))
+            self.step_s = _slowest(self.started.take(1, num_steps)) / num_steps
+
+    def take_turn(self, seconds: float) -> None:
+        if self.started is not None and not self.line.failure:
+            num_steps = max(1, round(seconds / self.step_s))
+            self.line.turns_s.append(_slowest(self.started.take(1, num_steps)) / num_steps)
+
+    def said(self) -> str:
+        return self.line.failure or f"{1000 * self.line.turns_s[-1]:.1f} ms a step"
+
+
+@contextlib.contextmanager
+def _failing_alone(line: Line) -> Iterator[None]:
+    """Note in its line that a contender failed, and let the others go on."""
+    try:
+        yield
+    except ContenderFailedError as failure:
+        line.failure = str(failure)
 
 
 def _alone(contender: Contender, target: str, line: Line, workload: Workload) -> float:
@@ -71,40 +125,10 @@ def _alone(contender: Contender, target: str, line: Line, workload: Workload) ->
         first = started.ready[0]
         rows = [ready.rows for ready in started.ready]
         workload.rows, workload.num_parameters = sum(rows), first.num_parameters
-        workload.has_batch_norm = first.has_batch_norm
+        workload.normalises_shards = first.normalises_shards
         line.losses = mean_over_rows([taken.losses for taken in started.take(_NUM_CHECKED - 1, 1)], rows)
         line.memory_bytes = memory.peak(started, _NUM_MEMORY_STEPS)
         return _slowest(started.take(1, 2)) / 2
-
-
-def _take_turns(
-    target: str,
-    lines: dict[Contender, Line],
-    step_s: dict[Contender, float],
-    rounds: int,
-    seconds: float,
-    progress: Progress,
-    name: str,
-) -> None:
-    started: list[Started] = []
-    patient = False
-    progress.begin(f"{name}: speed", rounds * len(lines))
-    try:
-        for contender in lines:
-            started.append(Started(contender, target))
-        for one in started:
-            one.wait_until_ready()
-            num_warm = min(_LONGEST_WARM_UP, math.ceil(seconds / step_s[one.contender]))
-            step_s[one.contender] = _slowest(one.take(1, num_warm)) / num_warm
-        for number in range(rounds):
-            for one in started if number % 2 == 0 else reversed(started):
-                num_steps = max(1, round(seconds / step_s[one.contender]))
-                took = _slowest(one.take(1, num_steps)) / num_steps
-                lines[one.contender].turns_s.append(took)
-                progress.part(f"round {number + 1}, {one.contender}: {1000 * took:.1f} ms a step")
-        patient = True
-    finally:
-        close_all(started, patient)
 
 
 def _slowest(taken: Sequence[Taken]) -> float:
@@ -122,7 +146,7 @@ def _compare_losses(workload: Workload) -> None:
         same = [
             line for line in workload.lines if line.losses and line.replicas == replicas and line.contender != "plain"
         ]
-        if not workload.has_batch_norm:
+        if not workload.normalises_shards:
             same = [line for line in workload.lines if line.losses and line.contender == "plain"] + same
         reference = next((line for line in same if line.contender != "limit"), None)
         if reference is None:

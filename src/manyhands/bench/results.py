@@ -49,13 +49,18 @@ class Line:
 
 @dataclass
 class Workload:
-    """One model and batch, and what every contender did with it."""
+    """One model and batch, and what every contender did with it.
+
+    Attributes:
+        rows, num_parameters: of the batch, and of the model.
+        normalises_shards: whether batch norm sees the rows of one replica only.
+    """
 
     name: str
     lines: list[Line]
     rows: int = 0
     num_parameters: int = 0
-    has_batch_norm: bool = False
+    normalises_shards: bool = False
 
     def line(self, contender: str, replicas: int = 1) -> Line | None:
         """Return the line of a contender, if it was measured; `plain` has one for all numbers of replicas."""

@@ -34,7 +34,7 @@ class Ready:
 
     rows: int
     num_parameters: int
-    has_batch_norm: bool
+    normalises_shards: bool
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def serve(fd: int) -> None:
             ready = Ready(
                 task.rows,
                 sum(parameter.numel() for parameter in task.model.parameters()),
-                any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in task.model.modules()),
+                task.normalises_shards(),
             )
             step = step_of(program.contender, program.rank, task, program.folder)
             connection.send(ready)
