@@ -38,7 +38,8 @@ format: $(READY)  ## let ruff mend and format the code; list the tests in docs/b
 	$(BIN)/ruff format .
 	$(BIN)/python docs/list_tests.py
 
-bench: $(READY)  ## measure, side by side
+bench: $(READY)  ## measure, side by side, on a machine that does nothing else; writes benchmarks/results.md
+	$(BIN)/manyhands bench --output benchmarks
 	$(BIN)/python benchmarks/replicate.py
 	$(BIN)/python benchmarks/memory.py
 

@@ -129,7 +129,8 @@ def run(given: dict[str, Any]) -> int:
     finally:
         shown.close()
     _conclude(results, output, advised=target is not None)
-    wrong = [line for workload in results.workloads for line in workload.lines if line.failure or line.differs]
+    lines = [line for workload in (*results.workloads, results.added_replicas) if workload for line in workload.lines]
+    wrong = any(line.failure or line.differs for line in lines)
     return _FAILED if wrong and target is None else _DONE
 
 
@@ -143,7 +144,8 @@ def _conclude(results: "Results", output: Path, advised: bool) -> None:
     said = [line for w in results.workloads for line in advice(w, results.machine["cores"])] if advised else []
     text = tables.document(results, said, notes.read_text(encoding="utf-8") if notes.is_file() else "")
     (output / "results.md").write_text(text, encoding="utf-8")
-    chart.draw(output / "results.png", results)
+    if results.workloads:
+        chart.draw(output / "results.png", results)
     print(f"\n{text}")
 
 

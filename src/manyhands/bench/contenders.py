@@ -21,7 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.data_parallel import DataParallel
+from manyhands.inputs import Arguments, scattered
 from manyhands.scatter_gather import scatter
+from manyhands.shares import split_rows
 from manyhands.targets import TargetError, build_arguments, current_folder_first
 from manyhands.verification.compare import tensors_in
 
@@ -87,13 +89,13 @@ class Task:
         for name in ("device_ids", "output_device", "rtol", "atol"):
             built.pop(name, None)  # of `verify`; here the replicas are on the CPU
         model, inputs = built.pop("model"), built.pop("inputs")
-        model = model.module if isinstance(model, nn.DataParallel) else model
+        model = model.module if isinstance(model, DataParallel) else model
         if not isinstance(model, nn.Module):
             raise TargetError(f"{target} returned a {type(model).__name__} as the model: expected a torch.nn.Module")
         args = () if isinstance(inputs, dict) else inputs if type(inputs) is tuple else (inputs,)
         kwargs = inputs if isinstance(inputs, dict) else {}
         task = cls(model, args, kwargs, built.pop("target", None), built.pop("criterion", None), built)
-        task.rows = _rows_of((args, kwargs), built.get("dim", 0))
+        task.rows = task._arguments().rows or 0
         return task
 
     def normalises_shards(self) -> bool:
@@ -107,15 +109,18 @@ class Task:
         Raises:
             ValueError: the batch has no rows for it.
         """
-        devices = ["cpu"] * replicas
-        dim = self.options.get("dim", 0)
-        wrapper = DataParallel(self.model, devices, dim=dim, in_dims=self.options.get("in_dims", ...))
-        args, kwargs = wrapper.scatter(self.args, self.kwargs, devices)
-        if len(args) < replicas:
-            raise ValueError(f"a batch of {self.rows} rows has some for {len(args)} replicas only, not for {replicas}")
-        target = scatter(self.target, devices, dim)[rank]
-        rows = _rows_of((args[rank], kwargs[rank]), dim)
-        return Task(self.model, args[rank], kwargs[rank], target, self.criterion, self.options, rows)
+        sizes = split_rows(self.rows, replicas)
+        if not all(sizes):
+            used = sum(map(bool, sizes))
+            raise ValueError(f"a batch of {self.rows} rows has some for {used} replicas only, not for {replicas}")
+        devices = [torch.device("cpu")] * replicas
+        args, kwargs = scattered(self._arguments(), devices, sizes)[rank]
+        target = scatter(self.target, devices, self.options.get("dim", 0))[rank]
+        return Task(self.model, args, kwargs, target, self.criterion, self.options, sizes[rank])
+
+    def _arguments(self) -> Arguments:
+        dim, in_dims = self.options.get("dim", 0), self.options.get("in_dims", ...)
+        return Arguments(self.args, self.kwargs, dim, in_dims, self.model.forward)
 
     def loss(self, output: Any) -> Tensor:
         """Return the loss; without a criterion, the mean squares of all floating outputs."""
@@ -126,10 +131,6 @@ class Task:
         if not outputs:
             raise ValueError("the model has no floating output to make a loss of: give a criterion")
         return torch.stack([tensor.float().square().mean() for tensor in outputs]).sum()
-
-
-def _rows_of(inputs: Any, dim: int) -> int:
-    return next((t.shape[dim] for _, t in tensors_in(inputs) if t.dim() > dim), 0)
 
 
 def take_part_of_cores(contender: Contender, rank: int) -> None:

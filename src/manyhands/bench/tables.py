@@ -26,7 +26,9 @@ def document(results: Results, advice: Sequence[str], notes: str = "") -> str:
         advice: paragraphs that conclude from it.
         notes: what somebody has written about these results, shown at the end.
     """
-    parts = ["# Benchmark", preface(results), "![Speed of each contender](results.png)"]
+    parts = ["# Benchmark", preface(results)]
+    if results.workloads:
+        parts.append("![Speed of each contender](results.png)")
     for workload in results.workloads:
         parts += [f"## {workload.name}", *speed_tables(workload, results.memory_kind)]
     if advice:
@@ -37,6 +39,7 @@ def document(results: Results, advice: Sequence[str], notes: str = "") -> str:
         parts += ["## One device", one_device_table(results)]
     if results.added_replicas is not None:
         parts += ["## Each added replica", added_replicas_table(results.added_replicas)]
+        parts += remarks(results.added_replicas)
     return "\n\n".join([*parts, notes] if notes else parts).rstrip() + "\n"
 
 
@@ -58,6 +61,11 @@ def speed_tables(workload: Workload, memory_kind: str) -> Iterator[str]:
             "of ddp's speed", "of the limit's", f"memory, MiB ({memory_kind})",
         ]  # fmt: skip
         yield table(header, [_row(line, workload, replicas) for line in lines])
+    yield from remarks(workload)
+
+
+def remarks(workload: Workload) -> Iterator[str]:
+    """Yield what there is to say of contenders that failed, or whose losses differ."""
     for line in workload.lines:
         what = line.contender if line.contender == "plain" else f"{line.contender}, {line.replicas} replicas"
         if line.failure:

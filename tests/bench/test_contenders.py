@@ -1,0 +1,131 @@
+"""The contenders take the same training step."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands.bench import contenders, workloads
+from manyhands.bench.contenders import Contender, Task, is_installed, step_of
+from manyhands.bench.results import mean_over_rows
+from manyhands.targets import TargetError
+
+SCRIPT = """\
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 4)
+
+    def forward(self, x, mask, scale=1.0):
+        return self.layer(x) * mask * scale
+
+def build():
+    return {
+        "model": Model(), "inputs": (torch.randn(8, 5), torch.randn(4)), "target": torch.randn(8, 4),
+        "criterion": nn.MSELoss(), "in_dims": (0, None), "device_ids": ["cuda:0"], "rtol": 1.0,
+    }
+
+def by_name():
+    return {"model": Model(), "inputs": {"x": torch.randn(7, 5), "mask": torch.randn(7, 4)}}
+
+def few():
+    return nn.Linear(5, 4), torch.randn(1, 5)
+
+def integers():
+    return nn.Flatten(), torch.ones(4, 5, dtype=torch.long)
+
+def no_model():
+    return 5, torch.randn(1, 5)
+"""
+
+
+@pytest.fixture
+def _script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bench_script.py").write_text(SCRIPT)
+    monkeypatch.delitem(contenders.importlib.sys.modules, "bench_script", raising=False)
+
+
+def losses_of(contender: Contender, target: str, folder: Path, num_steps: int = 3) -> list[float]:
+    """Return the first losses; those of the limit's programs are taken one program after the other."""
+    threads = torch.get_num_threads()
+    losses, rows = [], []
+    try:
+        for rank in range(contender.num_programs):
+            task = Task.of_target(target)
+            if contender.num_programs > 1:
+                task = task.part(rank, contender.replicas)
+            step = step_of(contender, rank, task, folder)
+            losses.append([step().item() for _ in range(num_steps)])
+            rows.append(task.rows)
+    finally:
+        torch.set_num_threads(threads)
+    return mean_over_rows(losses, rows)
+
+
+@pytest.mark.usefixtures("_script")
+@pytest.mark.parametrize("target", ["bench_script:build", "bench_script:by_name", "manyhands.bench.workloads:tiny"])
+def test_the_losses_agree(target: str, tmp_path: Path):
+    """Of ours in every step; of the limit, whose programs learn by themselves, in the first. Uneven rows, too."""
+    plain = losses_of(Contender("plain", 1), target, tmp_path)
+    assert len(set(plain)) == 3  # something is learnt
+    for engine in ("threads", "processes"):
+        assert losses_of(Contender(engine, 2), target, tmp_path) == pytest.approx(plain, rel=1e-5)
+    assert losses_of(Contender("limit", 2), target, tmp_path)[0] == pytest.approx(plain[0], rel=1e-5)
+
+
+@pytest.mark.usefixtures("_script")
+def test_a_part_of_a_batch():
+    task = Task.of_target("bench_script:build")
+    part = task.part(1, 3)
+    assert (task.rows, part.rows) == (8, 3)
+    assert torch.equal(part.args[0], task.args[0][3:6])
+    assert torch.equal(part.args[1], task.args[1])  # the mask is everybody's
+    assert torch.equal(part.target, task.target[3:6])
+
+
+@pytest.mark.usefixtures("_script")
+def test_what_cannot_be_measured():
+    with pytest.raises(ValueError, match="a batch of 1 rows has some for 1 replicas only, not for 2"):
+        Task.of_target("bench_script:few").part(0, 2)
+    task = Task.of_target("bench_script:integers")
+    with pytest.raises(ValueError, match="the model has no floating output"):
+        task.loss(task.model(*task.args))
+    with pytest.raises(TargetError, match=r"returned a int as the model: expected a torch\.nn\.Module"):
+        Task.of_target("bench_script:no_model")
+
+
+def test_whether_replicas_normalise_by_themselves():
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
+    assert Task(model, (), {}, None, None).normalises_shards()
+    assert not Task(model, (), {}, None, None, {"sync_batch_norm": True}).normalises_shards()
+    assert not Task(model[0], (), {}, None, None).normalises_shards()
+
+
+def test_what_is_installed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(contenders.importlib.util, "find_spec", lambda name: name == "lightning" or None)
+    assert [name for name in contenders.CONTENDERS if not is_installed(name)] == ["accelerate"]
+
+
+def test_each_is_as_many_programs_as_its_users_start():
+    assert [Contender(name, 4).num_programs for name in contenders.CONTENDERS] == [1, 4, 4, 4, 4, 1, 1]
+    assert [str(Contender("plain", 1)), str(Contender("ddp", 2))] == ["plain", "ddp, 2 replicas"]
+
+
+def test_the_transformer_predicts_from_what_came_before():
+    model = workloads.Transformer().eval()
+    tokens = torch.randint(model.VOCABULARY, (2, 9))
+    changed = tokens.clone()
+    changed[:, 5:] = 0
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens)[:, :5], model(changed)[:, :5])
+    assert model(tokens).shape == (2, 9, model.VOCABULARY)
+
+
+def test_the_perceptron_has_twenty_million_parameters():
+    count = sum(parameter.numel() for parameter in workloads.mlp()["model"].parameters())
+    assert count == pytest.approx(20e6, rel=0.01)

@@ -1,0 +1,167 @@
+"""The measurement: whose turn it is, what becomes of a contender that fails, and whether the losses agree."""
+
+import os
+import signal
+
+import psutil
+import pytest
+
+from manyhands.bench import interleaved, memory
+from manyhands.bench.contenders import CONTENDERS, Contender, is_installed
+from manyhands.bench.results import Line, Workload
+from manyhands.bench.serving import Ready, Taken
+from manyhands.bench.started import ContenderFailedError, Started
+
+TINY = "manyhands.bench.workloads:tiny"
+
+
+class Silent:
+    """Progress that is kept."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def begin(self, what: str, num_parts: int) -> None:
+        self.said.append(f"{what} {num_parts}")
+
+    def part(self, what: str) -> None:
+        self.said.append(what)
+
+
+class Imagined:
+    """In place of `Started`: takes no time, and may fail in its n-th turn after it was started with the others."""
+
+    turns: list[str]  # of all of them, in order
+    fails_in_turn: dict[str, int]
+
+    def __init__(self, contender: Contender, target: str) -> None:
+        self.contender = contender
+        self.process_ids: list[int] = []
+        self._turn = 0
+        self.closed = False
+
+    def __enter__(self) -> "Imagined":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def wait_until_ready(self) -> None:
+        self.ready = [Ready(8, 100, False)] * self.contender.num_programs
+
+    def take(self, num_untimed: int, num_timed: int) -> list[Taken]:
+        self._turn += 1
+        self.turns.append(f"{self.contender.name} {num_untimed}+{num_timed}")
+        if self._turn == self.fails_in_turn.get(self.contender.name):
+            raise ContenderFailedError("as asked")
+        taken = Taken(0.1 * num_timed, [1.0] * (num_untimed + num_timed))
+        return [taken] * self.contender.num_programs
+
+
+@pytest.fixture
+def imagined(monkeypatch: pytest.MonkeyPatch) -> type[Imagined]:
+    monkeypatch.setattr(Imagined, "turns", [], raising=False)
+    monkeypatch.setattr(Imagined, "fails_in_turn", {}, raising=False)
+    monkeypatch.setattr(interleaved, "Started", Imagined)
+    monkeypatch.setattr(interleaved, "close_all", lambda started, patient: None)
+    monkeypatch.setattr(memory, "peak", lambda started, num_steps: 5)
+    return Imagined
+
+
+THREE = [Contender("plain", 1), Contender("ddp", 2), Contender("threads", 2)]
+
+
+def test_contenders_take_turns(imagined: type[Imagined]):
+    """There and back again, so that nobody always follows the same one."""
+    workload = interleaved.measure("name", TINY, THREE, rounds=2, seconds=0.5, progress=Silent())
+    there = ["plain 1+5", "ddp 1+5", "threads 1+5"]
+    assert imagined.turns[-6:] == [*there, *reversed(there)]
+    assert [line.turns_s for line in workload.lines] == [[pytest.approx(0.1)] * 2] * 3
+    assert (workload.rows, workload.num_parameters, workload.lines[1].memory_bytes) == (
+        8,
+        100,
+        5,
+    ) or workload.rows == 16
+
+
+@pytest.mark.parametrize("turn", [1, 3])
+def test_a_contender_that_fails_does_so_alone(imagined: type[Imagined], turn: int):
+    """When it is there alone, or later, between turns that it has taken."""
+    imagined.fails_in_turn["ddp"] = turn
+    progress = Silent()
+    workload = interleaved.measure("name", TINY, THREE, rounds=3, seconds=0.5, progress=progress)
+    assert [line.failure for line in workload.lines] == ["", "as asked", ""]
+    assert [len(line.turns_s) for line in workload.lines] == [3, 0, 3]
+    assert any("ddp, 2 replicas: as asked" in said for said in progress.said)
+
+
+def compared(*lines: Line, rows: int = 8, normalises_shards: bool = False) -> list[str]:
+    workload = Workload("name", list(lines), rows=rows, normalises_shards=normalises_shards)
+    interleaved._compare_losses(workload)
+    return [line.differs for line in workload.lines]
+
+
+PLAIN = Line("plain", 1, losses=[3.0, 2.0, 1.0])
+
+
+def test_losses_that_differ_are_told():
+    wrong = Line("ddp", 2, losses=[3.0, 2.0, 1.1])
+    right = Line("threads", 2, losses=[3.0, 2.0, 1.00001])
+    assert compared(PLAIN, wrong, right) == ["", "loss 1.1 in step 3, where plain has 1", ""]
+
+
+def test_the_limit_learns_by_itself():
+    limit = Line("limit", 2, losses=[3.0, 2.5, 1.5])
+    assert compared(PLAIN, limit) == ["", ""]
+    limit.losses[0] = 3.1
+    assert compared(PLAIN, limit) == ["", "loss 3.1 in step 1, where plain has 3"]
+
+
+def test_with_batch_norm_plain_is_another_thing():
+    ddp, threads = Line("ddp", 2, losses=[3.5, 2.0, 1.0]), Line("threads", 2, losses=[3.5, 2.0, 1.2])
+    assert compared(PLAIN, ddp, threads, normalises_shards=True) == ["", "", "loss 1.2 in step 3, where ddp has 1"]
+
+
+def test_means_of_means_with_uneven_rows():
+    assert compared(PLAIN, Line("ddp", 2, losses=[3.0, 2.1, 1.1]), rows=7) == ["", ""]
+
+
+# ---- with real processes -------------------------------------------------------------------------
+
+
+def test_programs_take_steps_and_end():
+    with Started(Contender("limit", 2), TINY) as limit:
+        limit.wait_until_ready()
+        assert [ready.rows for ready in limit.ready] == [32, 32]
+        first, second = limit.take(1, 2)
+        assert first.seconds > 0
+        assert len(first.losses) == len(second.losses) == 3
+        assert first.losses[0] != second.losses[0]  # other rows
+        assert memory.peak(limit, 2) > 50 * 2**20
+        processes = [psutil.Process(pid) for pid in limit.process_ids]
+
+        os.kill(limit.process_ids[1], signal.SIGKILL)
+        with pytest.raises(ContenderFailedError, match="its process was ended by SIGKILL"):
+            limit.take(0, 1)
+    assert psutil.wait_procs(processes, timeout=20)[1] == []
+
+
+def test_a_target_that_cannot_be_built():
+    with (
+        Started(Contender("plain", 1), "manyhands.bench.workloads:nothing") as started,
+        pytest.raises(ContenderFailedError, match=r"there is no nothing in manyhands\.bench\.workloads"),
+    ):
+        started.wait_until_ready()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", ["resnet", "mlp", "gpt", "tiny"])
+def test_all_contenders_agree(workload: str):
+    contenders = [Contender(name, 1 if name == "plain" else 2) for name in CONTENDERS if is_installed(name)]
+    measured = interleaved.measure(
+        workload, f"manyhands.bench.workloads:{workload}", contenders, rounds=1, seconds=0.01, progress=Silent()
+    )
+    assert [(line.contender, line.failure, line.differs) for line in measured.lines] == [
+        (contender.name, "", "") for contender in contenders
+    ]
+    assert all(line.memory_bytes > 0 for line in measured.lines)
