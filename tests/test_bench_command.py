@@ -157,28 +157,28 @@ def test_progress_in_lines():
 
 @pytest.mark.slow
 def test_as_a_program():
-    arguments = ["own:build", "--contenders", "plain,ddp,threads", "--rounds", "1", "--seconds-per-turn", "0.01"]
+    arguments = ["own:build", "--contenders", "plain,threads", "--rounds", "1", "--seconds-per-turn", "0.01"]
     done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "One device is fastest here" in done.stdout
     saved = json.loads(Path("runs/bench/results.json").read_text())
-    assert [line["differs"] or line["failure"] for line in saved["workloads"][0]["lines"]] == ["", "", ""]
+    assert [line["differs"] or line["failure"] for line in saved["workloads"][0]["lines"]] == ["", ""]
 
 
 @pytest.mark.slow
 def test_ctrl_c_ends_everything():
     """In the middle of the turns, when all contenders are there."""
-    arguments = ["own:build", "--contenders", "limit,ddp,threads,processes", "--rounds", "100000"]
+    arguments = ["own:build", "--contenders", "ddp,processes", "--rounds", "100000", "--seconds-per-turn", "0.1"]
     with subprocess.Popen(
         [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         for line in process.stdout:
-            if "round 1" in line:
+            if "round " in line:
                 break
         started = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=100)
     assert process.returncode == 130
     assert err == "manyhands bench: error: stopped at once; what had been saved stays\n"
-    assert len(started) >= 6
+    assert len(started) == 5  # two of DDP; ours, its fork server, its worker
     assert psutil.wait_procs(started, timeout=30)[1] == []

@@ -4,6 +4,9 @@ glibc's malloc gives a large block back to the kernel as soon as it is freed, an
 tensor of that size. Each page of a new block is filled with zeros when it is first written, so a training, which frees
 and takes the same sizes in every step, pays for the same pages in every step.
 
+What glibc cannot keep are blocks of more than 64 MiB that a thread other than the first takes: they do not fit into
+such a thread's heaps.
+
 It is a setting of the whole process and cannot be taken back: what malloc did before depends on what it has freed so
 far. Workers of the processes engine follow their caller (`thread_state.ProcessState`).
 """
