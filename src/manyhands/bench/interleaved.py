@@ -20,7 +20,7 @@ from manyhands.bench.serving import Taken
 from manyhands.bench.started import ContenderFailedError, Started, close_all
 
 _NUM_CHECKED = 3
-_NUM_MEMORY_STEPS = 3
+_NUM_MEMORY_STEPS = 2
 _RELATIVE_TOLERANCE = 1e-3
 _LONGEST_WARM_UP = 50
 
@@ -51,13 +51,7 @@ def measure(
         A line for each contender, in their order; those that fail have the reason.
     """
     workload = Workload(name, [Line(contender.name, contender.replicas) for contender in contenders])
-    progress.begin(f"{name}: losses and memory", len(contenders))
-    runners = []
-    for contender, line in zip(contenders, workload.lines, strict=True):
-        with _failing_alone(line):
-            runners.append(_Runner(contender, line, _alone(contender, target, line, workload)))
-        progress.part(f"{contender}: {line.failure or f'loss {line.losses[-1]:.4f}'}")
-    _compare_losses(workload)
+    runners = each_alone(workload, target, contenders, progress)
     progress.begin(f"{name}: speed", rounds * len(runners))
     patient = False
     try:
@@ -82,7 +76,7 @@ def measure(
 
 
 @dataclass
-class _Runner:
+class Runner:
     """A contender that takes turns, unless it has failed."""
 
     contender: Contender
@@ -118,6 +112,21 @@ def _failing_alone(line: Line) -> Iterator[None]:
         line.failure = str(failure)
 
 
+def each_alone(workload: Workload, target: str, contenders: Sequence[Contender], progress: Progress) -> list[Runner]:
+    """Take the first steps of every contender, alone; return those that can, and write into the workload the rest.
+
+    The rest: losses and whether they agree, memory, and what the model and its batch are like.
+    """
+    progress.begin(f"{workload.name}: losses and memory", len(contenders))
+    runners = []
+    for contender, line in zip(contenders, workload.lines, strict=True):
+        with _failing_alone(line):
+            runners.append(Runner(contender, line, _alone(contender, target, line, workload)))
+        progress.part(f"{contender}: {line.failure or f'loss {line.losses[-1]:.4f}'}")
+    _compare_losses(workload)
+    return runners
+
+
 def _alone(contender: Contender, target: str, line: Line, workload: Workload) -> float:
     """Take the first steps of a contender and measure its memory; return the seconds of a step, roughly."""
     with Started(contender, target) as started:
@@ -126,9 +135,10 @@ def _alone(contender: Contender, target: str, line: Line, workload: Workload) ->
         rows = [ready.rows for ready in started.ready]
         workload.rows, workload.num_parameters = sum(rows), first.num_parameters
         workload.normalises_shards = first.normalises_shards
-        line.losses = mean_over_rows([taken.losses for taken in started.take(_NUM_CHECKED - 1, 1)], rows)
+        taken = started.take(_NUM_CHECKED - 1, 1)
+        line.losses = mean_over_rows([one.losses for one in taken], rows)
         line.memory_bytes = memory.peak(started, _NUM_MEMORY_STEPS)
-        return _slowest(started.take(1, 2)) / 2
+        return _slowest(taken)
 
 
 def _slowest(taken: Sequence[Taken]) -> float:
