@@ -4,8 +4,9 @@ glibc's malloc gives a large block back to the kernel as soon as it is freed, an
 tensor of that size. Each page of a new block is filled with zeros when it is first written, so a training, which frees
 and takes the same sizes in every step, pays for the same pages in every step.
 
-What glibc cannot keep are blocks of more than 64 MiB that a thread other than the first takes: they do not fit into
-such a thread's heaps.
+Threads other than the first have heaps of their own, of 64 MiB, and what does not fit into one is given back whatever
+else is set. So all threads are to use the first one's; what it costs that they then wait for each other is too little
+to be seen beside a tensor operation.
 
 It is a setting of the whole process and cannot be taken back: what malloc did before depends on what it has freed so
 far. Workers of the processes engine follow their caller (`thread_state.ProcessState`).
@@ -19,12 +20,11 @@ from typing import cast
 
 # From glibc's malloc.h: what mallopt is to set.
 _TRIM_THRESHOLD = -1  # free bytes at the end of the heap, from which on they go back to the kernel
-_TOP_PAD = -2  # bytes by which the heap grows beyond what is needed; so much is kept by each thread's heaps too
 _MMAP_THRESHOLD = -3  # bytes of a block that is not taken from a heap, but is a mapping of its own
+_ARENA_MAX = -8  # how many sets of heaps there are; threads that have one already keep it
 
 _LARGE = 2**30
 _LARGEST_IN_OLD_GLIBC = 2**25  # up to 2.34, mallopt refuses a threshold above this for blocks of their own
-_PAD = 2**26  # the size of a thread's heap: no heap of a thread is given back; untouched, it takes no memory
 
 _kept = False
 
@@ -48,7 +48,7 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     own_mappings = mallopt(_MMAP_THRESHOLD, _LARGE) or mallopt(_MMAP_THRESHOLD, _LARGEST_IN_OLD_GLIBC)
-    _kept = bool(own_mappings and mallopt(_TRIM_THRESHOLD, _LARGE) and mallopt(_TOP_PAD, _PAD))
+    _kept = bool(own_mappings and mallopt(_TRIM_THRESHOLD, _LARGE) and mallopt(_ARENA_MAX, 1))
     return _kept
 
 
