@@ -51,6 +51,7 @@ LAYERS: list[str | list[str]] = [
     "manyhands.engines.threads",
     "manyhands.engines.shared_memory",
     "manyhands.engines.channel",
+    "manyhands.engines.far_meeting",
     "manyhands.engines.pickling",
     "manyhands.engines.mirror",
     "manyhands.engines.messages",

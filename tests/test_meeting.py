@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from manyhands.meeting import Meeting
+from manyhands.meeting import Meeting, MeetingHere
 from manyhands.workers import run_together
 
 WAIT_S = 15.0
@@ -28,7 +28,7 @@ class Visits:
     """Lets replicas visit one meeting, each in a thread of its own, each after a script."""
 
     def __init__(self, *scripts: Callable[[Meeting, int], Any]) -> None:
-        self.meeting = Meeting(len(scripts))
+        self.meeting = MeetingHere(len(scripts))
         self._scripts = scripts
 
     def __call__(self) -> list[Any]:

@@ -23,7 +23,7 @@ Who waits in backward. It depends on how the replicas' graphs are walked (`Walk`
 
 Equal calls give equal bits: statistics and gradients are put together in replica order.
 
-Assumes that the replicas of a pass run at the same time, each in a thread of its own.
+Assumes that the replicas of a pass run at the same time, each in a thread or a process of its own.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ from torch.overrides import TorchFunctionMode
 from manyhands import devices as _devices
 from manyhands import torch_private
 from manyhands.errors import say_once
-from manyhands.meeting import Meeting, Met
+from manyhands.meeting import Meeting, MeetingHere, Met
 from manyhands.moments import Statistics
 from manyhands.workers import inside_replica
 
@@ -104,12 +104,19 @@ class BatchNormOverReplicas:
     """Makes the batch norms of some replicas see the rows of all of them.
 
     Args:
-        replicas: the replicas of one forward.
+        replicas: the replicas of one forward; None for each that runs in another process.
         walk: how their graphs will be walked backward.
+        new_meeting: makes the meeting of so many replicas for one pass, in this process's view.
     """
 
-    def __init__(self, replicas: Sequence[Callable[..., Any]], walk: Walk) -> None:
+    def __init__(
+        self,
+        replicas: Sequence[Callable[..., Any] | None],
+        walk: Walk,
+        new_meeting: Callable[[int], Meeting] = MeetingHere,
+    ) -> None:
         self.walk = walk
+        self._new_meeting = new_meeting
         self.identity = object()  # what the graphs know this by; if they held this, they would hold the replicas
         self.num_replicas = len(replicas)
         self._replicas = replicas
@@ -123,7 +130,7 @@ class BatchNormOverReplicas:
 
     def begin(self) -> Callable[[int], AbstractContextManager[None]]:
         """Begin a pass over all replicas, forward or (`Walk.APART`) backward; return what surrounds replica i in it."""
-        meeting = Meeting(self.num_replicas) if not inside_replica() else None
+        meeting = self._new_meeting(self.num_replicas) if not inside_replica() else None
         tracked = torch.is_grad_enabled()
         return lambda index: self._taking_part(meeting, index, tracked)
 

@@ -133,11 +133,6 @@ class DataParallel(nn.DataParallel[Any]):
         check_dims(out_dims, "out_dims")
         if not isinstance(engine, str) or engine not in _ENGINES:
             raise ValueError(f"engine={engine!r}: expected one of {list(_ENGINES)}")
-        if engine == "processes" and sync_batch_norm:
-            raise ValueError(
-                'sync_batch_norm=True with engine="processes": replicas in other processes cannot meet yet. Use '
-                'engine="threads".'
-            )
         if engine == "processes" and any(device.type != "cpu" for device in _devices.resolve(device_ids)):
             raise ValueError(f'engine="processes" runs replicas on the CPU only: got device_ids={device_ids!r}')
         if output_device is not None and not isinstance(output_device, int | str | torch.device):

@@ -1,4 +1,8 @@
-"""Meetings: replicas that run at the same time, each in a thread of its own, exchange values.
+"""Meetings: replicas that run at the same time exchange values.
+
+Who waits for whom, and who is released when, is decided in one place, `MeetingHere`. Its replicas run in threads of
+this process, or in other processes, whose messages bring what they come with; `Meeting` is what a replica sees of it,
+wherever it runs.
 
 Guarantees
     - Everybody who comes to an exchange gets what everybody gave, in replica order.
@@ -9,13 +13,14 @@ Guarantees
 Assumes that every replica leaves, however it ends, and that the replicas do run at the same time.
 """
 
+import abc
 import itertools
 import math
 import threading
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 _WAKE_S = 0.1  # a waiting replica looks this often for Ctrl-C, which cannot always wake it
 
@@ -38,40 +43,33 @@ class Met:
     number: int
 
 
-@dataclass
-class _Table:
-    """Where replicas wait until all of `among` that can still come have come.
-
-    If all replicas wait, each at another table, the one of the lowest rank is closed first; of equal ones, that of the
-    replica with the fewest exchanges behind it.
-    """
-
-    among: frozenset[int]
-    rank: tuple[int, float]
-    values: dict[int, Any] = field(default_factory=dict)
-    met: Met | None = None
-
-
-class Meeting:
-    """Where the replicas 0 to `num_replicas` - 1 exchange values while they run.
+class Visit(NamedTuple):
+    """What a replica comes to a meeting with.
 
     Attributes:
-        failed: whether some replica has left with an exception.
+        name: what the exchange is called.
+        value: what the replica gives.
+        among: who takes part in it; None: everybody.
+        rank: if all replicas wait, each at another exchange, that of the lowest rank goes on first; of equal ones, that
+            of the replica with the fewest exchanges behind it.
     """
 
-    def __init__(self, num_replicas: int) -> None:
-        self.failed = False
-        self._condition = threading.Condition()
-        self._all = frozenset(range(num_replicas))
-        self._present = set(self._all)
-        self._tables: dict[tuple[Hashable, int], _Table] = {}
-        self._answered_without_all: set[tuple[Hashable, int]] = set()
-        self._num_calls: Counter[Hashable] = Counter()  # of each replica, and of each replica under each name
+    name: Hashable
+    value: Any
+    among: frozenset[int] | None
+    rank: tuple[int, float]
 
-    @property
-    def is_over(self) -> bool:
-        """Whether everybody has left."""
-        return not self._present
+
+class Meeting(abc.ABC):
+    """Where replicas exchange values while they run.
+
+    Attributes:
+        failed: whether some replica is known to have left with an exception.
+        is_over: whether everybody is known to have left.
+    """
+
+    failed = False
+    is_over = False
 
     def exchange(self, index: int, name: str, value: Any, place: float = math.inf) -> Met:
         """Give replica `index`'s value under a name; wait for the others' and return them all.
@@ -83,7 +81,9 @@ class Meeting:
             place: that of the name in the order in which replicas are likely to come to the names. It decides who
                 goes on first where all wait, each elsewhere.
         """
-        return self._exchange(index, name, value, _Table(self._all, rank=(0, place)))
+        met = self.visit(index, Visit(name, value, among=None, rank=(0, place)))
+        assert met is not None
+        return met
 
     def answer(self, index: int, number: int, among: frozenset[int], value: Any) -> Met:
         """Exchange values again among replicas that took part in exchange `number`, of this meeting or of another.
@@ -92,27 +92,78 @@ class Meeting:
             RuntimeError: the others could not wait for this replica, and have gone on without it.
         """
         # Backward comes to what was exchanged in forward in reverse: to the latest first.
-        return self._exchange(index, number, value, _Table(among, rank=(1, -number)))
+        met = self.visit(index, Visit(number, value, among, rank=(1, -number)))
+        if met is None:
+            raise RuntimeError(_TOO_LATE)
+        return met
 
+    @abc.abstractmethod
+    def visit(self, index: int, visit: Visit) -> Met | None:
+        """Wait for the others; return what the exchange came to, None if they could not wait for an answer."""
+
+    @abc.abstractmethod
     def leave(self, index: int, *, failed: bool) -> None:
         """Be waited for no longer."""
+
+
+@dataclass
+class _Table:
+    """Where replicas wait until all of `among` that can still come have come: what they gave, and whom to tell."""
+
+    among: frozenset[int]
+    rank: tuple[int, float]
+    values: dict[int, Any] = field(default_factory=dict)
+    tell: list[Callable[[Met], None]] = field(default_factory=list)
+
+
+class MeetingHere(Meeting):
+    """A meeting of the replicas 0 to `num_replicas` - 1 that is held in this process.
+
+    Args:
+        num_replicas: how many meet.
+        serve: what a replica of this process does while it waits, until what it is given returns True: to take in those
+            who come from other processes. None: it sleeps until another thread wakes it.
+    """
+
+    def __init__(self, num_replicas: int, serve: Callable[[Callable[[], bool]], None] | None = None) -> None:
+        self._serve = serve
+        self._condition = threading.Condition()
+        self._all = frozenset(range(num_replicas))
+        self._present = set(self._all)
+        self._tables: dict[tuple[Hashable, int], _Table] = {}
+        self._answered_without_all: set[tuple[Hashable, int]] = set()
+        self._num_calls: Counter[Hashable] = Counter()  # of each replica, and of each replica under each name
+
+    def visit(self, index: int, visit: Visit) -> Met | None:
+        mets: list[Met | None] = []
+        with self._condition:
+            self.come(index, visit, mets.append)
+            while not mets:
+                if self._serve is not None:
+                    self._serve(lambda: bool(mets))
+                else:
+                    self._condition.wait(_WAKE_S)
+        return mets[0]
+
+    def come(self, index: int, visit: Visit, tell: Callable[[Met | None], None]) -> None:
+        """Give what a replica comes with; `tell` is called with what `visit` would return, now or when it is known."""
+        with self._condition:
+            self._num_calls.update([index, (index, visit.name)])
+            key = (visit.name, self._num_calls[index, visit.name])
+            if key in self._answered_without_all:
+                tell(None)
+                return
+            table = self._tables.setdefault(key, _Table(visit.among or self._all, visit.rank))
+            table.values[index] = visit.value
+            table.tell.append(tell)
+            self._close_tables()
+
+    def leave(self, index: int, *, failed: bool) -> None:
         with self._condition:
             self.failed |= failed
             self._present.discard(index)
+            self.is_over = not self._present
             self._close_tables()
-
-    def _exchange(self, index: int, name: Hashable, value: Any, new: _Table) -> Met:
-        with self._condition:
-            self._num_calls.update([index, (index, name)])
-            key = (name, self._num_calls[index, name])
-            if key in self._answered_without_all:
-                raise RuntimeError(_TOO_LATE)
-            table = self._tables.setdefault(key, new)
-            table.values[index] = value
-            self._close_tables()
-            while table.met is None:
-                self._condition.wait(_WAKE_S)
-            return table.met
 
     def _close_tables(self) -> None:
         """Let everybody go on who need not wait any more."""
@@ -126,7 +177,9 @@ class Meeting:
                 self._answered_without_all.update(key for key in full if not isinstance(key[0], str))
             for key in full:
                 table = self._tables.pop(key)
-                table.met = Met(dict(sorted(table.values.items())), next(_numbers))
+                met = Met(dict(sorted(table.values.items())), next(_numbers))
+                for tell in table.tell:
+                    tell(met)
             self._condition.notify_all()
 
     def _rank(self, key: tuple[Hashable, int]) -> tuple[tuple[int, float], int, int]:

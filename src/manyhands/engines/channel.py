@@ -13,7 +13,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 _HEADER = struct.Struct("<QB")  # how many bytes follow; whether this frame carries only file descriptors
 _MOST_FDS = 200  # in one frame; Linux takes 253
@@ -106,18 +106,27 @@ class Channel:
         return self._socket.detach()
 
 
-def ready(channels: Sequence[Channel], spin_s: float) -> Iterator[Channel]:
-    """Yield each channel once, as soon as it has something to receive (its end counts)."""
+def ready(channels: Collection[Channel], spin_s: float) -> Iterator[Channel]:
+    """Yield channels that have something to receive (their end counts), as soon and as often as they have.
+
+    Args:
+        channels: those that are waited for. Who has been given a channel receives from it, and takes it out of there
+            if no more is to come; when none is left, this ends.
+        spin_s: for so long it looks without sleeping, each time.
+    """
     poll = select.poll()
-    waiting = {channel.fileno(): channel for channel in channels}
-    for fd in waiting:
+    by_fd = {channel.fileno(): channel for channel in channels}
+    for fd in by_fd:
         poll.register(fd, select.POLLIN)
     until = time.perf_counter() + spin_s
-    while waiting:
+    while by_fd:
         found = poll.poll(0)
         if not found and time.perf_counter() < until:
             os.sched_yield()
             continue
         for fd, _ in found or poll.poll(_WAKE_S * 1000):
-            poll.unregister(fd)
-            yield waiting.pop(fd)
+            yield by_fd[fd]
+            if by_fd[fd] not in channels:
+                poll.unregister(fd)
+                del by_fd[fd]
+            until = time.perf_counter() + spin_s

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from manyhands import torch_private
+from manyhands.engines.base import one_pass
 from manyhands.engines.boundary import Edge, Graphs, take_grad
 from manyhands.engines.messages import Answer, Backward, Failed, Sent, sent
 from manyhands.engines.mirror import Mirror
@@ -162,6 +163,7 @@ class Divided(Graphs):
             shared_leaves=self.shared_leaves,
             keep=True,
             keep_alive=self.keep_alive,
+            begin_walk=self.begin_walk,
             team=self.team,
             turns=self.turns,
             mirror=self.mirror,
@@ -249,8 +251,8 @@ class Divided(Graphs):
         self, walk_own: Callable[[], list[torch.Tensor | None]], streams: SeededStreams
     ) -> tuple[list[torch.Tensor | None], dict[int, Answer]]:
         """Walk the first replica's graph, and wait for the workers; raise what one of them raised."""
-        with streams:
-            outcomes: list[Outcome[Any]] = [*run_together([walk_own], [_CPU])]
+        with streams, one_pass(self.begin_walk) as surroundings:
+            outcomes: list[Outcome[Any]] = [*run_together([walk_own], [_CPU], surroundings)]
             try:
                 answers = self.team.answers(self.where)
                 streams.others_drew = any(answer.drew for answer in answers.values())

@@ -1,5 +1,7 @@
 """What the caller and a worker process say to each other. Each message is answered once.
 
+Before its answer a worker may come to the meetings of the replicas' batch norms, any number of times (far_meeting.py).
+
 Tensors in messages are places in the sender's outbox. Leaves are named by numbers that both sides know: the module's
 tensor n is n, the k-th tensor of a call that needs a gradient is ~k.
 """
@@ -64,6 +66,7 @@ class Forward(Message):
     Attributes:
         shard: the replica's positional and keyword inputs, pickled.
         num_threads: intra-op threads.
+        seat: where batch norm is over all replicas: which of them this is, and of how many.
     """
 
     graph: int
@@ -72,6 +75,7 @@ class Forward(Message):
     shard: bytes
     num_threads: int
     where: str
+    seat: tuple[int, int] | None
 
 
 @dataclass(slots=True)

@@ -28,7 +28,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.engines.base import Call, Engine, ReplicaTiming, called
+from manyhands.batch_norm import BatchNormOverReplicas, Walk
+from manyhands.engines.base import Call, Engine, ReplicaTiming, called, one_pass
 from manyhands.engines.boundary import Alias, Boundary, Edge
 from manyhands.engines.divided import Divided, warn
 from manyhands.engines.messages import Forward, Sent, sent
@@ -89,6 +90,9 @@ class ProcessesEngine(Engine):
             objects = self._send(graphs, blueprint, call, inputs, num_threads, streams.seeds)
             stamp = Stamp(blueprint, call.source, call.devices[0], True, tracked)
             graphs.keep_alive = stamp
+            if call.sync_batch_norm:
+                replicas = [stamp.replica, *[None] * (len(where) - 1)]
+                graphs.begin_walk = [BatchNormOverReplicas(replicas, Walk.APART, team.meet).one_pass]
 
             def run() -> Any:
                 started = time.perf_counter()
@@ -97,8 +101,8 @@ class ProcessesEngine(Engine):
                 timings[0].forward_s = time.perf_counter() - started
                 return output
 
-            with streams:
-                outcomes = run_together([run], call.devices[:1])
+            with streams, one_pass(graphs.begin_walk) as surroundings:
+                outcomes = run_together([run], call.devices[:1], surroundings)
                 try:
                     self._mirror.settle()
                     answers = team.answers(where)
@@ -170,6 +174,7 @@ class ProcessesEngine(Engine):
                 seed=seeds[i + 1],
                 num_threads=num_threads,
                 where=graphs.where[i + 1],
+                seat=(i + 1, num_workers + 1) if call.sync_batch_norm else None,
             )
             team.ask(i, message, mirror.segments, state, graphs.where[i + 1])
         return objects

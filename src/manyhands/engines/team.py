@@ -16,14 +16,16 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from manyhands import cores
 from manyhands.engines.channel import Channel, ChannelClosedError, ready
+from manyhands.engines.far_meeting import packed
 from manyhands.engines.messages import Answer, Message
 from manyhands.engines.shared_memory import Outbox, Segment
+from manyhands.meeting import MeetingHere, Met, Visit
 from manyhands.thread_state import ProcessState
 
 _SPIN_S = 0.0005
@@ -156,12 +158,20 @@ class Member:
         self.channel.send(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL), [segment.fd for segment in new])
         self.known.update(segment.number for segment in new)
 
-    def receive(self) -> Answer:
+    def receive(self) -> Answer | Visit:
+        """Return the next that it says: its answer, or what it comes to the meeting with."""
         body, fds = self.channel.receive()
-        answer: Answer = pickle.loads(body)
+        answer: Answer | Visit = pickle.loads(body)
+        if isinstance(answer, Visit):
+            return answer
         for (number, num_bytes), fd in zip(answer.segments, fds, strict=True):
             self.inbox = {number: Segment(fd, num_bytes, number)}  # the worker writes into its newest only
         return answer
+
+    def tell(self, met: Met | None, failed: bool) -> None:
+        """Send what the exchange at which the worker waits came to, and whether a replica has failed."""
+        with contextlib.suppress(ChannelClosedError):  # it has died: seen by whoever receives from it
+            self.channel.send(packed((met, failed)))
 
 
 class Turns:
@@ -204,6 +214,9 @@ class Team:
         self.num_told = 0
         self.members: list[Member] = []
         self._awaited: set[int] = set()
+        self._lost: set[int] = set()  # those of them whose channel has closed
+        self._answers: dict[int, Answer] = {}  # of those that were asked and are not awaited any more
+        self._meeting: MeetingHere | None = None
         parts = cores.divided(num_workers + 1)
         _teams.add(self)
         for i in range(num_workers):
@@ -236,6 +249,19 @@ class Team:
             if self._awaited:
                 self.end()
             raise
+        finally:
+            self._answers, self._meeting = {}, None
+
+    def meet(self, num_replicas: int) -> MeetingHere:
+        """Open the meeting of the caller's replica and of the workers that have been asked; return it.
+
+        Workers are served while the caller's replica waits at the meeting, and in `answers`. That is early enough: no
+        exchange is complete before every replica that takes part in it has come or left.
+        """
+        self._meeting = MeetingHere(num_replicas, self._receive)
+        for index in set(range(num_replicas - 1)) - self._awaited:
+            self._meeting.leave(index + 1, failed=False)
+        return self._meeting
 
     def answers(self, where: Sequence[str]) -> dict[int, Answer]:
         """Wait for the answers of the workers that were asked; return them by index.
@@ -245,19 +271,42 @@ class Team:
         Raises:
             WorkerDiedError: one has died. The team is ended.
         """
-        by_channel = {self.members[i].channel: i for i in self._awaited}
-        answers: dict[int, Answer] = {}
-        for channel in ready(list(by_channel), _SPIN_S):
-            i = by_channel[channel]
-            try:
-                answers[i] = self.members[i].receive()
-            except ChannelClosedError:
-                raise self.died(i, where[i + 1]) from None
-            self._awaited.remove(i)
-            error = answers[i].error
-            if error is not None and error.stops:
-                return {i: answers[i]}
-        return answers
+        self._receive(lambda: bool(self._lost) or any(map(_stops, self._answers.values())))
+        if self._lost:
+            index = min(self._lost)
+            raise self.died(index, where[index + 1])
+        answers, self._answers = self._answers, {}
+        return dict([item for item in answers.items() if _stops(item[1])][:1]) or answers
+
+    def _receive(self, enough: Callable[[], bool]) -> None:
+        """Receive what workers send until all that are awaited have answered, or it is `enough`."""
+        if enough():
+            return
+        index_of = {self.members[i].channel: i for i in self._awaited - self._lost}
+        for channel in ready(index_of, _SPIN_S):
+            self._receive_from(index_of[channel])
+            if index_of[channel] not in self._awaited - self._lost:
+                del index_of[channel]
+            if enough():
+                return
+
+    def _receive_from(self, index: int) -> None:
+        member, meeting = self.members[index], self._meeting
+        try:
+            received = member.receive()
+        except ChannelClosedError:
+            self._lost.add(index)
+            failed = True
+        else:
+            if isinstance(received, Visit):
+                assert meeting is not None
+                meeting.come(index + 1, received, lambda met: member.tell(met, meeting.failed))
+                return
+            self._awaited.remove(index)
+            self._answers[index] = received
+            failed = received.error is not None
+        if meeting is not None:
+            meeting.leave(index + 1, failed=failed)
 
     def died(self, index: int, where: str) -> WorkerDiedError:
         """End the team, one of whose workers has died; return the error that says how."""
@@ -292,6 +341,11 @@ class Team:
 @functools.lru_cache(maxsize=8)
 def _pickled(state: ProcessState) -> bytes:
     return pickle.dumps(state, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def _stops(answer: Answer) -> bool:
+    """Return whether an answer is to reach the caller at once."""
+    return answer.error is not None and answer.error.stops
 
 
 def _how_it_ended(status: int | None) -> str:

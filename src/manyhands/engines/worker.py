@@ -28,15 +28,18 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from manyhands import cores, torch_private
+from manyhands.batch_norm import BatchNormOverReplicas, Walk
 from manyhands.engines.base import called
 from manyhands.engines.channel import Channel, ChannelClosedError
+from manyhands.engines.far_meeting import MeetingElsewhere
 from manyhands.engines.messages import Answer, Backward, Failed, Forward, Message, Sent, sent
 from manyhands.engines.mirror import GONE, Described, Update
 from manyhands.engines.pickling import classes_by_value, dumps, loads
@@ -47,6 +50,8 @@ from manyhands.outputs import Group
 from manyhands.replicate import Blueprint
 from manyhands.thread_state import ProcessState
 from manyhands.workers import run_together
+
+Around: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 _CPU = torch.device("cpu")
 _SPIN_S = 0.0002
@@ -109,11 +114,12 @@ class Module:
 
 @dataclass(slots=True)
 class Graph:
-    """A replica's graph: where it begins, where it ends, and what must not go before it."""
+    """A replica's graph: where it begins, where it ends, what must not go before it, what surrounds a walk of it."""
 
     leaves: dict[int, torch.Tensor]
     outputs: list[torch.Tensor]
     keep_alive: Any = None
+    around: Around = nullcontext
 
 
 class Worker:
@@ -205,12 +211,13 @@ class Worker:
         with self._state.thread.applied():
             stamp, leaves = module.stamp(tracked)
             call = [self._shard(message, leaves)]
+            around = self._around(message, stamp)
 
             def run() -> Any:
                 args, kwargs = call.pop()
                 return called(stamp.replica, message.method)(*args, **kwargs)
 
-            output = _run(run)
+            output = _run(run, around)
         outputs: list[torch.Tensor] = []
         numbers: dict[int, Sent] = {}
 
@@ -226,9 +233,19 @@ class Worker:
         if not tracked:
             return
         self._look_for_strangers(message, outputs, leaves)
-        self._graphs[message.graph] = Graph(leaves, outputs, stamp)
+        self._graphs[message.graph] = Graph(leaves, outputs, stamp, around)
         if any(leaf.grad is not None for leaf in leaves.values()):  # forward has called backward
             self._take_gradients(leaves, answer)
+
+    def _around(self, message: Forward, stamp: Stamp) -> Around:
+        """Return what surrounds the replica in each pass: batch norm over all replicas, or nothing."""
+        if message.seat is None:
+            return nullcontext
+        index, num_replicas = message.seat
+        replicas = [stamp.replica if i == index else None for i in range(num_replicas)]
+        channel = self._channel
+        batch_norm = BatchNormOverReplicas(replicas, Walk.APART, lambda _: MeetingElsewhere(channel))
+        return lambda: batch_norm.begin()(index)
 
     def _look_for_strangers(
         self, message: Forward, outputs: list[torch.Tensor], leaves: dict[int, torch.Tensor]
@@ -278,12 +295,12 @@ class Worker:
         if message.derive is None:
             if not message.keep:
                 del self._graphs[message.graph]
-            leaves = graph.leaves
+            leaves, around = graph.leaves, graph.around
             grads = [grad for _, grad, _ in received]
             del graph, received
             with self._state.thread.applied():
-                _run(lambda: torch.autograd.backward(ends, grads, retain_graph=message.keep))
-            del ends, grads
+                _run(lambda: torch.autograd.backward(ends, grads, retain_graph=message.keep), around)
+            del ends, grads, around
             self._take_gradients(leaves, answer)
             return
         leaves = dict(graph.leaves)
@@ -298,7 +315,7 @@ class Worker:
             results.extend(torch.autograd.grad(ends, inputs, grads, create_graph=True, allow_unused=True))
 
         with self._state.thread.applied(), torch.enable_grad():
-            _run(differentiate)
+            _run(differentiate, graph.around)
         outputs: list[torch.Tensor] = []
         for key, result in zip(keys, results, strict=True):
             if result is not None:
@@ -307,7 +324,7 @@ class Worker:
                     (key, standing._replace(output=len(outputs), requires_grad=result.requires_grad))
                 )
                 outputs.append(result)
-        self._graphs[message.derive] = Graph(leaves, outputs, graph.keep_alive)
+        self._graphs[message.derive] = Graph(leaves, outputs, graph.keep_alive, graph.around)
 
     def _take_gradients(self, leaves: dict[int, torch.Tensor], answer: Answer) -> None:
         """Write the leaves' gradients to their places, or into the outbox, and take them away."""
@@ -349,9 +366,9 @@ class Worker:
         return Failed(None, text, where, notes, not isinstance(error, Exception))
 
 
-def _run(task: Callable[[], Any]) -> Any:
-    """Run a task as a replica does; raise what it raises."""
-    (outcome,) = run_together([task], [_CPU])
+def _run(task: Callable[[], Any], around: Around) -> Any:
+    """Run a task as a replica does, surrounded; raise what it raises."""
+    (outcome,) = run_together([task], [_CPU], lambda _: around())
     try:
         if outcome.error is not None:
             raise outcome.error
