@@ -1,7 +1,7 @@
-"""Batch norm over all replicas: what is taken over, and the ways of running replicas that share one graph.
+"""Batch norm over all replicas: what is taken over, and the ways of running replicas.
 
-What every engine must do is in test_engines.py. Here are the plain composition (a verb is overridden) and accelerators,
-where one call walks all graphs backward; simulated devices stand in for these.
+What every engine must do is in test_engines.py. Here are also the plain composition (a verb is overridden) and
+accelerators, where the replicas share one graph and one call walks it backward; simulated devices stand in for these.
 """
 
 import contextlib
@@ -17,11 +17,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from manyhands import DataParallel, devices
-from manyhands.batch_norm import BatchNormOverReplicas, Walk, inside_synchronised_replica
-from manyhands.workers import run_together
+from manyhands.batch_norm import inside_synchronised_replica
 
 WAIT_S = 15.0
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -56,35 +54,52 @@ def in_time(function: Callable[[], Any]) -> Any:
 # ---- what is taken over --------------------------------------------------------------------------
 
 
-def over_replicas(*functions: Callable[[], Any]) -> list[Any]:
-    """Run functions as if each were a replica."""
-    surroundings = BatchNormOverReplicas(functions, Walk.APART).begin()
-    outcomes = in_time(lambda: run_together(functions, [CPU] * len(functions), surroundings))
-    for outcome in outcomes:
-        if outcome.error is not None:
-            raise outcome.error
-    return [outcome.value for outcome in outcomes]
+class Calls(nn.Module):
+    """Calls a function on its rows, with a batch norm of its own that the function may use."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function, self.norm = function, nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(x, self.norm)
 
 
-def test_only_batch_statistics_are_taken_over() -> None:
+@pytest.fixture(params=["threads", "processes"])
+def over_replicas(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
+    """Call a function as a replica's forward, on the rows of each of two replicas; return what is gathered."""
+    models = []
+
+    def call(function: Callable[..., Any], x: torch.Tensor) -> Any:
+        models.append(DataParallel(Calls(function), ["cpu"] * 2, engine=request.param, sync_batch_norm=True))
+        return in_time(lambda: models[-1](x))
+
+    yield call
+    for model in models:
+        model.close()
+
+
+OverReplicas = Callable[..., Any]
+ROWS = torch.zeros(4, 3)
+
+
+def test_only_batch_statistics_are_taken_over(over_replicas: OverReplicas) -> None:
     x, mean, var = torch.randn(6, 3), torch.randn(3), torch.rand(3)
-    shards = x.tensor_split(2)
 
-    def with_batch_statistics(shard: torch.Tensor) -> Callable[[], torch.Tensor]:
-        return lambda: F.batch_norm(shard, None, None, training=True)
+    def with_batch_statistics(x: torch.Tensor, _: nn.Module) -> torch.Tensor:
+        return F.batch_norm(x, None, None, training=True)
 
-    def with_given_statistics(shard: torch.Tensor) -> Callable[[], torch.Tensor]:
-        return lambda: F.batch_norm(shard, mean, var) + F.layer_norm(shard, (3,))
+    def with_given_statistics(x: torch.Tensor, _: nn.Module) -> torch.Tensor:
+        return F.batch_norm(x, mean, var) + F.layer_norm(x, (3,))
 
-    whole = torch.cat(over_replicas(*map(with_batch_statistics, shards)))
-    torch.testing.assert_close(whole, F.batch_norm(x, None, None, training=True), rtol=1e-12, atol=1e-12)
-    given = torch.cat(over_replicas(*map(with_given_statistics, shards)))
-    torch.testing.assert_close(given, with_given_statistics(x)(), rtol=1e-12, atol=1e-12)
+    for function in (with_batch_statistics, with_given_statistics):
+        whole = over_replicas(function, x)
+        torch.testing.assert_close(whole, function(x, nn.Identity()), rtol=1e-12, atol=1e-12)
 
 
-def test_a_thread_is_a_synchronised_replica_while_it_runs_one() -> None:
+def test_a_replica_knows_that_it_is_synchronised(over_replicas: OverReplicas) -> None:
     assert not inside_synchronised_replica()
-    assert over_replicas(inside_synchronised_replica, inside_synchronised_replica) == [True, True]
+    assert over_replicas(lambda x, _: int(inside_synchronised_replica()), ROWS) == [1, 1]
     assert not inside_synchronised_replica()
 
 
@@ -97,95 +112,84 @@ def test_a_thread_is_a_synchronised_replica_while_it_runs_one() -> None:
     ],
     ids=["eps", "one axis", "weight"],
 )
-def test_wrong_arguments_raise_what_torch_raises(arguments: dict[str, Any]) -> None:
-    def call() -> None:
+def test_wrong_arguments_raise_what_torch_raises(over_replicas: OverReplicas, arguments: dict[str, Any]) -> None:
+    def call(*_: Any) -> None:
         F.batch_norm(running_mean=None, running_var=None, training=True, **arguments)
 
     with pytest.raises((ValueError, RuntimeError, IndexError)) as expected:
         call()
     with pytest.raises(expected.type):
-        over_replicas(call, call)
+        over_replicas(call, ROWS)
 
 
-def test_transforms_inside_a_replica_are_refused() -> None:
+def test_transforms_inside_a_replica_are_refused(over_replicas: OverReplicas) -> None:
     x = torch.randn(4, 5, 3)
 
-    def call() -> torch.Tensor:
+    def call(*_: Any) -> torch.Tensor:
         return torch.vmap(lambda x: F.batch_norm(x, None, None, training=True))(x)
 
     with pytest.raises(RuntimeError, match=r"inside a torch.func transform that forward applies"):
-        over_replicas(call, call)
+        over_replicas(call, ROWS)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("how", ["Tensor.backward", "autograd.backward", "autograd.grad", "of some inputs"])
-def test_a_backward_pass_inside_forward_runs_checkpoints_over_all_replicas(how: str, reentrant: bool) -> None:
+def test_a_backward_pass_inside_forward_runs_checkpoints_over_all_replicas(
+    over_replicas: OverReplicas, how: str, reentrant: bool
+) -> None:
     """However it is asked for: a function mode is off while a torch function runs, backward passes among them."""
     if reentrant and how in ("autograd.grad", "of some inputs"):
         pytest.skip("torch refuses reentrant checkpoints there")
-    x, norm = torch.randn(6, 3), nn.BatchNorm1d(3)
+    x = torch.randn(6, 3)
 
-    def gradient(shard: torch.Tensor) -> Callable[[], torch.Tensor]:
-        mine = copy.deepcopy(norm)
+    def gradient(x: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+        leaf = x.detach().clone().requires_grad_()
+        loss = checkpoint(norm, leaf, use_reentrant=reentrant).pow(3).sum()
+        if how == "autograd.grad":
+            return torch.autograd.grad([loss], [leaf])[0]
+        if how == "Tensor.backward":
+            loss.backward()
+        elif how == "autograd.backward":
+            torch.autograd.backward([loss.view(1)], [torch.ones(1)])
+        else:
+            loss.backward(inputs={"leaf": leaf})
+        assert leaf.grad is not None
+        return leaf.grad
 
-        def run() -> torch.Tensor:
-            leaf = shard.clone().requires_grad_()
-            loss = checkpoint(mine, leaf, use_reentrant=reentrant).pow(3).sum()
-            if how == "autograd.grad":
-                return torch.autograd.grad([loss], [leaf])[0]
-            if how == "Tensor.backward":
-                loss.backward()
-            elif how == "autograd.backward":
-                torch.autograd.backward([loss.view(1)], [torch.ones(1)])
-            else:
-                loss.backward(inputs={"leaf": leaf})
-            assert leaf.grad is not None
-            return leaf.grad
-
-        return run
-
-    whole = gradient(x)()
-    parts = over_replicas(*map(gradient, x.tensor_split(3)))
-    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-12, atol=1e-12)
+    whole = gradient(x, nn.BatchNorm1d(3))
+    torch.testing.assert_close(over_replicas(gradient, x), whole, rtol=1e-12, atol=1e-12)
 
 
-def test_mistakes_in_a_backward_pass_inside_forward_are_torchs_own_errors() -> None:
-    def call() -> None:
-        torch.ones(2).sum().backward()
-
+def test_mistakes_in_a_backward_pass_inside_forward_are_torchs_own_errors(over_replicas: OverReplicas) -> None:
     with pytest.raises(RuntimeError, match="does not require grad"):
-        over_replicas(call, call)
+        over_replicas(lambda x, _: torch.ones(2).sum().backward(), ROWS)
 
 
-def test_the_graph_holds_no_more_than_torchs_own() -> None:
+def test_the_graph_holds_no_more_than_torchs_own(over_replicas: OverReplicas) -> None:
     """The input, and some numbers a channel."""
-    x = torch.randn(8, 3, 16, 16, requires_grad=True)
 
-    def saved_bytes(shard: torch.Tensor) -> Callable[[], int]:
-        norm = nn.BatchNorm2d(3)
+    def saved_bytes(x: torch.Tensor, norm: nn.Module) -> int:
+        held: dict[int, int] = {}
+        parameters = {parameter.untyped_storage().data_ptr() for parameter in norm.parameters()}
 
-        def run() -> int:
-            held: dict[int, int] = {}
-
-            def pack(tensor: torch.Tensor) -> torch.Tensor:
-                storage = tensor.untyped_storage()
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
                 held[storage.data_ptr()] = storage.nbytes()
-                return tensor
+            return tensor
 
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                output = norm(shard * 1)
-            del output
-            return sum(held.values())
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = norm(x.detach().requires_grad_() * 1)
+        del output
+        return sum(held.values())
 
-        return run
-
-    shards = x.tensor_split(2)
-    of_torch = [saved_bytes(shard)() for shard in shards]
-    for mine, theirs in zip(over_replicas(*map(saved_bytes, shards)), of_torch, strict=True):
+    x = torch.randn(8, 3, 256)
+    of_torch = [saved_bytes(shard, nn.BatchNorm1d(3)) for shard in x.tensor_split(2)]
+    for mine, theirs in zip(over_replicas(saved_bytes, x), of_torch, strict=True):
         assert mine <= theirs + 100
 
 
-# ---- replicas that share one graph ---------------------------------------------------------------
+# ---- ways of running replicas ---------------------------------------------------------------
 
 
 class OwnGather(DataParallel):
@@ -209,9 +213,16 @@ def simulated_accelerators_with_one_graph(monkeypatch: pytest.MonkeyPatch) -> It
 Wrap = Callable[[nn.Module, int], DataParallel]
 
 
-@pytest.fixture(params=["composition", "composition, simulated", "accelerators", "engine, simulated"])
+@pytest.fixture(
+    params=["composition", "composition, simulated", "accelerators", "threads, simulated", "threads", "processes"]
+)
 def wrap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wrap]:
-    """Wrap a copy of a module, synchronised, for a number of replicas; all but the last share one graph."""
+    """Wrap a copy of a module, synchronised, for a number of replicas; the first three ways share one graph."""
+    if request.param in ("threads", "processes"):
+        yield lambda module, n: DataParallel(
+            copy.deepcopy(module), ["cpu"] * n, engine=request.param, sync_batch_norm=True
+        )
+        return
     cls = OwnGather if "composition" in request.param else DataParallel
     if request.param == "composition":
         yield lambda module, n: cls(copy.deepcopy(module), ["cpu"] * n, sync_batch_norm=True)
@@ -222,6 +233,10 @@ def wrap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield lambda module, n: cls(
             copy.deepcopy(module).to(sim[0]), [sim[i % len(sim)] for i in range(n)], sync_batch_norm=True
         )
+
+
+def shares_no_graph(way: str) -> bool:
+    return way in ("threads, simulated", "threads", "processes")
 
 
 class Block(nn.Module):
@@ -340,7 +355,7 @@ def test_one_graph_and_checkpoints_inside(wrap: Wrap, reentrant: bool, request: 
     plain = Checkpointed(reentrant)
     model = wrap(plain, 3)
     x = torch.randn(7, 2)
-    if way == "engine, simulated" or (way == "accelerators" and not reentrant):
+    if shares_no_graph(way) or (way == "accelerators" and not reentrant):
         for _ in range(2):
             assert_same_step(model, plain, x)
     else:
@@ -397,7 +412,7 @@ def test_one_graph_and_a_derivative_inside_forward(wrap: Wrap, request: pytest.F
             x = x.requires_grad_()
             return torch.autograd.grad(self.norm(x).pow(3).sum(), x, create_graph=True)[0]
 
-    if "engine" in request.node.callspec.params["wrap"]:
+    if shares_no_graph(request.node.callspec.params["wrap"]):
         x = torch.randn(6, 2)
         output, expected = in_time(lambda: wrap(Differentiates(), 2)(x)), Differentiates()(x.clone())
         torch.testing.assert_close(output.detach().cpu(), expected.detach(), rtol=1e-12, atol=1e-12)

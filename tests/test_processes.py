@@ -340,10 +340,30 @@ def test_an_overridden_verb_is_an_error_that_names_it(wrap):
         model(torch.zeros(4, 1))
 
 
-def test_synchronised_batch_norm_is_refused(wrap):
-    """N5: as yet."""
-    with pytest.raises(ValueError, match=r"sync_batch_norm=True.*cannot meet yet"):
-        wrap(nn.BatchNorm1d(2), sync_batch_norm=True)
+def test_batched_gradients_of_synchronised_batch_norm(wrap):
+    """N5: an error in threads; here each process walks its graph once for each."""
+    model = wrap(nn.BatchNorm1d(2).double(), sync_batch_norm=True)
+    x, vectors = torch.randn(5, 2, dtype=torch.float64, requires_grad=True), torch.randn(3, 5, 2, dtype=torch.float64)
+    mine, theirs = (
+        torch.autograd.grad(module(x), x, vectors, is_grads_batched=True)[0]
+        for module in (model, nn.BatchNorm1d(2).double())
+    )
+    torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_said_in_a_worker_is_logged_here(wrap, caplog):
+    """N5: of a batch norm to which the first replica does not come."""
+
+    class Skips(nn.BatchNorm1d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if x[0, 0] == 0 else super().forward(x)
+
+    model = wrap(Skips(1), 3, sync_batch_norm=True)
+    for _ in range(2):
+        model(torch.arange(6.0).view(6, 1))
+    assert [r.getMessage().partition(":")[0] for r in caplog.records] == [
+        "the batch norm of running_mean saw the rows of some replicas only"
+    ]
 
 
 def test_a_graph_keeps_its_workers_when_the_wrapper_goes():
@@ -400,6 +420,52 @@ def test_a_worker_that_is_killed_in_a_step(wrap, in_backward):
     model.module.dies = False
     model(x).sum().backward()
     assert model.module.layer.bias.grad.item() == 4.0
+
+
+class DiesBeforeItMeets(nn.Module):
+    """A batch norm; before it, in forward or in backward, worker `number` ends the process whose id is `victim`.
+
+    Numbers count rows: replica i is the one whose first number is i.
+    """
+
+    def __init__(self, in_backward: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.BatchNorm1d(1), nn.BatchNorm1d(1)
+        self.in_backward, self.killer, self.victim = in_backward, -1, -1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kills = int(x[0]) == self.killer
+        y = torch.tanh(self.first(x))
+        if kills and not self.in_backward:
+            self.kill()
+        y = self.second(y)
+        if kills and self.in_backward:
+            y.register_hook(lambda grad: self.kill())
+        return y
+
+    def kill(self) -> None:
+        os.kill(self.victim or os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(("killer", "victim"), [(1, 1), (2, 2), (0, 1), (0, 2), (1, 2)])
+def test_a_worker_that_is_killed_while_others_wait_at_a_batch_norm(wrap, in_backward, killer, victim):
+    """F4, N5: or while it waits there itself; nobody waits for ever, and the next step is right."""
+    model = wrap(DiesBeforeItMeets(in_backward), 3, sync_batch_norm=True)
+    x = torch.arange(3.0).view(3, 1)
+    model(x)
+    state = model.module.state_dict()
+    model.module.killer, model.module.victim = killer, workers_of(model)[victim - 1]
+    with pytest.raises(RuntimeError, match=rf"replica {victim} on cpu, .*: its worker process \d+ .*SIGKILL"):
+        model(x).pow(3).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    model.module.killer = -1
+    plain = DiesBeforeItMeets(in_backward)
+    plain.load_state_dict(state)
+    for module in (model, plain):
+        module(x).pow(3).sum().backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-4)
 
 
 def test_a_worker_that_died_between_steps(wrap):
@@ -533,6 +599,60 @@ def test_a_script_on_standard_input_runs_once_and_listens_to_nothing():
     lines = out.splitlines()
     assert lines.count("the script runs") == 1
     assert sorted(lines) == sorted(["the script runs", *[f"replica 2 says {i}" for i in range(50)] * 12])
+
+
+_WAITING = """
+    import os, sys, time, torch, manyhands
+
+    class Busy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            busy()
+            return grad
+
+    def busy():
+        print("busy", flush=True)
+        while True:
+            torch.ones(1000).sum()
+
+    class Slow(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(1)
+
+        def forward(self, x):
+            print(os.getpid(), flush=True)
+            if int(x[0]) in BUSY:
+                if not IN_BACKWARD:
+                    busy()
+                return Busy.apply(self.norm(x))
+            return self.norm(x)
+
+    model = manyhands.DataParallel(Slow(), ["cpu"] * 3, engine="processes", sync_batch_norm=True)
+    model(torch.arange(3.0).view(3, 1)).pow(3).sum().backward()
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
+@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("busy", [{0}, {1}], ids=["workers wait", "the caller waits"])
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_process_outlives_a_program_that_is_ended_at_a_batch_norm(how, in_backward, busy):
+    """F3, N5: whoever waits there for whom."""
+    script = textwrap.dedent(_WAITING).replace("BUSY", repr(busy)).replace("IN_BACKWARD", repr(in_backward))
+    with python("-c", script) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline().strip() for _ in range(4)]
+        pids = [int(line) for line in lines if line != "busy"]
+        assert len(pids) == 3
+        process.send_signal(how)
+        process.communicate(timeout=WAIT_S)
+    assert until(lambda: not any(map(is_running, pids)))
+    assert process.returncode == -how
 
 
 _BUSY = """

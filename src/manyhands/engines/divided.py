@@ -24,6 +24,7 @@ from manyhands.engines.mirror import Mirror
 from manyhands.engines.pickling import loads
 from manyhands.engines.shared_memory import Packing, Segment, can_lie_in_memory
 from manyhands.engines.team import Team, Turns
+from manyhands.errors import say_once
 from manyhands.layouts import Whole
 from manyhands.parallel_apply import values_or_raise
 from manyhands.random_streams import SeededStreams
@@ -357,12 +358,14 @@ class Divided(Graphs):
 
 
 def warn(answers: dict[int, Answer]) -> None:
-    """Give the warnings that workers have given, here."""
+    """Give the warnings that workers have given, and say what they have to say, here."""
     for _, answer in sorted(answers.items()):
         _warn(answer)
 
 
 def _warn(answer: Answer) -> None:
+    for text in answer.said:
+        say_once(text)
     for text, category, filename, line in answer.warnings:
         warnings.warn_explicit(text, category, filename, line, registry=_registry)
 

@@ -108,6 +108,7 @@ class Answer:
         places, segments: as in `Message`.
         drew: whether random numbers were drawn.
         warnings: (text, class, file, line) of those that were given.
+        said: what is to be said once, in the log.
     """
 
     value: bytes | None
@@ -118,6 +119,7 @@ class Answer:
     segments: list[tuple[int, int]]
     drew: bool
     warnings: list[tuple[str, type[Warning], str, int]]
+    said: list[str]
 
 
 @dataclass(slots=True)

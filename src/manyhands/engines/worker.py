@@ -17,6 +17,7 @@ import ctypes
 import gc
 import importlib
 import io
+import logging
 import os
 import pickle
 import random
@@ -45,6 +46,7 @@ from manyhands.engines.mirror import GONE, Described, Update
 from manyhands.engines.pickling import classes_by_value, dumps, loads
 from manyhands.engines.replicas import Stamp, look_for_live_tensors
 from manyhands.engines.shared_memory import Outbox, Segment, can_lie_in_memory
+from manyhands.errors import log
 from manyhands.layouts import Only
 from manyhands.outputs import Group
 from manyhands.replicate import Blueprint
@@ -138,6 +140,9 @@ class Worker:
         self._num_looks = 0
         self._strangers: list[weakref.ref[torch.Tensor]] = []  # leaves found there that are not the module's
         self._own_classes: set[type] = set()
+        self._to_be_said: list[str] = []
+        log.addHandler(_HandsOver(self._to_be_said))
+        log.propagate = False
 
     def serve(self) -> None:
         while True:
@@ -150,6 +155,7 @@ class Worker:
                 warnings.simplefilter("always")
                 answer = self._answer(message)
                 answer.warnings = [(str(w.message), _builtin(w.category), w.filename, w.lineno) for w in said]
+                answer.said, self._to_be_said[:] = self._to_be_said[:], []
             assert self._state is not None
             tracked = self._state.thread.grad_enabled or isinstance(message, Backward)
             del message, said
@@ -175,7 +181,7 @@ class Worker:
             self._state.set_process()
 
     def _answer(self, message: Forward | Backward) -> Answer:
-        answer = Answer(None, [], 0.0, None, [], [], False, [])
+        answer = Answer(None, [], 0.0, None, [], [], False, [], [])
         try:
             if torch.get_num_threads() != message.num_threads:
                 torch.set_num_threads(message.num_threads)
@@ -364,6 +370,17 @@ class Worker:
             except Exception:  # noqa: BLE001 - whatever its class raises: then another way
                 continue
         return Failed(None, text, where, notes, not isinstance(error, Exception))
+
+
+class _HandsOver(logging.Handler):
+    """Puts what manyhands logs in this process into a list, for the caller to log."""
+
+    def __init__(self, messages: list[str]) -> None:
+        super().__init__()
+        self._messages = messages
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._messages.append(record.getMessage())
 
 
 def _run(task: Callable[[], Any], around: Around) -> Any:
