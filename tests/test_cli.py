@@ -1,10 +1,11 @@
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@contextmanager
+@contextlib.contextmanager
 def started(*arguments: str, cwd: Path) -> Iterator["subprocess.Popen[str]"]:
     """Run the command in a process of its own, which does not outlive the block."""
     process = subprocess.Popen(
@@ -87,6 +88,7 @@ def test_a_run_goes_on_with_its_own_options() -> None:
         (["--model", "vgg"], "--model vgg: expected one of resnet18, mlp"),
         (["--init", "zero"], "--init zero: expected one of default, seeds"),
         (["--data", "nowhere"], "--data nowhere does not exist"),
+        (["--engine", "fibres"], "argument --engine: invalid choice: 'fibres'"),
         (["--mirror", "http://localhost/"], "--mirror http://localhost/ goes with --data fashion-mnist only"),
         (["--schedule", "linear"], "argument --schedule: invalid choice: 'linear'"),
         (["--output", "file"], "is not a folder; name another one (--output DIR)"),
@@ -230,16 +232,48 @@ def test_without_a_command_it_says_what_there_is(capsys: pytest.CaptureFixture[s
     assert "compare a model of yours on one device and on several" in out
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_run_that_is_stopped_saves_and_says_how_to_go_on(tmp_path: Path, number: signal.Signals, status: int) -> None:
+def is_running(pid: int) -> bool:
+    """Return whether a process is there; wait a moment for one that has been told to end."""
+    for _ in range(500):
+        try:
+            if "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text():
+                return False
+        except OSError:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def descendants(pid: int) -> set[int]:
+    """Return the processes that a process has started, and those that they have."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {pid}
+
+
+@pytest.mark.parametrize(
+    ("engine", "number", "status"),
+    [("threads", signal.SIGINT, 130), ("threads", signal.SIGTERM, 143), ("processes", signal.SIGINT, 130)],
+)
+def test_a_run_that_is_stopped_saves_and_says_how_to_go_on(
+    tmp_path: Path, engine: str, number: signal.Signals, status: int
+) -> None:
     arguments = ["train", "--model", "mlp", "--devices", "cpu*2", "--epochs", "10000", "--output", "out"]
-    with started(*arguments, cwd=tmp_path) as process:
+    with started(*arguments, "--engine", engine, cwd=tmp_path) as process:
         assert process.stdout is not None
         while "step 1/" not in process.stdout.readline():
             assert process.poll() is None
+        others = descendants(process.pid)
+        assert len(others) >= 2 or engine == "threads" or sys.platform != "linux"
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
     assert process.returncode == status
+    assert not any(is_running(pid) for pid in others)
     assert err == "\nfinishing the step in flight, then stopping (again: at once, without saving)\n"
     last = out.splitlines()[-1]
     assert last.startswith("stopped after step ")
@@ -249,6 +283,26 @@ def test_a_run_that_is_stopped_saves_and_says_how_to_go_on(tmp_path: Path, numbe
     assert main(["train", "--resume", "out", "--epochs", str(steps // 12 + 1)]) == 0
     records = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records if r["kind"] == "step"] == list(range(1, 12 * (steps // 12 + 1) + 1))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ctrl_c_twice_leaves_no_process_behind(tmp_path: Path) -> None:
+    """In the middle of a step, whose replicas wait for each other at every batch norm."""
+    arguments = ["train", "--devices", "cpu*2", "--engine", "processes", "--batch-size", "32", "--output", "out"]
+    with started(*arguments, cwd=tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        while "step 1/" not in process.stdout.readline():
+            assert process.poll() is None
+        others = descendants(process.pid)
+        process.send_signal(signal.SIGINT)
+        while "finishing the step" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert len(others) >= 2
+    assert not any(map(is_running, others))
 
 
 def test_a_reader_who_has_gone_is_no_traceback(tmp_path: Path) -> None:

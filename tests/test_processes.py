@@ -637,11 +637,17 @@ _WAITING = """
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
-@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("busy", [{0}, {1}], ids=["workers wait", "the caller waits"])
+@pytest.mark.parametrize(
+    ("busy", "in_backward", "how"),
+    [
+        pytest.param({0}, False, signal.SIGINT, id="workers wait in forward"),
+        pytest.param({0}, True, signal.SIGKILL, id="workers wait in backward, SIGKILL"),
+        pytest.param({1}, False, signal.SIGINT, id="the caller waits in forward"),
+        pytest.param({1}, True, signal.SIGINT, id="the caller waits in backward"),
+    ],
+)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_no_process_outlives_a_program_that_is_ended_at_a_batch_norm(how, in_backward, busy):
+def test_no_process_outlives_a_program_that_is_ended_at_a_batch_norm(busy, in_backward, how):
     """F3, N5: whoever waits there for whom."""
     script = textwrap.dedent(_WAITING).replace("BUSY", repr(busy)).replace("IN_BACKWARD", repr(in_backward))
     with python("-c", script) as process:

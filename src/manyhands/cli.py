@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from manyhands import __version__, bench_command, keep_freed_memory, verify_command
 from manyhands.targets import TargetError
 from manyhands.training.errors import DivergedError, Interrupted, OptionError, TrainingError
-from manyhands.training.options import DEVICE_ORDERS, PRECISIONS, SCHEDULES, Options
+from manyhands.training.options import DEVICE_ORDERS, ENGINES, PRECISIONS, SCHEDULES, Options
 from manyhands.training.run_folder import RunFolder
 
 _DONE = 0
@@ -55,6 +55,7 @@ examples:
   manyhands train --data fashion-mnist --batch-size 256 --devices 1
   manyhands train --data fashion-mnist --batch-size 512 --lr 0.2 --devices 2
   manyhands train --data path/to/idx/files --model mlp --devices 'cpu*4' --epochs 3
+  manyhands train --devices 'cpu*4' --engine processes
   manyhands train --devices cuda:0,cuda:1 --precision bf16 --accumulate 2
   manyhands train --resume runs/demo --epochs 20
 
@@ -228,6 +229,12 @@ def _add_train_options(parser: argparse.ArgumentParser) -> None:
         f"without one; or by name: cpu,cpu, 'cpu*8', cuda:0,cuda:1 (default: {default.devices})",
     )
     where.add_argument(
+        "--engine",
+        choices=ENGINES,
+        help="what runs the replicas: threads of this process, or a process for each, on the CPU (default: "
+        f"{default.engine})",
+    )
+    where.add_argument(
         "--device-order",
         choices=DEVICE_ORDERS,
         help="how CUDA numbers its devices; PCI_BUS_ID as nvidia-smi does (default: CUDA_DEVICE_ORDER of the "
@@ -283,5 +290,5 @@ def _add_train_options(parser: argparse.ArgumentParser) -> None:
         "--resume",
         type=Path,
         metavar="DIR",
-        help="go on with the run in this folder, with its options; --devices and --epochs may be given anew",
+        help="go on with the run in this folder, with its options; --devices, --engine and --epochs may be given anew",
     )

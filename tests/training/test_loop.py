@@ -286,6 +286,7 @@ def test_batch_norm_sees_the_rows_of_all_devices(tmp_path: Path, monkeypatch: py
     for name, changes in {
         "one device": {"devices": "cpu"},
         "two": {},
+        "two, in processes": {"engine": "processes"},
         "three, in parts": {"devices": "cpu*3", "accumulate": 2},
         "one, in parts": {"devices": "cpu", "accumulate": 2},
         "two, each by itself": {"sync_batch_norm": False},
@@ -295,8 +296,21 @@ def test_batch_norm_sees_the_rows_of_all_devices(tmp_path: Path, monkeypatch: py
         assert json.loads(folder.config.read_text())["options"]["sync_batch_norm"] == ("by itself" not in name)
         losses[name] = losses_of(folder)
     assert losses["two"] == pytest.approx(losses["one device"], rel=1e-4)
+    assert losses["two, in processes"] == pytest.approx(losses["one device"], rel=1e-4)
     assert losses["three, in parts"] == pytest.approx(losses["one, in parts"], rel=1e-4)
     assert losses["two, each by itself"] != pytest.approx(losses["one device"], rel=1e-4)
+
+
+@pytest.mark.parametrize("model", ["mlp", "resnet18"])
+def test_processes_train_as_one_device_does(model: str, tmp_path: Path) -> None:
+    losses = {}
+    for name, changes in {"one device": {"devices": "cpu"}, "processes": {"engine": "processes"}}.items():
+        folder = new_folder(tmp_path / name)
+        with pytest.raises(Interrupted):
+            train(replace(SMALL, model=model, batch_size=32, **changes), folder, ctrl_c_after(4))
+        losses[name] = losses_of(folder)
+    assert len(losses["processes"]) == 4
+    assert losses["processes"] == pytest.approx(losses["one device"], rel=1e-4)
 
 
 def test_a_single_row_for_batch_norm_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

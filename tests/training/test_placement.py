@@ -54,6 +54,13 @@ def test_what_is_no_device_is_told_with_its_text(text: str) -> None:
 
 
 @pytest.mark.usefixtures("with_two_gpus")
+def test_processes_are_for_the_cpu() -> None:
+    assert choose_devices("cpu*3", "processes") == [CPU] * 3
+    with pytest.raises(OptionError, match=r"--devices auto is cuda:0, cuda:1: take --devices 'cpu\*2', or leave out"):
+        choose_devices("auto", "processes")
+
+
+@pytest.mark.usefixtures("with_two_gpus")
 def test_more_than_there_are() -> None:
     with pytest.raises(OptionError, match=r"--devices 3: there are only 2 \(cuda:0, cuda:1\); 'cuda:0\*3' puts 3"):
         choose_devices("3")

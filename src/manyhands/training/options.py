@@ -15,10 +15,11 @@ from manyhands.training.errors import OptionError
 
 SCHEDULES = ("constant", "cosine")
 PRECISIONS = ("fp32", "bf16")
+ENGINES = ("threads", "processes")
 DEVICE_ORDERS = ("PCI_BUS_ID", "FASTEST_FIRST")
 
 # A run can go on elsewhere and for longer; whatever else changes makes it another run.
-MAY_CHANGE_ON_RESUME = ("devices", "device_order", "epochs", "mirror")
+MAY_CHANGE_ON_RESUME = ("devices", "engine", "device_order", "epochs", "mirror")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,7 @@ class Options:
     model: str = "resnet18"
     init: str = "default"
     devices: str = "auto"
+    engine: str = "threads"
     batch_size: int = 128
     epochs: int = 8
     lr: float = 0.05
@@ -60,6 +62,7 @@ class Options:
         self._expect("seed", 0 <= self.seed < 2**32, "a whole number from 0 to 4294967295")
         self._expect("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
         self._expect("precision", self.precision in PRECISIONS, f"one of {', '.join(PRECISIONS)}")
+        self._expect("engine", self.engine in ENGINES, f"one of {', '.join(ENGINES)}")
         self._expect("device_order", self.device_order in DEVICE_ORDERS, f"one of {', '.join(DEVICE_ORDERS)}")
         self._expect(
             "warmup_epochs",

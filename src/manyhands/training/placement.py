@@ -11,8 +11,8 @@ _DIGITS = 4  # of a count or an index
 _FORMS = "auto, a count, or devices such as cpu,cpu or 'cpu*8' or cuda:0,cuda:1"
 
 
-def choose_devices(text: str) -> list[torch.device]:
-    """Return the devices that `--devices` names, one for each replica.
+def choose_devices(text: str, engine: str = "threads") -> list[torch.device]:
+    """Return the devices that `--devices` names, one for each replica that the engine runs.
 
     auto       every accelerator; two CPU replicas where there is none
     3          the first three accelerators; three CPU replicas where there is none
@@ -20,8 +20,19 @@ def choose_devices(text: str) -> list[torch.device]:
     'cpu*8'    this device, eight times
 
     Raises:
-        OptionError: it has none of these forms, or names what is not there.
+        OptionError: it has none of these forms, or names what is not there, or what the engine does not know.
     """
+    chosen = _named(text)
+    if engine == "processes" and any(device.type != "cpu" for device in chosen):
+        there = ", ".join(map(str, chosen))
+        raise OptionError(
+            f"--engine processes runs replicas on the CPU only, and --devices {text} is {there}: take --devices "
+            "'cpu*2', or leave out --engine"
+        )
+    return chosen
+
+
+def _named(text: str) -> list[torch.device]:
     present = devices.accelerators()
     if text == "auto":
         return present or [torch.device("cpu")] * 2

@@ -59,7 +59,7 @@ class Run:
             TrainingError, DataError: it cannot be set up; the message is one line for the user.
         """
         _check_names(options)
-        devices = choose_devices(options.devices)
+        devices = choose_devices(options.devices, options.engine)
         dataset = data.load(options.data, mirror=options.mirror, progress=display.download)
 
         random.seed(options.seed)
@@ -68,7 +68,9 @@ class Run:
             options.model, num_classes=dataset.num_classes, image_shape=dataset.image_shape, init=options.init
         ).to(devices[0])
         # Even shares: torch's rule may leave the last replica a single row, which batch norm cannot train on by itself.
-        model = DataParallel(live, device_ids=devices, shares="even", sync_batch_norm=options.sync_batch_norm)
+        model = DataParallel(
+            live, device_ids=devices, engine=options.engine, shares="even", sync_batch_norm=options.sync_batch_norm
+        )
         optimizer = torch.optim.SGD(
             live.parameters(), lr=options.lr, momentum=options.momentum, weight_decay=options.weight_decay
         )
@@ -108,8 +110,9 @@ class Run:
         self.saved = self.progress
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files; end what runs the replicas."""
         self.metrics.close()
+        self.model.close()
 
     def _write_config(self) -> None:
         self.folder.write_config(
