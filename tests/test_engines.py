@@ -1751,6 +1751,29 @@ def test_draws_that_cannot_be_led_to_a_stream_are_reported(
     assert "generator=..." in record.getMessage()
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_of_a_method_that_is_kept_as_an_attribute(
+    wrap: Callable[..., DataParallel], reentrant: bool
+) -> None:
+    """R7, R13: it is called again in backward, and still is the replica's."""
+
+    class Bound(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Linear(3, 3)
+            self.function = self.block.forward
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(lambda x: self.function(torch.tanh(self.function(x))), x, use_reentrant=reentrant)
+
+    plain = Bound()
+    model = wrap(copy.deepcopy(plain), 2)
+    x = torch.randn(6, 3)
+    for module in (plain, model):
+        loss_of(module(fresh(x))).backward()
+    assert_same_gradients(model.module, plain)
+
+
 # ---- failures ------------------------------------------------------------------------------------
 
 

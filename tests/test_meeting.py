@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from manyhands.meeting import Meeting, MeetingHere
+from manyhands.meeting import Meeting, MeetingHere, Met, Visit
 from manyhands.workers import run_together
 
 WAIT_S = 15.0
@@ -152,3 +152,32 @@ def test_an_answer_that_comes_too_late_is_an_error() -> None:
     _, error = Visits(in_order, out_of_order)()
     assert isinstance(error, RuntimeError)
     assert "different orders" in str(error)
+
+
+def test_replicas_of_other_processes_are_taken_in_while_one_of_this_process_waits() -> None:
+    """In one thread: nobody else would. They are told what the exchange came to before the one here goes on."""
+    told: list[tuple[int, Met | None]] = []
+
+    def come(index: int) -> None:
+        visit = Visit("a", index, among=None, rank=(0, 0))
+        meeting.come(index, visit, lambda met: told.append((index, met)))
+
+    events = iter([lambda: come(2), lambda: come(1), lambda: meeting.leave(3, failed=True)])
+
+    def serve(enough: Callable[[], bool]) -> None:
+        while not enough():
+            next(events)()
+
+    meeting = MeetingHere(4, serve)
+    met = meeting.exchange(0, "a", 0)
+    assert met.values == {0: 0, 1: 1, 2: 2}
+    assert told == [(2, met), (1, met)]
+    assert meeting.failed
+
+
+def test_one_of_another_process_is_told_that_it_comes_too_late() -> None:
+    told: list[Met | None] = []
+    meeting = MeetingHere(2)
+    for index, number in ((0, 4), (1, 3), (1, 4)):  # 4 goes on without 1, which waits elsewhere
+        meeting.come(index, Visit(number, index, BOTH, rank=(1, -number)), told.append)
+    assert [met and met.values for met in told] == [{0: 0}, None]

@@ -4,6 +4,7 @@ The rows named in the docstrings are those of docs/behaviour.md; each of its las
 """
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from manyhands import DataParallel
+from manyhands.engines.far_meeting import packed
 from manyhands.engines.processes import ProcessesEngine
 
 WAIT_S = 60.0
@@ -78,6 +80,21 @@ def said(model: nn.Module, rows: int = 4) -> list[float]:
     """Return what each of two replicas says."""
     output = model(torch.arange(float(rows)).view(rows, 1)).flatten().tolist()
     return [output[0], output[-1]]
+
+
+# ---- what travels --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int64])
+def test_values_that_are_brought_to_a_meeting_arrive_as_they_were(dtype):
+    """Any strides, no entries, 0-dim; in containers, and able to be written into."""
+    tensors = [torch.arange(6).to(dtype).view(2, 3).t(), torch.zeros(2, 0, dtype=dtype), torch.ones((), dtype=dtype)]
+    value = pickle.loads(packed({"tensors": tensors, "count": 3}))
+    assert value["count"] == 3
+    for mine, theirs in zip(value["tensors"], tensors, strict=True):
+        assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
+        assert torch.equal(mine, theirs)
+        mine += 1
 
 
 # ---- where replicas run, and what they share -----------------------------------------------------

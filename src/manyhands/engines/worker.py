@@ -301,12 +301,12 @@ class Worker:
         if message.derive is None:
             if not message.keep:
                 del self._graphs[message.graph]
-            leaves, around = graph.leaves, graph.around
+            leaves, keep_alive, around = graph.leaves, graph.keep_alive, graph.around
             grads = [grad for _, grad, _ in received]
             del graph, received
             with self._state.thread.applied():
                 _run(lambda: torch.autograd.backward(ends, grads, retain_graph=message.keep), around)
-            del ends, grads, around
+            del ends, grads, keep_alive, around
             self._take_gradients(leaves, answer)
             return
         leaves = dict(graph.leaves)
