@@ -19,7 +19,7 @@ from manyhands import DataParallel, data_parallel, replicate
 # torch's own look at an input that is no leaf, where a compiled module follows another
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
 
-ENGINES = ["threads"]
+ENGINES = ["threads"]  # the other one refuses compiled modules: tests/test_processes.py
 ROWS = [8, 8, 7, 5, 11, 13, 2, 9, 8, 3, 6, 12, 7, 8, 1]  # of 15 steps: shapes that come back, and new ones
 FEW = [8, 7, 5, 8, 3]
 MOST_GRAPHS = 7  # for training and eval, each with fixed rows, with any, with one; and for whoever runs alone

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from manyhands import DataParallel
 
-ENGINES = ["threads"]
+ENGINES = ["threads", pytest.param("processes", marks=pytest.mark.slow)]
 FEW, MANY = 5, 30
 WIDTH = 64  # a batch of 32 rows is 8 KiB
 SMALLEST_LEAK = 8 * 1024 * (MANY - FEW) // 4  # bytes; a quarter of a batch in each step

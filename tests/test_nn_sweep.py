@@ -24,7 +24,7 @@ from torch.nn.utils import parametrizations
 
 from manyhands import DataParallel, data_parallel
 
-ENGINES = ["threads"]
+ENGINES = ["threads", pytest.param("processes", marks=pytest.mark.slow)]
 SPLITS = [(2, 6), (2, 7), (3, 6), (3, 7)]  # replicas, rows: they divide, and they do not
 MORE_SPLITS = [(4, 2), (4, 6), (5, 13), (8, 17)]
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -676,6 +677,57 @@ def test_no_process_outlives_a_program_that_is_ended_at_a_batch_norm(busy, in_ba
         process.communicate(timeout=WAIT_S)
     assert until(lambda: not any(map(is_running, pids)))
     assert process.returncode == -how
+
+
+def test_scripted_modules_are_refused(wrap):
+    """R10, F6"""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit is deprecated, and still in use
+        scripted = torch.jit.script(nn.Linear(2, 2))
+    model = wrap(nn.Sequential(nn.Linear(2, 2), scripted))
+    with pytest.raises(TypeError, match=r"module '1' \(RecursiveScriptModule\) cannot be pickled.*engine=\"threads\""):
+        model(torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize("compiled", [torch.compile, lambda module, **how: module.compile(**how) or module])
+def test_compiled_modules_are_refused(wrap, compiled):
+    """R13, F6: what was compiled closes over the live module, and over torch's compiler."""
+    model = wrap(compiled(nn.Linear(2, 2), backend="aot_eager"))
+    with pytest.raises(TypeError, match=r"what torch.compile has made of it cannot be pickled.*engine=\"threads\""):
+        model(torch.zeros(2, 2))
+
+
+def test_a_wrapper_that_is_compiled_itself(wrap):
+    """R13: compiled after wrapping, the replicas are no part of what is compiled."""
+    model, x = wrap(nn.Linear(2, 2)), torch.randn(5, 2)
+    torch.testing.assert_close(torch.compile(model, backend="aot_eager")(x), model.module(x))
+
+
+def test_hooks_of_every_module_keep_all_replicas_here(wrap, caplog):
+    """R9: workers do not have them."""
+    model, x = wrap(nn.Linear(3, 2)), torch.randn(5, 3)
+    expected = model.module(x)
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: output + 1 if isinstance(module, nn.Linear) else None
+    )
+    try:
+        torch.testing.assert_close(model(x), expected + 1)
+    finally:
+        handle.remove()
+    torch.testing.assert_close(model(x), expected)
+    assert "hooks are registered for every module" in caplog.text
+
+
+def test_parameters_that_are_results_keep_all_replicas_here(wrap, caplog):
+    """N3: their gradients go on into the graph that made them, which workers do not have."""
+    module = nn.Linear(3, 2)
+    model, x = nn.Sequential(wrap(module)), torch.randn(5, 3)
+    factor = torch.tensor(2.0, requires_grad=True)
+    fast = {f"0.module.{name}": p.detach() * factor for name, p in module.named_parameters()}
+    torch.func.functional_call(model, fast, (x,)).sum().backward()
+    assert factor.grad is not None
+    torch.testing.assert_close(factor.grad, module(x).sum().detach())
+    assert "parameters of the module are results" in caplog.text
 
 
 _BUSY = """

@@ -14,7 +14,7 @@ from manyhands import DataParallel, data_parallel, replicate, torch_private
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated", "ignore::DeprecationWarning")
 
-ENGINES = ["threads"]
+ENGINES = ["threads"]  # the other one refuses scripted modules: tests/test_processes.py
 CPU = ["cpu", "cpu"]
 
 

@@ -493,3 +493,13 @@ def test_has_compiled_call() -> None:
     assert not torch_private.has_compiled_call(plain)
     assert torch_private.has_compiled_call(in_place)
     assert torch_private.has_compiled_call(torch.compile(plain, backend="eager"))
+
+
+def test_hooks_of_every_module() -> None:
+    assert not torch_private.hooks_of_every_module()
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, args: None)
+    try:
+        assert torch_private.hooks_of_every_module()
+    finally:
+        handle.remove()
+    assert not torch_private.hooks_of_every_module()

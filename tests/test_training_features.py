@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from manyhands import DataParallel
 
-ENGINES = ["threads"]
+ENGINES = ["threads", "processes"]
 SIZES = (7, 8, 9, 5, 1)  # rows of the five batches: shares are uneven, and the last batch leaves replicas idle
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-12}
 
@@ -499,6 +499,8 @@ def unusual_classes(wrap: Wrap) -> Results:
             Unusual.scale += 0.5  # seen by the next step
             Unusual.table["offset"] += 0.1
             config.factor -= 0.1
+            if isinstance(model, DataParallel):
+                model.refresh()  # what worker processes cannot see
     finally:
         Unusual.scale, Unusual.table["offset"] = 1.0, 0.25
     return results(model)

@@ -22,7 +22,7 @@ from manyhands import DataParallel, verify
 from manyhands.training.models import build
 from manyhands.verification.report import Cause, Kind, Report
 
-ENGINES = ["threads"]
+ENGINES = ["threads", "processes"]
 SPLITS = [(2, 7), (3, 8), (4, 9), (2, 1)]  # replicas, rows; (2, 1) runs one replica
 
 
@@ -219,7 +219,7 @@ def test_the_precision_is_that_of_the_coarsest_type() -> None:
 # ---- what differs, and why -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["threads"])
 @pytest.mark.parametrize(
     ("model", "inputs", "modes", "module", "cause", "explained", "says"),
     [
@@ -816,3 +816,10 @@ def test_dataclasses_in_outputs() -> None:
     with no_warning_about_scalars():
         report = manyhands.verify(copied, ROWS, device_ids=["cpu"] * 2, show=False)
     assert report.cause is Cause.ONE_NUMBER_A_SHARD
+
+
+def test_with_worker_processes_it_says_that_another_engine_tells_the_cause() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    report = compared(model, torch.randn(9, 4), engine="processes")
+    assert not report.same
+    assert any('engine="threads" tells' in note for note in report.notes)

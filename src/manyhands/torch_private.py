@@ -145,6 +145,17 @@ def keep_compiled_code_in_order() -> None:
 # Python object around that one: it has nothing but `_actual_script_module`.
 
 
+def hooks_of_every_module() -> bool:
+    """Return whether hooks are registered that act on every module of the process. Fallback: no."""
+    registries = (
+        "_global_forward_hooks",
+        "_global_forward_pre_hooks",
+        "_global_backward_hooks",
+        "_global_backward_pre_hooks",
+    )
+    return any(getattr(torch.nn.modules.module, registry, None) for registry in registries)
+
+
 def is_scripted(module: torch.nn.Module) -> bool:
     """Return whether `module` has its parameters in TorchScript; False where PYTORCH_JIT=0 has switched that off."""
     return isinstance(module, torch.jit.ScriptModule) and not isinstance(module.__dict__.get("_parameters"), dict)

@@ -21,6 +21,7 @@ from manyhands import devices as _devices
 from manyhands import torch_private
 from manyhands.data_parallel import DataParallel
 from manyhands.devices import DeviceLike
+from manyhands.engines.threads import ThreadsEngine
 from manyhands.replicate import check_device
 from manyhands.verification import compare
 from manyhands.verification.causes import Comparison, about_repetition, is_open, settled
@@ -29,6 +30,9 @@ from manyhands.verification.report import MODES, Finding, Kind, Report, Row
 from manyhands.verification.state import Snapshot
 from manyhands.verification.step import Example, Step, take_step
 
+_WORKERS_NOT_WATCHED = (
+    'what submodules return in other processes is not seen: engine="threads" tells which one differs first, and why'
+)
 _NO_ACCELERATOR = "this machine has no accelerator: the replicas were on the CPU"
 
 
@@ -114,6 +118,8 @@ def verify(
                         found = spare.allow_jumps(found, step, one, tolerance)
                     compared = Comparison(mode, wrapped, options, one, many, found, tolerance)
                     rows += compared.rows
+                    if compared.differs() and not isinstance(wrapped._engine, ThreadsEngine):
+                        notes.append(_WORKERS_NOT_WATCHED)
                     if compared.differs():
                         findings += spare.settle(compared.find(), step, one, tolerance)
             finally:

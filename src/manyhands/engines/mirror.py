@@ -15,6 +15,7 @@ Assumes that between two forwards a module is changed by this process only.
 
 import os
 import sys
+import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
@@ -27,7 +28,7 @@ from torch import nn
 from manyhands import torch_private
 from manyhands.engines.pickling import dumps
 from manyhands.engines.shared_memory import Packing, Place, Segment, can_lie_in_memory
-from manyhands.rebind import INERT
+from manyhands.rebind import INERT, is_inert
 from manyhands.replicate import Blueprint, collector_paused
 
 _LARGE = 1000  # items; a larger container is not looked into
@@ -183,6 +184,8 @@ class Mirror:
 
     def _everything(self, blueprint: Blueprint) -> Update:
         self.forget()
+        if blueprint.compiled or any(map(torch_private.is_scripted, blueprint.modules)):
+            raise _cannot_be_sent(blueprint, TypeError("it is code for this very object"))
         self._is_settled = False
         self._blueprint = blueprint
         self._modules = blueprint.modules
@@ -204,7 +207,10 @@ class Mirror:
             return number
 
         try:
-            pickled = dumps((blueprint.root, blueprint.modules), take, blueprint.modules)
+            # What switches the cache on is a global of functions that go by value: workers would have it on for ever.
+            with torch_private.parametrizations_not_cached():
+                parts = (blueprint.root, blueprint.modules, _class_attributes(blueprint.modules))
+                pickled = dumps(parts, take, blueprint.modules)
         except Exception as error:
             self.forget()
             raise _cannot_be_sent(blueprint, error) from error
@@ -320,6 +326,20 @@ def _equal(now: Any, held: Any) -> bool:
         return False
 
 
+def _class_attributes(modules: Iterable[nn.Module]) -> list[tuple[type, dict[str, Any]]]:
+    """Return what the users' classes hold themselves, as far as it is plain: imported anew, they hold other values."""
+    classes = {cls for module in modules for cls in type(module).__mro__}
+    return [
+        (cls, {name: value for name, value in vars(cls).items() if not name.startswith("__") and _is_plain(value)})
+        for cls in classes
+        if cls.__module__.partition(".")[0] not in ("builtins", "torch", "manyhands")
+    ]
+
+
+def _is_plain(value: Any) -> bool:
+    return is_inert(value) and not isinstance(value, types.BuiltinFunctionType | types.ModuleType)
+
+
 def _identities(blueprint: Blueprint) -> list[int]:
     return [
         *map(id, blueprint.modules),
@@ -414,8 +434,11 @@ def _place_in(segment: Segment, tensor: torch.Tensor) -> Place:
 def _cannot_be_sent(blueprint: Blueprint, error: Exception) -> Exception:
     """Return the error that names what cannot be pickled, and the way out."""
     names = {id(module): name for name, module in blueprint.root.named_modules()}
-    culprit = f"{type(blueprint.root).__name__}"
-    for module in blueprint.modules:
+    culprit = "what torch.compile has made of it" if blueprint.compiled else f"{type(blueprint.root).__name__}"
+    for module in () if blueprint.compiled else blueprint.modules:
+        if torch_private.is_scripted(module):
+            culprit = f"module {names.get(id(module), '') or 'itself'!r} ({type(module).__name__})"
+            break
         for name, value in module.__dict__.items():
             if name == "_modules" or type(value) in INERT:
                 continue

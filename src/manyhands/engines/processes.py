@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from manyhands import torch_private
 from manyhands.batch_norm import BatchNormOverReplicas, Walk
 from manyhands.engines.base import Call, Engine, ReplicaTiming, called, one_pass
 from manyhands.engines.boundary import Alias, Boundary, Edge
@@ -65,7 +66,15 @@ class ProcessesEngine(Engine):
         if inside_replica() or len(call.devices) == 1:
             return self._here.forward(module, call)
         with self._turns.step() as mine:
-            return (self._forward if mine else self._here.forward)(module, call)
+            if not mine:
+                return self._here.forward(module, call)
+            if torch_private.hooks_of_every_module():
+                return self._stay_here(module, call, "hooks are registered for every module of this process")
+            return self._forward(module, call)
+
+    def _stay_here(self, module: nn.Module, call: Call, reason: str) -> Any:
+        say_once(f'{reason}: all replicas run in this process meanwhile, as with engine="threads".')
+        return self._here.forward(module, call)
 
     def _forward(self, module: nn.Module, call: Call) -> Any:
         tracked = torch.is_grad_enabled()
@@ -76,6 +85,8 @@ class ProcessesEngine(Engine):
         if len(where) - 1 > team.num_told:
             self._mirror.forget()  # some workers have missed something
         blueprint = self._mirror.look(module)
+        if not all(parameter.is_leaf for parameter in blueprint.parameters.values()):
+            return self._stay_here(module, call, "parameters of the module are results of a computation")
         check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], call.source)
         structure = [call.method, *blueprint.signature()] if tracked else None
         number = next(self._turns.numbers)

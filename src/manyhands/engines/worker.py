@@ -73,7 +73,11 @@ class Module:
             for tensor, d in zip(self.tensors, self.described, strict=True)
             if d.place is not None and not d.is_shared
         ]
-        root, self.modules = loads(pickled, lambda number: self.tensors[number])
+        root, self.modules, class_attributes = loads(pickled, lambda number: self.tensors[number])
+        for cls, attributes in class_attributes:
+            for name, value in attributes.items():
+                if cls.__dict__.get(name) != value:
+                    type.__setattr__(cls, name, value)
         self.blueprint = Blueprint(root)
         self._number = {id(tensor): number for number, tensor in enumerate(self.tensors)}
         self._prepared: tuple[bool, Stamp] | None = None
