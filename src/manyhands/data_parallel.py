@@ -221,8 +221,8 @@ class DataParallel(nn.DataParallel[Any]):
 
         With engine="processes" workers have the module as it was pickled. Attributes, flags, hooks, children,
         parameters and plain containers that change are noticed; a class attribute, a variable that a lambda closes
-        over, the inside of an object of another class are not. (A global of an imported module is never sent: a worker has
-        what the import gives it.) With engine="threads" nothing is ever stale.
+        over, the inside of an object of another class are not. (A global of an imported module is never sent: a worker
+        has what the import gives it.) With engine="threads" nothing is ever stale.
         """
         self._engine.refresh()
 
