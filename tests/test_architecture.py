@@ -50,6 +50,7 @@ LAYERS: list[str | list[str]] = [
     "manyhands.engines.replicas",
     "manyhands.engines.threads",
     "manyhands.engines.shared_memory",
+    "manyhands.engines.shared_sums",
     "manyhands.engines.channel",
     "manyhands.engines.far_meeting",
     "manyhands.engines.pickling",

@@ -3,6 +3,7 @@
 The rows named in the docstrings are those of docs/behaviour.md; each of its last table, 'Engine "processes"', is here.
 """
 
+import copy
 import os
 import pickle
 import signal
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from manyhands import DataParallel
 from manyhands.engines.far_meeting import packed
@@ -179,6 +181,106 @@ def test_accumulated_and_kept_gradients_and_outputs_are_not_written_over(wrap):
     torch.testing.assert_close(kept, [tuple(grads) for grads in copies], rtol=0, atol=0)
     for x, grads in zip(batches, kept, strict=True):
         torch.testing.assert_close(grads, torch.autograd.grad(model.module(x).square().sum(), [x, *model.parameters()]))
+
+
+def large(num_inputs: int = 200) -> nn.Module:
+    """Return a module with gradients that are summed in shared memory, beside small ones."""
+    return nn.Sequential(nn.Linear(num_inputs, 300), nn.Tanh(), nn.Linear(300, 200))
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_large_gradients_are_those_of_threads_bit_for_bit(wrap, num_replicas):
+    """N1: summed in replica order."""
+    module, x = large(), torch.randn(7, 200)
+    grads = []
+    for model in (wrap(module, num_replicas), DataParallel(module, ["cpu"] * num_replicas)):
+        for _ in range(3):
+            model.zero_grad()
+            model(x).square().sum().backward()
+        grads.append([p.grad for p in module.parameters()])
+    for mine, theirs in zip(*grads, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_large_gradients_that_are_accumulated_and_kept(wrap):
+    """N7: as with small ones; and the memory is used again when they are not."""
+    module = large()
+    model, plain = wrap(module), copy.deepcopy(module)
+    batches = [torch.randn(6, 200) for _ in range(3)]
+    losses = [model(x).square().sum() for x in batches]
+    kept = [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
+    copies = [[grad.clone() for grad in grads] for grads in kept]
+    for x in batches:
+        for each in (model, plain):
+            each(x).square().sum().backward()
+    torch.testing.assert_close([p.grad for p in module.parameters()], [p.grad for p in plain.parameters()])
+    torch.testing.assert_close(kept, [tuple(grads) for grads in copies], rtol=0, atol=0)
+    addresses = set()
+    del kept
+    for _ in range(3):
+        model.zero_grad()
+        model(batches[0]).square().sum().backward()
+        addresses.add(module[0].weight.grad.data_ptr())
+    assert len(addresses) == 1
+
+
+def test_large_gradients_that_some_replicas_have_not_or_have_twice(wrap):
+    """N2; and reentrant checkpoints, where a leaf receives several contributions in one backward."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.all, self.some, self.none = (nn.Linear(200, 200) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.all(x) + checkpoint(self.all, torch.tanh(x), use_reentrant=True)
+            return y + self.some(x) if x[0, 0] > 0 else y
+
+    module, x = Model().double(), torch.randn(6, 200, dtype=torch.float64, requires_grad=True)
+    for positive in ([0, 3], [3], []):
+        with torch.no_grad():
+            x[:, 0] = -1.0
+            x[positive, 0] = 1.0
+        plain, model = copy.deepcopy(module), wrap(module)
+        for rows in x.split(3):
+            plain(rows).sum().backward()
+        model(x).sum().backward()
+        for (name, p), q in zip(module.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, msg=name)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_replica_that_fails_while_others_wait_for_its_part(wrap, failing):
+    """F1: in backward; nobody waits for it, and the next step works."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            raise ValueError("as asked")
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = large()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first = self.layers[0](x)
+            return self.layers[1:](Fails.apply(first) if x[0, 0] == 7 else first)
+
+    module, x = Model(), torch.zeros(3, 200)
+    model = wrap(module, 3)
+    x[failing] = 7.0
+    with pytest.raises(ValueError, match="as asked"):
+        model(x).sum().backward()
+    assert all(p.grad is None for p in module.parameters())
+    x[failing] = 1.0
+    model(x).sum().backward()
+    assert all(p.grad is not None for p in module.parameters())
 
 
 def test_a_smaller_batch_leaves_no_worker_behind(wrap):
@@ -421,9 +523,10 @@ def test_a_worker_that_is_killed_in_a_step(wrap, in_backward):
         def __init__(self) -> None:
             super().__init__()
             self.layer, self.dies = nn.Linear(1, 1), True
+            self.large = nn.Parameter(torch.zeros(100_000))  # whose sum the others are waiting for
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.layer(x)
+            y = self.layer(x + self.large[:1])
             if self.dies and x[0] > 0:
                 if not in_backward:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -532,11 +635,12 @@ def test_a_call_from_inside_a_step(wrap):
 
 def test_a_forked_child_has_parameters_of_its_own(wrap):
     """F5: and may go on training, with workers of its own."""
-    model = wrap(nn.Linear(1, 1))
-    x = torch.ones(4, 1)
+    model = wrap(nn.Linear(20_000, 1))
+    x = torch.ones(4, 20_000)
     with torch.no_grad():
         model(x)
-        before = model.module.weight.item()
+        before = model.module.weight.clone()
+    model(x).sum().backward()
     pid = os.fork()
     if not pid:
         status = 1
@@ -544,7 +648,7 @@ def test_a_forked_child_has_parameters_of_its_own(wrap):
             with torch.no_grad():
                 model.module.weight.add_(1.0)
             model(x).sum().backward()
-            status = 0 if model.module.bias.grad.item() == 4.0 else 2
+            status = 0 if model.module.bias.grad.item() == 8.0 and model.module.weight.grad[0, 0].item() == 8.0 else 2
             model.close()
             from manyhands.engines import team
 
@@ -552,9 +656,10 @@ def test_a_forked_child_has_parameters_of_its_own(wrap):
         finally:
             os._exit(status)
     assert os.waitpid(pid, 0)[1] == 0
-    assert model.module.weight.item() == before
+    assert torch.equal(model.module.weight, before)
+    assert torch.equal(model.module.weight.grad, torch.full((1, 20_000), 4.0))
     model(x).sum().backward()
-    assert model.module.bias.grad.item() == 4.0
+    assert model.module.bias.grad.item() == 8.0
 
 
 # ---- whole programs ------------------------------------------------------------------------------
@@ -728,6 +833,28 @@ def test_parameters_that_are_results_keep_all_replicas_here(wrap, caplog):
     assert factor.grad is not None
     torch.testing.assert_close(factor.grad, module(x).sum().detach())
     assert "parameters of the module are results" in caplog.text
+
+
+class _SomeNormalise(nn.Module):
+    """A large layer for all replicas, and batch norm for those whose rows say so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.norm = nn.Linear(200, 200), nn.BatchNorm1d(200)
+
+    def forward(self, x: torch.Tensor, normalise: torch.Tensor) -> torch.Tensor:
+        y = self.large(x)
+        return self.norm(y).relu() if normalise.any() else y
+
+
+@pytest.mark.parametrize("who", [(0, 1, 1), (1, 0, 1), (1, 1, 0), (0, 0, 1)], ids=str)
+def test_who_waits_for_sums_does_not_keep_others_from_meeting(wrap, who):
+    """N5: a replica that has walked its graph waits for the sums; one that has not may wait for it at a batch norm."""
+    model = wrap(_SomeNormalise(), 3, sync_batch_norm=True)
+    x, normalise = torch.randn(6, 200), torch.tensor(who).repeat_interleave(2)
+    for _ in range(3):
+        model(x, normalise).square().sum().backward()
+    assert model.module.large.weight.grad.isfinite().all()
 
 
 _BUSY = """

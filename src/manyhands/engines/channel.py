@@ -98,6 +98,12 @@ class Channel:
         while not poll.poll(0) and time.perf_counter() < until:
             os.sched_yield()
 
+    def is_ready(self) -> bool:
+        """Return whether there is something to receive (the other side's end counts)."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
+
     def close(self) -> None:
         self._socket.close()
 

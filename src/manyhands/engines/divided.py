@@ -10,8 +10,9 @@ forward, so the two kinds of graph are one, whatever the order.
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from manyhands.engines.messages import Answer, Backward, Failed, Sent, sent
 from manyhands.engines.mirror import Mirror
 from manyhands.engines.pickling import loads
 from manyhands.engines.shared_memory import Packing, Segment, can_lie_in_memory
+from manyhands.engines.shared_sums import LARGE_BYTES, Part, Summing
 from manyhands.engines.team import Team, Turns
 from manyhands.errors import say_once
 from manyhands.layouts import Whole
@@ -117,22 +119,27 @@ class Divided(Graphs):
         torch_private.import_what_backward_imports()
         with self._step() as num_threads:
             state, streams = ProcessState.capture(), SeededStreams(len(self.where))
-            for i in range(len(self.where) - 1):
-                grads = [(grad, None) for grad in output_grads]
-                self._ask(i, grads, keep, None, num_threads, state, streams.seeds[i + 1])
+            sent_grads: list[tuple[torch.Tensor | None, int | None]] = [(grad, None) for grad in output_grads]
+            asked = {i: parts for i in range(len(self.where) - 1) if (parts := self._parts(i, sent_grads))}
+            sums, replicas = self.team.sums, (0, *(i + 1 for i in asked))
+            ground = sums.begin(self._leaves_in_workers()) if asked else None
+            for i, parts in asked.items():
+                summing = None if ground is None else sums.summing(i + 1, replicas)
+                self._ask(i, parts, keep, None, num_threads, state, streams.seeds[i + 1], summing)
+            part = None if ground is None else Part(ground, 0, replicas)
 
             def walk_own() -> list[torch.Tensor | None]:
                 started = time.perf_counter()
-                grads = self._walk_own(output_grads, keep, in_leaves)
+                grads = self._walk_own(output_grads, keep, in_leaves, part)
                 if not keep:
                     self.keep_alive = None  # now, while the workers are still walking
                 self.timings[0].backward_s = time.perf_counter() - started
                 return grads
 
-            own, answers = self._own_and_answers(walk_own, streams)
+            own, answers = self._own_and_answers(walk_own, streams, part)
             for i, answer in answers.items():
                 self.timings[i + 1].backward_s = answer.seconds
-            return self._with_others(own, answers)
+            return self._with_others(own, answers, {} if part is None else sums.results())
 
     def differentiable_walk(
         self, output_grads: Sequence[torch.Tensor | None]
@@ -189,7 +196,8 @@ class Divided(Graphs):
         with self._step() as num_threads:
             state, streams = ProcessState.capture(), SeededStreams(len(self.where))
             for i in range(len(self.where) - 1):
-                self._ask(i, sent_grads, True, higher.number, num_threads, state, streams.seeds[i + 1])
+                if sent_parts := self._parts(i, sent_grads):
+                    self._ask(i, sent_parts, True, higher.number, num_threads, state, streams.seeds[i + 1], None)
             own_results, answers = self._own_and_answers(walk_own, streams)
             parts_by_edge = [[grad, *[None] * (len(self.where) - 1)] for grad in own_results]
             edge_of = {key: e for e, key in enumerate(self.keys) if key is not None}
@@ -201,18 +209,12 @@ class Divided(Graphs):
                     parts_by_edge[edge_of[key]][i + 1] = tensor.requires_grad_(standing.requires_grad)
         return higher, parts_by_edge
 
-    def _ask(
-        self,
-        index: int,
-        grads: Sequence[tuple[torch.Tensor | None, int | None]],
-        keep: bool,
-        derive: int | None,
-        num_threads: int,
-        state: ProcessState,
-        seed: int,
-    ) -> None:
-        """Send a worker its part of the output gradients, each with the leaf that is to stand before it."""
-        member = self.team.members[index]
+    def _parts(self, index: int, grads: Sequence[tuple[torch.Tensor | None, int | None]]) -> list[tuple[int, Sent]]:
+        """Put a worker's part of the output gradients into its outbox, each with the leaf that is to stand before it.
+
+        Returns:
+            (the worker's number of the output, what stands for its gradient in a message).
+        """
         parts: list[tuple[int, Sent]] = []
         for edge, (grad, leaf) in zip(self.outputs, grads, strict=True):
             end = edge.tensors[index + 1]
@@ -220,15 +222,29 @@ class Divided(Graphs):
                 continue
             part = edge.part(grad, index + 1, _CPU)
             if part is not None:
-                parts.append((self._output_numbers[id(end)], sent(part, member.outbox)._replace(leaf=leaf)))
-        if not parts:
-            return
-        segments: list[Segment] = []
+                outbox = self.team.members[index].outbox
+                parts.append((self._output_numbers[id(end)], sent(part, outbox)._replace(leaf=leaf)))
+        return parts
+
+    def _ask(
+        self,
+        index: int,
+        parts: list[tuple[int, Sent]],
+        keep: bool,
+        derive: int | None,
+        num_threads: int,
+        state: ProcessState,
+        seed: int,
+        sums: Summing | None,
+    ) -> None:
+        """Have a worker walk its graph."""
+        member = self.team.members[index]
+        segments = [*self.team.sums.segments] if sums is not None else []
         places = None
-        if not member.gradients:
+        if member.gradients is None:
             packing = Packing()
-            tensors = self.mirror.with_gradients()
-            offsets = {n: packing.place(t.detach()) for n, t in tensors.items() if can_lie_in_memory(t.detach())}
+            tensors = {n: t.detach() for n, t in self.mirror.with_gradients().items() if t.nbytes < LARGE_BYTES}
+            offsets = {n: packing.place(t) for n, t in tensors.items() if can_lie_in_memory(t)}
             segment = Segment.create(packing.num_bytes)
             places = {n: place._replace(segment=segment.number) for n, place in offsets.items()}
             member.gradients = {n: segment.view(place) for n, place in places.items()}
@@ -245,16 +261,29 @@ class Divided(Graphs):
             derive=derive,
             gradients=places,
             num_threads=num_threads,
+            sums=sums,
         )
         self.team.ask(index, message, segments, state, self.where[index + 1])
 
+    def _leaves_in_workers(self) -> dict[int, torch.Tensor]:
+        """Return something of the size of each of the module's tensors that the workers have leaves for, by number."""
+        leaves: dict[int, torch.Tensor] = {}
+        for key, edge in zip(self.keys, self.inputs, strict=True):
+            if key is not None and key >= 0:
+                leaves[key] = next(tensor for tensor in edge.tensors if tensor is not None)
+        return leaves
+
     def _own_and_answers(
-        self, walk_own: Callable[[], list[torch.Tensor | None]], streams: SeededStreams
+        self, walk_own: Callable[[], list[torch.Tensor | None]], streams: SeededStreams, part: Part | None = None
     ) -> tuple[list[torch.Tensor | None], dict[int, Answer]]:
         """Walk the first replica's graph, and wait for the workers; raise what one of them raised."""
         with streams, one_pass(self.begin_walk) as surroundings:
             outcomes: list[Outcome[Any]] = [*run_together([walk_own], [_CPU], surroundings)]
             try:
+                if part is not None and outcomes[0].error is None:
+                    part.end(lambda: self.team.attend(self.where))
+                elif part is not None:
+                    part.fail()
                 answers = self.team.answers(self.where)
                 streams.others_drew = any(answer.drew for answer in answers.values())
                 for _, answer in sorted(answers.items()):
@@ -269,9 +298,9 @@ class Divided(Graphs):
                 outcomes.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
 
     def _walk_own(
-        self, output_grads: Sequence[torch.Tensor | None], keep: bool, in_leaves: bool
+        self, output_grads: Sequence[torch.Tensor | None], keep: bool, in_leaves: bool, part: Part | None
     ) -> list[torch.Tensor | None]:
-        """Walk the first replica's graph; return the gradient of each input edge's leaf.
+        """Walk the first replica's graph; return the gradient of each input edge's leaf, less what `part` has taken.
 
         Args:
             in_leaves: by way of `.grad`, as a module may count on; not where that is the caller's, or under a mode.
@@ -283,9 +312,20 @@ class Divided(Graphs):
         if not in_leaves:
             wanted = [leaf for leaf in leaves if leaf is not None]
             results = iter(torch.autograd.grad(ends, wanted, grads, retain_graph=keep, allow_unused=True))
-            return [None if leaf is None else next(results) for leaf in leaves]
-        torch.autograd.backward(ends, grads, retain_graph=keep)
-        return [take_grad(leaf) for leaf in leaves]
+            return self._not_taken([None if leaf is None else next(results) for leaf in leaves], part)
+        own = {key: leaf for key, leaf in zip(self.keys, leaves, strict=True) if key is not None and leaf is not None}
+        with part.hooked(own) if part is not None else contextlib.nullcontext():
+            torch.autograd.backward(ends, grads, retain_graph=keep)
+        return self._not_taken([take_grad(leaf) for leaf in leaves], part)
+
+    def _not_taken(self, grads: list[torch.Tensor | None], part: Part | None) -> list[torch.Tensor | None]:
+        """Return the gradients of the input edges without those that go into the sums."""
+        if part is None:
+            return grads
+        return [
+            None if grad is not None and key is not None and part.give(key, grad) else grad
+            for key, grad in zip(self.keys, grads, strict=True)
+        ]
 
     def _walk_batch(self, output_grads: Sequence[torch.Tensor | None]) -> list[list[torch.Tensor | None]]:
         """Walk once for each entry of the axis that vmap hides; hide it again in the results."""
@@ -304,11 +344,21 @@ class Divided(Graphs):
         ]
 
     def _with_others(
-        self, own: Sequence[torch.Tensor | None], answers: dict[int, Answer]
+        self,
+        own: Sequence[torch.Tensor | None],
+        answers: dict[int, Answer],
+        sums: Mapping[int, torch.Tensor] = MappingProxyType({}),
     ) -> list[list[torch.Tensor | None]]:
-        """Return each input edge's gradients, one a replica; those of whole tensors summed in replica order."""
+        """Return each input edge's gradients, one a replica; those of whole tensors summed in replica order.
+
+        Args:
+            sums: what was summed before, by the leaf's number.
+        """
         parts: list[list[torch.Tensor | None]] = [[grad, *[None] * (len(self.where) - 1)] for grad in own]
         edge_of = {key: e for e, key in enumerate(self.keys) if key is not None}
+        for key, summed in sums.items():
+            of_edge = parts[edge_of[key]]
+            of_edge[0] = summed if of_edge[0] is None else summed.add_(of_edge[0])
         for i, answer in sorted(answers.items()):
             views = self.team.members[i].gradients
             totals, others = [], []
@@ -316,7 +366,11 @@ class Divided(Graphs):
                 number = edge_of.get(key)
                 if number is None:
                     continue
-                grad = views[key] if standing is None else self._received(i, standing, answer)
+                if standing is None:
+                    assert views is not None
+                    grad = views[key]
+                else:
+                    grad = self._received(i, standing, answer)
                 of_edge = parts[number]
                 if not isinstance(self.inputs[number].layout, Whole):
                     of_edge[i + 1] = grad.clone()

@@ -4,15 +4,15 @@
     comes ──► a `Visit`, on its channel ──────────► `MeetingHere.come`
     waits ◄── what the exchange came to ◄────────── when everybody who can still come has come
 
-The channel is the worker's only one. A visit goes before the answer to the message that the worker is at; that it has
-left the meeting, and whether it failed, is told by that answer. Values are small, some numbers a channel of a batch
+The channel is the worker's only one. Visits, and that it has left the meeting, go before the answer to the message that
+the worker is at. Values are small, some numbers a channel of a batch
 norm: tensors in them travel as their bytes, inside the message.
 """
 
 import ctypes
 import io
 import pickle
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,12 @@ from manyhands.engines.channel import Channel
 from manyhands.meeting import Meeting, Met, Visit
 
 _SPIN_S = 0.0002
+
+
+class Left(NamedTuple):
+    """What a worker says that comes to the meeting no more, though its answer may wait for other workers."""
+
+    failed: bool
 
 
 class MeetingElsewhere(Meeting):
@@ -37,7 +43,7 @@ class MeetingElsewhere(Meeting):
         return met
 
     def leave(self, index: int, *, failed: bool) -> None:
-        """Do nothing: the worker's answer says it."""
+        self._channel.send(packed(Left(failed)))
 
 
 def packed(value: Any) -> bytes:

@@ -14,6 +14,7 @@ import torch
 from manyhands.engines.mirror import Update
 from manyhands.engines.pickling import dumps
 from manyhands.engines.shared_memory import Outbox, Place, can_lie_in_memory
+from manyhands.engines.shared_sums import Summing
 
 
 class Sent(NamedTuple):
@@ -84,8 +85,9 @@ class Backward(Message):
 
     Attributes:
         grads: (number of the output, its gradient, the leaf before that gradient if it needs a gradient itself).
-        gradients: a segment, and the place in it for the gradient of each of the module's tensors that has one; None if
-            it is what it was.
+        gradients: a place for the gradient of each of the module's tensors that has a small one; None if it is what it
+            was.
+        sums: how large gradients are summed; None if there are none.
     """
 
     graph: int
@@ -94,6 +96,7 @@ class Backward(Message):
     derive: int | None
     gradients: dict[int, Place] | None
     num_threads: int
+    sums: Summing | None
 
 
 @dataclass(slots=True)

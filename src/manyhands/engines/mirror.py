@@ -165,10 +165,13 @@ class Mirror:
         return {number: self.tensors[number] for number in (*range(len(self._requires_grad)), *self.outside)}
 
     def leave_shared_memory(self) -> None:
-        """Give the parameters memory of their own, in the child of a fork: they must not be the parent's."""
+        """Give parameters and gradients memory of their own, in the child of a fork: they must not be the parent's."""
         with torch.inference_mode(False):
             for tensor, _, _ in self._shared:
                 tensor.data = tensor.data.clone()
+            for tensor in self.tensors:
+                if tensor.is_leaf and tensor.grad is not None:
+                    tensor.grad = tensor.grad.clone()
         self.forget()
 
     def _has(self, blueprint: Blueprint) -> bool:

@@ -153,7 +153,7 @@ class ProcessesEngine(Engine):
         if update.module is not None:
             _say_if_hooks(blueprint)
             for member in team.members:
-                member.gradients = {}
+                member.gradients = None
         if update.says_something:
             team.num_told = num_workers
         state = ProcessState.capture()

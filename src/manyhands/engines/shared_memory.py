@@ -15,6 +15,7 @@ Assumes that the two sides take turns: while one reads what an outbox holds, the
 
 import ctypes
 import itertools
+import math
 import mmap
 import os
 import tempfile
@@ -80,13 +81,21 @@ class Segment:
 
     def alone(self, place: Place) -> torch.Tensor:
         """Return the tensor at a place, with a storage of its own that ends where the tensor does."""
-        count = 1 + sum((n - 1) * s for n, s in zip(place.size, place.stride, strict=True))
-        storage = self.storage(place.offset, count * place.dtype.itemsize)
+        storage = self.storage(place.offset, num_bytes(place))
         return torch.empty(0, dtype=place.dtype, device=_CPU).set_(storage, 0, place.size, place.stride)
+
+    def numbers(self) -> memoryview:
+        """Return the memory as 64-bit integers, each of which is read and written at once."""
+        return memoryview(self._map).cast("q")
 
     def __del__(self) -> None:
         if hasattr(self, "fd"):
             os.close(self.fd)
+
+
+def num_bytes(place: Place) -> int:
+    """Return how many bytes a tensor at a place reaches over."""
+    return (1 + sum((n - 1) * s for n, s in zip(place.size, place.stride, strict=True))) * place.dtype.itemsize
 
 
 def can_lie_in_memory(tensor: torch.Tensor) -> bool:
@@ -117,9 +126,13 @@ class Packing:
 
     def place(self, tensor: torch.Tensor, segment: int = -1) -> Place:
         """Return where a copy of `tensor` is to lie, behind all others."""
+        return self.place_for(tensor.dtype, tuple(tensor.size()), dense_stride(tensor), segment)
+
+    def place_for(self, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...], segment: int = -1) -> Place:
+        """Return where a tensor without gaps is to lie, behind all others."""
         offset = -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
-        self.num_bytes = offset + tensor.numel() * tensor.dtype.itemsize
-        return Place(segment, offset, tensor.dtype, tuple(tensor.size()), dense_stride(tensor))
+        self.num_bytes = offset + math.prod(size) * dtype.itemsize
+        return Place(segment, offset, dtype, size, stride)
 
 
 class Outbox:

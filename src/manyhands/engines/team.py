@@ -22,9 +22,10 @@ import torch
 
 from manyhands import cores
 from manyhands.engines.channel import Channel, ChannelClosedError, ready
-from manyhands.engines.far_meeting import packed
+from manyhands.engines.far_meeting import Left, packed
 from manyhands.engines.messages import Answer, Message
 from manyhands.engines.shared_memory import Outbox, Segment
+from manyhands.engines.shared_sums import Sums
 from manyhands.meeting import MeetingHere, Met, Visit
 from manyhands.thread_state import ProcessState
 
@@ -135,7 +136,7 @@ class Member:
         known: numbers of the segments that it has.
         inbox: the segments that came from it, by number.
         forgotten: graphs that it is to drop.
-        gradients: views of its gradients, by the number of the tensor; empty until the first backward.
+        gradients: views of its small gradients, by the number of the tensor; None until the first backward.
     """
 
     def __init__(self, pid: int, channel: Channel) -> None:
@@ -144,7 +145,7 @@ class Member:
         self.known: set[int] = set()
         self.forgotten: list[int] = []
         self.inbox: dict[int, Segment] = {}
-        self.gradients: dict[int, torch.Tensor] = {}
+        self.gradients: dict[int, torch.Tensor] | None = None
         self._state: ProcessState | None = None
 
     def send(self, message: Message, segments: Sequence[Segment], state: ProcessState) -> None:
@@ -158,11 +159,11 @@ class Member:
         self.channel.send(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL), [segment.fd for segment in new])
         self.known.update(segment.number for segment in new)
 
-    def receive(self) -> Answer | Visit:
+    def receive(self) -> Answer | Visit | Left:
         """Return the next that it says: its answer, or what it comes to the meeting with."""
         body, fds = self.channel.receive()
-        answer: Answer | Visit = pickle.loads(body)
-        if isinstance(answer, Visit):
+        answer: Answer | Visit | Left = pickle.loads(body)
+        if isinstance(answer, Visit | Left):
             return answer
         for (number, num_bytes), fd in zip(answer.segments, fds, strict=True):
             self.inbox = {number: Segment(fd, num_bytes, number)}  # the worker writes into its newest only
@@ -206,12 +207,14 @@ class Team:
     Attributes:
         members: the workers of replicas 1, 2, ...
         num_told: how many of them know the module as it is.
+        sums: memory for the sums of large gradients.
         ended: whether it has been ended.
     """
 
     def __init__(self, num_workers: int) -> None:
         self.ended = False
         self.num_told = 0
+        self.sums = Sums()
         self.members: list[Member] = []
         self._awaited: set[int] = set()
         self._lost: set[int] = set()  # those of them whose channel has closed
@@ -272,9 +275,7 @@ class Team:
             WorkerDiedError: one has died. The team is ended.
         """
         self._receive(lambda: bool(self._lost) or any(map(_stops, self._answers.values())))
-        if self._lost:
-            index = min(self._lost)
-            raise self.died(index, where[index + 1])
+        self._raise_if_died(where)
         answers, self._answers = self._answers, {}
         return dict([item for item in answers.items() if _stops(item[1])][:1]) or answers
 
@@ -298,6 +299,10 @@ class Team:
             self._lost.add(index)
             failed = True
         else:
+            if isinstance(received, Left):
+                assert meeting is not None
+                meeting.leave(index + 1, failed=received.failed)
+                return
             if isinstance(received, Visit):
                 assert meeting is not None
                 meeting.come(index + 1, received, lambda met: member.tell(met, meeting.failed))
@@ -307,6 +312,22 @@ class Team:
             failed = received.error is not None
         if meeting is not None:
             meeting.leave(index + 1, failed=failed)
+
+    def attend(self, where: Sequence[str]) -> None:
+        """Receive what workers have sent so far; for a caller who waits for them in another way.
+
+        Raises:
+            WorkerDiedError: one has died. The team is ended.
+        """
+        for index in sorted(self._awaited - self._lost):
+            if self.members[index].channel.is_ready():
+                self._receive_from(index)
+        self._raise_if_died(where)
+
+    def _raise_if_died(self, where: Sequence[str]) -> None:
+        if self._lost:
+            index = min(self._lost)
+            raise self.died(index, where[index + 1])
 
     def died(self, index: int, where: str) -> WorkerDiedError:
         """End the team, one of whose workers has died; return the error that says how."""

@@ -46,6 +46,7 @@ from manyhands.engines.mirror import GONE, Described, Update
 from manyhands.engines.pickling import classes_by_value, dumps, loads
 from manyhands.engines.replicas import Stamp, look_for_live_tensors
 from manyhands.engines.shared_memory import Outbox, Segment, can_lie_in_memory
+from manyhands.engines.shared_sums import Ground, Part
 from manyhands.errors import log
 from manyhands.layouts import Only
 from manyhands.outputs import Group
@@ -139,6 +140,7 @@ class Worker:
         self._graphs: dict[int, Graph] = {}
         self._module: Module | None = None
         self._gradients: dict[int, torch.Tensor] = {}
+        self._ground: Ground | None = None
         self._state: ProcessState | None = None
         self._looked: list[Any] = []  # the signature of the module whose replicas' graphs have been looked at
         self._num_looks = 0
@@ -196,7 +198,7 @@ class Worker:
                 self._forward(message, answer)
             else:
                 self._backward(message, answer)
-            answer.seconds = time.perf_counter() - started
+            answer.seconds += time.perf_counter() - started
             answer.drew = not torch.equal(random_state, torch.default_generator.get_state())
             answer.places = self._outbox.flush()
         except BaseException as error:  # noqa: BLE001 - it is the caller's to handle
@@ -308,9 +310,17 @@ class Worker:
             leaves, keep_alive, around = graph.leaves, graph.keep_alive, graph.around
             grads = [grad for _, grad, _ in received]
             del graph, received
-            with self._state.thread.applied():
-                _run(lambda: torch.autograd.backward(ends, grads, retain_graph=message.keep), around)
+            part = self._part(message)
+            try:
+                with self._state.thread.applied(), part.hooked(leaves) if part else contextlib.nullcontext():
+                    _run(lambda: torch.autograd.backward(ends, grads, retain_graph=message.keep), around)
+            except BaseException:
+                if part:
+                    part.fail()
+                raise
             del ends, grads, keep_alive, around
+            if part:
+                answer.seconds -= part.end()
             self._take_gradients(leaves, answer)
             return
         leaves = dict(graph.leaves)
@@ -335,6 +345,18 @@ class Worker:
                 )
                 outputs.append(result)
         self._graphs[message.derive] = Graph(leaves, outputs, graph.keep_alive, graph.around)
+
+    def _part(self, message: Backward) -> Part | None:
+        """Return this replica's part in the sums of large gradients; None if there are none."""
+        sums = message.sums
+        if sums is None:
+            return None
+        if sums.places is not None:
+            self._ground = Ground(sums.places, self._segments, self._segments[sums.turns])
+            for gone in sums.gone:
+                del self._segments[gone]
+        assert self._ground is not None
+        return Part(self._ground, sums.replica, sums.replicas)
 
     def _take_gradients(self, leaves: dict[int, torch.Tensor], answer: Answer) -> None:
         """Write the leaves' gradients to their places, or into the outbox, and take them away."""
