@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from manyhands import DataParallel
+from manyhands.engines.channel import _HEADER, Channel
 from manyhands.engines.far_meeting import packed
 from manyhands.engines.processes import ProcessesEngine
 
@@ -662,6 +664,68 @@ def test_a_forked_child_has_parameters_of_its_own(wrap):
     assert model.module.bias.grad.item() == 8.0
 
 
+def test_what_is_replaced_by_an_equal_or_is_laid_out_anew_is_noticed(wrap):
+    """R8: a parameter of one element is equal to another of that value; `.data =` leaves versions as they are."""
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval()
+    module.register_parameter("factor", nn.Parameter(torch.tensor(1.0)))
+    module.forward = types.MethodType(_times_factor, module)
+    model, x = wrap(module), torch.randn(4, 3)
+
+    def replace_factor():
+        module.factor = nn.Parameter(torch.tensor(1.0))
+
+    def transpose():
+        module[0].weight.data = module[0].weight.data.t()
+
+    def replace_buffer():
+        module[1].running_mean.data = torch.ones(3)
+
+    for change in (lambda: None, replace_factor, transpose, replace_buffer):
+        change()
+        for _ in range(2):
+            parameters = list(module.parameters())
+            output, expected = model(x), module(x)
+            torch.testing.assert_close(output, expected)
+            expected = torch.autograd.grad(expected.pow(2).sum(), parameters)
+            torch.testing.assert_close(torch.autograd.grad(output.pow(2).sum(), parameters), expected)
+
+
+def _times_factor(self, x):
+    return nn.Sequential.forward(self, x) * self.factor
+
+
+def test_tensors_with_a_history_that_stand_for_parameters(wrap):
+    """N3, N7: `functional_call` puts them there."""
+    module, factor, x = nn.Linear(3, 2), torch.tensor(2.0, requires_grad=True), torch.randn(4, 3)
+    model = nn.Sequential(wrap(module))
+    for _ in range(2):
+        results = []
+        for called, prefix in ((nn.Sequential(module), "0."), (model, "0.module.")):
+            weights = {prefix + name: parameter * factor for name, parameter in module.named_parameters()}
+            output = torch.func.functional_call(called, weights, (x,))
+            results.append(torch.autograd.grad(output.pow(2).sum(), [factor, *module.parameters()]))
+        torch.testing.assert_close(results[1], results[0])
+
+
+def test_ctrl_c_in_the_middle_of_a_message_ends_the_workers(wrap, monkeypatch):
+    """F3: what they would read next is the rest of it."""
+    model, x = wrap(nn.Linear(3, 2)), torch.randn(4, 3)
+    model(x)
+    before = workers_of(model)
+    send = Channel.send
+
+    def send_half(self, body, fds=()):
+        monkeypatch.setattr(Channel, "send", send)
+        self._socket.sendall(_HEADER.pack(len(body), False) + body[: len(body) // 2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Channel, "send", send_half)
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    torch.testing.assert_close(model(x), model.module(x))
+    assert set(workers_of(model)).isdisjoint(before)
+
+
 # ---- whole programs ------------------------------------------------------------------------------
 
 
@@ -681,6 +745,26 @@ def run(script: str, *arguments: str) -> tuple[int, str, str]:
     with python(*arguments) as process:
         out, err = process.communicate(textwrap.dedent(script), timeout=WAIT_S * 2)
     return process.returncode, out, err
+
+
+def test_a_fork_does_not_wait_for_threads_that_its_child_lacks():
+    """F5: as a DataLoader forks its workers. OpenMP's threads, which copy large tensors, are not forked with it."""
+    script = """
+        import os, signal
+        os.register_at_fork(after_in_child=lambda: signal.alarm(60))
+        import torch
+        import manyhands
+        torch.set_num_threads(2)
+        model = manyhands.DataParallel(torch.nn.Linear(1000, 1000), ["cpu"] * 2, engine="processes")
+        model(torch.zeros(4, 1000)).sum().backward()
+        model.module.weight.detach().mul_(2)
+        before = model.module.weight.flatten()[:5].tolist()
+        pid = os.fork()
+        if not pid:
+            os._exit(0 if model.module.weight.flatten()[:5].tolist() == before else 1)
+        print(os.waitpid(pid, 0)[1])
+        """
+    assert run(script) == (0, "0\n", "")
 
 
 def test_a_script_on_standard_input_runs_once_and_listens_to_nothing():
@@ -821,18 +905,6 @@ def test_hooks_of_every_module_keep_all_replicas_here(wrap, caplog):
         handle.remove()
     torch.testing.assert_close(model(x), expected)
     assert "hooks are registered for every module" in caplog.text
-
-
-def test_parameters_that_are_results_keep_all_replicas_here(wrap, caplog):
-    """N3: their gradients go on into the graph that made them, which workers do not have."""
-    module = nn.Linear(3, 2)
-    model, x = nn.Sequential(wrap(module)), torch.randn(5, 3)
-    factor = torch.tensor(2.0, requires_grad=True)
-    fast = {f"0.module.{name}": p.detach() * factor for name, p in module.named_parameters()}
-    torch.func.functional_call(model, fast, (x,)).sum().backward()
-    assert factor.grad is not None
-    torch.testing.assert_close(factor.grad, module(x).sum().detach())
-    assert "parameters of the module are results" in caplog.text
 
 
 class _SomeNormalise(nn.Module):

@@ -13,6 +13,7 @@ each process has its own.
 Assumes that between two forwards a module is changed by this process only.
 """
 
+import ctypes
 import os
 import sys
 import types
@@ -109,7 +110,8 @@ class Mirror:
         self._blueprint: Blueprint | None = None
         self._changes: list[tuple[int, str, Any]] | None = None
         self._is_settled = True
-        self._shared: list[tuple[torch.Tensor, int, torch.Size]] = []
+        self._in_shared_memory: list[torch.Tensor] = []
+        self._layouts: list[Any] = []  # how and where the module's tensors lay
         self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []  # the live tensor, its copy in shared memory
         self._inline: list[torch.Tensor] = []
         self._always: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters that others refer to: copied each time
@@ -167,20 +169,19 @@ class Mirror:
     def leave_shared_memory(self) -> None:
         """Give parameters and gradients memory of their own, in the child of a fork: they must not be the parent's."""
         with torch.inference_mode(False):
-            for tensor, _, _ in self._shared:
-                tensor.data = tensor.data.clone()
+            for tensor in self._in_shared_memory:
+                tensor.data = _copy_in_this_thread(tensor.detach())
             for tensor in self.tensors:
-                if tensor.is_leaf and tensor.grad is not None:
-                    tensor.grad = tensor.grad.clone()
+                if tensor.is_leaf and tensor.grad is not None and can_lie_in_memory(tensor.grad):
+                    tensor.grad = _copy_in_this_thread(tensor.grad)
         self.forget()
 
     def _has(self, blueprint: Blueprint) -> bool:
         """Return whether the workers have this structure, and its parameters where they are now."""
         if _identities(blueprint) != self._ids:
             return False
-        for tensor, address, size in self._shared:
-            if tensor.data_ptr() != address or tensor.size() != size:
-                return False
+        if _layouts(self._in_shared_memory, self._copied) != self._layouts:
+            return False
         if any(tensor._version != version for tensor, version in self._inline_versions):
             return False
         return not any(_is_movable([tensor]) for tensor, _ in self._always)
@@ -227,7 +228,7 @@ class Mirror:
                 segment, place = places[id(tensor)]
                 if segment not in self.segments:
                     self.segments.append(segment)
-                self._shared.append((tensor, tensor.data_ptr(), tensor.size()))
+                self._in_shared_memory.append(tensor)
             elif can_lie_in_memory(tensor.detach()):
                 place = packing.place(tensor.detach())
                 copies.append((tensor, place))
@@ -240,7 +241,8 @@ class Mirror:
                     place,
                     inline,
                     type(tensor) if is_parameter and type(tensor.detach()) is torch.Tensor else torch.Tensor,
-                    tensor.requires_grad and tensor.is_leaf,
+                    # One with a history that stands for a parameter (functional_call) is a leaf in the worker.
+                    tensor.requires_grad and (tensor.is_leaf or id(tensor) in blueprint.parameters),
                     tensor.__dict__,
                     is_shared=id(tensor) in needs_sharing_ids or id(tensor) in buffers,
                 )
@@ -253,6 +255,7 @@ class Mirror:
             pair = (tensor, segment.view(place))
             (self._always if id(tensor) in needs_sharing_ids else self._copied).append(pair)
         self._versions = _versions(self._copied)
+        self._layouts = _layouts(self._in_shared_memory, self._copied)
         _write([*self._copied, *self._always])
         tensors = dumps(described, lambda tensor: None)
         return Update(module=dumps((tensors, pickled, self.outside), lambda tensor: None), path=tuple(sys.path))
@@ -275,10 +278,21 @@ class Watch:
         self._held_own = [_copy(container) for container in self._own]
         self._held_registries = [_copy(container) for container in self._registries]
         self._held = [_copy(container) for container in self._containers]
+        # Tensors of one element are equal if their values are: whether they are the same has to be asked.
+        containers = [*self._own, *self._registries]
+        self._single = [
+            (container, name, value)
+            for container in containers
+            if isinstance(container, dict)
+            for name, value in container.items()
+            if isinstance(value, torch.Tensor) and value.numel() == 1
+        ]
 
     def changes(self) -> list[tuple[int, str, Any]] | None:
         """Return what was rebound, (number of the module, name, value), as far as it is plain; None for all else."""
         if not _equal(self._registries, self._held_registries) or not _equal(self._containers, self._held):
+            return None
+        if any(container.get(name) is not tensor for container, name, tensor in self._single):
             return None
         if _equal(self._own, self._held_own):
             return []
@@ -373,6 +387,14 @@ def _versions(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[int]:
         return [-1 if live.is_inference() else live._version for live, _ in pairs] + [_unequal()]
 
 
+def _layouts(
+    in_shared_memory: Sequence[torch.Tensor], copied: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> list[Any]:
+    """Return what changes when the memory or the form of a tensor is replaced, as by `.data =`."""
+    tensors = [*in_shared_memory, *(live for live, _ in copied)]
+    return [(t.data_ptr(), t.dtype, t.size(), t.stride()) for t in tensors]
+
+
 def _unequal() -> int:
     _unequal.count += 1  # type: ignore[attr-defined]
     return int(_unequal.count)  # type: ignore[attr-defined]
@@ -460,6 +482,13 @@ def _cannot_be_sent(blueprint: Blueprint, error: Exception) -> Exception:
         f"({type(error).__name__}: {error}). Make it in forward, or leave it out of the module; or use "
         'engine="threads", which sends nothing.'
     )
+
+
+def _copy_in_this_thread(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy, made without the threads that torch copies large tensors with: no child of a fork has them."""
+    copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+    ctypes.memmove(copy.data_ptr(), tensor.data_ptr(), copy.untyped_storage().nbytes())
+    return copy
 
 
 def _after_fork() -> None:

@@ -22,6 +22,7 @@ Assumes, as the threads engine does, that nobody changes the module while a forw
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +34,7 @@ from manyhands.batch_norm import BatchNormOverReplicas, Walk
 from manyhands.engines.base import Call, Engine, ReplicaTiming, called, one_pass
 from manyhands.engines.boundary import Alias, Boundary, Edge
 from manyhands.engines.divided import Divided, warn
-from manyhands.engines.messages import Forward, Sent, sent
+from manyhands.engines.messages import Answer, Forward, Sent, sent
 from manyhands.engines.mirror import Mirror
 from manyhands.engines.pickling import dumps
 from manyhands.engines.replicas import Inputs, Stamp, look_for_live_tensors
@@ -48,6 +49,11 @@ from manyhands.random_streams import SeededStreams
 from manyhands.replicate import Blueprint, check_device, unchanged_on_failure
 from manyhands.thread_state import ProcessState
 from manyhands.workers import divided_intra_op_threads, inside_replica, run_together
+
+_HOOKS_OF_EVERY_MODULE = (
+    "hooks are registered for every module of this process, which workers do not have: as long as they are, all "
+    'replicas run in this process, as with engine="threads".'
+)
 
 
 class ProcessesEngine(Engine):
@@ -69,12 +75,9 @@ class ProcessesEngine(Engine):
             if not mine:
                 return self._here.forward(module, call)
             if torch_private.hooks_of_every_module():
-                return self._stay_here(module, call, "hooks are registered for every module of this process")
+                say_once(_HOOKS_OF_EVERY_MODULE)
+                return self._here.forward(module, call)
             return self._forward(module, call)
-
-    def _stay_here(self, module: nn.Module, call: Call, reason: str) -> Any:
-        say_once(f'{reason}: all replicas run in this process meanwhile, as with engine="threads".')
-        return self._here.forward(module, call)
 
     def _forward(self, module: nn.Module, call: Call) -> Any:
         tracked = torch.is_grad_enabled()
@@ -85,8 +88,6 @@ class ProcessesEngine(Engine):
         if len(where) - 1 > team.num_told:
             self._mirror.forget()  # some workers have missed something
         blueprint = self._mirror.look(module)
-        if not all(parameter.is_leaf for parameter in blueprint.parameters.values()):
-            return self._stay_here(module, call, "parameters of the module are results of a computation")
         check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], call.source)
         structure = [call.method, *blueprint.signature()] if tracked else None
         number = next(self._turns.numbers)
@@ -132,16 +133,32 @@ class ProcessesEngine(Engine):
                 of_first = [replace(group, tensors=group.tensors[:1]) for group in matched.groups]
                 self._outside = look_for_live_tensors(blueprint, of_first, where[:1], own_leaves)
                 self._checked = structure
+            graphs.outputs = [Edge(group.layout, call.output_device, group.tensors) for group in matched.groups]
+            output = matched.put_together(self._joined(graphs, inputs, objects, stamp, answers, tracked))
         stamp.commit_buffers()
-        graphs.outputs = [Edge(group.layout, call.output_device, group.tensors) for group in matched.groups]
+        return output
+
+    def _joined(
+        self,
+        graphs: Divided,
+        inputs: Inputs,
+        objects: list[torch.Tensor],
+        stamp: Stamp,
+        answers: dict[int, Answer],
+        tracked: bool,
+    ) -> Sequence[torch.Tensor]:
+        """Return the joined outputs, linked to the caller's tensors through the boundary if any needs a gradient."""
         if not tracked:
-            return matched.put_together(graphs.joined_outputs())
+            return graphs.joined_outputs()
         live = self._link(graphs, inputs, objects, stamp)
         graphs.pass_on_gradients_of_forward(live, answers)
         if not any(t is not None and t.requires_grad for edge in graphs.outputs for t in edge.tensors):
-            return matched.put_together(graphs.joined_outputs())
-        joined = Boundary.apply(graphs, *(t if t.is_leaf else Alias.apply(t) for t in live))  # type: ignore[no-untyped-call]
-        return matched.put_together(joined)
+            return graphs.joined_outputs()
+        joined: tuple[torch.Tensor, ...] = Boundary.apply(  # type: ignore[no-untyped-call]
+            graphs,
+            *(t if t.is_leaf else Alias.apply(t) for t in live),  # type: ignore[no-untyped-call]
+        )
+        return joined
 
     def _send(
         self, graphs: Divided, blueprint: Blueprint, call: Call, inputs: Inputs, num_threads: int, seeds: list[int]

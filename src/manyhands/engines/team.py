@@ -237,11 +237,11 @@ class Team:
         Raises:
             WorkerDiedError: it has died. The team is ended.
         """
+        self._awaited.add(index)  # before it is sent: what Ctrl-C breaks off in the middle must end the team
         try:
             self.members[index].send(message, segments, state)
         except ChannelClosedError:
             raise self.died(index, where) from None
-        self._awaited.add(index)
 
     @contextlib.contextmanager
     def whole_or_ended(self) -> Iterator[None]:
