@@ -392,7 +392,8 @@ def _layouts(
 ) -> list[Any]:
     """Return what changes when the memory or the form of a tensor is replaced, as by `.data =`."""
     tensors = [*in_shared_memory, *(live for live, _ in copied)]
-    return [(t.data_ptr(), t.dtype, t.size(), t.stride()) for t in tensors]
+    # Quicker than a loop, and this is done in every forward. (A new dtype comes with new memory.)
+    return [*map(torch.Tensor.data_ptr, tensors), *map(torch.Tensor.size, tensors), *map(torch.Tensor.stride, tensors)]
 
 
 def _unequal() -> int:
