@@ -907,6 +907,82 @@ def test_hooks_of_every_module_keep_all_replicas_here(wrap, caplog):
     assert "hooks are registered for every module" in caplog.text
 
 
+def test_what_was_replaced_is_given_back(wrap):
+    """N10: a module that is sent again and again leaves no memory and no file descriptors behind, on either side."""
+    module = nn.Sequential(nn.Linear(200, 200), nn.BatchNorm1d(200))
+    model, x = wrap(module), torch.randn(4, 200)
+
+    def step() -> None:
+        for parameter in module.parameters():
+            parameter.data = parameter.data.clone()
+        model(x).sum().backward()
+        model.zero_grad()
+
+    def open_files() -> list[int]:
+        return [len(os.listdir(f"/proc/{pid}/fd")) for pid in (os.getpid(), *workers_of(model))]
+
+    for _ in range(3):
+        step()
+    before = open_files()
+    for _ in range(5):
+        step()
+    assert open_files() == before
+
+
+def test_the_first_forward_in_inference_mode(wrap):
+    """R14: what is made then serves later steps too."""
+    model, x = wrap(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()), torch.randn(6, 4)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(x), model.module(x))
+    model.train()
+    model(x).sum().backward()
+    model.eval()
+    torch.testing.assert_close(model(x), model.module(x))
+
+
+def test_a_buffer_that_is_written_through_data(wrap):
+    """R8: as averages of weights and buffers are."""
+    model, x = wrap(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()), torch.randn(6, 4)
+    for value in (0.0, 3.0):
+        model.module[1].running_mean.data.fill_(value)
+        torch.testing.assert_close(model(x), model.module(x))
+
+
+def test_a_deep_module(wrap):
+    module: nn.Module = nn.Linear(3, 3)
+    for _ in range(200):
+        module = nn.Sequential(module)
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(wrap(module)(x), module(x))
+
+
+class _Twice:
+    def __call__(self, x):
+        return x * 2
+
+
+class _Thrice(_Twice):
+    def __call__(self, x):
+        return x * 3
+
+
+class _UsesAClass(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind, self.library = _Twice, os.path
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.kind()(x) + len(self.library.__name__)
+
+
+def test_attributes_that_are_classes_and_modules_are_exchanged(wrap):
+    """R8"""
+    model, x = wrap(_UsesAClass()), torch.randn(4, 3)
+    torch.testing.assert_close(model(x), model.module(x))
+    model.module.kind, model.module.library = _Thrice, textwrap
+    torch.testing.assert_close(model(x), model.module(x))
+
+
 class _SomeNormalise(nn.Module):
     """A large layer for all replicas, and batch norm for those whose rows say so."""
 

@@ -252,6 +252,7 @@ class Divided(Graphs):
         message = Backward(
             places=member.outbox.flush(),
             segments=[],
+            gone=[],
             forgotten=[],
             state=None,
             seed=seed,

@@ -48,6 +48,7 @@ class Message:
     Attributes:
         places: of the tensors in it.
         segments: (number, size in bytes) of the segments whose file descriptors come with it.
+        gone: numbers of segments that nobody needs any more.
         forgotten: graphs that nobody can ask for any more.
         state: the caller's `ProcessState`, pickled; None if it is what it was.
         seed: for torch's generator.
@@ -55,6 +56,7 @@ class Message:
 
     places: list[Place]
     segments: list[tuple[int, int]]
+    gone: list[int]
     forgotten: list[int]
     state: bytes | None
     seed: int

@@ -14,6 +14,7 @@ Assumes that between two forwards a module is changed by this process only.
 """
 
 import ctypes
+import itertools
 import os
 import sys
 import types
@@ -33,8 +34,10 @@ from manyhands.rebind import INERT, is_inert
 from manyhands.replicate import Blueprint, collector_paused
 
 _LARGE = 1000  # items; a larger container is not looked into
+_LITTLE_BYTES = 1 << 20
 _WATCHED = (dict, OrderedDict, defaultdict, list, set, deque)
 _segments: "weakref.WeakSet[Segment]" = weakref.WeakSet()  # those that hold parameters
+_never_equal = itertools.count()
 _mirrors: "weakref.WeakSet[Mirror]" = weakref.WeakSet()
 
 
@@ -115,6 +118,8 @@ class Mirror:
         self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []  # the live tensor, its copy in shared memory
         self._inline: list[torch.Tensor] = []
         self._always: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters that others refer to: copied each time
+        self._num_copied_bytes = 0
+        self._inline_versions: list[tuple[torch.Tensor, int]] = []
         self._versions: list[int] = []
         self._requires_grad: tuple[bool, ...] = ()
 
@@ -145,7 +150,8 @@ class Mirror:
         changed_flags = None if flags == self._requires_grad else flags
         self._requires_grad = flags
         versions = _versions(self._copied)
-        rewritten = versions != self._versions
+        # What is written by way of `.data` leaves no trace. Where there is little, it is written anew each time.
+        rewritten = versions != self._versions or 0 < self._num_copied_bytes <= _LITTLE_BYTES
         if rewritten:
             self._versions = versions
             _write(self._copied)
@@ -186,6 +192,7 @@ class Mirror:
             return False
         return not any(_is_movable([tensor]) for tensor, _ in self._always)
 
+    @torch.inference_mode(False)  # what is made here is for steps of every kind
     def _everything(self, blueprint: Blueprint) -> Update:
         self.forget()
         if blueprint.compiled or any(map(torch_private.is_scripted, blueprint.modules)):
@@ -213,7 +220,8 @@ class Mirror:
         try:
             # What switches the cache on is a global of functions that go by value: workers would have it on for ever.
             with torch_private.parametrizations_not_cached():
-                parts = (blueprint.root, blueprint.modules, _class_attributes(blueprint.modules))
+                # Children before their parents: pickle goes down only as far as what it does not know yet.
+                parts = (blueprint.modules[::-1], _class_attributes(blueprint.modules))
                 pickled = dumps(parts, take, blueprint.modules)
         except Exception as error:
             self.forget()
@@ -254,6 +262,7 @@ class Mirror:
         for tensor, place in copies:
             pair = (tensor, segment.view(place))
             (self._always if id(tensor) in needs_sharing_ids else self._copied).append(pair)
+        self._num_copied_bytes = packing.num_bytes
         self._versions = _versions(self._copied)
         self._layouts = _layouts(self._in_shared_memory, self._copied)
         _write([*self._copied, *self._always])
@@ -304,7 +313,7 @@ class Watch:
                 value, before = now.get(name, GONE), held.get(name, GONE)
                 if value is before:
                     continue
-                if name in _REGISTRIES or type(value) not in INERT or type(before) not in INERT:
+                if name in _REGISTRIES or not (value is GONE or _is_value(value)) or type(before) not in INERT:
                     return None
                 found.append((number, name, value))
             self._held_own[number] = _copy(now)
@@ -357,6 +366,11 @@ def _is_plain(value: Any) -> bool:
     return is_inert(value) and not isinstance(value, types.BuiltinFunctionType | types.ModuleType)
 
 
+def _is_value(value: Any) -> bool:
+    """Return whether `value` is one that pickle takes as it is."""
+    return type(value) in INERT and not isinstance(value, type | types.BuiltinFunctionType | types.ModuleType)
+
+
 def _identities(blueprint: Blueprint) -> list[int]:
     return [
         *map(id, blueprint.modules),
@@ -384,7 +398,7 @@ def _versions(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[int]:
     try:
         return [live._version for live, _ in pairs]
     except RuntimeError:  # inference tensors keep no count
-        return [-1 if live.is_inference() else live._version for live, _ in pairs] + [_unequal()]
+        return [-1 if live.is_inference() else live._version for live, _ in pairs] + [next(_never_equal)]
 
 
 def _layouts(
@@ -394,14 +408,6 @@ def _layouts(
     tensors = [*in_shared_memory, *(live for live, _ in copied)]
     # Quicker than a loop, and this is done in every forward. (A new dtype comes with new memory.)
     return [*map(torch.Tensor.data_ptr, tensors), *map(torch.Tensor.size, tensors), *map(torch.Tensor.stride, tensors)]
-
-
-def _unequal() -> int:
-    _unequal.count += 1  # type: ignore[attr-defined]
-    return int(_unequal.count)  # type: ignore[attr-defined]
-
-
-_unequal.count = 0  # type: ignore[attr-defined]
 
 
 def _write(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

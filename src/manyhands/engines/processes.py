@@ -193,6 +193,7 @@ class ProcessesEngine(Engine):
             message = Forward(
                 places=outbox.flush(),
                 segments=[],
+                gone=[],
                 forgotten=[],
                 state=None,
                 graph=graphs.number,

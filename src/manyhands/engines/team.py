@@ -23,7 +23,7 @@ import torch
 from manyhands import cores
 from manyhands.engines.channel import Channel, ChannelClosedError, ready
 from manyhands.engines.far_meeting import Left, packed
-from manyhands.engines.messages import Answer, Message
+from manyhands.engines.messages import Answer, Forward, Message
 from manyhands.engines.shared_memory import Outbox, Segment
 from manyhands.engines.shared_sums import Sums
 from manyhands.meeting import MeetingHere, Met, Visit
@@ -148,9 +148,18 @@ class Member:
         self.gradients: dict[int, torch.Tensor] | None = None
         self._state: ProcessState | None = None
 
-    def send(self, message: Message, segments: Sequence[Segment], state: ProcessState) -> None:
-        """Send a message, with what it speaks of and the worker does not have."""
-        new = [s for s in (self.outbox.segment, *segments) if s.number not in self.known]
+    def send(self, message: Message, segments: Sequence[Segment], state: ProcessState, kept: Sequence[Segment]) -> None:
+        """Send a message, with what it speaks of and the worker does not have.
+
+        Args:
+            segments: what the message speaks of.
+            kept: what the worker is to keep even if the message brings another module.
+        """
+        spoken_of = (self.outbox.segment, *segments)
+        if isinstance(message, Forward) and message.update.module is not None:  # what the last one lay in is not needed
+            message.gone = list(self.known - {segment.number for segment in (*spoken_of, *kept)})
+            self.known.difference_update(message.gone)
+        new = [segment for segment in spoken_of if segment.number not in self.known]
         message.forgotten = self.forgotten[:]
         del self.forgotten[: len(message.forgotten)]
         if state != self._state:
@@ -239,7 +248,7 @@ class Team:
         """
         self._awaited.add(index)  # before it is sent: what Ctrl-C breaks off in the middle must end the team
         try:
-            self.members[index].send(message, segments, state)
+            self.members[index].send(message, segments, state, kept=self.sums.segments)
         except ChannelClosedError:
             raise self.died(index, where) from None
 

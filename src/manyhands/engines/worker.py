@@ -74,12 +74,13 @@ class Module:
             for tensor, d in zip(self.tensors, self.described, strict=True)
             if d.place is not None and not d.is_shared
         ]
-        root, self.modules, class_attributes = loads(pickled, lambda number: self.tensors[number])
+        modules, class_attributes = loads(pickled, lambda number: self.tensors[number])
+        self.modules = modules[::-1]
         for cls, attributes in class_attributes:
             for name, value in attributes.items():
                 if cls.__dict__.get(name) != value:
                     type.__setattr__(cls, name, value)
-        self.blueprint = Blueprint(root)
+        self.blueprint = Blueprint(self.modules[0])
         self._number = {id(tensor): number for number, tensor in enumerate(self.tensors)}
         self._prepared: tuple[bool, Stamp] | None = None
 
@@ -180,6 +181,8 @@ class Worker:
     def _begin(self, message: Message, fds: Sequence[int]) -> None:
         for (number, num_bytes), fd in zip(message.segments, fds, strict=True):
             self._segments[number] = Segment(fd, num_bytes, number)
+        for number in message.gone:
+            del self._segments[number]
         for graph in message.forgotten:
             self._graphs.pop(graph, None)
         if message.state is not None:
