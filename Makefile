@@ -15,17 +15,17 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'torch==2.13.0'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  --editable '.[train]' hypothesis mypy pytest ruff
+	  --editable '.[train]' hypothesis mypy pytest pytest-xdist ruff
 	@touch $@
 
 demo: $(READY)  ## train ResNet-18 on real pictures, on every device, and show the result
 	$(BIN)/manyhands train --output runs/demo --overwrite
 
 test: $(READY)  ## run the test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-all: $(READY)  ## what `make test` leaves out because it takes longer: slow tests, ten times the examples in property tests
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n auto --dist worksteal -m slow
 	$(BIN)/python -m pytest tests/test_properties.py --hypothesis-profile=thorough
 
 check: $(READY)  ## lint, format, types
