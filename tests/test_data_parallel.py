@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import io
 import pickle
+import re
 import threading
 import warnings
 from collections import Counter, OrderedDict, defaultdict, namedtuple
@@ -680,7 +681,7 @@ def test_the_same_device_twice(sim, wrap, device_ids):
         ({"output_device": 9}, ValueError, "output_device: there is no accelerator 9.*CUDA_VISIBLE_DEVICES='2,3'"),
         ({"output_device": [0]}, TypeError, r"output_device: expected an int, .* got \[0\]"),
     ],
-    ids=repr,
+    ids=lambda value: re.sub(" at 0x[0-9a-f]+", "", repr(value)),  # an id must be the same in every process
 )
 def test_arguments_that_cannot_be_used(sim, monkeypatch, arguments, error, message):
     """A13: the value, what is there, and what CUDA_VISIBLE_DEVICES does."""

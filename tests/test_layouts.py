@@ -16,7 +16,9 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "shape", "part_shapes"), LAYOUTS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("layout", "shape", "part_shapes"), LAYOUTS, ids=lambda value: str(value).split(" object at")[0]
+)
 def test_part_and_join_are_adjoint(layout: Layout, shape, part_shapes):
     """<join(parts), t> equals the sum of <part_i, part(t, i)>: that is why one layout serves forward and backward."""
     t = torch.randn(shape, dtype=torch.float64)

@@ -96,7 +96,9 @@ def test_containers_keep_their_types():
     assert second["set"] is first["set"] is inputs["set"]
 
 
-@pytest.mark.parametrize("value", [None, "text", 3, {1}, (), [], {}, object(), [None, 1]], ids=repr)
+@pytest.mark.parametrize(
+    "value", [None, "text", 3, {1}, (), [], {}, object(), [None, 1]], ids=lambda v: type(v).__name__
+)
 def test_inputs_without_tensors_go_whole_to_every_device(value):
     """S4, S8."""
     assert [shard is value for shard in manyhands.scatter(value, ["cpu"] * 3)] == [True] * 3
