@@ -29,7 +29,8 @@ from torch.utils.checkpoint import checkpoint
 from manyhands import DataParallel, data_parallel, nested, register_batch_type
 
 ENGINES = ["threads", "processes"]
-SPLITS = [(2, 7), (3, 8), (4, 9), (4, 6), (2, 1)]  # replicas, rows; (4, 6) leaves one idle, (2, 1) runs one replica
+# Replicas, rows; (4, 6) leaves one idle, (2, 1) runs one replica.
+SPLITS = [(2, 7), (4, 6), (2, 1), *(pytest.param(*split, marks=pytest.mark.slow) for split in ((3, 8), (4, 9)))]
 WAIT_S = 15.0
 
 

@@ -550,7 +550,14 @@ def for_every_recipe(test: Callable[..., None]) -> Callable[..., None]:
     return test
 
 
-@pytest.mark.parametrize("splits", [SPLITS, pytest.param(MORE_SPLITS, marks=pytest.mark.slow)], ids=["few", "many"])
+@pytest.mark.parametrize(
+    ("engine", "splits"),
+    [
+        pytest.param("threads", SPLITS, id="threads-few"),
+        pytest.param("threads", MORE_SPLITS, id="threads-many", marks=pytest.mark.slow),
+        pytest.param("processes", SPLITS[1:2], id="processes", marks=pytest.mark.slow),
+    ],
+)
 @for_every_recipe
 def test_a_wrapped_module_is_the_plain_one(
     engine: str, recipe: Recipe, training: bool, splits: list[tuple[int, int]]
@@ -567,10 +574,10 @@ def test_a_wrapped_module_is_the_plain_one(
 @pytest.mark.slow
 @for_every_recipe
 def test_also_where_each_replica_has_a_device_of_its_own(
-    sim: list[torch.device], engine: str, recipe: Recipe, training: bool
+    sim: list[torch.device], recipe: Recipe, training: bool
 ) -> None:
     """R10, N1: on simulated accelerators, where a tensor that is left behind on another device is an error."""
-    compare(engine, recipe, training, sim[:3], 7)
+    compare("threads", recipe, training, sim[:3], 7)  # simulated devices exist in this process only
 
 
 # ---- random layers -------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from manyhands import DataParallel
 
-ENGINES = ["threads", "processes"]
+ENGINES = ["threads", pytest.param("processes", marks=pytest.mark.slow)]
 SIZES = (7, 8, 9, 5, 1)  # rows of the five batches: shares are uneven, and the last batch leaves replicas idle
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-12}
 
