@@ -26,6 +26,7 @@ LAYERS: list[str | list[str]] = [
     "manyhands.nested",
     "manyhands.shares",
     "manyhands.layouts",
+    "manyhands.buckets",
     "manyhands.rules",
     "manyhands.devices",
     "manyhands.cores",

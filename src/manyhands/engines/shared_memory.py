@@ -25,6 +25,8 @@ from typing import NamedTuple
 
 import torch
 
+from manyhands.buckets import dense_stride
+
 _ALIGNMENT = 64  # bytes; what torch's own allocator gives
 _PAGE = mmap.PAGESIZE
 _CPU = torch.device("cpu")
@@ -109,13 +111,6 @@ def can_lie_in_memory(tensor: torch.Tensor) -> bool:
         and not tensor.is_neg()
         and not tensor.is_nested
     )
-
-
-def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of a copy: the tensor's own where it has no gaps, else in the same order of axes."""
-    if tensor.is_contiguous():
-        return tuple(tensor.stride())
-    return tuple(torch.empty_like(tensor, device="meta").stride())
 
 
 @dataclass

@@ -28,7 +28,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from manyhands import torch_private
-from manyhands.engines.shared_memory import Packing, Place, Segment, can_lie_in_memory, dense_stride, num_bytes
+from manyhands.buckets import dense_stride
+from manyhands.engines.shared_memory import Packing, Place, Segment, can_lie_in_memory, num_bytes
 
 LARGE_BYTES = 1 << 16  # smaller gradients are not worth a call into Python in the middle of backward
 _CHUNK_BYTES = 1 << 20  # small enough for what one replica has written to be in a cache when the next one adds
