@@ -5,8 +5,11 @@ subclass overrides one of the four verbs, or a mode is active that cannot follow
 composition of the verbs does it instead.
 """
 
-from collections.abc import Sequence
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -17,12 +20,15 @@ from manyhands import devices as _devices
 from manyhands import nested
 from manyhands.batch_norm import inside_synchronised_replica, run_synchronised
 from manyhands.batch_types import batch_type_of
+from manyhands.cluster import join
 from manyhands.devices import DeviceLike
 from manyhands.engines.base import Call, Engine, ReplicaTiming, called
+from manyhands.engines.reduction import CommHook, Reduction
 from manyhands.engines.threads import ThreadsEngine
 from manyhands.errors import say_once
 from manyhands.inputs import Arguments, scattered
-from manyhands.outputs import gathered
+from manyhands.launcher import local_device
+from manyhands.outputs import gathered, without_rows
 from manyhands.parallel_apply import parallel_apply
 from manyhands.replicate import check_device, replicate, unchanged_on_failure
 from manyhands.rules import OutputRules, check_dim, check_dims, check_scalars
@@ -45,6 +51,12 @@ _COMPILED_OUTSIDE = (
     "torch.compile stops at a DataParallel: to have its replicas compiled, compile the module in it, "
     "DataParallel(torch.compile(model))."
 )
+_RUNS_WHOLE_HERE = (
+    "DataParallel runs the whole batch of this process on its first device while a mode is active that cannot follow "
+    "into other threads: a dispatch or function mode, a torch.func transform, saved-tensor hooks."
+)
+_STAND_IN_ROWS = 2  # batch norm needs more than one
+_LOSSES = ("mean", "sum")
 _VERBS = ("replicate", "scatter", "parallel_apply", "gather")
 
 
@@ -125,6 +137,8 @@ class DataParallel(nn.DataParallel[Any]):
         in_dims: Any = ...,
         out_dims: Any = ...,
         sync_batch_norm: bool = False,
+        process_group: Any = None,
+        loss: str = "mean",
     ) -> None:
         nn.Module.__init__(self)  # not that of torch.nn.DataParallel, which knows GPUs only
         _check_arguments(module, dim)
@@ -137,8 +151,11 @@ class DataParallel(nn.DataParallel[Any]):
             raise ValueError(f'engine="processes" runs replicas on the CPU only: got device_ids={device_ids!r}')
         if output_device is not None and not isinstance(output_device, int | str | torch.device):
             raise TypeError(f"output_device: expected an int, a string or a torch.device, got {output_device!r}")
+        if loss not in _LOSSES:
+            raise ValueError(f"loss={loss!r}: expected one of {list(_LOSSES)}")
+        cluster = join(process_group)
         self.dim = dim
-        self.devices = _devices.resolve(device_ids)
+        self.devices = _devices_of_process(device_ids) if cluster is not None else _devices.resolve(device_ids)
         self.device_ids: list[Any] = [_devices.public_id(device) for device in self.devices]
         self.output_device: Any = None
         self.shares: Shares = check_shares(shares, len(self.devices) or None)
@@ -153,6 +170,7 @@ class DataParallel(nn.DataParallel[Any]):
             self.output_device = _devices.public_id(self._gather_on)
             self.src_device_obj = self.devices[0]
         self.register_load_state_dict_pre_hook(_accept_clean_names)  # type: ignore[no-untyped-call]
+        self._reduction: Reduction | None = None
         self.module = module  # the last one: from here on, what is assigned and only the module has is the module's
         if not self.devices:
             say_once(_NO_ACCELERATOR)
@@ -160,6 +178,10 @@ class DataParallel(nn.DataParallel[Any]):
         _devices.warn_if_unequal(self.devices)
         if len(self.devices) == 1:
             module.to(self.devices[0])
+        if cluster is not None:
+            cluster.arrive(f"wrapping {type(module).__name__}")
+            self._reduction = Reduction(cluster, self.devices[0], loss)
+            self._reduction.begin_with(module)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return self._run(None, inputs, kwargs)
@@ -184,11 +206,55 @@ class DataParallel(nn.DataParallel[Any]):
     def _run(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.devices:
             return called(self.module, method)(*inputs, **kwargs)
+        if self._reduction is not None and torch.is_grad_enabled() and not inside_replica():
+            return self._run_across_processes(self._reduction, method, inputs, kwargs)
         if len(self.devices) == 1 or self._runs_whole():
             return self._run_on_one_device(method, inputs, kwargs)
         if torch.compiler.is_compiling():  # a model that this wrapper is, or is part of: replicas are no part of it
             return torch.compiler.disable(self._run_uncompiled)(method, inputs, kwargs)  # type: ignore[no-untyped-call]
         return self._run_on_devices(method, inputs, kwargs)
+
+    def _run_across_processes(
+        self, reduction: Reduction, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run forward so that backward sums the gradients over the processes."""
+        if torch.compiler.is_compiling():
+            again = torch.compiler.disable(self._run_across_processes)  # type: ignore[no-untyped-call]
+            return again(reduction, method, inputs, kwargs)
+        if self._verbs_overridden():
+            verb = next(filter(self._overrides, _VERBS))
+            raise RuntimeError(
+                f"{type(self).__name__}.{verb} is overridden, and its gradients cannot be summed over processes: leave "
+                "it as it is, or keep the model to this process with process_group=False."
+            )
+        call = self._plan(method, inputs, kwargs)
+        if call.arguments.rows == 0:
+            return self._run_without_rows(reduction, call)
+        call = replace(call, contribution=reduction.contribution(self.module, call.arguments.rows))
+        return self._run_contributing(call, inputs, kwargs)
+
+    def _run_contributing(self, call: Call, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not modes_that_stay():
+            return self._engine.forward(self.module, call)
+        if len(self.devices) > 1:
+            say_once(_RUNS_WHOLE_HERE)
+        assert call.contribution is not None
+        return self._on_one_device(call.contribution.of_callers_graph(self.module, call.method), inputs, kwargs)
+
+    def _run_without_rows(self, reduction: Reduction, call: Call) -> Any:
+        """Take part in the others' step with a batch that has no rows: it counts for nothing.
+
+        Many modules cannot run on no rows. So the module runs on rows of zeros, and the output has none of them.
+        """
+        inputs, kwargs = call.arguments.with_rows(_STAND_IN_ROWS)
+        contribution = reduction.contribution(self.module, 0)
+        buffers = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
+        call = replace(self._plan(call.method, inputs, kwargs), contribution=contribution)
+        output = self._run_contributing(call, inputs, kwargs)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.data.copy_(before)
+        return without_rows(output, call.rules)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
         """Split the inputs of a call for `device_ids`; override it, and forward uses yours."""
@@ -225,6 +291,64 @@ class DataParallel(nn.DataParallel[Any]):
         has what the import gives it.) With engine="threads" nothing is ever stale.
         """
         self._engine.refresh()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients to this process: those of forwards inside reach the others with the next backward outside.
+
+            >>> model = manyhands.DataParallel(torch.nn.Linear(5, 2), ["cpu"])
+            >>> with model.no_sync():
+            ...     model(torch.zeros(3, 5)).sum().backward()
+            >>> model(torch.zeros(3, 5)).sum().backward()
+
+        For gradient accumulation over processes: one sum over the network for several batches. Each batch is weighted
+        by its rows, as it would be outside. Until that next backward the gradients are kept apart from `grad`. Where
+        there is one process it changes nothing.
+        """
+        reduction = self._reduction
+        if reduction is None:
+            yield
+            return
+        before, reduction.synchronised = reduction.synchronised, False
+        try:
+            yield
+        finally:
+            reduction.synchronised = before
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Have `hook` sum the buckets of gradients over the processes, in the place of a plain sum.
+
+            >>> from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+            >>> model = manyhands.DataParallel(torch.nn.Linear(5, 2), ["cpu"])
+            >>> model.register_comm_hook(None, bf16_compress_hook)
+
+        It is what `torch.nn.parallel.DistributedDataParallel.register_comm_hook` takes: compression to bf16, PowerSGD.
+
+        Args:
+            state: given to each call of the hook.
+            hook: from state and bucket to a `torch.futures.Future` of a flat tensor, the mean over the processes.
+        """
+        if not callable(hook):
+            raise TypeError(f"hook={hook!r}: expected a function of a state and a bucket")
+        if self._reduction is not None:
+            self._reduction.hook = (state, hook)
+
+    def set_batch_weight(self, weight: float) -> None:
+        """Say what the next batch of this process weighs beside the other processes', in the place of its rows.
+
+            >>> model = manyhands.DataParallel(torch.nn.Linear(5, 2), ["cpu"])
+            >>> model.set_batch_weight(17)
+            >>> model(torch.zeros(3, 5)).sum().backward()
+
+        For a loss that is a mean over something else than rows, such as tokens or pixels: its number in this batch.
+
+        Raises:
+            ValueError: a weight that is negative or not finite.
+        """
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"weight={weight!r}: expected a number from 0, such as how many tokens the batch has")
+        if self._reduction is not None:
+            self._reduction.next_weight = float(weight)
 
     def close(self) -> None:
         """Give back what the engine holds: threads, or worker processes. A later forward starts again.
@@ -309,9 +433,15 @@ class DataParallel(nn.DataParallel[Any]):
         return self._engine.forward(self.module, self._plan(method, inputs, kwargs))
 
     def _run_on_one_device(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        device = self._here() or self.devices[0]
         if self._overrides("scatter"):
             (inputs, *_), (kwargs, *_) = self.scatter(inputs, kwargs, self.device_ids[:1])
+        run = called(self.module, method)
+        return self._on_one_device(lambda inputs, kwargs: run(*inputs, **kwargs), inputs, kwargs)
+
+    def _on_one_device(
+        self, run: Callable[[tuple[Any, ...], dict[str, Any]], Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        device = self._here() or self.devices[0]
 
         def move(value: Any, to: torch.device = device) -> Any:
             if isinstance(value, torch.Tensor):  # the common case, without a walk
@@ -320,7 +450,7 @@ class DataParallel(nn.DataParallel[Any]):
 
         try:
             moved = {name: move(value) for name, value in kwargs.items()}
-            output = called(self.module, method)(*map(move, inputs), **moved)
+            output = run(tuple(map(move, inputs)), moved)
         except RuntimeError as error:
             named = chain(self.module.named_parameters(), self.module.named_buffers())
             elsewhere = next((name for name, t in named if not _devices.same_device(t.device, device)), None)
@@ -413,6 +543,11 @@ class DataParallel(nn.DataParallel[Any]):
         if _has(module, name) or (isinstance(module, DataParallel) and module._owner_of(name) is not module):
             return module  # type: ignore[no-any-return]
         return self
+
+
+def _devices_of_process(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
+    """Return the devices of one process among several: its own one if none are named."""
+    return (_devices.resolve(device_ids) if device_ids is not None else []) or [local_device()]
 
 
 # How many rows each replica has in the plain composition that is running, for the gather in it.

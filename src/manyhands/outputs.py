@@ -216,3 +216,16 @@ def _common_value(path: str, given: tuple[Any, ...], whole: bool) -> Any:
         f"cannot gather {path}: the replicas returned objects of type {type(first).__name__}, which has no rows to "
         "join. Return tensors, numbers or strings, in tuples, lists, dicts or dataclasses."
     )
+
+
+def without_rows(output: Any, rules: OutputRules) -> Any:
+    """Return an output with none of its rows: tensors along the axis that the rules name, differentiable."""
+    axes = iter(spread(rules.out_dims, output, rules.dim, "out_dims"))
+
+    def cut(leaf: Any) -> Any:
+        axis = next(axes)
+        if not isinstance(leaf, torch.Tensor) or axis is None or not -leaf.dim() <= axis < leaf.dim():
+            return leaf
+        return leaf.narrow(axis, 0, 0)
+
+    return nested.map_leaves(cut, output)

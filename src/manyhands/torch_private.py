@@ -5,6 +5,7 @@ Nothing else in the package may name a `torch._C` function; tests/test_torch_pri
 
 import contextlib
 import copy
+import datetime
 import functools
 import importlib
 import threading
@@ -439,3 +440,14 @@ def parametrizations_not_cached() -> Iterator[None]:
         yield
     finally:
         parametrize._cache_enabled += cached
+
+
+def timeout_of_group(group: Any) -> datetime.timedelta:
+    """Return how long a process group waits. Fallback: 30 minutes, which is gloo's default."""
+    default = datetime.timedelta(minutes=30)
+    for kind in getattr(group, "_device_types", ()):
+        with contextlib.suppress(AttributeError, RuntimeError):
+            timeout = group._get_backend(kind).options._timeout
+            if isinstance(timeout, datetime.timedelta):
+                return timeout
+    return default

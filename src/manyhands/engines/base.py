@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from manyhands.engines.reduction import Contribution
 from manyhands.inputs import Arguments
 from manyhands.rules import OutputRules
 
@@ -70,6 +71,7 @@ class Call:
         output_device, rules: where and how outputs are joined.
         method: the module's method that is called; None for the module itself.
         sync_batch_norm: whether batch norms in training see the rows of all replicas.
+        contribution: what the call counts for when gradients are summed over processes; None: they are not.
     """
 
     arguments: Arguments
@@ -81,6 +83,7 @@ class Call:
     rules: OutputRules
     method: str | None = None
     sync_batch_norm: bool = False
+    contribution: Contribution | None = None
 
     def where(self) -> list[str]:
         """Return how a message calls each replica: its number, its device and its rows."""

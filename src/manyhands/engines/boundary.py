@@ -33,10 +33,16 @@ from manyhands import devices as _devices
 from manyhands import torch_private
 from manyhands.engines.base import BeginPass, ReplicaTiming, one_pass
 from manyhands.engines.early_sums import sum_in_place, summed_early
+from manyhands.engines.reduction import Contribution, Sum
 from manyhands.layouts import Layout, Whole
 from manyhands.parallel_apply import values_or_raise
 from manyhands.thread_state import modes_that_stay
 from manyhands.workers import run_together
+
+_BACKWARD_INSIDE = (
+    "the module calls backward inside forward, and its gradients cannot be summed over the processes there. Return the "
+    "loss and call backward outside, or keep the model to this process: DataParallel(..., process_group=False)."
+)
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,9 @@ class Graphs:
         begin_walk: what surrounds the replicas during a walk, where each is walked by a worker of its own.
         around_walk: what surrounds a walk of all by one call.
         live_inputs: the caller's tensors, one an input edge.
+        contribution: what these graphs count for when the gradients of the module's parameters are summed over
+            processes; None: they are not.
+        parameters: which input edges are those parameters.
     """
 
     timings: list[ReplicaTiming]
@@ -104,6 +113,8 @@ class Graphs:
     begin_walk: Sequence[BeginPass] = ()
     around_walk: Callable[[], AbstractContextManager[Any]] = nullcontext
     live_inputs: tuple[torch.Tensor, ...] = ()
+    contribution: Contribution | None = None
+    parameters: range = range(0)
     released: bool = field(default=False, init=False)
 
     def release(self) -> None:
@@ -111,8 +122,24 @@ class Graphs:
         self.inputs, self.outputs, self.live_inputs = [], [], ()
         self.keep_alive, self.begin_walk, self.around_walk, self.released = None, (), nullcontext, True
 
-    def walk(self, output_grads: Sequence[torch.Tensor | None], keep: bool) -> list[list[torch.Tensor | None]]:
-        """Run backward in every replica graph; return each input edge's gradients, one a replica."""
+    def check_backward_inside_forward(self) -> None:
+        """Raise RuntimeError if a backward that the module has called itself has left gradients that cannot count."""
+        if self.contribution is not None:
+            raise RuntimeError(_BACKWARD_INSIDE)
+
+    def begin_sum(self) -> Sum | None:
+        """Begin to sum the parameters' gradients over processes; None if that is not wanted."""
+        if self.contribution is None or not self.parameters:
+            return None
+        return self.contribution.begin([self.live_inputs[k] for k in self.parameters])
+
+    def walk(
+        self, output_grads: Sequence[torch.Tensor | None], keep: bool, over_processes: Sum | None = None
+    ) -> list[list[torch.Tensor | None]]:
+        """Run backward in every replica graph; return each input edge's gradients, one a replica.
+
+        Those of parameters are missing where they could be given to the sum over processes in the meantime.
+        """
         together = _any_batched(output_grads) or modes_that_stay()  # neither can follow into other threads
         if together or self.shared_leaves:
             # A leaf's .grad cannot hold a batch of gradients, and .grad of a shared one is the caller's. Graphs that
@@ -130,13 +157,20 @@ class Graphs:
             for i in replicas:
                 self.timings[i].backward_s = time.perf_counter() - started
 
-        if self._walked_one_by_one():
-            with summed_early([edge.tensors for edge in self.inputs if isinstance(edge.layout, Whole)]):
+        with self._summed_early(over_processes):
+            if self._walked_one_by_one():
                 self._run_together(lambda index: walk_some([index]))
-        else:
-            with self.around_walk():
-                walk_some(range(len(self.timings)))
+            else:
+                with self.around_walk():
+                    walk_some(range(len(self.timings)))
         return self.take_leaf_gradients()
+
+    def _summed_early(self, over_processes: Sum | None) -> AbstractContextManager[None]:
+        if over_processes is not None:
+            return summed_early([self.inputs[k].tensors for k in self.parameters], over_processes.add)
+        if self._walked_one_by_one():
+            return summed_early([edge.tensors for edge in self.inputs if isinstance(edge.layout, Whole)])
+        return nullcontext()
 
     def take_leaf_gradients(self) -> list[list[torch.Tensor | None]]:
         """Return what the leaves hold in `.grad`, by edge and replica, and take it away from them."""
@@ -171,6 +205,8 @@ class Graphs:
             keep_alive=self.keep_alive,
             begin_walk=self.begin_walk,
             around_walk=self.around_walk,
+            contribution=self.contribution,
+            parameters=self.parameters,
         )
         return higher, self._gradients(ends, end_grads, together=together, create_graph=True)
 
@@ -282,15 +318,22 @@ class Boundary(torch.autograd.Function):
         if torch.is_grad_enabled():
             return (None, *_differentiable_backward(graphs, grads))
         keep = graphs.keep or torch_private.backward_keeps_graph()
+        over_processes = graphs.begin_sum()
         try:
-            parts = graphs.walk(grads, keep)
-        except BaseException:
+            parts = graphs.walk(grads, keep, over_processes)
+            joined: list[torch.Tensor | None] = []
+            for edge, of_edge in zip(graphs.inputs, parts, strict=True):
+                joined.append(edge.join_gradients(of_edge))
+                of_edge.clear()  # the replicas' gradients go as soon as their sum is there
+            if over_processes is not None:
+                of_parameters = slice(graphs.parameters.start, graphs.parameters.stop)
+                rest = {k: grad for k, grad in enumerate(joined[of_parameters]) if grad is not None}
+                joined[of_parameters] = over_processes.finish(rest)
+        except BaseException as error:
             graphs.release()  # partly walked: what the leaves hold now must not be counted in another backward
+            if over_processes is not None:
+                over_processes.fail(error)
             raise
-        joined = []
-        for edge, of_edge in zip(graphs.inputs, parts, strict=True):
-            joined.append(edge.join_gradients(of_edge))
-            of_edge.clear()  # the replicas' gradients go as soon as their sum is there
         if not keep:
             graphs.release()
         return (None, *joined)
@@ -308,8 +351,14 @@ def _differentiable_backward(graphs: Graphs, grads: Sequence[torch.Tensor | None
     if not higher.outputs:
         return [None] * len(gradients)
     live_inputs = (*graphs.live_inputs, *(grad for grad in grads if grad is not None))
-    joined = iter(Boundary.apply(higher, *live_inputs))  # type: ignore[no-untyped-call]
-    return [next(joined) if edge is not None else None for edge in gradients]
+    results = iter(Boundary.apply(higher, *live_inputs))  # type: ignore[no-untyped-call]
+    joined = [next(results) if edge is not None else None for edge in gradients]
+    if graphs.contribution is not None and graphs.parameters:
+        of_parameters = slice(graphs.parameters.start, graphs.parameters.stop)
+        joined[of_parameters] = graphs.contribution.differentiable(
+            graphs.live_inputs[of_parameters], joined[of_parameters]
+        )
+    return joined
 
 
 def _any_batched(grads: Sequence[torch.Tensor | None]) -> bool:

@@ -23,6 +23,7 @@ from manyhands.engines.boundary import Edge, Graphs, take_grad
 from manyhands.engines.messages import Answer, Backward, Failed, Sent, sent
 from manyhands.engines.mirror import Mirror
 from manyhands.engines.pickling import loads
+from manyhands.engines.reduction import Sum
 from manyhands.engines.shared_memory import Packing, Segment, can_lie_in_memory
 from manyhands.engines.shared_sums import LARGE_BYTES, Part, Summing
 from manyhands.engines.team import Team, Turns
@@ -84,6 +85,7 @@ class Divided(Graphs):
         ]
         if all(grad is None for grad in own) and not any(answer.gradients for answer in answers.values()):
             return
+        self.check_backward_inside_forward()
         parts = zip(self.inputs, self._with_others(own, answers), strict=True)
         gradients = [edge.join_gradients(of_edge) for edge, of_edge in parts]
         reached = [(tensor, grad) for tensor, grad in zip(live, gradients, strict=True) if grad is not None]
@@ -108,7 +110,10 @@ class Divided(Graphs):
 
     # ---- backward ----
 
-    def walk(self, output_grads: Sequence[torch.Tensor | None], keep: bool) -> list[list[torch.Tensor | None]]:
+    def walk(
+        self, output_grads: Sequence[torch.Tensor | None], keep: bool, over_processes: Sum | None = None
+    ) -> list[list[torch.Tensor | None]]:
+        # Nothing is given to the sum over processes in the meantime: what this process has is known at the end.
         if any(grad is not None and torch_private.is_batched(grad) for grad in output_grads):
             return self._walk_batch(output_grads)
         return self._walk(output_grads, keep, in_leaves=not self.shared_leaves and not modes_that_stay())
@@ -177,6 +182,8 @@ class Divided(Graphs):
             mirror=self.mirror,
             number=next(self.turns.numbers),
             keys=[*self.keys, *keys],
+            contribution=self.contribution,
+            parameters=self.parameters,
         )
 
         def walk_own() -> list[torch.Tensor | None]:

@@ -15,6 +15,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -24,18 +25,25 @@ _LARGE_BYTES = 1 << 16  # smaller gradients are not worth a call into Python in 
 
 
 @contextlib.contextmanager
-def summed_early(tensors: Sequence[Sequence[torch.Tensor | None]]) -> Iterator[None]:
+def summed_early(
+    tensors: Sequence[Sequence[torch.Tensor | None]], emit: Callable[[int, torch.Tensor], None] | None = None
+) -> Iterator[None]:
     """Within the block, sum the gradients of large leaves: `tensors[k]` are the replicas' leaves for one tensor.
 
     When the block ends, the first leaf of each has the sum in `.grad`, and the others have None there. Leaves on
     several devices are left alone.
+
+    Args:
+        emit: takes k and the sum of one gradient from each replica as soon as it is there, of small leaves too; then
+            only what has not been emitted is in `.grad` when the block ends.
     """
     sums: list[tuple[list[torch.Tensor], _RunningSum]] = []
     handles = []
-    for of_tensor in tensors:
+    for k, of_tensor in enumerate(tensors):
         leaves = [leaf for leaf in of_tensor if leaf is not None]
-        if len(leaves) > 1 and leaves[0].nbytes >= _LARGE_BYTES and len({leaf.device for leaf in leaves}) == 1:
-            running = _RunningSum(len(leaves))
+        worth_it = emit is not None or (len(leaves) > 1 and leaves[0].nbytes >= _LARGE_BYTES)
+        if leaves and worth_it and len({leaf.device for leaf in leaves}) == 1:
+            running = _RunningSum(len(leaves), emit and partial(emit, k))
             sums.append((leaves, running))
             for i, leaf in enumerate(leaves):
                 handles.append(leaf.register_post_accumulate_grad_hook(running.taking(i)))  # type: ignore[no-untyped-call]
@@ -61,11 +69,13 @@ def sum_in_place(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 class _RunningSum:
     """The sum of the replicas' gradients for one tensor."""
 
-    def __init__(self, num_replicas: int) -> None:
+    def __init__(self, num_replicas: int, emit: Callable[[torch.Tensor], None] | None) -> None:
+        self._emit = emit
         self._lock = threading.Lock()
         self._waiting: list[deque[torch.Tensor]] = [deque() for _ in range(num_replicas)]
         self._turn = 0  # whose contribution is added next
         self._total: torch.Tensor | None = None
+        self._ending = False
 
     def taking(self, replica: int) -> Callable[[torch.Tensor], None]:
         """Return a hook that takes what the replica's leaf has just received, and adds up what can be added."""
@@ -84,6 +94,7 @@ class _RunningSum:
 
     def end(self) -> torch.Tensor | None:
         """Add what is still waiting; return the sum, None if there was nothing."""
+        self._ending = True
         while any(self._waiting):
             self._add_next()
         return self._total
@@ -94,3 +105,6 @@ class _RunningSum:
         if waiting:
             gradient = waiting.popleft()
             self._total = gradient if self._total is None else sum_in_place([self._total, gradient])
+            if self._emit is not None and not self._turn and not self._ending:  # one from each replica
+                total, self._total = self._total, None
+                self._emit(total)

@@ -102,6 +102,7 @@ class ProcessesEngine(Engine):
             objects = self._send(graphs, blueprint, call, inputs, num_threads, streams.seeds)
             stamp = Stamp(blueprint, call.source, call.devices[0], True, tracked)
             graphs.keep_alive = stamp
+            graphs.contribution = call.contribution
             if call.sync_batch_norm:
                 replicas = [stamp.replica, *[None] * (len(where) - 1)]
                 graphs.begin_walk = [BatchNormOverReplicas(replicas, Walk.APART, team.meet).one_pass]
@@ -221,6 +222,7 @@ class ProcessesEngine(Engine):
         graphs.keys = [~k for k in range(len(edges))]
         for tensor, leaf in zip(stamp.live_parameters, stamp.leaves, strict=True):
             edges.append(Edge(Whole(), tensor.device, [leaf, *[leaf] * others]))
+        graphs.parameters = range(len(edges) - len(stamp.leaves), len(edges))
         graphs.keys += mirror.numbers(stamp.live_parameters)
         theirs = {id(mirror.tensors[number]): number for number in mirror.outside}
         here = set(map(id, self._outside))

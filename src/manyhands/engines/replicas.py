@@ -129,7 +129,12 @@ def parameter_edges(live: Sequence[torch.Tensor], leaves: Sequence[Sequence[torc
 
 
 def pass_on_gradients(graphs: Graphs, live: Sequence[torch.Tensor]) -> None:
-    """Pass on what a module's own call of backward, inside forward, has left in the replicas' leaves."""
+    """Pass on what a module's own call of backward, inside forward, has left in the replicas' leaves.
+
+    Raises:
+        RuntimeError: gradients are to be summed over processes.
+    """
+    graphs.check_backward_inside_forward()
     parts = zip(graphs.inputs, graphs.take_leaf_gradients(), strict=True)
     gradients = [edge.join_gradients(of_edge) for edge, of_edge in parts]
     reached = [(tensor, grad) for tensor, grad in zip(live, gradients, strict=True) if grad is not None]

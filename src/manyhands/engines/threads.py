@@ -122,6 +122,8 @@ class ThreadsEngine(Engine):
                     keep_alive=stamps,
                     begin_walk=begin_pass,
                     around_walk=around_walk,
+                    contribution=call.contribution,
+                    parameters=range(len(inputs.edges), len(inputs.edges) + len(live_parameters)),
                 )
                 joined = _join(graphs, [*inputs.live, *live_parameters, *outside], own_leaves)
             output = matched.put_together(joined)

@@ -1,0 +1,421 @@
+"""The processes that train one model together, seen from one of them.
+
+torch.distributed carries everything between them; nothing of it is built again here. What is added is what it leaves
+to its users: to notice that the others do something else, to say who has failed and why, and to end every wait.
+
+Guarantees
+    - Whoever waits for the others looks now and then whether one of them has failed, and raises an error that says
+      which one and why.
+    - A wait ends at the latest with the process group's timeout, with an error that names who did not come.
+    - After such an error the processes no longer agree on what comes next; every later exchange raises it again.
+
+Assumes that all processes make their clusters, wrap their models and exchange values in the same order. Where they do
+not, and it can be seen, the error names the first difference.
+"""
+
+import atexit
+import datetime
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from manyhands import devices as _devices
+from manyhands import torch_private
+from manyhands.buckets import Form, buckets_of
+from manyhands.launcher import start_default_group
+
+_SPIN_S = 0.0002
+_FIRST_NAP_S, _LONGEST_NAP_S = 0.00005, 0.002
+_LOOK_EVERY_S = 0.2  # how often one who waits asks the store about failures; with many processes, less often
+_LAST_WORDS_S = 2.0  # how long to wait for the reason, when a connection has been lost
+_MOST_TEXT = 2000
+
+distributed: Any = torch.distributed
+
+
+def join(process_group: Any = None) -> "Cluster | None":
+    """Return the processes that belong together; None where this process is alone.
+
+    Args:
+        process_group: of whom it consists. None: of all processes that the launcher has started, or that are in the
+            default process group; this process is alone if there is neither. False: it is alone in any case.
+
+    Raises:
+        TypeError: `process_group` is none of these.
+        RuntimeError: the launcher's variables are incomplete, or processes are missing.
+    """
+    if process_group is False:
+        return None
+    if process_group is None:
+        if not start_default_group():
+            return None
+        process_group = distributed.group.WORLD
+    elif not isinstance(process_group, getattr(distributed, "ProcessGroup", ())):
+        raise TypeError(f"process_group={process_group!r}: expected a ProcessGroup, None or False")
+    if process_group.size() == 1:
+        return None
+    if process_group not in _clusters:
+        _clusters[process_group] = Cluster(process_group)
+    return _clusters[process_group]
+
+
+class Cluster:
+    """Some processes, of which this is one.
+
+    Attributes:
+        rank, world_size: this process's place among them, and how many they are.
+        timeout_s: how long one waits for the others.
+    """
+
+    def __init__(self, process_group: Any) -> None:
+        self.rank: int = process_group.rank()
+        self.world_size: int = process_group.size()
+        self.timeout_s = torch_private.timeout_of_group(process_group).total_seconds()
+        self._ranks = distributed.get_process_group_ranks(process_group)
+        self._store = distributed.PrefixStore("manyhands", process_group.get_group_store())
+        self._look_every_s = max(_LOOK_EVERY_S, self.world_size / 500)
+        self._num_arrivals = self._num_models = 0
+        self._groups: dict[tuple[str, str], Any] = {}
+        self._broken: str | None = None
+        self._store.set(f"process/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
+        self.arrive("a DataParallel that spans processes")
+        self._control = self._new_group("gloo", "control")
+        _tell_failures_to(self)
+
+    def next_number(self) -> int:
+        """Return how many models have been wrapped for these processes, this one included."""
+        self._num_models += 1
+        return self._num_models
+
+    def __deepcopy__(self, memo: object) -> "Cluster":
+        return self  # a copied model belongs to the same processes
+
+    def __reduce__(self) -> tuple[Callable[[], "Cluster | None"], tuple[()]]:
+        return join, ()
+
+    # ---- exchanging values -----------------------------------------------------------------------
+
+    def arrive(self, at: str) -> None:
+        """Wait until every process has come here as often as this one; `at` says in messages where that is.
+
+        It goes through the store, and so works before there is any connection between the processes.
+        """
+        self._num_arrivals += 1
+        key = f"arrival/{self._num_arrivals}"
+        self._store.set(f"{key}/{self.rank}", at)
+        missing = set(range(self.world_size)) - {self.rank}
+
+        def all_there() -> bool:
+            missing.difference_update([r for r in sorted(missing) if self._store.check([f"{key}/{r}"])])
+            return not missing
+
+        def who() -> str:
+            return f"{ranks_of(sorted(missing))} did not come to it"
+
+        self._wait_until(all_there, at, who, asks_store=True)
+        others = [(r, self._text(f"{key}/{r}")) for r in range(self.world_size)]
+        different = next(((r, other) for r, other in others if other != at), None)
+        if different is not None:
+            self.fail(f"rank {self.rank} has come to {at}, and rank {different[0]} to {different[1]}")
+            raise self._failure(f"rank {different[0]} has come to {different[1]}, this one to {at}")
+
+    def gather(self, values: Sequence[float]) -> "Gathering":
+        """Begin to send some numbers to everybody. Whole numbers are exact below 2**53."""
+        mine = torch.tensor(values, dtype=torch.float64)
+        everybody = [torch.empty_like(mine) for _ in range(self.world_size)]
+        work = self.start(lambda: distributed.all_gather(everybody, mine, group=self._control, async_op=True))
+        return Gathering(self, work, everybody)
+
+    def sum(self, tensor: torch.Tensor, group: Any, doing: str) -> torch.Tensor:
+        """Sum a tensor over the processes, in place; return it."""
+        self.wait(self.start(lambda: distributed.all_reduce(tensor, group=group, async_op=True)), doing, group)
+        return tensor
+
+    def sum_sparse(self, tensor: torch.Tensor, group: Any, doing: str) -> torch.Tensor:
+        """Return the sum of the processes' sparse tensors, which are coalesced, as this one."""
+        lengths = [int(length) for (length,) in self.gather([tensor._nnz()])(doing)]
+        parts = []
+        for mine in (tensor.indices().t(), tensor.values()):
+            padded = mine.new_zeros(max(lengths), *mine.shape[1:])
+            padded[: len(mine)] = mine
+            everybody = [torch.empty_like(padded) for _ in lengths]
+            self.wait(self.start(partial(distributed.all_gather, everybody, padded, group, True)), doing, group)
+            parts.append(torch.cat([part[:length] for part, length in zip(everybody, lengths, strict=True)]))
+        return torch.sparse_coo_tensor(parts[0].t(), parts[1], tensor.shape).coalesce()
+
+    def sum_of_flags(self, flags: torch.Tensor) -> Callable[[str], None]:
+        """Begin to sum a tensor of small whole numbers on the CPU, in place; return what waits for it."""
+        work = self.start(lambda: distributed.all_reduce(flags, group=self._control, async_op=True))
+        return lambda doing: self.wait(work, doing)
+
+    def exchange(self, value: Any, doing: str) -> list[Any]:
+        """Return what every process gives, in rank order. For rare occasions: values are pickled."""
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = [int(length) for (length,) in self.gather([len(mine)])(doing)]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(mine)] = mine
+        everybody = [torch.empty_like(padded) for _ in lengths]
+        work = self.start(lambda: distributed.all_gather(everybody, padded, group=self._control, async_op=True))
+        self.wait(work, doing)
+        pairs = zip(everybody, lengths, strict=True)
+        return [pickle.loads(tensor[:length].numpy().tobytes()) for tensor, length in pairs]
+
+    def send_from_first(self, tensors: Sequence[torch.Tensor], group: Any, doing: str) -> None:
+        """Overwrite `tensors` by what the first process has in its own."""
+        forms = {i: Form.of(tensor.detach(), tensor.device) for i, tensor in enumerate(tensors) if tensor.numel()}
+        for bucket in buckets_of(forms):
+            flat = bucket.flat(tensors)
+            octets = flat.view(torch.uint8)  # every dtype travels alike
+            self.wait(self.start(partial(distributed.broadcast, octets, self._ranks[0], group, True)), doing, group)
+            if self.rank:
+                with torch.no_grad():
+                    for number, piece in bucket.pieces(flat).items():
+                        tensors[number].detach().copy_(piece)
+
+    def group_for(self, device: torch.device, purpose: str) -> Any:
+        """Return the process group for tensors on `device`, one for each purpose: their exchanges may overlap.
+
+        NCCL or its like where every process has an accelerator of its own, gloo otherwise. To be asked for the first
+        time by all processes at once.
+        """
+        if (str(device), purpose) in self._groups:
+            return self._groups[str(device), purpose]
+        # Several processes on one GPU cannot talk by NCCL.
+        places = self.exchange((socket.gethostname(), str(device)), "choosing how to talk to each other")
+        alone = len(set(places)) == self.world_size and not _devices.computes_on_host(device)
+        backend = distributed.get_default_backend_for_device(device) if alone else "gloo"
+        group = self._groups[str(device), purpose] = self._new_group(backend, purpose)
+        return group
+
+    def _new_group(self, backend: str, purpose: str) -> Any:
+        timeout = datetime.timedelta(seconds=self.timeout_s)
+        try:
+            return distributed.new_group(
+                self._ranks,
+                timeout=timeout,
+                backend=backend,
+                use_local_synchronization=True,
+                group_desc=f"manyhands: {purpose}",
+            )
+        except RuntimeError as error:
+            raise self._failure(f"the processes could not be connected: {_brief(error)}") from error
+
+    # ---- waiting -----------------------------------------------------------------------------------
+
+    def start(self, begin: Callable[[], Any]) -> Any:
+        """Begin something that torch.distributed does meanwhile, unless the processes no longer agree."""
+        if self._broken is not None:
+            raise RuntimeError(self._broken)
+        try:
+            return begin()
+        except RuntimeError as error:
+            raise self._lost(error, "beginning to exchange") from error
+
+    def wait(self, work: Any, doing: str, group: Any = None) -> None:
+        """Wait for `work`, done in `group`; on an accelerator's own backend, have the current stream wait.
+
+        Raises:
+            RuntimeError: it failed, somebody else failed, or nobody came in time. Says which.
+        """
+        if group is None or distributed.get_backend(group) == "gloo":
+            self._wait_until(work.is_completed, doing, lambda: "")
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._lost(error, doing) from error
+
+    def wait_for_future(self, future: Any, doing: str) -> Any:
+        """Return the tensor that a communication hook's future brings."""
+        self._wait_until(future.done, doing, lambda: "")
+        try:
+            value = future.wait()
+        except RuntimeError as error:
+            raise self._lost(error, doing) from error
+        return value[0] if isinstance(value, list | tuple) else value
+
+    def _wait_until(
+        self, done: Callable[[], bool], doing: str, who: Callable[[], str], *, asks_store: bool = False
+    ) -> None:
+        started = last_look = time.monotonic()
+        nap_s = _FIRST_NAP_S
+        told = False
+        while not done():
+            now = time.monotonic()
+            if now - started < _SPIN_S and not asks_store:
+                time.sleep(0)
+                continue
+            if now - last_look > self._look_every_s:
+                last_look = now
+                self._raise_if_somebody_failed(doing)
+                if not told:
+                    told = True
+                    self._say(f"at/{self.rank}", doing)
+                if now - started > self.timeout_s:
+                    self._raise_timeout(doing, who())
+            time.sleep(nap_s)
+            nap_s = min(nap_s * 1.5, _LONGEST_NAP_S if not asks_store else self._look_every_s / 4)
+        if told:
+            self._say(f"at/{self.rank}", "")
+
+    def _raise_timeout(self, doing: str, who: str) -> None:
+        places = {rank: self._text(f"at/{rank}") for rank in range(self.world_size) if rank != self.rank}
+        found = [f"rank {rank} waits at {place}" for rank, place in places.items() if place and place != doing]
+        silent = [rank for rank, place in places.items() if not place]
+        if who:
+            found.insert(0, who)
+        elif silent:
+            found.append(f"{ranks_of(silent)} {'does' if len(silent) == 1 else 'do'} not wait for anybody")
+        text = (
+            f"rank {self.rank} has waited {self.timeout_s:g} s for the others at {doing}; "
+            f"{'; '.join(found) or 'all wait at the same'}. Every process has to wrap the same models and to take the "
+            "same steps; for loaders of different lengths there is DataParallel.batches(loader)."
+        )
+        self.fail(text)
+        raise self._failure(text)
+
+    def _lost(self, error: RuntimeError, doing: str) -> RuntimeError:
+        """Return what is to be raised where torch.distributed has failed, most often because somebody has gone."""
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while time.monotonic() < deadline:
+            self._raise_if_somebody_failed(doing)
+            gone = [rank for rank in range(self.world_size) if rank != self.rank and self._has_gone(rank)]
+            if gone:
+                return self._failure(
+                    f"{ranks_of(gone)} {'has' if len(gone) == 1 else 'have'} ended while this one was at {doing}"
+                )
+            time.sleep(0.05)
+        return self._failure(f"the connection to another process was lost at {doing}: {_brief(error)}")
+
+    # ---- failures ------------------------------------------------------------------------------------
+
+    def fail(self, reason: str) -> None:
+        """Tell the others that this process will not go on; only the first to do so is heard."""
+        if self._broken is None:
+            self._say("failed", f"{self.rank}\n{reason[:_MOST_TEXT]}", first_only=True)
+
+    def failed_with(self, error: BaseException) -> None:
+        """Tell the others that this process has ended an exchange half-way, because of `error`."""
+        self.fail(f"{type(error).__name__}: {error}")
+        if self._broken is None:
+            self._broken = (
+                f"this process has left an exchange with the others half-way ({type(error).__name__}: {error}): the "
+                "processes no longer agree on what comes next. Restart them."
+            )
+
+    def _raise_if_somebody_failed(self, doing: str) -> None:
+        text = self._text("failed")
+        if text:
+            rank, _, reason = text.partition("\n")
+            if int(rank) != self.rank:
+                raise self._failure(f"rank {rank} has failed while this one was at {doing}. Rank {rank} says: {reason}")
+
+    def _failure(self, text: str) -> RuntimeError:
+        self._broken = text
+        return RuntimeError(text)
+
+    def _has_gone(self, rank: int) -> bool:
+        """Return whether another process of this machine has ended."""
+        host, _, pid = self._text(f"process/{rank}").partition(" ")
+        if self._text(f"ended/{rank}"):
+            return True
+        if host != socket.gethostname() or not pid:
+            return False
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass
+        return False
+
+    def ends(self) -> None:
+        """Tell the others that this process's program has ended."""
+        self._say(f"ended/{self.rank}", "ended")
+
+    def _say(self, key: str, text: str, *, first_only: bool = False) -> None:
+        try:
+            if first_only:
+                self._store.compare_set(key, "", text)
+            else:
+                self._store.set(key, text)
+        except RuntimeError:  # the store was in a process that has gone: nobody is there to be told
+            pass
+
+    def _text(self, key: str) -> str:
+        try:
+            return self._store.get(key).decode() if self._store.check([key]) else ""
+        except RuntimeError:
+            return ""
+
+
+class Gathering:
+    """Numbers on their way from everybody to everybody."""
+
+    def __init__(self, cluster: Cluster, work: Any, everybody: Sequence[torch.Tensor]) -> None:
+        self._cluster, self._work, self._everybody = cluster, work, everybody
+
+    def is_there(self) -> bool:
+        """Return whether there is nothing to wait for."""
+        return bool(self._work.is_completed())
+
+    def __call__(self, doing: str) -> list[list[float]]:
+        """Wait for all; return each process's numbers, in rank order. `doing` says in messages what it is for."""
+        self._cluster.wait(self._work, doing)
+        return [tensor.tolist() for tensor in self._everybody]
+
+
+_clusters: "weakref.WeakKeyDictionary[Any, Cluster]" = weakref.WeakKeyDictionary()
+_telling: list[Cluster] = []
+_lock = threading.Lock()
+
+
+def _tell_failures_to(cluster: Cluster) -> None:
+    """From now on, tell `cluster` when an exception ends this program."""
+    with _lock:
+        _telling.append(cluster)
+        if len(_telling) > 1:
+            return
+    before = sys.excepthook
+
+    def tell(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        for cluster in _telling:
+            cluster.fail(f"{kind.__name__}: {error}")
+        before(kind, error, traceback)
+
+    sys.excepthook = tell
+    atexit.register(_tell_the_end)
+
+
+def _tell_the_end() -> None:
+    for cluster in _telling:
+        cluster.ends()
+
+
+def ranks_of(ranks: Iterable[int]) -> str:
+    """Return ranks in words."""
+    ranks = list(ranks)
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+
+
+def _brief(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+
+
+def first_difference(mine: Sequence[Any], theirs: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield pairs of entries that differ, None where one has no more."""
+    for k in range(max(len(mine), len(theirs))):
+        a = mine[k] if k < len(mine) else None
+        b = theirs[k] if k < len(theirs) else None
+        if a != b:
+            yield a, b

@@ -1,0 +1,99 @@
+"""What a launcher says in the environment, and the default process group that follows from it.
+
+torchrun, `python -m torch.distributed.launch` and their like start one process a device, or several a machine, and tell
+each who it is by environment variables: RANK and WORLD_SIZE among all processes, LOCAL_RANK among those of its machine,
+and MASTER_ADDR and MASTER_PORT, where they find each other. Everything else is torch.distributed's.
+"""
+
+import atexit
+import os
+from typing import Any
+
+import torch
+
+from manyhands import devices as _devices
+
+_WHO = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_WHERE = ("MASTER_ADDR", "MASTER_PORT")
+_REMEDY = (
+    "Start the program with torchrun, which sets all of them; or unset the others; or keep the model to this process "
+    "with DataParallel(..., process_group=False)."
+)
+
+
+def started_by_launcher() -> bool:
+    """Return whether a launcher has started this process.
+
+    Raises:
+        RuntimeError: the environment says so in part only, or with values that cannot be.
+    """
+    given = [name for name in _WHO if name in os.environ]
+    if not given:
+        return False
+    missing = [name for name in (*_WHO, *_WHERE) if name not in os.environ]
+    if missing:
+        raise RuntimeError(
+            f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} set, as by a launcher of several processes, "
+            f"but not {', '.join(missing)}. {_REMEDY}"
+        )
+    rank, world_size, local_rank = (_number(name) for name in _WHO)
+    if not (0 <= rank < world_size and local_rank >= 0):
+        raise RuntimeError(
+            f"RANK={rank}, WORLD_SIZE={world_size}, LOCAL_RANK={local_rank}: expected 0 <= RANK < WORLD_SIZE and "
+            f"0 <= LOCAL_RANK. {_REMEDY}"
+        )
+    return True
+
+
+def local_device() -> torch.device:
+    """Return the device that is meant for this process: the accelerator of its LOCAL_RANK; the CPU where there is none.
+
+    Without LOCAL_RANK (a program that has made its process group by itself) it is the current accelerator.
+
+    Raises:
+        ValueError: this machine has more processes than accelerators.
+    """
+    present = _devices.accelerators()
+    if not present:
+        return torch.device("cpu")
+    if "LOCAL_RANK" not in os.environ:
+        return present[torch.accelerator.current_device_index()]
+    local_rank = _number("LOCAL_RANK")
+    if local_rank >= len(present):
+        raise ValueError(
+            f"LOCAL_RANK={local_rank}, and this machine has {len(present)} accelerator{'s' * (len(present) > 1)}: "
+            f"start at most {len(present)} processes here (torchrun --nproc-per-node={len(present)}), or say with "
+            "device_ids which one this process uses."
+        )
+    return present[local_rank]
+
+
+def start_default_group() -> bool:
+    """Start the default process group if a launcher has started this process; return whether there is one now.
+
+    It is ended when the program ends.
+    """
+    distributed: Any = torch.distributed
+    if not distributed.is_available():
+        return False
+    if not distributed.is_initialized():
+        if not started_by_launcher():
+            return False
+        if _devices.accelerators() and _number("LOCAL_RANK") < len(_devices.accelerators()):
+            torch.accelerator.set_device_index(_number("LOCAL_RANK"))
+        distributed.init_process_group()
+        atexit.register(_end_default_group)
+    return True
+
+
+def _end_default_group() -> None:
+    distributed: Any = torch.distributed
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _number(name: str) -> int:
+    try:
+        return int(os.environ[name])
+    except ValueError:
+        raise RuntimeError(f"{name}={os.environ[name]!r}: expected a whole number. {_REMEDY}") from None

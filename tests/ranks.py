@@ -1,0 +1,132 @@
+"""Run a function in several processes that talk by gloo over the loopback device, as a launcher's would.
+
+The processes are forked from a server that has imported torch, so that starting them takes milliseconds. What a rank
+raises is raised here, with its traceback; a rank that is still running at the limit is killed, and the test fails.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cloudpickle
+import torch
+
+LIMIT_S = 120
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "cloudpickle", "manyhands"])
+
+
+class Ended(NamedTuple):
+    """How a rank has ended: what it returned, or what it raised, in words; neither where it was killed."""
+
+    value: Any = None
+    error: str | None = None
+    exit_code: int | None = None
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    """Call `function(rank, *args)` in each of `world_size` processes; return what they return, in rank order.
+
+    The options are those of `end_ranks`. Raises AssertionError with the traceback of each rank that has failed.
+    """
+    ended = end_ranks(world_size, function, *args, **options)
+    failed = [f"rank {rank}: {end.error or end.exit_code}" for rank, end in enumerate(ended) if end.exit_code]
+    assert not failed, "\n".join(failed)
+    return [end.value for end in ended]
+
+
+def end_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 60,
+    join: bool = True,
+    env: Mapping[str, str] = {},
+) -> list[Ended]:
+    """Call `function(rank, *args)` in each process; return how each has ended.
+
+    Args:
+        timeout_s: that of the process group.
+        join: whether to make the default process group, which meets in a file; else that is the function's affair.
+        env: variables of their environment.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        job = cloudpickle.dumps((function, args), protocol=pickle.HIGHEST_PROTOCOL)
+        processes, pipes = [], []
+        for rank in range(world_size):
+            receiver, sender = _context.Pipe(duplex=False)
+            store = str(Path(folder, "store")) if join else None
+            own = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank), **env} if not join else {}
+            process = _context.Process(
+                target=_run, args=(sender, job, rank, world_size, store, timeout_s, {**own, **env}, sys.path)
+            )
+            process.start()
+            sender.close()
+            processes.append(process)
+            pipes.append(receiver)
+        deadline = time.monotonic() + LIMIT_S
+        while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
+            wait([p.sentinel for p in processes if p.is_alive()], timeout=deadline - time.monotonic())
+        late = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for process in processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGKILL)
+            process.join()
+        assert not late, f"ranks {late} were still running after {LIMIT_S} s"
+        return [_ended(process, pipe) for process, pipe in zip(processes, pipes, strict=True)]
+
+
+def _ended(process: Any, pipe: Any) -> Ended:
+    with contextlib.suppress(EOFError):
+        if pipe.poll():
+            value, error = cloudpickle.loads(pipe.recv_bytes())
+            return Ended(value, error, process.exitcode)
+    return Ended(exit_code=process.exitcode)
+
+
+def _run(
+    pipe: Any,
+    job: bytes,
+    rank: int,
+    world_size: int,
+    store: str | None,
+    timeout_s: float,
+    env: Mapping[str, str],
+    path: list[str],
+) -> None:
+    os.environ.update(env)
+    sys.path[:] = path
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)  # unequal on purpose: what has to be equal, the library makes so
+    try:
+        if store is not None:
+            torch.distributed.init_process_group(
+                "gloo",
+                store=torch.distributed.FileStore(store, world_size),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout_s),
+            )
+        function, args = cloudpickle.loads(job)
+        outcome = function(rank, *args), None
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the test is told
+        text = traceback.format_exc()
+        pipe.send_bytes(cloudpickle.dumps((None, text)))
+        sys.excepthook(type(error), error, error.__traceback__)  # as the interpreter would
+        sys.exit(1)
+    pipe.send_bytes(cloudpickle.dumps(outcome))
+    pipe.close()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
