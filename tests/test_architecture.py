@@ -80,6 +80,8 @@ LAYERS: list[str | list[str]] = [
     "manyhands.verify_command",
     ["manyhands.bench.*"],
     "manyhands.bench_command",
+    ["manyhands.plan.*"],
+    "manyhands.plan_command",
     "manyhands.cli",
     "manyhands.__main__",
 ]

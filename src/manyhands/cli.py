@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from manyhands import __version__, bench_command, keep_freed_memory, verify_command
+from manyhands import __version__, bench_command, keep_freed_memory, plan_command, verify_command
 from manyhands.targets import TargetError
 from manyhands.training.errors import DivergedError, Interrupted, OptionError, TrainingError
 from manyhands.training.options import DEVICE_ORDERS, ENGINES, PRECISIONS, SCHEDULES, Options
@@ -26,6 +26,7 @@ _STOPPED = 128  # plus the number of the signal, as shells have it
 
 _NEEDED_TO_TRAIN = ("matplotlib", "numpy", "rich", "safetensors")
 _NEEDED_TO_BENCH = ("matplotlib", "psutil", "rich")
+_NEEDED_TO_PLAN = ("matplotlib",)
 
 _DESCRIPTION = """\
 Put a PyTorch training on every device of the machine, with the numbers of one.
@@ -41,6 +42,7 @@ examples:
   manyhands train --help          say what else it can do
   manyhands verify train:build    compare a model of yours on one device and on several
   manyhands bench train:build     say which engine and how many replicas are fastest for it here
+  manyhands plan train:build      say how far it will scale, up to 1,024 devices
 """
 
 _TRAIN_DESCRIPTION = """\
@@ -145,6 +147,11 @@ def _bench(given: dict[str, Any]) -> int:
     return bench_command.run(given)
 
 
+def _plan(given: dict[str, Any]) -> int:
+    """`manyhands plan`."""
+    return plan_command.run(given, lambda: _expect_installed(_NEEDED_TO_PLAN))
+
+
 def _expect_installed(packages: Sequence[str]) -> None:
     if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
         raise OptionError(f"{', '.join(missing)} not installed: pip install 'manyhands[train]'")
@@ -200,6 +207,17 @@ def _parser() -> _Parser:
     )
     bench.set_defaults(parser=bench, run=_bench)
     bench_command.add_options(bench)
+    plan = commands.add_parser(
+        "plan",
+        help="say how far a training step will scale, up to 1,024 devices",
+        description=plan_command.DESCRIPTION,
+        epilog=plan_command.EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    plan.set_defaults(parser=plan, run=_plan)
+    plan_command.add_options(plan)
     return parser
 
 

@@ -32,6 +32,7 @@ OURS = ("threads", "processes")
 DISTRIBUTED = ("ddp", "accelerate", "fabric")
 CONTENDERS = ("plain", "limit", *DISTRIBUTED, *OURS)
 
+_CPU = torch.device("cpu")
 _SEED = 0
 _LEARNING_RATE = 0.01
 _MOMENTUM = 0.9
@@ -103,8 +104,8 @@ class Task:
         batch_norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         return bool(batch_norms) and not self.options.get("sync_batch_norm", False)
 
-    def part(self, rank: int, replicas: int) -> "Task":
-        """Return what the program of one replica trains.
+    def part(self, rank: int, replicas: int, device: torch.device = _CPU) -> "Task":
+        """Return what the program of one replica trains, its rows on this device.
 
         Raises:
             ValueError: the batch has no rows for it.
@@ -113,7 +114,7 @@ class Task:
         if not all(sizes):
             used = sum(map(bool, sizes))
             raise ValueError(f"a batch of {self.rows} rows has some for {used} replicas only, not for {replicas}")
-        devices = [torch.device("cpu")] * replicas
+        devices = [device] * replicas
         args, kwargs = scattered(self._arguments(), devices, sizes)[rank]
         target = scatter(self.target, devices, self.options.get("dim", 0))[rank]
         return Task(self.model, args, kwargs, target, self.criterion, self.options, sizes[rank])

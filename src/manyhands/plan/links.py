@@ -1,0 +1,95 @@
+"""Links, machines, and quantities with units as they stand on a command line: `10us`, `25MiB`, `25Gbit/s`.
+
+A link is two figures, as in Hockney's model ("The communication challenge for MPP", Parallel Computing 20, 1994): a
+message of b bytes takes alpha + b / beta, with the latency alpha in seconds and the bandwidth beta in bytes per second.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+
+_NUMBER = re.compile(r"\s*(\d+\.?\d*(?:e-?\d+)?|\.\d+)\s*(\D.*?)\s*", re.IGNORECASE)
+
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+BYTES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
+BYTES_PER_SECOND = {"MB/s": 1e6, "GB/s": 1e9, "GiB/s": 2.0**30, "Mbit/s": 1e6 / 8, "Gbit/s": 1e9 / 8}
+
+
+@dataclass(frozen=True)
+class Link:
+    """What it takes to send a message from one end to the other: `latency_s + bytes / bandwidth_bytes_per_s`."""
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+
+    def __str__(self) -> str:
+        return f"{1e6 * self.latency_s:.3g} µs, {self.bandwidth_bytes_per_s / 1e9:.4g} GB/s"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal machines with equal devices; machines are filled one after the other.
+
+    Attributes:
+        inside: from a device to another one of its machine; every device has such a link of its own.
+        between: from a machine to another one; the devices of a machine share it.
+    """
+
+    inside: Link
+    between: Link
+    devices_per_machine: int
+
+    def num_machines(self, num_devices: int) -> int:
+        """Return how many machines so many devices stand in."""
+        return math.ceil(num_devices / self.devices_per_machine)
+
+    def devices_inside(self, num_devices: int) -> int:
+        """Return how many of so many devices stand in the first machine."""
+        return min(num_devices, self.devices_per_machine)
+
+    def narrowest_bytes_per_s(self, num_devices: int) -> float:
+        """Return the bandwidth of the slowest link that so many devices use."""
+        used = [self.inside] if self.devices_inside(num_devices) > 1 else []
+        used += [self.between] if self.num_machines(num_devices) > 1 else []
+        return min((link.bandwidth_bytes_per_s for link in used), default=math.inf)
+
+
+def parse_quantity(text: str, units: dict[str, float]) -> float:
+    """Return what a number with a unit means.
+
+    >>> parse_quantity("25MiB", BYTES), parse_quantity("25 Gbit/s", BYTES_PER_SECOND)
+    (26214400.0, 3125000000.0)
+
+    Args:
+        text: the number, then the unit.
+        units: the units there are, and what each is worth.
+
+    Raises:
+        ValueError: it reads otherwise.
+    """
+    found = _NUMBER.fullmatch(text)
+    if found is None or found[2] not in units:
+        raise ValueError(f"expected a number and one of the units {', '.join(units)}; got {text!r}")
+    return float(found[1]) * units[found[2]]
+
+
+def parse_link(text: str, known: dict[str, Link]) -> Link:
+    """Return the link of this name, or the one that `LATENCY,BANDWIDTH` describes.
+
+    >>> parse_link("1us,25Gbit/s", {})
+    Link(latency_s=1e-06, bandwidth_bytes_per_s=3125000000.0)
+
+    Raises:
+        ValueError: there is none of this name, it reads otherwise, or its bandwidth is 0.
+    """
+    if text in known:
+        return known[text]
+    parts = text.split(",")
+    if len(parts) != 2:
+        raise ValueError(
+            f"expected a latency and a bandwidth, such as 10us,25Gbit/s, or one of {', '.join(known)}; got {text!r}"
+        )
+    link = Link(parse_quantity(parts[0], SECONDS), parse_quantity(parts[1], BYTES_PER_SECOND))
+    if not 0 < link.bandwidth_bytes_per_s < math.inf or link.latency_s == math.inf:
+        raise ValueError(f"expected a bandwidth above 0, and finite numbers; got {text!r}")
+    return link

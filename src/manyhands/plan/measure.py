@@ -1,0 +1,77 @@
+"""A training step of the caller's own, taken and timed on one device of this machine."""
+
+import statistics
+import time
+
+import torch
+from torch import Tensor
+
+from manyhands import keep_freed_memory
+from manyhands.bench.contenders import Task
+from manyhands.devices import accelerators
+from manyhands.plan.prediction import Step
+from manyhands.targets import TargetError, said_by
+
+_WARM_UP_STEPS = 3
+_FEWEST_STEPS, _MOST_STEPS = 5, 100
+_SECONDS = 5.0
+
+
+def measured_step(target: str, bucket_bytes: float) -> tuple[Step, torch.device, int]:
+    """Take training steps (forward, loss, backward, SGD with momentum) for some seconds, and return their medians.
+
+    Args:
+        target: `package.module:build`, as for `manyhands bench`.
+        bucket_bytes: goes into the step as it is.
+
+    Returns:
+        The step, the device (the first accelerator, or the CPU with all cores), and the rows of the batch.
+
+    Raises:
+        TargetError: it cannot be built, or fails, or has no gradients.
+    """
+    task = Task.of_target(target)
+    device = next(iter(accelerators()), torch.device("cpu"))
+    try:
+        task.model.to(device)
+        task = task.part(0, 1, device)
+        totals, backwards = _timed(task, device)
+    except Exception as error:
+        raise TargetError(f"{target} could not be measured: {said_by(error)}") from error
+    sizes = [p.grad.numel() * p.grad.element_size() for p in task.model.parameters() if p.grad is not None]
+    if not sizes:
+        raise TargetError(f"{target}: backward gave no parameter a gradient, so there is nothing to reduce")
+    step = Step(statistics.median(totals), statistics.median(backwards), float(sum(sizes)), bucket_bytes)
+    return step, device, task.rows
+
+
+def _timed(task: Task, device: torch.device) -> tuple[list[float], list[float]]:
+    """Return the seconds of each step, and those of its backward."""
+    keep_freed_memory()
+    optimizer = torch.optim.SGD(task.model.parameters(), lr=0.01, momentum=0.9)
+    totals: list[float] = []
+    backwards: list[float] = []
+    stop_at = float("inf")
+    for number in range(_WARM_UP_STEPS + _MOST_STEPS):
+        if number == _WARM_UP_STEPS:
+            stop_at = time.perf_counter() + _SECONDS
+        if number >= _WARM_UP_STEPS + _FEWEST_STEPS and time.perf_counter() > stop_at:
+            break
+        optimizer.zero_grad(set_to_none=True)
+        began = _now(device)
+        loss: Tensor = task.loss(task.model(*task.args, **task.kwargs))
+        forward = _now(device)
+        torch.autograd.backward(loss)
+        backward = _now(device)
+        optimizer.step()
+        ended = _now(device)
+        if number >= _WARM_UP_STEPS:
+            totals.append(ended - began)
+            backwards.append(backward - forward)
+    return totals, backwards
+
+
+def _now(device: torch.device) -> float:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)  # waits for the device: its work is queued
+    return time.perf_counter()

@@ -1,0 +1,142 @@
+"""`manyhands plan`: what it prints and saves, and how it ends."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from manyhands.cli import main
+from manyhands.plan import measure, published
+
+SCRIPT = """\
+import torch
+from torch import nn
+
+def build():
+    return nn.Linear(5, 4), torch.randn(8, 5)
+
+def frozen():
+    return nn.Linear(5, 4).requires_grad_(False), torch.randn(8, 5, requires_grad=True)
+
+def failing():
+    return nn.Linear(6, 4), torch.randn(8, 5)
+"""
+STEP = ["--compute", "300ms", "--gradients", "100MB"]
+
+
+@pytest.fixture(autouse=True)
+def _folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    monkeypatch.setattr(measure, "_SECONDS", 0.0)
+    Path("own.py").write_text(SCRIPT)
+
+
+def run(*arguments: str) -> int:
+    try:
+        return main(["plan", *arguments])
+    except SystemExit as stopped:  # argparse leaves this way
+        return int(str(stopped.code))
+
+
+def test_a_step_that_is_described(capsys: pytest.CaptureFixture[str]):
+    assert run(*STEP, "--backward", "200ms", "--between", "10us,10Gbit/s", "--devices-per-machine", "4") == 0
+    out = capsys.readouterr().out
+    assert "computes for 300 ms on one device, 200 ms of it backward, and has 100 MB of gradients, in 4 buckets" in out
+    assert "between machines: 10 µs, 1.25 GB/s" in out
+    assert "Weak scaling: every device has the rows that one has" in out
+    assert "Efficiency stays above 90 % up to" in out
+    saved = Path("runs/plan/plan.md").read_text()
+    assert "| 1024 |".replace(" ", "") in saved.replace(" ", "")
+    assert sorted(path.name for path in Path("runs/plan").iterdir()) == ["plan.md", "plan.png"]
+    assert Path("runs/plan/plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_options_change_the_prediction(capsys: pytest.CaptureFixture[str]):
+    outputs = []
+    for options in ([], ["--strong"], ["--all-reduce", "ring"], ["--bucket", "1MiB"], ["--inside", "nvlink2"]):
+        assert run(*STEP, *options, "--output", "deep/folder") == 0
+        outputs.append(capsys.readouterr().out)
+    assert len(set(outputs)) == 5
+    assert "Strong scaling: the devices share the batch of one" in outputs[1]
+
+
+def test_a_step_that_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(measure, "accelerators", list)
+    assert run("own:build") == 0
+    out = capsys.readouterr().out
+    assert "measured with 8 rows on cpu" in out
+    assert "has 9.6e-05 MB of gradients, in one bucket. 1 device a machine; between machines" in out
+    assert "# How far will own:build scale?" in Path("runs/plan/plan.md").read_text()
+
+
+def test_published_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Without matplotlib too, and nothing is written."""
+    monkeypatch.setattr("manyhands.cli.importlib.util.find_spec", lambda name: None if name == "matplotlib" else name)
+    assert run("--published") == 0
+    assert capsys.readouterr().out == published.document()
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ([], "--compute is missing: give a model of yours (package.module:build), or --compute and --gradients"),
+        (["--compute", "3ms"], "--gradients is missing"),
+        (["--compute", "300", "--gradients", "1MB"], "expected a number and one of the units s, ms"),
+        (["--compute", "0ms", "--gradients", "1MB"], "expected more than 0, and finite; got '0ms'"),
+        (["--compute", "1e999s", "--gradients", "1MB"], "expected more than 0, and finite"),
+        (["--compute", "-3ms", "--gradients", "1MB"], "expected one argument"),
+        ([*STEP, "--backward", "301ms"], "--backward 0.301s is a part of --compute 0.3s, and cannot be longer"),
+        ([*STEP, "--bucket", "1B"], "--bucket 1B makes 100,000,000 buckets of 100 MB: expected 10,000 at most"),
+        (
+            [*STEP, "--between", "ethernet"],
+            "expected a latency and a bandwidth, such as 10us,25Gbit/s, or one of pcie3",
+        ),
+        ([*STEP, "--inside", "1us,0GB/s"], "expected a bandwidth above 0"),
+        ([*STEP, "--devices-per-machine", "0"], "--devices-per-machine 0: expected a whole number from 1 up"),
+        ([*STEP, "--all-reduce", "butterfly"], "invalid choice: 'butterfly'"),
+        ([*STEP, "--output", "own.py"], "--output own.py: "),
+        ([*STEP, "--output", "own.py/deeper"], "own.py is not a folder"),
+        ([*STEP, "--fast"], "there is no option --fast"),
+        (["--published", "--strong"], "--published has its own figures: leave out --strong"),
+        (["own:build", "--published"], "--published has its own figures: leave out own:build"),
+        (["own"], "own: expected package.module:build"),
+        (["missing:build"], "missing:build: there is no module missing"),
+        (["own:frozen"], "own:frozen: backward gave no parameter a gradient"),
+        (["own:failing"], "own:failing could not be measured: RuntimeError: mat1 and mat2 shapes"),
+        (["own:build", "--compute", "3ms"], "own:build is measured: leave it out, or --compute"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]):
+    assert run(*arguments) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("manyhands plan: error: ")
+    assert error in said
+    assert not Path("runs").exists()
+    assert Path("own.py").read_text() == SCRIPT
+
+
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr("manyhands.cli.importlib.util.find_spec", lambda name: None if name == "matplotlib" else name)
+    assert run(*STEP) == 2
+    assert "matplotlib not installed: pip install 'manyhands[train]'" in capsys.readouterr().err
+
+
+def test_a_picture_that_cannot_be_drawn_leaves_the_old_plan(monkeypatch: pytest.MonkeyPatch):
+    assert run(*STEP) == 0
+    before = {path: path.read_bytes() for path in Path("runs/plan").iterdir()}
+
+    def full(path: Path, content: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert run("--compute", "1s", "--gradients", "1GB") == 1
+    assert {path: path.read_bytes() for path in Path("runs/plan").iterdir()} == before
+
+
+def test_help(capsys: pytest.CaptureFixture[str]):
+    assert run("--help") == 0
+    out = capsys.readouterr().out
+    assert "examples:\n  manyhands plan " in out
+    assert "  25gbe     9.6 µs, 3.125 GB/s\n" in out
