@@ -4,13 +4,13 @@ import statistics
 import time
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from manyhands import keep_freed_memory
 from manyhands.bench.contenders import Task
 from manyhands.devices import accelerators
 from manyhands.plan.prediction import Step
-from manyhands.targets import TargetError, said_by
+from manyhands.targets import TargetError, current_folder_first, said_by
 
 _WARM_UP_STEPS = 3
 _FEWEST_STEPS, _MOST_STEPS = 5, 100
@@ -33,9 +33,12 @@ def measured_step(target: str, bucket_bytes: float) -> tuple[Step, torch.device,
     task = Task.of_target(target)
     device = next(iter(accelerators()), torch.device("cpu"))
     try:
-        task.model.to(device)
+        for module in (task.model, task.criterion):
+            if isinstance(module, nn.Module):
+                module.to(device)
         task = task.part(0, 1, device)
-        totals, backwards = _timed(task, device)
+        with current_folder_first():  # it may import more while it runs
+            totals, backwards = _timed(task, device)
     except Exception as error:
         raise TargetError(f"{target} could not be measured: {said_by(error)}") from error
     sizes = [p.grad.numel() * p.grad.element_size() for p in task.model.parameters() if p.grad is not None]
