@@ -1,7 +1,6 @@
 """A plan: one step predicted for 1 to 1,024 devices, as a table, and what it comes to in a sentence."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -73,7 +72,7 @@ class Plan:
             "efficiency",
             "speed-up",
         ]
-        header += [f"{name}" for name in ALGORITHMS] + ["no overlap"]
+        header += [*ALGORITHMS, "no overlap"]
         others = [self.with_algorithm(name) for name in ALGORITHMS]
         rows = []
         for place, one in enumerate(self.predictions):
@@ -140,11 +139,5 @@ def _percent(fraction: float) -> str:
 
 def document(plan: Plan, title: str) -> str:
     """Return plan.md."""
-    parts: Sequence[str] = (
-        f"# {title}",
-        plan.assumptions(),
-        "![Efficiency and time of a step](plan.png)",
-        plan.to_table(),
-        plan.conclusion(),
-    )
-    return "\n\n".join(parts) + "\n"
+    picture = "![Efficiency and time of a step](plan.png)"
+    return f"# {title}\n\n{plan.assumptions()}\n\n{picture}\n\n{plan.to_table()}\n\n{plan.conclusion()}\n"
