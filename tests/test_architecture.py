@@ -45,6 +45,7 @@ LAYERS: list[str | list[str]] = [
     "manyhands.parallel_apply",
     "manyhands.moments",
     "manyhands.batch_norm",
+    "manyhands.batch_norm_over_processes",
     "manyhands.engines",
     "manyhands.engines.reduction",
     "manyhands.engines.base",

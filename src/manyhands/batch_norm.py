@@ -31,7 +31,7 @@ import enum
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
@@ -84,11 +84,23 @@ class Walk(enum.Enum):
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """What one replica brings to a batch norm."""
 
     statistics: Statistics
     rows: int
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What one replica brings in backward: gradients of mean and variance.
+
+    `weighted` matters between processes, where each has the gradients of a loss of its own: whether these are
+    derivatives of those losses, or, in a derivative of the next order, of what was made of them.
+    """
+
+    tensor: torch.Tensor
+    weighted: bool
 
 
 @dataclass(frozen=True)
@@ -97,7 +109,7 @@ class _Noted:
 
     name: str
     mean: torch.Tensor
-    parts: dict[int, _Part]
+    parts: dict[int, Part]
 
 
 class BatchNormOverReplicas:
@@ -149,6 +161,12 @@ class BatchNormOverReplicas:
             if meeting is not None:
                 meeting.leave(index, failed=failed)
 
+    @contextlib.contextmanager
+    def only_replica(self) -> Iterator[None]:
+        """Surround a walk of the graph of an only replica, which has nobody to wait for in this process."""
+        with self.begin()(0):
+            yield
+
     def repeating(self) -> AbstractContextManager[Any]:
         """Return what surrounds a walk of all graphs (`Walk.TOGETHER`), for the batch norms that it runs again."""
         return _TakesOverBatchNorm(lambda tensors: _Repetition(self, tensors))
@@ -170,12 +188,12 @@ class BatchNormOverReplicas:
         owners = [index for index in range(self.num_replicas) if self.name_of(index, tensors) is not None]
         return owners[0] if len(owners) == 1 else None
 
-    def note(self, index: int, name: str, parts: dict[int, _Part]) -> None:
+    def note(self, index: int, name: str, parts: dict[int, Part]) -> None:
         """Note a batch norm of replica `index`, which a checkpoint will run again."""
-        leaves = {i: _Part(part.statistics.detached(), part.rows) for i, part in parts.items()}
+        leaves = {i: Part(part.statistics.detached(), part.rows) for i, part in parts.items()}
         self._noted[index].append(_Noted(name, leaves[index].statistics.mean, leaves))
 
-    def noted(self, index: int, name: str, mine: Statistics) -> dict[int, _Part]:
+    def noted(self, index: int, name: str, mine: Statistics) -> dict[int, Part]:
         """Return everybody's part in a batch norm that replica `index` runs again, with these statistics."""
         same_name = [noted for noted in self._noted[index] if noted.name == name]
         if len(same_name) > 1:  # used more than once
@@ -219,12 +237,12 @@ class _Seat:
         self._tracked = tracked
         self._num_checkpoints_around = _num_checkpoints()
 
-    def parts_of_all(self, x: torch.Tensor, tensors: Tensors) -> tuple[dict[int, _Part], Statistics]:
+    def parts_of_all(self, x: torch.Tensor, tensors: Tensors) -> tuple[dict[int, Part], Statistics]:
         """Return every replica's part in the batch norm of `x` that has `tensors`, and the statistics of all rows."""
         if self.over.walk is Walk.APART:
-            met = self._exchange(_Part(Statistics.of(x), x.size(0)), x, tensors)
-            link = _Link(self.over.identity, met.number, frozenset(met.values))
-            whole = _put_together(met.values, x)
+            met = self._exchange(Part(Statistics.of(x), x.size(0)), x, tensors)
+            link = _Link(self.over.identity, met.number, met.among)
+            whole = put_together(met.values, x.device)
             return met.values, whole.with_history(x, lambda grad: _SumOverReplicas.apply(grad, link))  # type: ignore[no-untyped-call]
 
         repeated = self._tracked and _num_checkpoints() > self._num_checkpoints_around
@@ -241,15 +259,15 @@ class _Seat:
                 raise RuntimeError(_INSIDE_FORWARD)
             return grad
 
-        met = self._exchange(_Part(Statistics.of(x).with_history(x, known_when_all_are_done), x.size(0)), x, tensors)
+        met = self._exchange(Part(Statistics.of(x).with_history(x, known_when_all_are_done), x.size(0)), x, tensors)
         if repeated:
             self.over.note(self.index, self._name(x, tensors)[0], met.values)
-        return met.values, _put_together(met.values, x)
+        return met.values, put_together(met.values, x.device)
 
-    def _exchange(self, part: _Part, x: torch.Tensor, tensors: Tensors) -> Met:
+    def _exchange(self, part: Part, x: torch.Tensor, tensors: Tensors) -> Met:
         name, place = self._name(x, tensors)
         met = self.meeting.exchange(self.index, name, part, place)
-        if len(met.values) < self.over.num_replicas and not self.meeting.failed:
+        if len(met.among) < self.over.num_replicas and not self.meeting.failed:
             say_once(
                 f"the batch norm of {name} saw the rows of some replicas only: the others did not call it, because "
                 "their rows led them into another branch of forward."
@@ -270,17 +288,23 @@ class _Repetition:
             raise RuntimeError(_CHECKPOINT)
         self.index = owner
 
-    def parts_of_all(self, x: torch.Tensor, tensors: Tensors) -> tuple[dict[int, _Part], Statistics]:
+    def parts_of_all(self, x: torch.Tensor, tensors: Tensors) -> tuple[dict[int, Part], Statistics]:
         """Return every replica's part as it was noted, its own with the history of now."""
         name = self.over.name_of(self.index, tensors)
         mine = Statistics.of(x).with_history(x, lambda grad: grad)
         noted = self.over.noted(self.index, name[0] if name else "", mine)
-        parts = {**noted, self.index: _Part(mine, x.size(0))}
-        return parts, _put_together(parts, x)
+        parts = {**noted, self.index: Part(mine, x.size(0))}
+        return parts, put_together(parts, x.device)
 
 
-def _put_together(parts: dict[int, _Part], x: torch.Tensor) -> Statistics:
-    return Statistics.of_all([part.statistics for part in parts.values()], x.device)
+def sum_of(gradients: Mapping[int, Gradients], device: torch.device) -> torch.Tensor:
+    """Return the sum of all gradients, in their order."""
+    return torch.stack([_devices.copy_to(each.tensor, device) for each in gradients.values()]).sum(0)
+
+
+def put_together(parts: Mapping[int, Part], device: torch.device) -> Statistics:
+    """Return the statistics of all parts together, in their order."""
+    return Statistics.of_all([part.statistics for part in parts.values()], device)
 
 
 _thread = threading.local()
@@ -301,11 +325,15 @@ def _num_checkpoints() -> int:
 
 @dataclass(frozen=True)
 class _Link:
-    """What backward has to know of an exchange in forward: between which replicas of whose it was."""
+    """What backward has to know of an exchange in forward: between which replicas of whose it was.
+
+    `weighted` is that of the gradients that will be exchanged.
+    """
 
     identity: object
     number: int
     replicas: frozenset[int]
+    weighted: bool = True
 
 
 class _SumOverReplicas(torch.autograd.Function):
@@ -316,9 +344,10 @@ class _SumOverReplicas(torch.autograd.Function):
         seat = _current_seat()
         if seat is None or seat.over.identity is not link.identity:
             raise RuntimeError(_CANNOT_MEET)
-        met = seat.meeting.answer(seat.index, link.number, link.replicas, tensor.detach())
-        ctx.link = _Link(link.identity, met.number, frozenset(met.values))
-        return torch.stack([_devices.copy_to(part, tensor.device) for part in met.values.values()]).sum(0)
+        gradients = Gradients(tensor.detach(), link.weighted)
+        met = seat.meeting.answer(seat.index, link.number, link.replicas, gradients)
+        ctx.link = _Link(link.identity, met.number, met.among, not link.weighted)
+        return sum_of(met.values, tensor.device)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -170,14 +170,16 @@ class Cluster:
         pairs = zip(everybody, lengths, strict=True)
         return [pickle.loads(tensor[:length].numpy().tobytes()) for tensor, length in pairs]
 
-    def send_from_first(self, tensors: Sequence[torch.Tensor], group: Any, doing: str) -> None:
-        """Overwrite `tensors` by what the first process has in its own."""
+    def send_from(self, source: int, tensors: Sequence[torch.Tensor], group: Any, doing: str) -> None:
+        """Overwrite `tensors` by what the process of rank `source` has in its own."""
         forms = {i: Form.of(tensor.detach(), tensor.device) for i, tensor in enumerate(tensors) if tensor.numel()}
         for bucket in buckets_of(forms):
             flat = bucket.flat(tensors)
             octets = flat.view(torch.uint8)  # every dtype travels alike
-            self.wait(self.start(partial(distributed.broadcast, octets, self._ranks[0], group, True)), doing, group)
-            if self.rank:
+            self.wait(
+                self.start(partial(distributed.broadcast, octets, self._ranks[source], group, True)), doing, group
+            )
+            if self.rank != source:
                 with torch.no_grad():
                     for number, piece in bucket.pieces(flat).items():
                         tensors[number].detach().copy_(piece)

@@ -55,6 +55,11 @@ _RUNS_WHOLE_HERE = (
     "DataParallel runs the whole batch of this process on its first device while a mode is active that cannot follow "
     "into other threads: a dispatch or function mode, a torch.func transform, saved-tensor hooks."
 )
+_CANNOT_MEET_UNDER_MODE = (
+    "sync_batch_norm=True over several processes while a mode is active that cannot follow into other threads (a "
+    "dispatch or function mode, a torch.func transform, saved-tensor hooks): leave the mode, or use "
+    "sync_batch_norm=False. Activation checkpoints belong inside the module."
+)
 _STAND_IN_ROWS = 2  # batch norm needs more than one
 _LOSSES = ("mean", "sum")
 _VERBS = ("replicate", "scatter", "parallel_apply", "gather")
@@ -236,6 +241,8 @@ class DataParallel(nn.DataParallel[Any]):
     def _run_contributing(self, call: Call, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not modes_that_stay():
             return self._engine.forward(self.module, call)
+        if self.sync_batch_norm:
+            raise RuntimeError(_CANNOT_MEET_UNDER_MODE)
         if len(self.devices) > 1:
             say_once(_RUNS_WHOLE_HERE)
         assert call.contribution is not None

@@ -20,7 +20,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 _WAKE_S = 0.1  # a waiting replica looks this often for Ctrl-C, which cannot always wake it
 
@@ -35,12 +35,19 @@ class Met:
     """What an exchange came to.
 
     Attributes:
-        values: what each replica gave, in replica order; without those that did not come.
+        values: what each replica gave, in replica order; without those that did not come. Of a meeting that goes beyond
+            this process: what each process has, by its rank.
         number: names this exchange, so that it can be answered later. The later of two has the higher one.
+        among: the replicas that came.
     """
 
     values: dict[int, Any]
     number: int
+    among: frozenset[int]
+
+
+# From the name of an exchange and what this process's replicas gave to what each process has, by rank.
+Beyond: TypeAlias = Callable[[Hashable, dict[int, Any]], dict[int, Any]]
 
 
 class Visit(NamedTuple):
@@ -123,10 +130,19 @@ class MeetingHere(Meeting):
         num_replicas: how many meet.
         serve: what a replica of this process does while it waits, until what it is given returns True: to take in those
             who come from other processes. None: it sleeps until another thread wakes it.
+        beyond: takes the name of an exchange, if it is a string, and what the replicas gave; returns what they get in
+            its place. By it processes with meetings of their own exchange what each has come to.
     """
 
-    def __init__(self, num_replicas: int, serve: Callable[[Callable[[], bool]], None] | None = None) -> None:
+    def __init__(
+        self,
+        num_replicas: int,
+        serve: Callable[[Callable[[], bool]], None] | None = None,
+        beyond: Beyond | None = None,
+    ) -> None:
         self._serve = serve
+        self._beyond = beyond
+        self._error: BaseException | None = None  # what `beyond` has raised
         self._condition = threading.Condition()
         self._all = frozenset(range(num_replicas))
         self._present = set(self._all)
@@ -139,6 +155,8 @@ class MeetingHere(Meeting):
         with self._condition:
             self.come(index, visit, mets.append)
             while not mets:
+                if self._error is not None:
+                    raise self._error
                 if self._serve is not None:
                     self._serve(lambda: bool(mets))
                 else:
@@ -177,7 +195,15 @@ class MeetingHere(Meeting):
                 self._answered_without_all.update(key for key in full if not isinstance(key[0], str))
             for key in full:
                 table = self._tables.pop(key)
-                met = Met(dict(sorted(table.values.items())), next(_numbers))
+                values = dict(sorted(table.values.items()))
+                if self._beyond is not None:
+                    try:
+                        values = self._beyond(key[0], values)
+                    except BaseException as error:
+                        self._error = error
+                        self._condition.notify_all()
+                        raise
+                met = Met(values, next(_numbers), frozenset(table.values))
                 for tell in table.tell:
                     tell(met)
             self._condition.notify_all()

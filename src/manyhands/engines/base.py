@@ -15,8 +15,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from manyhands.batch_norm_over_processes import BeyondThisProcess
 from manyhands.engines.reduction import Contribution
 from manyhands.inputs import Arguments
+from manyhands.meeting import Beyond
 from manyhands.rules import OutputRules
 
 # What surrounds replica i in its own thread, for one pass over all replicas: the forward, or one walk of their graphs.
@@ -99,6 +101,14 @@ class Call:
 def called(module: nn.Module, method: str | None) -> Callable[..., Any]:
     """Return what a call of `method` (None: of the module itself, with its hooks) calls."""
     return module if method is None else getattr(module, method)
+
+
+def beyond_this_process(call: Call) -> Beyond | None:
+    """Return what takes batch norm's exchanges among the call's replicas to other processes; None if they stay here."""
+    contribution = call.contribution
+    if contribution is None or not call.sync_batch_norm:
+        return None
+    return BeyondThisProcess(contribution.reduction.cluster, call.source, contribution.weight_of_loss)
 
 
 class Engine(abc.ABC):

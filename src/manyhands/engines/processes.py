@@ -24,6 +24,7 @@ Assumes, as the threads engine does, that nobody changes the module while a forw
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from torch import nn
 
 from manyhands import torch_private
 from manyhands.batch_norm import BatchNormOverReplicas, Walk
-from manyhands.engines.base import Call, Engine, ReplicaTiming, called, one_pass
+from manyhands.engines.base import Call, Engine, ReplicaTiming, beyond_this_process, called, one_pass
 from manyhands.engines.boundary import Alias, Boundary, Edge
 from manyhands.engines.divided import Divided, warn
 from manyhands.engines.messages import Answer, Forward, Sent, sent
@@ -104,8 +105,9 @@ class ProcessesEngine(Engine):
             graphs.keep_alive = stamp
             graphs.contribution = call.contribution
             if call.sync_batch_norm:
+                meet = partial(team.meet, beyond=beyond_this_process(call))
                 replicas = [stamp.replica, *[None] * (len(where) - 1)]
-                graphs.begin_walk = [BatchNormOverReplicas(replicas, Walk.APART, team.meet).one_pass]
+                graphs.begin_walk = [BatchNormOverReplicas(replicas, Walk.APART, meet).one_pass]
 
             def run() -> Any:
                 started = time.perf_counter()

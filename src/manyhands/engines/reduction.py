@@ -120,7 +120,7 @@ class Reduction:
         self._number = self.cluster.next_number()
         check_alike(self.cluster, module)
         tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
-        self.cluster.send_from_first(tensors, self.group, "sending the first process's parameters to all")
+        self.cluster.send_from(0, tensors, self.group, "sending the first process's parameters to all")
 
     def contribution(self, module: nn.Module, rows: int | None) -> "Contribution":
         """Return what a forward of so many rows is to count for."""
@@ -182,11 +182,11 @@ class Reduction:
         self.cluster.failed_with(error)
         raise error
 
-    def send_buffers(self, module: nn.Module | None) -> None:
-        """Give every process the first one's buffers, as each replica gets the first one's."""
+    def send_buffers(self, source: int, module: nn.Module | None) -> None:
+        """Give every process the buffers of the one of rank `source`."""
         if module is not None and module.training:
             buffers = [buffer for buffer in module.buffers() if not buffer.is_sparse]
-            self.cluster.send_from_first(buffers, self.group, "sending the first process's buffers to all")
+            self.cluster.send_from(source, buffers, self.group, "sending one process's buffers to all")
 
 
 @dataclass(frozen=True)
@@ -207,6 +207,11 @@ class Contribution:
     weight_given: bool
     number: int
     synchronised: bool
+
+    @property
+    def weight_of_loss(self) -> float:
+        """What the loss of this process weighs in the one of all processes, compared with the others'."""
+        return self.weight if self.reduction.loss == "mean" else float(self.weight > 0)
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> "Sum":
         """Begin to sum the gradients of `tensors` over the processes."""
@@ -260,6 +265,7 @@ class Sum:
         self._given: set[int] = set()
         self._beside: dict[int, torch.Tensor] = {}  # late, sparse, or of a form that was not planned
         self._scale: float | None = None  # not known before all have said their weights
+        self._first_with_rows = 0
         self._kept: dict[int, torch.Tensor] = {}  # by number, what no_sync() has kept
         if contribution.synchronised:
             pending, self._reduction.pending = self._reduction.pending, {}
@@ -311,7 +317,7 @@ class Sum:
                         found[number] = piece
             self._add_late(found, flags)
             self._add_sparse(found, flags)
-            self._reduction.send_buffers(self._contribution.module())
+            self._reduction.send_buffers(self._first_with_rows, self._contribution.module())
             return found
 
     def fail(self, error: BaseException) -> None:
@@ -348,6 +354,8 @@ class Sum:
             steps = self._agree(_DOING)
             self._reduction.check(steps, self._tensors, self._contribution.module())
             weight, total = self._contribution.weight, sum(step[0] for step in steps)
+            # As of all replicas it is the first whose buffers persist.
+            self._first_with_rows = next((rank for rank, step in enumerate(steps) if step[0]), 0)
             self._scale = 0.0 if weight == 0 else 1.0 if self._reduction.loss == "sum" else weight / total
         return self._scale
 

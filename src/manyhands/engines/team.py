@@ -26,7 +26,7 @@ from manyhands.engines.far_meeting import Left, packed
 from manyhands.engines.messages import Answer, Forward, Message
 from manyhands.engines.shared_memory import Outbox, Segment
 from manyhands.engines.shared_sums import Sums
-from manyhands.meeting import MeetingHere, Met, Visit
+from manyhands.meeting import Beyond, MeetingHere, Met, Visit
 from manyhands.thread_state import ProcessState
 
 _SPIN_S = 0.0005
@@ -264,13 +264,13 @@ class Team:
         finally:
             self._answers, self._meeting = {}, None
 
-    def meet(self, num_replicas: int) -> MeetingHere:
+    def meet(self, num_replicas: int, beyond: Beyond | None = None) -> MeetingHere:
         """Open the meeting of the caller's replica and of the workers that have been asked; return it.
 
         Workers are served while the caller's replica waits at the meeting, and in `answers`. That is early enough: no
         exchange is complete before every replica that takes part in it has come or left.
         """
-        self._meeting = MeetingHere(num_replicas, self._receive)
+        self._meeting = MeetingHere(num_replicas, self._receive, beyond)
         for index in set(range(num_replicas - 1)) - self._awaited:
             self._meeting.leave(index + 1, failed=False)
         return self._meeting

@@ -28,7 +28,7 @@ from torch import nn
 from manyhands import devices as _devices
 from manyhands import nested
 from manyhands.batch_norm import BatchNormOverReplicas, Walk
-from manyhands.engines.base import BeginPass, Call, Engine, ReplicaTiming, called, one_pass
+from manyhands.engines.base import BeginPass, Call, Engine, ReplicaTiming, beyond_this_process, called, one_pass
 from manyhands.engines.boundary import Alias, Boundary, Edge, Graphs
 from manyhands.engines.replicas import (
     Inputs,
@@ -40,6 +40,7 @@ from manyhands.engines.replicas import (
 )
 from manyhands.engines.turns import Turns
 from manyhands.layouts import Whole
+from manyhands.meeting import MeetingHere
 from manyhands.outputs import Outputs
 from manyhands.parallel_apply import values_or_raise
 from manyhands.random_streams import own_streams
@@ -47,6 +48,10 @@ from manyhands.replicate import Blueprint, check_device, collector_paused, uncha
 from manyhands.workers import inside_replica, run_together
 
 _MOST_STRUCTURES = 64
+_TOO_MANY_ACCELERATORS = (
+    "sync_batch_norm=True over several processes, with several accelerators in this one: replicas on accelerators "
+    "cannot wait for other processes in backward. Start one process for each accelerator."
+)
 
 
 class ThreadsEngine(Engine):
@@ -74,12 +79,17 @@ class ThreadsEngine(Engine):
 
         begin_pass: list[BeginPass] = [partial(own_streams, type(module).__name__, call.devices)]
         around_walk: Callable[[], AbstractContextManager[Any]] = nullcontext
-        if call.sync_batch_norm and len(stamps) > 1:
-            walk = Walk.APART if all(map(_devices.computes_on_host, call.devices)) else Walk.TOGETHER
-            batch_norm = BatchNormOverReplicas([stamp.replica for stamp in stamps], walk)
+        beyond = beyond_this_process(call)
+        if call.sync_batch_norm and (len(stamps) > 1 or beyond is not None):
+            on_host = all(map(_devices.computes_on_host, call.devices))
+            if beyond is not None and len(stamps) > 1 and not on_host:
+                raise RuntimeError(_TOO_MANY_ACCELERATORS)
+            walk = Walk.APART if on_host or len(stamps) == 1 else Walk.TOGETHER
+            new_meeting = partial(MeetingHere, beyond=beyond)
+            batch_norm = BatchNormOverReplicas([stamp.replica for stamp in stamps], walk, new_meeting)
             begin_pass.append(batch_norm.one_pass)
-            if walk is Walk.TOGETHER:
-                around_walk = batch_norm.repeating
+            if not on_host:
+                around_walk = batch_norm.repeating if walk is Walk.TOGETHER else batch_norm.only_replica
         if blueprint.compiled and not call.sync_batch_norm:  # there replicas wait for each other, and cannot take turns
             begin_pass += self._turns.if_new([(tracked, module.training, *_kind(shard)) for shard in inputs.shards])
 
