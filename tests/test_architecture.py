@@ -31,6 +31,7 @@ LAYERS: list[str | list[str]] = [
     "manyhands.devices",
     "manyhands.launcher",
     "manyhands.cluster",
+    "manyhands.even_batches",
     "manyhands.cores",
     "manyhands.freed_memory",
     "manyhands.thread_state",

@@ -5,11 +5,11 @@ import sys
 import cloudpickle
 import pytest
 import torch
-from ranks import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import manyhands
+from ranks import run_ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

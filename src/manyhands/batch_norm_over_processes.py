@@ -69,10 +69,12 @@ class BeyondThisProcess:
             count, rows, mine = 0, 0, torch.zeros_like(mine)
         mine = mine.contiguous()
         number = next(self._numbers)
-        told = self._cluster.gather([self._weight, count, rows, number, way == "forward", mine.size(-1), _digest(name)])
+        told = self._cluster.gather(
+            [self._weight, count, rows, number, way == "forward", mine.size(-1), _digest(name)], _DOING
+        )
         tensors = [torch.empty_like(mine) for _ in range(self._cluster.world_size)]
         work = self._cluster.start(lambda: distributed.all_gather(tensors, mine, group=self._group, async_op=True))
-        steps = told(_DOING)
+        steps = told()
         other = next((rank for rank, step in enumerate(steps) if step[3:] != steps[0][3:]), None)
         if other is not None:
             error = RuntimeError(

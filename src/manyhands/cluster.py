@@ -15,6 +15,7 @@ not, and it can be seen, the error names the first difference.
 
 import atexit
 import datetime
+import hashlib
 import os
 import pickle
 import socket
@@ -39,6 +40,7 @@ _FIRST_NAP_S, _LONGEST_NAP_S = 0.00005, 0.002
 _LOOK_EVERY_S = 0.2  # how often one who waits asks the store about failures; with many processes, less often
 _LAST_WORDS_S = 2.0  # how long to wait for the reason, when a connection has been lost
 _MOST_TEXT = 2000
+_LENGTH = 16  # of what is gathered
 
 distributed: Any = torch.distributed
 
@@ -129,12 +131,19 @@ class Cluster:
             self.fail(f"rank {self.rank} has come to {at}, and rank {different[0]} to {different[1]}")
             raise self._failure(f"rank {different[0]} has come to {different[1]}, this one to {at}")
 
-    def gather(self, values: Sequence[float]) -> "Gathering":
-        """Begin to send some numbers to everybody. Whole numbers are exact below 2**53."""
-        mine = torch.tensor(values, dtype=torch.float64)
+    def gather(self, values: Sequence[float], doing: str) -> "Gathering":
+        """Begin to send some numbers to everybody; whole numbers are exact below 2**53.
+
+        Args:
+            values: not many; as many as the others give who do the same.
+            doing: says what is being done. Where others do something else, it becomes an error that names both.
+        """
+        numbers = [_digest(doing), *values]
+        numbers += [0.0] * (_LENGTH - len(numbers))  # equal lengths, so that those can meet who do not do the same
+        mine = torch.tensor(numbers, dtype=torch.float64)
         everybody = [torch.empty_like(mine) for _ in range(self.world_size)]
         work = self.start(lambda: distributed.all_gather(everybody, mine, group=self._control, async_op=True))
-        return Gathering(self, work, everybody)
+        return Gathering(self, work, everybody, len(values), doing)
 
     def sum(self, tensor: torch.Tensor, group: Any, doing: str) -> torch.Tensor:
         """Sum a tensor over the processes, in place; return it."""
@@ -143,7 +152,7 @@ class Cluster:
 
     def sum_sparse(self, tensor: torch.Tensor, group: Any, doing: str) -> torch.Tensor:
         """Return the sum of the processes' sparse tensors, which are coalesced, as this one."""
-        lengths = [int(length) for (length,) in self.gather([tensor._nnz()])(doing)]
+        lengths = [int(length) for (length,) in self.gather([tensor._nnz()], doing)()]
         parts = []
         for mine in (tensor.indices().t(), tensor.values()):
             padded = mine.new_zeros(max(lengths), *mine.shape[1:])
@@ -153,15 +162,15 @@ class Cluster:
             parts.append(torch.cat([part[:length] for part, length in zip(everybody, lengths, strict=True)]))
         return torch.sparse_coo_tensor(parts[0].t(), parts[1], tensor.shape).coalesce()
 
-    def sum_of_flags(self, flags: torch.Tensor) -> Callable[[str], None]:
+    def sum_of_flags(self, flags: torch.Tensor, doing: str) -> Callable[[], None]:
         """Begin to sum a tensor of small whole numbers on the CPU, in place; return what waits for it."""
         work = self.start(lambda: distributed.all_reduce(flags, group=self._control, async_op=True))
-        return lambda doing: self.wait(work, doing)
+        return lambda: self.wait(work, doing)
 
     def exchange(self, value: Any, doing: str) -> list[Any]:
         """Return what every process gives, in rank order. For rare occasions: values are pickled."""
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = [int(length) for (length,) in self.gather([len(mine)])(doing)]
+        lengths = [int(length) for (length,) in self.gather([len(mine)], doing)()]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(mine)] = mine
         everybody = [torch.empty_like(padded) for _ in lengths]
@@ -298,6 +307,17 @@ class Cluster:
             time.sleep(0.05)
         return self._failure(f"the connection to another process was lost at {doing}: {_brief(error)}")
 
+    def raise_different(self, doing: str) -> None:
+        """Raise an error that says what the processes have come to; all of them call it."""
+        all_do = self.exchange(doing, "telling the others what it does")
+        other = next(rank for rank, other in enumerate(all_do) if other != all_do[0])
+        error = RuntimeError(
+            f"the processes do not do the same: rank 0 is at {all_do[0]}, rank {other} at {all_do[other]}. Every "
+            "process has to take the same steps; for loaders of different lengths there is DataParallel.batches(loader)."
+        )
+        self.failed_with(error)
+        raise error
+
     # ---- failures ------------------------------------------------------------------------------------
 
     def fail(self, reason: str) -> None:
@@ -363,17 +383,27 @@ class Cluster:
 class Gathering:
     """Numbers on their way from everybody to everybody."""
 
-    def __init__(self, cluster: Cluster, work: Any, everybody: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, cluster: Cluster, work: Any, everybody: Sequence[torch.Tensor], num_values: int, doing: str
+    ) -> None:
         self._cluster, self._work, self._everybody = cluster, work, everybody
+        self._num_values, self._doing = num_values, doing
 
     def is_there(self) -> bool:
         """Return whether there is nothing to wait for."""
         return bool(self._work.is_completed())
 
-    def __call__(self, doing: str) -> list[list[float]]:
-        """Wait for all; return each process's numbers, in rank order. `doing` says in messages what it is for."""
-        self._cluster.wait(self._work, doing)
-        return [tensor.tolist() for tensor in self._everybody]
+    def __call__(self) -> list[list[float]]:
+        """Wait for all; return each process's numbers, in rank order.
+
+        Raises:
+            RuntimeError: some process does something else.
+        """
+        self._cluster.wait(self._work, self._doing)
+        digests, *columns = zip(*(tensor.tolist() for tensor in self._everybody), strict=True)
+        if len(set(digests)) > 1:
+            self._cluster.raise_different(self._doing)
+        return [list(row) for row in zip(*columns[: self._num_values], strict=True)]
 
 
 _clusters: "weakref.WeakKeyDictionary[Any, Cluster]" = weakref.WeakKeyDictionary()
@@ -401,6 +431,11 @@ def _tell_failures_to(cluster: Cluster) -> None:
 def _tell_the_end() -> None:
     for cluster in _telling:
         cluster.ends()
+
+
+def _digest(text: str) -> int:
+    """Return a number that is the same in every process for the same text, and exact in double precision."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest())
 
 
 def ranks_of(ranks: Iterable[int]) -> str:

@@ -7,7 +7,7 @@ composition of the verbs does it instead.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from itertools import chain
@@ -26,6 +26,7 @@ from manyhands.engines.base import Call, Engine, ReplicaTiming, called
 from manyhands.engines.reduction import CommHook, Reduction
 from manyhands.engines.threads import ThreadsEngine
 from manyhands.errors import say_once
+from manyhands.even_batches import even_batches
 from manyhands.inputs import Arguments, scattered
 from manyhands.launcher import local_device
 from manyhands.outputs import gathered, without_rows
@@ -321,6 +322,20 @@ class DataParallel(nn.DataParallel[Any]):
             yield
         finally:
             reduction.synchronised = before
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches of this process's loader, and then empty ones until every process has had all of its own.
+
+            >>> model = manyhands.DataParallel(torch.nn.Linear(5, 2), ["cpu"])
+            >>> for x, y in model.batches([(torch.zeros(3, 5), torch.zeros(3, 2))]):
+            ...     torch.nn.functional.mse_loss(model(x), y).backward()
+
+        For loaders of different lengths: every process has to take the same steps. An empty batch is like the others
+        but without rows, and counts for nothing; what a loss makes of no rows (nan, for a mean) is not read. Where
+        there is one process these are the loader's batches.
+        """
+        cluster = self._reduction.cluster if self._reduction is not None else None
+        return even_batches(cluster, loader, self.dim)
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Have `hook` sum the buckets of gradients over the processes, in the place of a plain sum.

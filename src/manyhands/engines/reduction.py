@@ -270,7 +270,7 @@ class Sum:
         if contribution.synchronised:
             pending, self._reduction.pending = self._reduction.pending, {}
             self._kept = {n: pending[id(t)][1] for n, t in enumerate(tensors) if id(t) in pending}
-        self._agree = self._cluster.gather(self._reduction.step(contribution, self._plan))
+        self._agree = self._cluster.gather(self._reduction.step(contribution, self._plan), _DOING)
 
     def add(self, number: int, gradient: torch.Tensor) -> None:
         """Take a part of the gradient of tensor `number`; send what is full now."""
@@ -302,14 +302,14 @@ class Sum:
                 self._keep_for_later()
                 return [None] * len(self._tensors)
             flags = self._flags()
-            wait_for_flags = self._cluster.sum_of_flags(flags)
+            wait_for_flags = self._cluster.sum_of_flags(flags, _DOING)
             for b in range(len(self._flying), len(self._plan.buckets)):
                 begun = self._bucket(b)
                 for number in begun.missing:
                     begun.pieces[number].zero_()
                 begun.missing.clear()
             self._send_full(wait=True)
-            wait_for_flags(_DOING)
+            wait_for_flags()
             found: list[torch.Tensor | None] = [None] * len(self._tensors)
             for bucket, result in self._flying:
                 for number, piece in bucket.pieces(result()).items():
@@ -351,7 +351,7 @@ class Sum:
     def _scaled(self) -> float:
         """Return what this process's gradients are multiplied by; wait for the others' weights."""
         if self._scale is None:
-            steps = self._agree(_DOING)
+            steps = self._agree()
             self._reduction.check(steps, self._tensors, self._contribution.module())
             weight, total = self._contribution.weight, sum(step[0] for step in steps)
             # As of all replicas it is the first whose buffers persist.
@@ -499,7 +499,7 @@ def check_alike(cluster: Cluster, module: nn.Module) -> None:
         *((f"buffer {name}", *_described(t)) for name, t in module.named_buffers(remove_duplicate=False)),
     ]
     digest = int.from_bytes(hashlib.blake2b(repr(described).encode(), digest_size=6).digest())
-    digests = [int(d) for (d,) in cluster.gather([digest])(doing)]
+    digests = [int(d) for (d,) in cluster.gather([digest], doing)()]
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if not different:
         return
