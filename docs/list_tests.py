@@ -13,7 +13,7 @@ from pathlib import Path
 DOCUMENT = Path(__file__).parent / "behaviour.md"
 TESTS = Path(__file__).parent.parent / "tests"
 HEADING = "## Tests, row by row"
-_ROW = r"[ASRGNF]\d+"
+_ROW = r"[ASRGNFC]\d+"
 
 
 def main() -> int:

@@ -63,10 +63,12 @@ def train(rank: int, world_size: int, options: dict, repeats: bool) -> tuple[flo
 @pytest.mark.parametrize("options", ENGINES, ids=["one replica", "threads", "processes"])
 @pytest.mark.parametrize("repeats", [False, True], ids=["plain", "checkpointed"])
 def test_training_is_that_of_one_device_over_all_rows(options, repeats):
+    """C9, C8, C2"""
     ends = run_ranks(2, train, 2, options, repeats)
     assert ends[0] == ends[1], "every process ends with the same bits"
 
 
 def test_four_processes_some_without_rows():
+    """C9, C2"""
     ends = run_ranks(4, train, 4, {}, False)
     assert len(set(ends)) == 1

@@ -42,6 +42,7 @@ def train(rank: int, lengths: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("lengths", [[2, 4], [0, 3], [3, 3], [0, 0], [1, 0, 2]], ids=str)
 def test_every_process_takes_as_many_steps_as_the_longest(lengths):
+    """C2"""
     rows = run_ranks(len(lengths), train, lengths)
     longest = max(lengths)
     assert rows == [[3 + rank] * n + [0] * (longest - n) for rank, n in enumerate(lengths)]
@@ -64,6 +65,7 @@ def leave_early(rank: int) -> str:
 
 
 def test_a_process_that_leaves_the_loop_is_noticed():
+    """C11"""
     for text in run_ranks(2, leave_early):
         assert "rank 0 is at summing gradients" in text
         assert "rank 1 at taking the next batch" in text

@@ -76,5 +76,6 @@ def train(rank: int, world_size: int, options: dict, loss: str) -> list[float]:
     ids=["2x1", "2x2 threads", "2x2 processes", "4x1"],
 )
 def test_training_is_that_of_one_device_over_all_rows(world_size, options, loss):
+    """C1, C2, C13: batches of different sizes, and none."""
     ends = run_ranks(world_size, train, world_size, options, loss)
     assert all(end == ends[0] for end in ends), "every process ends with the same bits"

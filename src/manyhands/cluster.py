@@ -313,7 +313,7 @@ class Cluster:
         other = next(rank for rank, other in enumerate(all_do) if other != all_do[0])
         error = RuntimeError(
             f"the processes do not do the same: rank 0 is at {all_do[0]}, rank {other} at {all_do[other]}. Every "
-            "process has to take the same steps; for loaders of different lengths there is DataParallel.batches(loader)."
+            "process has to take the same steps; for loaders of different lengths there is DataParallel.batches."
         )
         self.failed_with(error)
         raise error

@@ -117,6 +117,16 @@ class DataParallel(nn.DataParallel[Any]):
             gradients and running statistics are then those of one device. The replicas wait for each other at every
             batch norm, forward and backward.
 
+        process_group: which processes train the model together, where a launcher such as torchrun has started several.
+            None: all of them, or this one alone if there is no launcher and no default process group; a
+            `torch.distributed.ProcessGroup`: those in it; False: this one alone.
+        loss: what each process's own loss is over its rows, "mean" or "sum", where several train together.
+
+    Under a launcher the same line joins the processes. Each has its own device (that of its LOCAL_RANK; or several,
+    named in `device_ids`) and its own batches; parameters and buffers begin as those of rank 0, and gradients are those
+    of one device over all processes' rows, whatever each one's batch size. Buckets of gradients are summed over the
+    processes while backward still runs. Forwards without gradients stay in their process.
+
     Attributes read or assigned through the wrapper that only the module has are the module's: `model.config`.
 
     Attributes:
@@ -128,6 +138,7 @@ class DataParallel(nn.DataParallel[Any]):
 
     Raises:
         TypeError, ValueError: arguments that cannot be used, with what was expected.
+        RuntimeError: launcher's variables that are incomplete; processes that do not come, or whose models differ.
     """
 
     def __init__(
