@@ -394,6 +394,11 @@ class DataParallel(nn.DataParallel[Any]):
         self._engine.close()
 
     @property
+    def spans_processes(self) -> bool:
+        """Whether several processes train the module together."""
+        return self._reduction is not None
+
+    @property
     def replica_timings(self) -> list[ReplicaTiming]:
         """What each replica did in the last step: device, rows, seconds forward and backward.
 
@@ -636,7 +641,7 @@ def data_parallel(
         say_once(_NO_ACCELERATOR)
         return module(*inputs, **kwargs)
     if len(devices) == 1:
-        return DataParallel(module, devices, output_device, dim)(*inputs, **kwargs)
+        return DataParallel(module, devices, output_device, dim, process_group=False)(*inputs, **kwargs)
     gather_on = _devices.resolve_output(output_device, devices)
     check_device(module, chain(module.parameters(), module.buffers()), devices[0])
     arguments = Arguments(inputs, kwargs, dim)

@@ -195,6 +195,10 @@ def _wrap(
             raise ValueError(
                 'the wrapper runs the plain module here: verify(model.module, ..., device_ids=["cpu"] * 2)'
             )
+        if model.spans_processes:
+            raise ValueError(
+                "the wrapper spans several processes, and verify compares within one: verify(model.module)"
+            )
         return model
     devices = _devices.resolve(device_ids)
     if device_ids is None and len(devices) == 1:
@@ -202,7 +206,7 @@ def _wrap(
     if not devices:  # a script written for GPUs, on a machine without
         devices = [torch.device("cpu")] * max(2, len(device_ids or ()))
     check_device(model, chain(model.parameters(), model.buffers()), devices[0])
-    return DataParallel(model, devices, output_device, dim, **options)
+    return DataParallel(model, devices, output_device, dim, process_group=False, **options)
 
 
 def _dtypes(module: nn.Module, one: Step) -> Iterator[torch.dtype]:

@@ -159,7 +159,7 @@ def step_of(contender: Contender, rank: int, task: Task, folder: Path) -> Callab
     if name in DISTRIBUTED:
         _join(rank, replicas, folder)
     if name in OURS:
-        task.model = DataParallel(task.model, ["cpu"] * replicas, engine=name, **task.options)
+        task.model = DataParallel(task.model, ["cpu"] * replicas, engine=name, process_group=False, **task.options)
     elif name == "ddp":
         task.model = nn.parallel.DistributedDataParallel(task.model, gradient_as_bucket_view=True)
     threads = torch.get_num_threads()
