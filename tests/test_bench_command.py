@@ -49,7 +49,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, list[Conte
 
     def measure(name, target, contenders, rounds, seconds, progress):
         calls.append((name, target, contenders, rounds, seconds))
-        times = {"plain": 0.2, "limit": 0.1, "ddp": 0.15, "threads": 0.12, "processes": 0.11}
+        times = {"plain": 0.2, "limit": 0.1, "ddp": 0.15, "torchrun": 0.14, "threads": 0.12, "processes": 0.11}
         lines = [Line(c.name, c.replicas, [times[c.name]] * rounds, 2**20, [1.0]) for c in contenders]
         return Workload(name, lines, 8, 24)
 
@@ -67,7 +67,7 @@ def test_everything_of_ours(measured: list, capsys: pytest.CaptureFixture[str]):
     _, _, contenders, rounds, seconds = measured[0]
     assert list(map(str, contenders)) == [
         "plain",
-        *(f"{c}, 2 replicas" for c in ("limit", "ddp", "threads", "processes")),
+        *(f"{c}, 2 replicas" for c in ("limit", "ddp", "torchrun", "threads", "processes")),
     ]
     assert (rounds, seconds) == (5, 2.0)
     assert [(c.name, c.replicas) for c in measured[-1][2]][-2:] == [("threads", 32), ("processes", 32)]

@@ -112,7 +112,7 @@ def test_what_is_installed(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_each_is_as_many_programs_as_its_users_start():
-    assert [Contender(name, 4).num_programs for name in contenders.CONTENDERS] == [1, 4, 4, 4, 4, 1, 1]
+    assert [Contender(name, 4).num_programs for name in contenders.CONTENDERS] == [1, 4, 4, 4, 4, 4, 1, 1]
     assert [str(Contender("plain", 1)), str(Contender("ddp", 2))] == ["plain", "ddp, 2 replicas"]
 
 

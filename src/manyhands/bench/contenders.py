@@ -2,8 +2,8 @@
 
 A step is forward, loss, backward, SGD with momentum, gradients set to None. `plain`, `threads` and `processes` are one
 program, as their users write it. The others are one program for each replica, each with its own rows of the batch; they
-meet in torch.distributed only (gloo, over the loopback device, found through a file): `ddp`, and the two libraries on
-top of it, `accelerate` and `fabric`. `limit` is the same without meeting at all: no two of its programs learn from each
+meet in torch.distributed only (gloo, over the loopback device, found through a file): `ddp`, the two libraries on top of
+it, `accelerate` and `fabric`, and `torchrun`, which is `DataParallel` as it is under a launcher. `limit` is the same without meeting at all: no two of its programs learn from each
 other, so nothing that is right can be faster than it by more than chance.
 
 Every process has its part of the cores: as many intra-op threads as torch would use, divided by the replicas.
@@ -29,7 +29,7 @@ from manyhands.verification.compare import tensors_in
 
 LIBRARIES = {"accelerate": ("accelerate",), "fabric": ("lightning_fabric", "lightning")}
 OURS = ("threads", "processes")
-DISTRIBUTED = ("ddp", "accelerate", "fabric")
+DISTRIBUTED = ("ddp", "accelerate", "fabric", "torchrun")
 CONTENDERS = ("plain", "limit", *DISTRIBUTED, *OURS)
 
 _CPU = torch.device("cpu")
@@ -160,6 +160,8 @@ def step_of(contender: Contender, rank: int, task: Task, folder: Path) -> Callab
         _join(rank, replicas, folder)
     if name in OURS:
         task.model = DataParallel(task.model, ["cpu"] * replicas, engine=name, process_group=False, **task.options)
+    elif name == "torchrun":
+        task.model = DataParallel(task.model, ["cpu"], **task.options)
     elif name == "ddp":
         task.model = nn.parallel.DistributedDataParallel(task.model, gradient_as_bucket_view=True)
     threads = torch.get_num_threads()

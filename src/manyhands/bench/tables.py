@@ -15,7 +15,7 @@ the highest; ratios of speed are medians over rounds. `plain` is the module by i
 process a replica, with its rows of the batch and no communication, so nothing can be faster. `ddp` is torch's
 DistributedDataParallel over gloo, one process a replica, with gradient_as_bucket_view; `accelerate` and `fabric`
 are Hugging Face Accelerate and Lightning Fabric with the same. `threads` and `processes` are
-manyhands.DataParallel. Memory is the most that all processes of a contender take together ({memory_kind})."""
+manyhands.DataParallel, `torchrun` is the same line in one process a replica. Memory is the most that all processes of a contender take together ({memory_kind})."""
 
 
 def document(results: Results, advice: Sequence[str], notes: str = "") -> str:
