@@ -113,6 +113,14 @@ def check_bce_training(output: str, devices: tuple[str, ...]) -> None:
     assert wrapped == pytest.approx(plain, rel=1e-5, abs=2e-6)
 
 
+def check_several_processes(output: str, devices: tuple[str, ...]) -> None:
+    *epochs, last = output.splitlines()
+    assert last == "processes: 1"
+    losses = [float(re.fullmatch(r"epoch \d: loss (\d\.\d{6})", line)[1]) for line in epochs]
+    assert len(losses) == 5
+    assert losses == sorted(losses, reverse=True)
+
+
 def check_verbs_by_hand(output: str, devices: tuple[str, ...]) -> None:
     assert in_order(output) == in_order(VERBS_BY_HAND.format(*in_turn(devices, 3)))
 
@@ -125,6 +133,7 @@ CHECKS = {
     "half_on_cpu.py": ([], check_half_on_cpu),
     "bce_training.py": (["--devices", "2", "--epochs", "10"], check_bce_training),
     "verbs_by_hand.py": ([], check_verbs_by_hand),
+    "several_processes.py": ([], check_several_processes),
 }
 
 
@@ -232,7 +241,22 @@ def test_replicas_write_whole_lines(name: str, monkeypatch: pytest.MonkeyPatch) 
     # What the program prints between two calls of the model may come in pieces.
     from_replicas = [text for text in stdout.writes if re.match(r" *In (model|block)", text)]
     assert all(re.fullmatch(r"    In .*\n", text) for text in from_replicas)
-    assert from_replicas or name in ("bce_training.py", "sequences.py")
+    assert from_replicas or name in ("bce_training.py", "sequences.py", "several_processes.py")
+
+
+def test_several_processes_print_what_one_prints() -> None:
+    one = run_program("several_processes.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    three = subprocess.run(
+        [*command, "examples/several_processes.py"],
+        cwd=EXAMPLES.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert three.stdout == one.stdout.replace("processes: 1", "processes: 3")
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "two", "1.5", ""])

@@ -13,8 +13,8 @@ from manyhands.bench.contenders import CONTENDERS
 from manyhands.bench.results import Line, Results, Workload
 
 _COLORS = {
-    "plain": "#b8b8b8", "limit": "#7d7d7d", "ddp": "#d1495b", "accelerate": "#e08e45", "fabric": "#edc46f", "torchrun": "#61988e",
-    "threads": "#6fb3d2", "processes": "#2a6f97",
+    "plain": "#b8b8b8", "limit": "#7d7d7d", "ddp": "#d1495b", "accelerate": "#e08e45", "fabric": "#edc46f",
+    "torchrun": "#61988e", "threads": "#6fb3d2", "processes": "#2a6f97",
 }  # fmt: skip
 _INK = "#3d3d3d"
 _GRID = "#e6e6e6"

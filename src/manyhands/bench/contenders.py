@@ -1,10 +1,11 @@
 """The contenders: each takes the same training step in its own way.
 
-A step is forward, loss, backward, SGD with momentum, gradients set to None. `plain`, `threads` and `processes` are one
-program, as their users write it. The others are one program for each replica, each with its own rows of the batch; they
-meet in torch.distributed only (gloo, over the loopback device, found through a file): `ddp`, the two libraries on top of
-it, `accelerate` and `fabric`, and `torchrun`, which is `DataParallel` as it is under a launcher. `limit` is the same without meeting at all: no two of its programs learn from each
-other, so nothing that is right can be faster than it by more than chance.
+A step is forward, loss, backward, SGD with momentum, gradients set to None. `plain`, `threads` and `processes` are
+one program, as their users write it. The others are one program for each replica, each with its own rows of the
+batch; they meet in torch.distributed only (gloo, over the loopback device, found through a file): `ddp`, the two
+libraries on top of it, `accelerate` and `fabric`, and `torchrun`, which is `DataParallel` as it is under a launcher.
+`limit` is the same without meeting at all: no two of its programs learn from each other, so nothing that is right can
+be faster than it by more than chance.
 
 Every process has its part of the cores: as many intra-op threads as torch would use, divided by the replicas.
 """

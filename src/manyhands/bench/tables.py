@@ -10,12 +10,13 @@ _MIB = 2**20
 _HOW = """\
 Training steps on the CPU: forward, loss, backward, SGD with momentum. All contenders of a table have the same
 batch, the same start and the same allocator setting (manyhands.keep_freed_memory), and take turns of about
-{seconds_per_turn:g} s, {rounds} of each, while the others sleep. Times are medians over turns, with the lowest and
-the highest; ratios of speed are medians over rounds. `plain` is the module by itself with all cores. `limit` is one
-process a replica, with its rows of the batch and no communication, so nothing can be faster. `ddp` is torch's
-DistributedDataParallel over gloo, one process a replica, with gradient_as_bucket_view; `accelerate` and `fabric`
-are Hugging Face Accelerate and Lightning Fabric with the same. `threads` and `processes` are
-manyhands.DataParallel, `torchrun` is the same line in one process a replica. Memory is the most that all processes of a contender take together ({memory_kind})."""
+{seconds_per_turn:g} s, {rounds} of each, while the others sleep. Times are medians over turns, with the lowest
+and the highest; ratios of speed are medians over rounds. `plain` is the module by itself with all cores.
+`limit` is one process a replica, with its rows of the batch and no communication, so nothing can be faster.
+`ddp` is torch's DistributedDataParallel over gloo, one process a replica, with gradient_as_bucket_view;
+`accelerate` and `fabric` are Hugging Face Accelerate and Lightning Fabric with the same. `threads` and
+`processes` are manyhands.DataParallel, `torchrun` is the same line in one process a replica. Memory is the most
+that all processes of a contender take together ({memory_kind})."""
 
 
 def document(results: Results, advice: Sequence[str], notes: str = "") -> str:
