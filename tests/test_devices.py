@@ -300,3 +300,45 @@ def test_accelerators_without_generators_are_left_alone(gpus, monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
     devices.seed_apart(gpus[0])
     assert devices.shared_random_states(gpus[0] * 2) == {}
+
+
+def test_what_other_processes_find(sim):
+    assert devices.exists_for_other_processes(CPU)
+    assert not devices.exists_for_other_processes(sim[0])
+
+
+def test_by_what_processes_are_connected(monkeypatch):
+    """NCCL wants a GPU for each; gloo does with one for two, and with none."""
+    gpus = [torch.device("cuda", index) for index in range(2)]
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    assert devices.collective_backend(gpus) == "nccl"
+    assert devices.collective_backend([gpus[0], gpus[0]]) == "gloo"
+    assert devices.collective_backend([CPU, CPU]) == "gloo"
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert devices.collective_backend(gpus) == "gloo"
+
+
+def test_the_generators_of_a_process():
+    before = torch.default_generator.get_state()
+    try:
+        devices.seed(CPU, 5)
+        first = devices.generator_states(CPU)
+        drawn = torch.rand(3)
+        assert not torch.equal(devices.generator_states(CPU)[0], first[0])
+        devices.seed(CPU, 5)
+        assert torch.equal(devices.generator_states(CPU)[0], first[0])
+        assert torch.equal(torch.rand(3), drawn)
+    finally:
+        torch.default_generator.set_state(before)
+
+
+def test_flags_of_convolutions():
+    before = devices.convolution_flags()
+    enabled, benchmark, deterministic, conv, rnn = before
+    try:
+        devices.set_convolution_flags((enabled, not benchmark, not deterministic, conv, rnn))
+        assert torch.backends.cudnn.benchmark is not benchmark
+        assert torch.backends.cudnn.deterministic is not deterministic
+    finally:
+        devices.set_convolution_flags(before)
+    assert devices.convolution_flags() == before

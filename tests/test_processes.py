@@ -4,6 +4,7 @@ The rows named in the docstrings are those of docs/behaviour.md; each of its las
 """
 
 import copy
+import gc
 import os
 import pickle
 import signal
@@ -17,12 +18,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from manyhands import DataParallel
+from manyhands.engines import team, worker
 from manyhands.engines.channel import _HEADER, Channel
 from manyhands.engines.far_meeting import packed
 from manyhands.engines.processes import ProcessesEngine
@@ -31,8 +34,15 @@ WAIT_S = 60.0
 pytestmark = pytest.mark.filterwarnings("error")
 
 
+@pytest.fixture(params=["shared memory", "gloo"])
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How parameters and gradients travel: as on the CPU, or as on GPUs."""
+    monkeypatch.setattr(team, "always_send", request.param == "gloo")
+    return request.param
+
+
 @pytest.fixture
-def wrap() -> Iterator[Callable[..., DataParallel]]:
+def wrap(transport: str) -> Iterator[Callable[..., DataParallel]]:
     """Wrap a module for some CPU replicas on the processes engine; close it after the test."""
     made: list[DataParallel] = []
 
@@ -77,7 +87,7 @@ class Says(nn.Module):
         for name, value in attributes.items():
             setattr(self, name, value)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *others: Any) -> torch.Tensor:
         return x * 0 + self.weight * float(self.function(self, x))
 
 
@@ -148,6 +158,24 @@ def test_moving_parameters_keeps_ties_strides_and_identities(wrap):
     assert (module.b == 7.0).sum() == 3
 
 
+def test_parameters_that_are_sent_are_sent_when_they_have_changed(wrap, transport):
+    """N7: by an optimizer, by way of `.data`, through another tensor; and not when nothing was written."""
+    if transport != "gloo":
+        pytest.skip("they are not sent")
+    model = wrap(Says(lambda module, x: 1, frozen=nn.Parameter(torch.ones(3), requires_grad=False)))
+    said(model)
+    known = model._engine._mirror._buckets
+    assert [len(each.bucket.items) for each in known] == [1, 1], "what is frozen travels apart"
+    sent: list[list[int]] = []
+    for change in (lambda w: None, lambda w: w.add_(1), lambda w: w.data.add_(1), lambda w: w.data.view(1).add_(1)):
+        before = [id(each.fingerprint) for each in known]
+        with torch.no_grad():
+            change(model.module.weight)
+        assert said(model) == [model.module.weight.item()] * 2
+        sent.append([b for b, each in enumerate(known) if id(each.fingerprint) != before[b]])
+    assert sent == [[], [0], [0], [0]]
+
+
 def test_a_parameter_that_others_look_at_is_not_moved_from_under_them(wrap):
     """A flat buffer over all parameters, say, by way of which an optimizer of one's own writes."""
     module = nn.Linear(2, 1, bias=False)
@@ -191,8 +219,8 @@ def large(num_inputs: int = 200) -> nn.Module:
 
 
 @pytest.mark.parametrize("num_replicas", [2, 3])
-def test_large_gradients_are_those_of_threads_bit_for_bit(wrap, num_replicas):
-    """N1: summed in replica order."""
+def test_large_gradients_are_those_of_threads_bit_for_bit(wrap, transport, num_replicas):
+    """N1: summed in replica order; gloo sums in an order of its own."""
     module, x = large(), torch.randn(7, 200)
     grads = []
     for model in (wrap(module, num_replicas), DataParallel(module, ["cpu"] * num_replicas)):
@@ -200,11 +228,12 @@ def test_large_gradients_are_those_of_threads_bit_for_bit(wrap, num_replicas):
             model.zero_grad()
             model(x).square().sum().backward()
         grads.append([p.grad for p in module.parameters()])
+    tolerance = {"rtol": 0, "atol": 0} if transport == "shared memory" else {}
     for mine, theirs in zip(*grads, strict=True):
-        assert torch.equal(mine, theirs)
+        torch.testing.assert_close(mine, theirs, **tolerance)
 
 
-def test_large_gradients_that_are_accumulated_and_kept(wrap):
+def test_large_gradients_that_are_accumulated_and_kept(wrap, transport):
     """N7: as with small ones; and the memory is used again when they are not."""
     module = large()
     model, plain = wrap(module), copy.deepcopy(module)
@@ -223,7 +252,7 @@ def test_large_gradients_that_are_accumulated_and_kept(wrap):
         model.zero_grad()
         model(batches[0]).square().sum().backward()
         addresses.add(module[0].weight.grad.data_ptr())
-    assert len(addresses) == 1
+    assert len(addresses) == 1 or transport == "gloo"
 
 
 def test_large_gradients_that_some_replicas_have_not_or_have_twice(wrap):
@@ -545,6 +574,76 @@ def test_a_worker_that_is_killed_in_a_step(wrap, in_backward):
     assert model.module.layer.bias.grad.item() == 4.0
 
 
+class BreaksItsWorker(nn.Module):
+    """Makes a worker fail, once, before it does its part in what all replicas do together."""
+
+    def __init__(self, broken: str) -> None:
+        super().__init__()
+        self.layers, self.broken, self.home = large(), broken, os.getpid()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.broken and os.getpid() != self.home:
+
+            def fails(*args: Any, **kwargs: Any) -> Any:
+                raise MemoryError("no room for it")
+
+            setattr(worker.Worker, self.broken, fails)
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("broken", ["_part", "_groups_of"])
+def test_a_worker_that_fails_before_it_does_its_part_keeps_nobody_waiting(wrap, transport, broken, num_replicas):
+    """F4: where others would wait for it for ever. Its exception is raised; the next forward starts other workers."""
+    if transport != "gloo" and broken == "_groups_of":
+        pytest.skip("there are no groups")
+    model = wrap(BreaksItsWorker(broken), num_replicas)
+    x = torch.randn(6, 200)
+    with torch.no_grad():
+        model(x)
+        first = workers_of(model)
+        model.module.layers[0].weight.add_(1.0)
+    with pytest.raises(MemoryError, match="no room for it") as raised:
+        model(x).sum().backward()
+    assert any("on cpu, rows" in note for note in raised.value.__notes__)
+    assert not workers_of(model)
+    assert until(lambda: not any(map(is_running, first)))
+    assert all(p.grad is None for p in model.parameters())
+    model.module.broken = ""
+    model(x).sum().backward()
+    expected = copy.deepcopy(model.module)
+    expected.zero_grad()
+    expected(x).sum().backward()
+    for mine, theirs in zip(model.module.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_told", [0, 1])
+def test_what_was_not_told_because_an_input_cannot_be_sent_is_told_later(wrap, num_told):
+    """R8: the change of an attribute, and of a parameter."""
+
+    class Sendable:
+        """An input that all but some of the workers can be sent."""
+
+        left = 0
+
+        def __reduce__(self) -> Any:
+            Sendable.left -= 1
+            if Sendable.left < 0:
+                raise TypeError("it stays here")
+            return Sendable, ()
+
+    model = wrap(Says(lambda module, x: module.factor, factor=1.0), 3)
+    assert said(model, 6) == [1.0, 1.0]
+    model.module.factor = 2.0
+    with torch.no_grad():
+        model.module.weight.fill_(3.0)
+    Sendable.left = num_told
+    with pytest.raises(TypeError, match="it stays here"):
+        model(torch.arange(6.0).view(6, 1), Sendable())
+    assert said(model, 6) == [6.0, 6.0]
+
+
 class DiesBeforeItMeets(nn.Module):
     """A batch norm; before it, in forward or in backward, worker `number` ends the process whose id is `victim`.
 
@@ -724,6 +823,60 @@ def test_ctrl_c_in_the_middle_of_a_message_ends_the_workers(wrap, monkeypatch):
         model(x)
     torch.testing.assert_close(model(x), model.module(x))
     assert set(workers_of(model)).isdisjoint(before)
+
+
+def listeners(pids: list[int]) -> set[tuple[str, int]]:
+    """Return the addresses and ports at which processes listen."""
+    connections = [c for pid in pids for c in psutil.Process(pid).net_connections("inet")]
+    return {(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN}
+
+
+def test_no_socket_listens_but_on_the_loopback_device_where_gloo_has_to(wrap, transport):
+    """In the caller's process, its workers and the fork server; and in the caller's none is left behind."""
+    before = listeners([os.getpid()])
+    model = wrap(large(), 3)
+    model(torch.randn(6, 200)).sum().backward()
+    found = listeners([os.getpid(), *workers_of(model), team._server._process.pid]) - before
+    assert {address for address, _ in found} == (set() if transport == "shared memory" else {"127.0.0.1"})
+    assert bool(found) == (transport == "gloo"), "what is looked for would be found"
+    model.close()
+    gc.collect()
+    assert until(lambda: listeners([os.getpid()]) <= before)
+
+
+def test_workers_have_no_part_in_a_launchers_job(wrap, monkeypatch):
+    """And a default process group, or the lack of one, is none of the engine's business."""
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "OF_THE_USER"]
+    for name in names:
+        monkeypatch.setenv(name, "7")
+
+    def in_a_job(module: Any, x: torch.Tensor) -> float:
+        return float(len(os.environ.keys() & set(names)) + 10 * torch.distributed.is_initialized())
+
+    model = wrap(Says(in_a_job), process_group=False)
+    assert said(model) == [7.0, 1.0]
+    model(torch.randn(4, 1)).sum().backward()
+    assert not torch.distributed.is_initialized()
+
+
+def test_the_default_process_group_is_left_alone(wrap):
+    """One that the user has: his are not the engine's processes."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = wrap(nn.Linear(1, 1), 3)
+        model(torch.ones(6, 1)).sum().backward()
+        assert model.module.weight.grad.item() == 6.0
+        assert torch.distributed.get_world_size() == 1
+        total = torch.ones(1)
+        torch.distributed.all_reduce(total)
+        assert total.item() == 1.0
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_simulated_devices_are_refused(sim):
+    with pytest.raises(ValueError, match="simulated devices exist in this process only"):
+        DataParallel(nn.Linear(1, 1).to(sim[0]), sim[:2], engine="processes")
 
 
 # ---- whole programs ------------------------------------------------------------------------------

@@ -12,15 +12,15 @@ import torch
 
 from manyhands.engines import shared_sums
 from manyhands.engines.shared_memory import Segment
-from manyhands.engines.shared_sums import Ground, Part, Sums
+from manyhands.engines.shared_sums import Ground, SharedSums, SummedPart
 
 LARGE = 700_000  # items; some chunks
 WAIT_S = 30.0
 
 
-def ground_of_worker(sums: Sums, replica: int, replicas: tuple[int, ...]) -> Ground:
+def ground_of_worker(sums: SharedSums, replica: int) -> Ground:
     """Return what a worker makes of what it is told."""
-    told = sums.summing(replica, replicas)
+    told = sums.telling(replica)
     assert told.places is not None
     # As in a worker, the memory is mapped once more.
     attached = {s.number: Segment(os.dup(s.fd), s.num_bytes, s.number) for s in sums.segments}
@@ -48,17 +48,17 @@ def run(tasks: Sequence[Callable[[], None]]) -> None:
 
 
 def summed(
-    sums: Sums, like: dict[int, torch.Tensor], given: Sequence[dict[int, torch.Tensor]]
+    sums: SharedSums, like: dict[int, torch.Tensor], given: Sequence[dict[int, torch.Tensor]]
 ) -> dict[int, torch.Tensor]:
     """Return the sums of what replicas give, by number."""
     replicas = tuple(range(len(given)))
-    grounds = [sums.begin(like)]
-    assert grounds[0] is not None
+    assert sums.begin_walk(like, replicas)
     sums._told.clear()
-    grounds += [ground_of_worker(sums, replica, replicas) for replica in replicas[1:]]
+    parts = [sums.part(lambda: None)]
+    parts += [SummedPart(ground_of_worker(sums, replica), replica, replicas) for replica in replicas[1:]]
 
     def task(replica: int) -> Callable[[], None]:
-        part = Part(grounds[replica], replica, replicas)
+        part = parts[replica]
 
         def run_part() -> None:
             for number, gradient in given[replica].items():
@@ -75,7 +75,7 @@ def summed(
 def test_sums_are_in_replica_order_bit_for_bit(num_replicas):
     like = {3: torch.empty(LARGE), 5: torch.empty(300, 400).t(), 7: torch.empty(3)}
     given = [{n: torch.randn(t.shape) * 10.0**r for n, t in like.items() if n != 7} for r in range(num_replicas)]
-    results = summed(Sums(), like, given)
+    results = summed(SharedSums(), like, given)
     assert list(results) == [3, 5]
     for number, result in results.items():
         expected = given[0][number]
@@ -88,17 +88,16 @@ def test_sums_are_in_replica_order_bit_for_bit(num_replicas):
 def test_a_replica_without_a_gradient_adds_nothing_and_one_that_nobody_has_is_missing():
     like = {n: torch.empty(LARGE) for n in range(3)}
     ones = torch.ones(LARGE)
-    results = summed(Sums(), like, [{0: ones}, {0: ones, 1: ones}, {1: ones}])
+    results = summed(SharedSums(), like, [{0: ones}, {0: ones, 1: ones}, {1: ones}])
     assert torch.equal(results[0], 2 * ones)
     assert torch.equal(results[1], 2 * ones)
     assert 2 not in results
 
 
 def test_what_is_taken_and_what_is_not():
-    sums = Sums()
-    ground = sums.begin({0: torch.empty(LARGE)})
-    assert ground is not None
-    part = Part(ground, 0, (0,))
+    sums = SharedSums()
+    assert sums.begin_walk({0: torch.empty(LARGE)}, (0,))
+    part = sums.part(lambda: None)
     assert not part.give(1, torch.ones(LARGE))
     assert not part.give(0, torch.ones(LARGE, dtype=torch.float64))
     assert not part.give(0, torch.ones(LARGE).to_sparse())
@@ -109,7 +108,7 @@ def test_what_is_taken_and_what_is_not():
 
 
 def test_memory_is_used_again_only_when_nobody_refers_to_it():
-    sums = Sums()
+    sums = SharedSums()
     like = {0: torch.empty(LARGE), 1: torch.empty(LARGE)}
 
     def once(value: float) -> dict[int, torch.Tensor]:
@@ -132,19 +131,19 @@ def test_memory_is_used_again_only_when_nobody_refers_to_it():
 
 
 def test_a_replica_that_fails_releases_the_others():
-    sums = Sums()
-    ground = sums.begin({0: torch.empty(LARGE)})
-    assert ground is not None
-    first, second = Part(ground, 0, (0, 1)), Part(ground, 1, (0, 1))
+    sums = SharedSums()
+    assert sums.begin_walk({0: torch.empty(LARGE)}, (0, 1))
+    ground = sums._ground
+    first, second = SummedPart(ground, 0, (0, 1)), SummedPart(ground, 1, (0, 1))
     assert second.give(0, torch.ones(LARGE))
     run([first.fail, second.end])
 
 
 def test_who_waits_looks_whether_the_others_are_there():
-    sums = Sums()
-    ground = sums.begin({0: torch.empty(LARGE)})
-    assert ground is not None
-    part = Part(ground, 1, (0, 1))
+    sums = SharedSums()
+    assert sums.begin_walk({0: torch.empty(LARGE)}, (0, 1))
+    ground = sums._ground
+    part = SummedPart(ground, 1, (0, 1))
 
     def gone() -> None:
         raise ChildProcessError("gone")

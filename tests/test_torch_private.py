@@ -1,9 +1,11 @@
 """Every private call of torch: what it says in each situation, and what is said where a torch lacks it."""
 
+import os
 import subprocess
 import sys
 import textwrap
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -503,3 +505,60 @@ def test_hooks_of_every_module() -> None:
     finally:
         handle.remove()
     assert not torch_private.hooks_of_every_module()
+
+
+def test_process_groups(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one process here, which has the others' part too; tests/test_collectives.py has several."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), -1)
+    group = torch_private.process_group("gloo", store, 0, 1)
+    assert not torch.distributed.is_initialized()
+    for tensor in (torch.tensor([1.0, 2.0]), torch.tensor([1.0 + 2.0j])):
+        before = tensor.clone()
+        torch_private.reduce(group, tensor).wait()
+        assert torch.equal(tensor, before)
+    torch_private.broadcast(group, torch.ones(3, dtype=torch.uint8)).wait()
+    for backend in ("gloo", "nccl"):
+        monkeypatch.delattr(torch.distributed, f"ProcessGroup{backend.upper()}", raising=False)
+        monkeypatch.delattr(torch.distributed, f"ProcessGroup{backend.title()}", raising=False)
+        with pytest.raises(RuntimeError, match=f"torch.distributed with {backend}, which this build of torch .* lacks"):
+            torch_private.process_group(backend, store, 0, 1)
+
+
+@pytest.mark.parametrize("local_world_size", ["2", "4"])
+def test_what_nccl_is_told_while_a_group_is_made(monkeypatch: pytest.MonkeyPatch, local_world_size: str) -> None:
+    """That errors are the caller's, and where to listen: not in a job over several machines. And only then."""
+    seen: dict[str, str] = {}
+
+    class Group:
+        class Options:
+            pass
+
+        def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+            seen.update(os.environ)
+            self.aborted = False
+
+        def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
+            assert options.asyncOp
+            return SimpleNamespace(wait=lambda: None)
+
+        def abort(self) -> None:
+            self.aborted = True
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world_size)
+    monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "of the user")
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    before = dict(os.environ)
+    group = torch_private.process_group("nccl", None, 0, 2)
+    assert dict(os.environ) == before
+    told = {name: value for name, value in seen.items() if before.get(name) != value}
+    assert told.pop("NCCL_SOCKET_IFNAME", None) == ("lo" if local_world_size == "4" else None)
+    assert told == {
+        "TORCH_NCCL_BLOCKING_WAIT": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+    }
+    torch_private.end_process_group(group)
+    assert group.aborted

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import torch
 
+from manyhands import torch_private
+
 BUCKET_BYTES = 25 << 20  # that of torch's DistributedDataParallel
 _CHUNK = 1 << 20  # entries that a fingerprint takes at once
 
@@ -70,8 +72,8 @@ class Bucket(NamedTuple):
         """Return copies of its tensors, taken out of `tensors` by number, one behind the other."""
         flat = torch.empty(self.num_entries, dtype=self.dtype, device=tensors[self.items[0][0]].device)
         with torch.no_grad():
-            for number, piece in self.pieces(flat).items():
-                piece.copy_(tensors[number].detach())
+            pieces = self.pieces(flat)
+            torch_private.copy_all_in_place([*pieces.values()], [tensors[number].detach() for number in pieces])
         return flat
 
 

@@ -98,9 +98,10 @@ class DataParallel(nn.DataParallel[Any]):
             accelerators None, an empty list and indices mean the plain module.
         output_device: where outputs are gathered; None: the first device.
         dim: the axis of the rows, in every input and output tensor that is not 0-dim.
-        engine: what runs the replicas. "threads": threads of this process. "processes", on the CPU: the first replica
-            in this process, each other in a worker process that is started and stopped for you, where Python's
-            interpreter lock does not slow it down. Parameters lie in memory that all of them share.
+        engine: what runs the replicas. "threads": threads of this process. "processes": the first replica in this
+            process, each other in a worker process that is started and stopped for you, where Python's interpreter
+            lock does not slow it down. On the CPU parameters lie in memory that all of them share; GPUs have their
+            own, and torch.distributed takes them there and gradients back.
         shares: how many rows each replica gets. "chunk": ceil(rows / n) each, torch's rule; "even": differing by one
             row at most; or one weight a device, where 0 leaves a device idle.
         scalars: what becomes of 0-dim outputs (and of numbers), such as a loss. "stack": a vector, one entry a replica,
@@ -164,8 +165,16 @@ class DataParallel(nn.DataParallel[Any]):
         check_dims(out_dims, "out_dims")
         if not isinstance(engine, str) or engine not in _ENGINES:
             raise ValueError(f"engine={engine!r}: expected one of {list(_ENGINES)}")
-        if engine == "processes" and any(device.type != "cpu" for device in _devices.resolve(device_ids)):
-            raise ValueError(f'engine="processes" runs replicas on the CPU only: got device_ids={device_ids!r}')
+        if engine == "processes" and not all(map(_devices.exists_for_other_processes, _devices.resolve(device_ids))):
+            raise ValueError(
+                f'engine="processes" with device_ids={device_ids!r}: simulated devices exist in this process only. Use '
+                'engine="threads".'
+            )
+        if engine == "processes" and sync_batch_norm and any(d.type != "cpu" for d in _devices.resolve(device_ids)):
+            raise ValueError(
+                f'sync_batch_norm=True with engine="processes" and device_ids={device_ids!r}: replicas in other '
+                'processes can meet on the CPU only, as yet. Use engine="threads".'
+            )
         if output_device is not None and not isinstance(output_device, int | str | torch.device):
             raise TypeError(f"output_device: expected an int, a string or a torch.device, got {output_device!r}")
         if loss not in _LOSSES:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -140,6 +140,39 @@ def computes_on_host(device: torch.device) -> bool:
     return kind is None or device.type != kind.type
 
 
+def exists_for_other_processes(device: torch.device) -> bool:
+    """Return whether another process finds the device too: not a simulated one."""
+    return device.type == "cpu" or not computes_on_host(device)
+
+
+def collective_backend(devices: Sequence[torch.device]) -> str:
+    """Return by what torch.distributed is to connect one process on each of `devices`: "nccl" or "gloo".
+
+    NCCL wants a GPU for each process. Gloo can do without, with data in host memory.
+    """
+    each_has_its_own = len(set(devices)) == len(devices) and all(device.type == "cuda" for device in devices)
+    if not each_has_its_own or not torch.distributed.is_available():
+        return "gloo"
+    return "nccl" if torch.distributed.is_nccl_available() else "gloo"
+
+
+def begin_copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[bool], bool]]:
+    """Begin to copy a tensor of an accelerator to the host; return the copy, and what says whether it is there.
+
+    That is given whether to wait for it; then the answer is yes.
+    """
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+    copied = torch.Event(tensor.device)
+    copied.record(torch.accelerator.current_stream(tensor.device))
+
+    def is_there(wait: bool) -> bool:
+        if wait:
+            copied.synchronize()
+        return wait or bool(copied.query())
+
+    return copy, is_there
+
+
 def current_streams(devices: Sequence[torch.device]) -> list[torch.Stream]:
     """Return the calling thread's current stream on each accelerator among `devices`."""
     return [torch.accelerator.current_stream(d) for d in dict.fromkeys(devices) if not computes_on_host(d)]
@@ -218,6 +251,35 @@ def _default_generator(device: torch.device) -> torch.Generator | None:
     """Return an accelerator's default generator, where its module of torch has one for each index, as CUDA's has."""
     generators = getattr(torch.get_device_module(device), "default_generators", ())
     return generators[device.index] if device.index is not None and device.index < len(generators) else None
+
+
+def seed(device: torch.device, number: int) -> None:
+    """Seed the generators of the host and of `device`."""
+    torch.default_generator.manual_seed(number)
+    if not computes_on_host(device):
+        torch.empty(0, device=device)  # before a process has used the kind of device, there may be no generators yet
+        generator = _default_generator(device)
+        if generator is not None:
+            generator.manual_seed(number)
+
+
+def generator_states(device: torch.device) -> list[torch.Tensor]:
+    """Return the states of the generators of the host and, where it has one of its own, of `device`."""
+    own = None if computes_on_host(device) else _default_generator(device)
+    return [torch.default_generator.get_state()] + ([] if own is None else [own.get_state()])
+
+
+def convolution_flags() -> tuple[Any, ...]:
+    """Return what the user has set of how convolutions are computed on GPUs."""
+    cudnn: Any = torch.backends.cudnn
+    return cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
+
+
+def set_convolution_flags(flags: tuple[Any, ...]) -> None:
+    """Set what `convolution_flags` returned."""
+    if flags != convolution_flags():
+        cudnn: Any = torch.backends.cudnn
+        cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = flags
 
 
 def warn_if_unequal(devices: Sequence[torch.device]) -> None:

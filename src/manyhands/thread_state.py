@@ -12,9 +12,11 @@ import contextlib
 import contextvars
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from manyhands import devices as _devices
 from manyhands import torch_private
 from manyhands.freed_memory import keep_freed_memory, keeps_freed_memory
 
@@ -81,6 +83,7 @@ class ProcessState:
     anomaly: tuple[bool, bool]
     matmul_precision: str
     keeps_freed_memory: bool
+    convolution_flags: tuple[Any, ...]
 
     @classmethod
     def capture(cls) -> "ProcessState":
@@ -92,6 +95,7 @@ class ProcessState:
             anomaly=(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
             matmul_precision=torch.get_float32_matmul_precision(),
             keeps_freed_memory=keeps_freed_memory(),
+            convolution_flags=_devices.convolution_flags(),
         )
 
     def set_process(self) -> None:
@@ -105,6 +109,7 @@ class ProcessState:
         torch.set_float32_matmul_precision(self.matmul_precision)
         if self.keeps_freed_memory and not keeps_freed_memory():
             keep_freed_memory()
+        _devices.set_convolution_flags(self.convolution_flags)
 
 
 def _deterministic() -> tuple[bool, bool, bool]:

@@ -8,10 +8,12 @@ import copy
 import datetime
 import functools
 import importlib
+import os
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -393,6 +395,92 @@ def is_tracing() -> bool:
         return has_dispatch_modes() and any(found(kind) is not None for kind in recording)
     except AttributeError:
         return False
+
+
+def process_group(backend: str, store: Any, rank: int, size: int) -> Any:
+    """Return a process group that is not registered with torch.distributed, so that it is nobody's default.
+
+    What it needs to listen on is the loopback device. Made by all its processes at once.
+
+    Raises:
+        RuntimeError: this torch has no such backend, or the others have not come.
+    """
+    distributed: Any = torch.distributed
+    try:
+        if backend == "gloo":
+            options = distributed.ProcessGroupGloo._Options()
+            options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            options._threads = 2
+            options._timeout = _MEETING_TAKES
+            return distributed.ProcessGroupGloo(store, rank, size, options)
+        options = distributed.ProcessGroupNCCL.Options()
+        options._timeout = _FOR_EVER
+        with _environment(_for_nccl()):
+            group = distributed.ProcessGroupNCCL(store, rank, size, options)
+            # NCCL connects when it is first used.
+            broadcast(group, torch.zeros(1, dtype=torch.uint8, device=torch.accelerator.current_accelerator())).wait()
+            return group
+    except AttributeError:
+        raise RuntimeError(
+            f'engine="processes" on these devices needs torch.distributed with {backend}, which this build of torch '
+            f'({torch.__version__}) lacks: use engine="threads"'
+        ) from None
+
+
+def end_process_group(group: Any) -> None:
+    """Let go of a group, whatever is under way. NCCL's work would go on for ever without the others; gloo's fails."""
+    if hasattr(torch.distributed, "ProcessGroupNCCL") and isinstance(group, torch.distributed.ProcessGroupNCCL):
+        group.abort()
+
+
+def broadcast(group: Any, tensor: torch.Tensor) -> Any:
+    """Begin to send a tensor from the first process of a group to all others; return the work, to wait for."""
+    options: Any = torch.distributed.BroadcastOptions()
+    options.rootRank, options.timeout, options.asyncOp = 0, _FOR_EVER, True
+    return group.broadcast([tensor], options)
+
+
+def reduce(group: Any, tensor: torch.Tensor) -> Any:
+    """Begin to sum all processes' tensors into that of the first; return the work, to wait for."""
+    options: Any = torch.distributed.ReduceOptions()
+    options.rootRank, options.timeout, options.asyncOp = 0, _FOR_EVER, True
+    options.reduceOp = torch.distributed.ReduceOp.SUM
+    return group.reduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options)
+
+
+_MEETING_TAKES = timedelta(minutes=2)
+_FOR_EVER = timedelta(days=1000)  # a slow step is none of the group's business; whether the others live is looked at
+
+
+def _for_nccl() -> dict[str, str]:
+    """Return what the environment has to say while a group of NCCL's is made.
+
+    Errors are to be raised by whoever waits. Otherwise a thread of the group's, when another process dies, ends this
+    one; and another thread does when the first seems to hang.
+    """
+    environment = {
+        "TORCH_NCCL_BLOCKING_WAIT": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+    }
+    # NCCL asks once a process where to listen: in a job over several machines that is for the job to say.
+    if os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE"):
+        environment["NCCL_SOCKET_IFNAME"] = "lo"
+    return environment
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def is_default_generator(generator: torch.Generator) -> bool:

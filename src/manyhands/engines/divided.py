@@ -17,16 +17,19 @@ from typing import Any
 
 import torch
 
+from manyhands import devices as _devices
 from manyhands import torch_private
 from manyhands.engines.base import one_pass
 from manyhands.engines.boundary import Edge, Graphs, take_grad
-from manyhands.engines.messages import Answer, Backward, Failed, Sent, sent
+from manyhands.engines.collectives import Reducing
+from manyhands.engines.messages import Answer, Backward, Sent, sent
 from manyhands.engines.mirror import Mirror
 from manyhands.engines.pickling import loads
 from manyhands.engines.reduction import Sum
 from manyhands.engines.shared_memory import Packing, Segment, can_lie_in_memory
-from manyhands.engines.shared_sums import LARGE_BYTES, Part, Summing
+from manyhands.engines.shared_sums import LARGE_BYTES, Summing
 from manyhands.engines.team import Team, Turns
+from manyhands.engines.transport import Part
 from manyhands.errors import say_once
 from manyhands.layouts import Whole
 from manyhands.parallel_apply import values_or_raise
@@ -34,7 +37,6 @@ from manyhands.random_streams import SeededStreams
 from manyhands.thread_state import ProcessState, modes_that_stay
 from manyhands.workers import Outcome, divided_intra_op_threads, run_together
 
-_CPU = torch.device("cpu")
 _registry: dict[Any, Any] = {}  # which of the workers' warnings have been given; the warnings module's own affair
 
 
@@ -93,7 +95,7 @@ class Divided(Graphs):
 
     def _outcome(self, index: int, answer: Answer) -> Outcome[Any]:
         if answer.error is not None:
-            return Outcome(error=_raised(answer.error))
+            return Outcome(error=answer.error.exception())
         views: dict[int, torch.Tensor] = {}
 
         def give(sent: Sent) -> torch.Tensor:
@@ -126,12 +128,13 @@ class Divided(Graphs):
             state, streams = ProcessState.capture(), SeededStreams(len(self.where))
             sent_grads: list[tuple[torch.Tensor | None, int | None]] = [(grad, None) for grad in output_grads]
             asked = {i: parts for i in range(len(self.where) - 1) if (parts := self._parts(i, sent_grads))}
-            sums, replicas = self.team.sums, (0, *(i + 1 for i in asked))
-            ground = sums.begin(self._leaves_in_workers()) if asked else None
+            transport, replicas = self.team.transport, (0, *(i + 1 for i in asked))
+            has_work = bool(asked) and transport.begin_walk(self._leaves_in_workers(), replicas)
             for i, parts in asked.items():
-                summing = None if ground is None else sums.summing(i + 1, replicas)
-                self._ask(i, parts, keep, None, num_threads, state, streams.seeds[i + 1], summing)
-            part = None if ground is None else Part(ground, 0, replicas)
+                telling = transport.telling(i + 1) if has_work else None
+                self._ask(i, parts, keep, None, num_threads, state, streams.seeds[i + 1], telling)
+            with self.team.in_step():
+                part = transport.part(self._watch) if has_work else None
 
             def walk_own() -> list[torch.Tensor | None]:
                 started = time.perf_counter()
@@ -144,7 +147,7 @@ class Divided(Graphs):
             own, answers = self._own_and_answers(walk_own, streams, part)
             for i, answer in answers.items():
                 self.timings[i + 1].backward_s = answer.seconds
-            return self._with_others(own, answers, {} if part is None else sums.results())
+            return self._with_others(own, answers, transport.results() if has_work else {})
 
     def differentiable_walk(
         self, output_grads: Sequence[torch.Tensor | None]
@@ -160,10 +163,10 @@ class Divided(Graphs):
                 continue
             key = ~(len(self.inputs) + len(incoming)) if grad.requires_grad else None
             parts: list[torch.Tensor | None] = [None] * len(self.where)
-            own = edge.part(grad.detach(), 0, _CPU)
+            own = edge.part(grad.detach(), 0, self.timings[0].device)
             if grad.requires_grad:
-                parts = [edge.part(grad.detach(), i, _CPU) for i in range(len(self.where))]
-                own = parts[0] = None if parts[0] is None else parts[0].detach().requires_grad_()
+                own = None if own is None else own.detach().requires_grad_()
+                parts = [own, *(edge.layout.part(grad.detach(), i) for i in range(1, len(self.where)))]
             incoming.append(Edge(edge.layout, grad.device, parts))
             keys.append(key)
             own_grads.append(own)
@@ -227,7 +230,7 @@ class Divided(Graphs):
             end = edge.tensors[index + 1]
             if grad is None or end is None or not end.requires_grad:
                 continue
-            part = edge.part(grad, index + 1, _CPU)
+            part = edge.layout.part(grad, index + 1)
             if part is not None:
                 outbox = self.team.members[index].outbox
                 parts.append((self._output_numbers[id(end)], sent(part, outbox)._replace(leaf=leaf)))
@@ -242,13 +245,13 @@ class Divided(Graphs):
         num_threads: int,
         state: ProcessState,
         seed: int,
-        sums: Summing | None,
+        walk: Summing | Reducing | None,
     ) -> None:
         """Have a worker walk its graph."""
         member = self.team.members[index]
-        segments = [*self.team.sums.segments] if sums is not None else []
+        segments = [*self.team.transport.segments] if walk is not None else []
         places = None
-        if member.gradients is None:
+        if member.gradients is None and self.team.transport.shares_parameters:
             packing = Packing()
             tensors = {n: t.detach() for n, t in self.mirror.with_gradients().items() if t.nbytes < LARGE_BYTES}
             offsets = {n: packing.place(t) for n, t in tensors.items() if can_lie_in_memory(t)}
@@ -269,7 +272,7 @@ class Divided(Graphs):
             derive=derive,
             gradients=places,
             num_threads=num_threads,
-            sums=sums,
+            walk=walk,
         )
         self.team.ask(index, message, segments, state, self.where[index + 1])
 
@@ -286,12 +289,11 @@ class Divided(Graphs):
     ) -> tuple[list[torch.Tensor | None], dict[int, Answer]]:
         """Walk the first replica's graph, and wait for the workers; raise what one of them raised."""
         with streams, one_pass(self.begin_walk) as surroundings:
-            outcomes: list[Outcome[Any]] = [*run_together([walk_own], [_CPU], surroundings)]
+            outcomes: list[Outcome[Any]] = [*run_together([walk_own], [self.timings[0].device], surroundings)]
             try:
-                if part is not None and outcomes[0].error is None:
-                    part.end(lambda: self.team.attend(self.where))
-                elif part is not None:
-                    part.fail()
+                if part is not None:
+                    with self.team.in_step():
+                        (part.end if outcomes[0].error is None else part.fail)(self._watch)
                 answers = self.team.answers(self.where)
                 streams.others_drew = any(answer.drew for answer in answers.values())
                 for _, answer in sorted(answers.items()):
@@ -299,7 +301,7 @@ class Divided(Graphs):
                 outcomes += [Outcome() for _ in self.where[1:]]
                 for i, answer in answers.items():
                     if answer.error is not None:
-                        outcomes[i + 1] = Outcome(error=_raised(answer.error))
+                        outcomes[i + 1] = Outcome(error=answer.error.exception())
                 grads, *_ = values_or_raise(outcomes, [f"the backward of {place}" for place in self.where])
                 return grads, answers
             finally:
@@ -313,7 +315,13 @@ class Divided(Graphs):
         Args:
             in_leaves: by way of `.grad`, as a module may count on; not where that is the caller's, or under a mode.
         """
-        (ends, *_), (grads, *_) = self._ends(output_grads)
+        ends, grads = [], []
+        for edge, grad in zip(self.outputs, output_grads, strict=True):
+            end = edge.tensors[0]
+            own = None if grad is None or end is None or not end.requires_grad else edge.part(grad, 0, end.device)
+            if end is not None and own is not None:
+                ends.append(end)
+                grads.append(own)
         leaves = [edge.tensors[0] for edge in self.inputs]
         if not ends:
             return [None] * len(leaves)
@@ -321,8 +329,8 @@ class Divided(Graphs):
             wanted = [leaf for leaf in leaves if leaf is not None]
             results = iter(torch.autograd.grad(ends, wanted, grads, retain_graph=keep, allow_unused=True))
             return self._not_taken([None if leaf is None else next(results) for leaf in leaves], part)
-        own = {key: leaf for key, leaf in zip(self.keys, leaves, strict=True) if key is not None and leaf is not None}
-        with part.hooked(own) if part is not None else contextlib.nullcontext():
+        keyed = {key: leaf for key, leaf in zip(self.keys, leaves, strict=True) if key is not None and leaf is not None}
+        with part.hooked(keyed) if part is not None else contextlib.nullcontext():
             torch.autograd.backward(ends, grads, retain_graph=keep)
         return self._not_taken([take_grad(leaf) for leaf in leaves], part)
 
@@ -382,7 +390,10 @@ class Divided(Graphs):
                 of_edge = parts[number]
                 if not isinstance(self.inputs[number].layout, Whole):
                     of_edge[i + 1] = grad.clone()
-                elif (total := of_edge[0]) is None:
+                    continue
+                total = of_edge[0]
+                grad = grad if total is None else _devices.copy_to(grad, total.device)
+                if total is None:
                     of_edge[0] = grad.clone()
                 elif not grad.is_sparse and torch_private.owns_its_memory(total):
                     totals.append(total)
@@ -392,6 +403,9 @@ class Divided(Graphs):
             with torch.no_grad():
                 torch_private.add_all_in_place(totals, others)
         return parts
+
+    def _watch(self) -> None:
+        self.team.attend(self.where)
 
     def _received(self, index: int, sent: Sent, answer: Answer) -> torch.Tensor:
         if sent.inline is not None:
@@ -430,24 +444,3 @@ def _warn(answer: Answer) -> None:
         say_once(text)
     for text, category, filename, line in answer.warnings:
         warnings.warn_explicit(text, category, filename, line, registry=_registry)
-
-
-def _raised(failed: Failed) -> BaseException:
-    """Return an exception equal to the one that a worker raised."""
-    error: BaseException | None = None
-    if failed.pickled is not None:
-        with contextlib.suppress(Exception):
-            loaded = loads(failed.pickled, lambda reference: reference)
-            if isinstance(loaded, tuple):
-                cls, args, attributes = loaded
-                loaded = cls.__new__(cls, *args)
-                loaded.args = args
-                loaded.__dict__.update(attributes)
-            error = loaded
-    if error is None:
-        error = RuntimeError(failed.text)
-    for note in failed.notes:
-        if note not in getattr(error, "__notes__", ()):
-            error.add_note(note)
-    error.add_note(f"in the worker process:\n{failed.traceback}")
-    return error

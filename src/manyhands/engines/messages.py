@@ -6,13 +6,15 @@ Tensors in messages are places in the sender's outbox. Leaves are named by numbe
 tensor n is n, the k-th tensor of a call that needs a gradient is ~k.
 """
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from manyhands.engines.collectives import Meeting, Reducing
 from manyhands.engines.mirror import Update
-from manyhands.engines.pickling import dumps
+from manyhands.engines.pickling import dumps, loads
 from manyhands.engines.shared_memory import Outbox, Place, can_lie_in_memory
 from manyhands.engines.shared_sums import Summing
 
@@ -24,6 +26,7 @@ class Sent(NamedTuple):
         leaf: of an input: the number of the leaf that stands before it. None where it needs no gradient.
         output: of an output: its number among its replica's outputs.
         requires_grad: of an input or an output, as it is with its sender.
+        device: of an input: where the receiver is to put it.
     """
 
     place: int = -1
@@ -31,6 +34,7 @@ class Sent(NamedTuple):
     leaf: int | None = None
     output: int = -1
     requires_grad: bool = False
+    device: torch.device | None = None
 
 
 def sent(tensor: torch.Tensor, outbox: Outbox) -> Sent:
@@ -38,7 +42,7 @@ def sent(tensor: torch.Tensor, outbox: Outbox) -> Sent:
     tensor = tensor.detach()
     if can_lie_in_memory(tensor):
         return Sent(place=outbox.add(tensor))
-    return Sent(inline=dumps(tensor, lambda tensor: None))
+    return Sent(inline=dumps(tensor.cpu(), lambda tensor: None))
 
 
 @dataclass(slots=True)
@@ -70,6 +74,9 @@ class Forward(Message):
         shard: the replica's positional and keyword inputs, pickled.
         num_threads: intra-op threads.
         seat: where batch norm is over all replicas: which of them this is, and of how many.
+        device: the replica's.
+        meeting: how parameters come that are sent; None if they are shared.
+        replicas: who takes part.
     """
 
     graph: int
@@ -79,6 +86,9 @@ class Forward(Message):
     num_threads: int
     where: str
     seat: tuple[int, int] | None
+    device: torch.device
+    meeting: Meeting | None
+    replicas: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -89,7 +99,7 @@ class Backward(Message):
         grads: (number of the output, its gradient, the leaf before that gradient if it needs a gradient itself).
         gradients: a place for the gradient of each of the module's tensors that has a small one; None if it is what it
             was.
-        sums: how large gradients are summed; None if there are none.
+        walk: what the transport has to tell about gradients; None if there is nothing to do.
     """
 
     graph: int
@@ -98,7 +108,7 @@ class Backward(Message):
     derive: int | None
     gradients: dict[int, Place] | None
     num_threads: int
-    sums: Summing | None
+    walk: Summing | Reducing | None
 
 
 @dataclass(slots=True)
@@ -114,6 +124,8 @@ class Answer:
         drew: whether random numbers were drawn.
         warnings: (text, class, file, line) of those that were given.
         said: what is to be said once, in the log.
+        out_of_step: whether it has failed before it has done its part in what all replicas do together, so that the
+            others would wait for it for ever.
     """
 
     value: bytes | None
@@ -125,6 +137,7 @@ class Answer:
     drew: bool
     warnings: list[tuple[str, type[Warning], str, int]]
     said: list[str]
+    out_of_step: bool = False
 
 
 @dataclass(slots=True)
@@ -144,3 +157,23 @@ class Failed:
     traceback: str
     notes: list[str]
     stops: bool
+
+    def exception(self) -> BaseException:
+        """Return an exception equal to the one that the worker raised."""
+        error: BaseException | None = None
+        if self.pickled is not None:
+            with contextlib.suppress(Exception):
+                loaded = loads(self.pickled, lambda reference: reference)
+                if isinstance(loaded, tuple):
+                    cls, args, attributes = loaded
+                    loaded = cls.__new__(cls, *args)
+                    loaded.args = args
+                    loaded.__dict__.update(attributes)
+                error = loaded
+        if error is None:
+            error = RuntimeError(self.text)
+        for note in self.notes:
+            if note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+        error.add_note(f"in the worker process:\n{self.traceback}")
+        return error

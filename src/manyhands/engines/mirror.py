@@ -1,7 +1,8 @@
 """The mirror: what the workers have of the live module, and what has to be sent to make them equal again.
 
-Parameters lie in memory that all processes map; so what an optimizer writes is seen at once, and exists once. Buffers
-and other tensors are copied, again whenever they changed here. All else is pickled and sent when it changed: attributes
+On the CPU parameters lie in memory that all processes map; so what an optimizer writes is seen at once, and exists
+once. Elsewhere each worker has its own, and those that changed are sent before a forward (collectives.py). Buffers and
+other tensors are copied, again whenever they changed here. All else is pickled and sent when it changed: attributes
 with plain values one by one, anything else with the whole module.
 
 What is noticed: attributes that are rebound, in any module; the contents of plain containers in them; children,
@@ -21,13 +22,15 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from manyhands import devices as _devices
 from manyhands import torch_private
+from manyhands.buckets import Bucket, Form, buckets_of, fingerprint
 from manyhands.engines.pickling import dumps
 from manyhands.engines.shared_memory import Packing, Place, Segment, can_lie_in_memory
 from manyhands.rebind import INERT, is_inert
@@ -46,8 +49,10 @@ class Described:
     """How a worker makes its own of one of the module's tensors.
 
     Attributes:
-        place: where it lies; None if it is `inline`.
+        place: where it lies; None if it is `inline` or comes later.
         inline: a tensor that cannot lie in shared memory (a sparse one, a subclass with data of its own).
+        later: what it is like, if it is a parameter that is sent behind the module.
+        device: where the worker's own is to be; None: on the worker's device, as the live one is on the module's.
         kind: its class, where that is a subclass of Parameter; else Parameter or Tensor.
         attributes: the tensor's `__dict__`.
         is_shared: whether it has to stay in the shared memory where it lies, rather than be copied from there.
@@ -55,6 +60,8 @@ class Described:
 
     place: Place | None
     inline: torch.Tensor | None
+    later: Form | None
+    device: torch.device | None
     kind: type
     requires_grad: bool
     attributes: dict[str, Any]
@@ -71,6 +78,8 @@ class Update:
         changes: (number of a module, attribute, its new value), one `GONE` for what was deleted.
         requires_grad: the flags of the module's parameters, None if they are as they were.
         rewritten: whether copied tensors were written anew.
+        buckets: in which parameters are sent; None if they are what they were.
+        sent: the numbers of those buckets that are sent now.
     """
 
     module: bytes | None = None
@@ -78,11 +87,14 @@ class Update:
     changes: tuple[tuple[int, str, Any], ...] = ()
     requires_grad: tuple[bool, ...] | None = None
     rewritten: bool = False
+    buckets: tuple[Bucket, ...] | None = None
+    sent: tuple[int, ...] = ()
 
     @property
     def says_something(self) -> bool:
         """Return whether a worker that misses it is behind."""
-        return bool(self.module is not None or self.changes or self.requires_grad is not None or self.rewritten)
+        said = (self.module is not None, self.changes, self.requires_grad is not None, self.rewritten, self.sent)
+        return any(said)
 
 
 class GONE:
@@ -121,6 +133,10 @@ class Mirror:
         self._num_copied_bytes = 0
         self._inline_versions: list[tuple[torch.Tensor, int]] = []
         self._versions: list[int] = []
+        self._sent: dict[int, Form] = {}  # parameters of which the workers have their own
+        self._forms: list[Any] = []  # what these are like, and where they lie
+        self._buckets: list[_Known] = []  # in which they are sent
+        self._flats: list[torch.Tensor] = []
         self._requires_grad: tuple[bool, ...] = ()
 
     def look(self, root: nn.Module) -> Blueprint:
@@ -140,11 +156,16 @@ class Mirror:
         without_gradients = (*blueprint.buffers.values(), *blueprint.constants.values())
         return blueprint.follows_from_attributes and not any(t.requires_grad for t in without_gradients)
 
-    def update(self, blueprint: Blueprint) -> Update:
-        """Return what has to be sent to make workers have what `look` has found, and take it as sent."""
+    def update(self, blueprint: Blueprint, source: torch.device, shares_parameters: bool) -> Update:
+        """Return what has to be sent to make workers have what `look` has found, and take it as sent.
+
+        Args:
+            source: where the module is.
+            shares_parameters: whether the workers have the parameters' own memory.
+        """
         changes = self._changes if self._has(blueprint) else None
         if changes is None:
-            return self._everything(blueprint)
+            return self._everything(blueprint, source, shares_parameters)
         parameters = blueprint.parameters.values()
         flags = tuple([parameter.requires_grad for parameter in parameters])
         changed_flags = None if flags == self._requires_grad else flags
@@ -157,7 +178,8 @@ class Mirror:
             _write(self._copied)
         if self._always:
             _write(self._always)
-        return Update(changes=tuple(changes), requires_grad=changed_flags, rewritten=rewritten)
+        sent = self._changed_parameters()
+        return Update(changes=tuple(changes), requires_grad=changed_flags, rewritten=rewritten, sent=sent)
 
     def settle(self) -> None:
         """Take all as sent, and what containers hold now as known: the replicas have changed their own."""
@@ -190,10 +212,27 @@ class Mirror:
             return False
         if any(tensor._version != version for tensor, version in self._inline_versions):
             return False
+        if [_form(self.tensors[number]) for number in self._sent] != self._forms:
+            return False
         return not any(_is_movable([tensor]) for tensor, _ in self._always)
 
+    def take_flats(self) -> list[torch.Tensor]:
+        """Return the buckets that `update` has said are sent."""
+        flats, self._flats = self._flats, []
+        return flats
+
+    def _changed_parameters(self) -> tuple[int, ...]:
+        """Return the numbers of the buckets of which a parameter has changed, and take them as sent.
+
+        What is written by way of `.data` leaves no trace but the new numbers. So where it seems that nothing has been
+        written, the numbers are looked at.
+        """
+        flats = {b: flat for b, known in enumerate(self._buckets) if (flat := known.changed(self.tensors)) is not None}
+        self._flats = list(flats.values())
+        return tuple(flats)
+
     @torch.inference_mode(False)  # what is made here is for steps of every kind
-    def _everything(self, blueprint: Blueprint) -> Update:
+    def _everything(self, blueprint: Blueprint, source: torch.device, shares_parameters: bool) -> Update:
         self.forget()
         if blueprint.compiled or any(map(torch_private.is_scripted, blueprint.modules)):
             raise _cannot_be_sent(blueprint, TypeError("it is code for this very object"))
@@ -227,12 +266,16 @@ class Mirror:
             self.forget()
             raise _cannot_be_sent(blueprint, error) from error
         needs_sharing = [*parameters, *(self.tensors[number] for number in self.outside)]
-        places = move_to_shared_memory(needs_sharing)
+        places = move_to_shared_memory(needs_sharing) if shares_parameters else {}
         packing, copies, described = Packing(), [], []
         needs_sharing_ids = set(map(id, needs_sharing))
-        for tensor in self.tensors:
-            place, inline = None, None
-            if id(tensor) in places:
+        for number, tensor in enumerate(self.tensors):
+            place, inline, later = None, None, None
+            if not shares_parameters and id(tensor) in needs_sharing_ids and can_lie_in_memory(tensor.detach()):
+                later = Form.of(tensor.detach())
+                self._sent[number] = later
+                self._forms.append(_form(tensor))
+            elif id(tensor) in places:
                 segment, place = places[id(tensor)]
                 if segment not in self.segments:
                     self.segments.append(segment)
@@ -248,6 +291,8 @@ class Mirror:
                 Described(
                     place,
                     inline,
+                    later,
+                    None if _devices.same_device(tensor.device, source) else tensor.device,
                     type(tensor) if is_parameter and type(tensor.detach()) is torch.Tensor else torch.Tensor,
                     # One with a history that stands for a parameter (functional_call) is a leaf in the worker.
                     tensor.requires_grad and (tensor.is_leaf or id(tensor) in blueprint.parameters),
@@ -267,7 +312,35 @@ class Mirror:
         self._layouts = _layouts(self._in_shared_memory, self._copied)
         _write([*self._copied, *self._always])
         tensors = dumps(described, lambda tensor: None)
-        return Update(module=dumps((tensors, pickled, self.outside), lambda tensor: None), path=tuple(sys.path))
+        for needs_gradient in (True, False):  # what an optimizer changes, apart from what is frozen
+            forms = {n: form for n, form in self._sent.items() if self.tensors[n].requires_grad == needs_gradient}
+            self._buckets += [_Known(bucket) for bucket in buckets_of(forms)]
+        return Update(
+            module=dumps((tensors, pickled, self.outside), lambda tensor: None),
+            path=tuple(sys.path),
+            buckets=tuple([known.bucket for known in self._buckets]),
+            sent=self._changed_parameters(),
+        )
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of a bucket of parameters as they were sent."""
+
+    bucket: Bucket
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    fingerprint: torch.Tensor | None = None
+
+    def changed(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Return the parameters as they are now, flat; None if they are what they were the last time."""
+        own = [tensors[number] for number, _ in self.bucket.items]
+        versions = [(tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version) for tensor in own]
+        flat = self.bucket.flat(tensors)
+        now, before = fingerprint(flat), self.fingerprint
+        if versions == self.versions and before is not None and torch.equal(now, before):
+            return None
+        self.versions, self.fingerprint = versions, now
+        return flat
 
 
 class Watch:
@@ -384,14 +457,7 @@ def _identities(blueprint: Blueprint) -> list[int]:
 
 def _moved(described: Described, segment: int) -> Described:
     assert described.place is not None
-    return Described(
-        described.place._replace(segment=segment),
-        described.inline,
-        described.kind,
-        described.requires_grad,
-        described.attributes,
-        described.is_shared,
-    )
+    return replace(described, place=described.place._replace(segment=segment))
 
 
 def _versions(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[int]:
@@ -399,6 +465,10 @@ def _versions(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[int]:
         return [live._version for live, _ in pairs]
     except RuntimeError:  # inference tensors keep no count
         return [-1 if live.is_inference() else live._version for live, _ in pairs] + [next(_never_equal)]
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.size(), tensor.stride(), tensor.dtype, tensor.device
 
 
 def _layouts(

@@ -11,6 +11,8 @@ One forward, step by step:
 Backward is the same with output gradients going out and the leaves' gradients coming back: one message and one answer a
 worker (divided.py). A worker keeps the graph of each forward until the caller's graph goes.
 
+How parameters reach the workers, and how their gradients come back, is the transport's affair (transport.py).
+
 Guarantees
     - Nothing that a caller gets lies in the memory that messages go through; so that can be used again at once.
     - One step of an engine at a time: calls from several threads take turns. A call from inside a step of the same
@@ -85,7 +87,7 @@ class ProcessesEngine(Engine):
         where = call.where()
         timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
         self._timings = timings
-        team = self._team_of(len(where) - 1)
+        team = self._team_of(call.devices)
         if len(where) - 1 > team.num_told:
             self._mirror.forget()  # some workers have missed something
         blueprint = self._mirror.look(module)
@@ -120,6 +122,8 @@ class ProcessesEngine(Engine):
                 outcomes = run_together([run], call.devices[:1], surroundings)
                 try:
                     self._mirror.settle()
+                    with team.in_step():
+                        team.transport.end_sending(lambda: team.attend(where))
                     answers = team.answers(where)
                     warn(answers)
                     for i, answer in answers.items():
@@ -169,7 +173,7 @@ class ProcessesEngine(Engine):
         """Send every worker its forward; return the tensors inside objects in the inputs that need a gradient."""
         team, mirror = graphs.team, self._mirror
         num_workers = len(call.devices) - 1
-        update = mirror.update(blueprint)
+        update = mirror.update(blueprint, call.source, team.transport.shares_parameters)
         if update.module is not None:
             _say_if_hooks(blueprint)
             for member in team.members:
@@ -180,17 +184,20 @@ class ProcessesEngine(Engine):
         tracked = state.thread.grad_enabled
         leaves = {id(leaf): ~k for k, edge in enumerate(inputs.edges) for leaf in edge.tensors if leaf is not None}
         objects: list[torch.Tensor] = []
+        replicas = tuple(range(num_workers + 1))
         for i in range(num_workers):
             outbox = team.members[i].outbox
 
-            def take(tensor: torch.Tensor, outbox: Outbox = outbox) -> Sent:
+            def take(tensor: torch.Tensor, outbox: Outbox = outbox, device: torch.device = call.devices[i + 1]) -> Sent:
                 leaf = None
                 if tracked and tensor.requires_grad:
                     leaf = leaves.get(id(tensor))
                     if leaf is None:  # not a leaf of ours: it came inside an object
                         leaf = leaves[id(tensor)] = ~(len(inputs.edges) + len(objects))
                         objects.append(tensor)
-                return sent(tensor, outbox)._replace(leaf=leaf, requires_grad=tensor.requires_grad)
+                there = device if id(tensor) in inputs.parts_elsewhere else tensor.device
+                standing = sent(tensor, outbox)
+                return standing._replace(leaf=leaf, requires_grad=tensor.requires_grad, device=there)
 
             shard = dumps(inputs.shards[i + 1], take)
             message = Forward(
@@ -207,8 +214,14 @@ class ProcessesEngine(Engine):
                 num_threads=num_threads,
                 where=graphs.where[i + 1],
                 seat=(i + 1, num_workers + 1) if call.sync_batch_norm else None,
+                device=call.devices[i + 1],
+                meeting=team.transport.meeting(i + 1) if update.sent else None,
+                replicas=replicas,
             )
-            team.ask(i, message, mirror.segments, state, graphs.where[i + 1])
+            segments = [*mirror.segments, *team.transport.segments] if update.sent else mirror.segments
+            team.ask(i, message, segments, state, graphs.where[i + 1])
+        with team.in_step():
+            team.transport.begin_sending(mirror.take_flats(), replicas, lambda: team.attend(graphs.where))
         return objects
 
     def _link(self, graphs: Divided, inputs: Inputs, objects: list[torch.Tensor], stamp: Stamp) -> list[torch.Tensor]:
@@ -252,11 +265,12 @@ class ProcessesEngine(Engine):
             self._here.close()
             self._end_team()
 
-    def _team_of(self, num_workers: int) -> Team:
-        if self._team is None or self._team.ended or len(self._team.members) < num_workers:
+    def _team_of(self, devices: Sequence[torch.device]) -> Team:
+        team = self._team
+        if team is None or team.ended or team.devices[: len(devices)] != list(devices):
             self._end_team()
-            self._team = Team(num_workers)
-        return self._team
+            team = self._team = Team(devices)
+        return team
 
     def _end_team(self) -> None:
         team, self._team = self._team, None

@@ -28,12 +28,14 @@ class Inputs:
         shards: (positional, keyword) inputs, one a replica. Those of the first `num_here` replicas are theirs; those of
             others, which run elsewhere, have the caller's rows or the leaves themselves, to be copied there.
         live, edges: the caller's tensors that need a gradient, and the boundary's edges from them to the leaves.
+        parts_elsewhere: ids of the tensors in the shards of those others that are to go to the replica's device.
     """
 
     def __init__(self, call: Call, tracked: bool, num_here: int | None = None) -> None:
         here = range(len(call.devices) if num_here is None else num_here)
         self.live: list[torch.Tensor] = []
         self.edges: list[Edge] = []
+        self.parts_elsewhere: set[int] = set()
 
         def place(tensor: torch.Tensor, layout: Layout) -> list[torch.Tensor | None]:
             parts = [layout.part(tensor.detach(), i) for i in range(len(call.devices))]
@@ -44,6 +46,7 @@ class Inputs:
             # A copy even on the same device, so that a module that writes into its input writes into its own; and
             # made in the replica's graph, because writing into a leaf is forbidden.
             numbered = enumerate(zip(parts, call.devices, strict=True))
+            self.parts_elsewhere.update(id(part) for i, part in enumerate(parts) if i not in here)
             copies = [p if p is None or i not in here else p.to(d, copy=True) for i, (p, d) in numbered]
             if tensor.requires_grad and not tracked:  # a module may switch gradients on for what it does inside
                 copies = [copy if copy is None else copy.requires_grad_() for copy in copies]

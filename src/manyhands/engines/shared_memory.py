@@ -101,11 +101,14 @@ def num_bytes(place: Place) -> int:
 
 
 def can_lie_in_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is described by dtype, size and strides alone, so that its bytes are all there is."""
+    """Return whether a tensor is described by dtype, size and strides alone, so that its bytes are all there is.
+
+    Where it is does not matter: what lies in memory of the host is then a copy of it.
+    """
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
         and tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
+        and tensor.device.type != "meta"
         and not tensor.is_quantized
         and not tensor.is_conj()
         and not tensor.is_neg()

@@ -30,6 +30,7 @@ import torch
 from manyhands import torch_private
 from manyhands.buckets import dense_stride
 from manyhands.engines.shared_memory import Packing, Place, Segment, can_lie_in_memory, num_bytes
+from manyhands.engines.transport import Part, Transport
 
 LARGE_BYTES = 1 << 16  # smaller gradients are not worth a call into Python in the middle of backward
 _CHUNK_BYTES = 1 << 20  # small enough for what one replica has written to be in a cache when the next one adds
@@ -89,26 +90,24 @@ class Ground:
         return bool(self.turns[first_chunk] & 1)
 
 
-class Part:
+class SummedPart(Part):
     """One replica's part in the sums of one backward."""
 
     def __init__(self, ground: Ground, replica: int, replicas: Sequence[int]) -> None:
         self._ground = ground
         self._turns = ground.turns
         position = replicas.index(replica)
-        exchanged = (
-            1 - position if position < 2 <= len(replicas) else position
-        )  # the first two take turns in being first
+        # The first two take turns in being first.
+        exchanged = 1 - position if position < 2 <= len(replicas) else position
         self._mine = (position * _STEP, exchanged * _STEP)  # in even chunks, in odd ones
         self._given: set[int] = set()
         self._pending: list[deque[_Work]] = []  # for each tensor, what was put off
 
-    def hooked(self, leaves: Mapping[int, torch.Tensor]) -> "_Hooks":
-        """Take leaves' gradients as soon as they are there, for as long as the context lasts."""
-        return _Hooks(self, leaves)
+    @property
+    def numbers(self) -> Sequence[int]:
+        return list(self._ground.places)
 
     def give(self, number: int, gradient: torch.Tensor) -> bool:
-        """Take a tensor's gradient; return whether it was taken: the first one, and of the kind that was expected."""
         place = self._ground.places.get(number)
         if place is None or number in self._given or not can_lie_in_memory(gradient):
             return False
@@ -130,11 +129,6 @@ class Part:
         return True
 
     def end(self, watch: Callable[[], None] = lambda: None) -> float:
-        """Do what is still to do; return for how many seconds others were waited for.
-
-        Args:
-            watch: is called now and then while waiting; it raises what ends the wait.
-        """
         for number, chunks in self._ground.chunks.items():
             if number not in self._given:
                 self._given.add(number)
@@ -146,8 +140,7 @@ class Part:
         self._pending.clear()
         return waited_s
 
-    def fail(self) -> None:
-        """Tell the others that nothing more comes from this replica, and that there will be no sums."""
+    def fail(self, watch: Callable[[], None] = lambda: None) -> None:
         self._turns[0] = 1
         self._pending.clear()
 
@@ -199,32 +192,6 @@ class Part:
         return True
 
 
-class _Hooks:
-    """Hands leaves' gradients to a `Part` as soon as they are there."""
-
-    def __init__(self, part: Part, leaves: Mapping[int, torch.Tensor]) -> None:
-        self._part, self._leaves = part, leaves
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-
-    def __enter__(self) -> None:
-        for number in self._part._ground.places:
-            leaf = self._leaves.get(number)
-            if leaf is not None and leaf.is_leaf and leaf.requires_grad:
-                handle = leaf.register_post_accumulate_grad_hook(self._taking(number))  # type: ignore[no-untyped-call]
-                self._handles.append(handle)
-
-    def __exit__(self, *exception: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _taking(self, number: int) -> Callable[[torch.Tensor], None]:
-        def take(leaf: torch.Tensor) -> None:
-            if leaf.grad is not None and self._part.give(number, leaf.grad):
-                leaf.grad = None
-
-        return take
-
-
 class _Slot:
     """Memory for one tensor's sum, which is handed out as a tensor of the caller's."""
 
@@ -240,13 +207,14 @@ class _Slot:
         return empty.set_(self._storage, 0, self.place.size, self.place.stride)
 
 
-class Sums:
+class SharedSums(Transport):
     """The caller's side: memory for the sums, used again once the caller has let go of what he got.
 
     Attributes:
-        segments: what the workers have to have.
         is_possible: whether it can be told that nobody refers to a piece of memory.
     """
+
+    shares_parameters = True
 
     def __init__(self) -> None:
         self._turns = Segment.create(0)
@@ -256,14 +224,15 @@ class Sums:
         self._idle: dict[int, int] = {}  # for how many backwards no sum has been made in a segment
         self._used: dict[int, _Slot] = {}  # by number of the tensor
         self._ground: Ground | None = None
+        self._replicas: tuple[int, ...] = ()
         self._told: dict[int, tuple[Ground, set[int]]] = {}  # what each replica was told last, and the segments it has
 
-    def begin(self, leaves: Mapping[int, torch.Tensor]) -> Ground | None:
-        """Have memory for the sums of the gradients of those among some tensors that are large; None: of none."""
+    def begin_walk(self, leaves: Mapping[int, torch.Tensor], replicas: tuple[int, ...]) -> bool:
+        self._replicas = replicas
         large = [(n, t.detach()) for n, t in leaves.items() if t.nbytes >= LARGE_BYTES]
         wanted = {n: (t.dtype, tuple(t.size()), dense_stride(t)) for n, t in large if can_lie_in_memory(t)}
         if not wanted or not self.is_possible:
-            return None
+            return False
         free = {kind: [slot for slot in self._slots.get(kind, ()) if slot.is_free()] for kind in wanted.values()}
         used: dict[int, _Slot] = {}
         missing: list[int] = []
@@ -280,23 +249,42 @@ class Sums:
             self._ground = self._new_ground()
         self._drop_idle()
         self._ground.begin()
-        return self._ground
+        return True
 
-    def summing(self, replica: int, replicas: tuple[int, ...]) -> Summing:
-        """Return what to tell a worker, who takes it as told."""
+    def part(self, watch: Callable[[], None]) -> Part:
+        assert self._ground is not None
+        return SummedPart(self._ground, 0, self._replicas)
+
+    def telling(self, replica: int) -> Summing:
         assert self._ground is not None
         ground, has = self._told.get(replica, (None, set()))
         if ground is self._ground:
-            return Summing(None, -1, (), replica, replicas)
+            return Summing(None, -1, (), replica, self._replicas)
         now = {segment.number for segment in self.segments}
         self._told[replica] = self._ground, now
         places = tuple((number, slot.place) for number, slot in self._used.items())
-        return Summing(places, self._turns.number, tuple(has - now), replica, replicas)
+        return Summing(places, self._turns.number, tuple(has - now), replica, self._replicas)
 
     def results(self) -> dict[int, torch.Tensor]:
-        """Return the sums, by number of the tensor, after a backward in which no replica has failed."""
         assert self._ground is not None
         return {number: slot.tensor() for number, slot in self._used.items() if self._ground.has_sum(number)}
+
+    def meeting(self, replica: int) -> None:
+        return None
+
+    def begin_sending(
+        self, flats: Sequence[torch.Tensor], replicas: tuple[int, ...], watch: Callable[[], None]
+    ) -> None:
+        pass  # the workers have them
+
+    def end_sending(self, watch: Callable[[], None]) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass
 
     def _more(self, wanted: dict[int, tuple[Any, ...]]) -> dict[int, _Slot]:
         packing = Packing()

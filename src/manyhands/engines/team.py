@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
@@ -22,15 +23,20 @@ import torch
 
 from manyhands import cores
 from manyhands.engines.channel import Channel, ChannelClosedError, ready
+from manyhands.engines.collectives import Collectives
 from manyhands.engines.far_meeting import Left, packed
 from manyhands.engines.messages import Answer, Forward, Message
 from manyhands.engines.shared_memory import Outbox, Segment
-from manyhands.engines.shared_sums import Sums
+from manyhands.engines.shared_sums import SharedSums
+from manyhands.engines.transport import Transport
+from manyhands.errors import annotate
 from manyhands.meeting import Beyond, MeetingHere, Met, Visit
 from manyhands.thread_state import ProcessState
 
 _SPIN_S = 0.0005
 _EXIT_WAIT_S = 5.0
+_ENDING_TAKES_S = 1.0  # for all connections of a process that is killed to end
+_NAP_S = 0.001
 
 
 class WorkerDiedError(RuntimeError):
@@ -50,7 +56,8 @@ class _ForkServer:
         own, others = Channel.pair()
         fd = others.detach()
         try:
-            request = ("fork", dict(os.environ), list(own_cores), seed)
+            environment = {name: value for name, value in os.environ.items() if not _is_a_launchers(name)}
+            request = ("fork", environment, list(own_cores), seed)
             pid = self._ask(request, [fd, _descriptor(sys.__stdout__, 1), _descriptor(sys.__stderr__, 2)])
         finally:
             os.close(fd)
@@ -216,17 +223,21 @@ class Team:
     Attributes:
         members: the workers of replicas 1, 2, ...
         num_told: how many of them know the module as it is.
-        sums: memory for the sums of large gradients.
+        devices: of replicas 0, 1, ...
+        transport: how parameters reach them, and gradients come back.
         ended: whether it has been ended.
     """
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, devices: Sequence[torch.device]) -> None:
         self.ended = False
         self.num_told = 0
-        self.sums = Sums()
+        self.devices = list(devices)
+        self.transport = _transport_for(devices)
+        num_workers = len(devices) - 1
         self.members: list[Member] = []
         self._awaited: set[int] = set()
         self._lost: set[int] = set()  # those of them whose channel has closed
+        self._behind: set[int] = set()  # replicas that have not done their part in what all do together
         self._answers: dict[int, Answer] = {}  # of those that were asked and are not awaited any more
         self._meeting: MeetingHere | None = None
         parts = cores.divided(num_workers + 1)
@@ -248,21 +259,28 @@ class Team:
         """
         self._awaited.add(index)  # before it is sent: what Ctrl-C breaks off in the middle must end the team
         try:
-            self.members[index].send(message, segments, state, kept=self.sums.segments)
+            self.members[index].send(message, segments, state, kept=self.transport.segments)
         except ChannelClosedError:
             raise self.died(index, where) from None
 
     @contextlib.contextmanager
     def whole_or_ended(self) -> Iterator[None]:
-        """End the team if the block is left before every worker that was asked has answered."""
+        """End the team if the block is left by an exception while a worker still owes an answer, or is out of step."""
         try:
             yield
         except BaseException:
-            if self._awaited:
+            if self._awaited or self._behind:
                 self.end()
             raise
         finally:
             self._answers, self._meeting = {}, None
+
+    @contextlib.contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Do the caller's part in what all replicas do together: if the block fails, the team cannot go on."""
+        self._behind.add(0)
+        yield
+        self._behind.discard(0)
 
     def meet(self, num_replicas: int, beyond: Beyond | None = None) -> MeetingHere:
         """Open the meeting of the caller's replica and of the workers that have been asked; return it.
@@ -318,6 +336,8 @@ class Team:
                 return
             self._awaited.remove(index)
             self._answers[index] = received
+            if received.out_of_step:
+                self._behind.add(index + 1)
             failed = received.error is not None
         if meeting is not None:
             meeting.leave(index + 1, failed=failed)
@@ -327,11 +347,24 @@ class Team:
 
         Raises:
             WorkerDiedError: one has died. The team is ended.
+            BaseException: what a worker has raised that others would wait for in vain.
         """
+        self._receive_what_is_there()
+        self._raise_if_died(where)
+        for index, answer in sorted(self._answers.items()):
+            if answer.out_of_step and answer.error is not None:
+                # It may be no more than what another's end has led to, which is seen a moment later.
+                until = time.monotonic() + _ENDING_TAKES_S
+                while self._awaited and not self._lost and time.monotonic() < until:
+                    time.sleep(_NAP_S)
+                    self._receive_what_is_there()
+                self._raise_if_died(where)
+                raise annotate([(where[index + 1], answer.error.exception())])
+
+    def _receive_what_is_there(self) -> None:
         for index in sorted(self._awaited - self._lost):
             if self.members[index].channel.is_ready():
                 self._receive_from(index)
-        self._raise_if_died(where)
 
     def _raise_if_died(self, where: Sequence[str]) -> None:
         if self._lost:
@@ -359,13 +392,24 @@ class Team:
                     os.kill(member.pid, signal.SIGKILL)
             member.channel.close()
         self.members = []
+        self.transport.end()
 
     def __del__(self) -> None:  # neither the engine nor a graph needs it any more
         self.end(patient=True)
 
     def forget(self) -> None:
         """Let go of the parent's workers, in the child of a fork."""
+        self.transport.forget()
         self.end(patient=True)
+
+
+always_send = False  # for tests: have parameters and gradients sent where they could be shared, too
+
+
+def _transport_for(devices: Sequence[torch.device]) -> Transport:
+    if always_send or any(device.type != "cpu" for device in devices):
+        return Collectives(devices)
+    return SharedSums()
 
 
 @functools.lru_cache(maxsize=8)
@@ -390,6 +434,17 @@ def _how_it_ended(status: int | None) -> str:
         name = f"signal {-code}"
     often = " (often the kernel's answer to a machine that is out of memory)" if name == "SIGKILL" else ""
     return f"was ended by {name}{often}"
+
+
+def _is_a_launchers(variable: str) -> bool:
+    """Return whether an environment variable says what part a process has in a launcher's job: not the workers'."""
+    return variable in _LAUNCHERS or variable.startswith("TORCHELASTIC_")
+
+
+_LAUNCHERS = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+}
 
 
 def _descriptor(stream: object, otherwise: int) -> int:

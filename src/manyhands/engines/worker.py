@@ -37,16 +37,20 @@ import torch
 from torch import nn
 
 from manyhands import cores, torch_private
+from manyhands import devices as _devices
 from manyhands.batch_norm import BatchNormOverReplicas, Walk
+from manyhands.buckets import Bucket
 from manyhands.engines.base import called
 from manyhands.engines.channel import Channel, ChannelClosedError
+from manyhands.engines.collectives import Groups, Meeting, ReducedPart
 from manyhands.engines.far_meeting import MeetingElsewhere
 from manyhands.engines.messages import Answer, Backward, Failed, Forward, Message, Sent, sent
 from manyhands.engines.mirror import GONE, Described, Update
 from manyhands.engines.pickling import classes_by_value, dumps, loads
 from manyhands.engines.replicas import Stamp, look_for_live_tensors
 from manyhands.engines.shared_memory import Outbox, Segment, can_lie_in_memory
-from manyhands.engines.shared_sums import Ground, Part
+from manyhands.engines.shared_sums import Ground, SummedPart, Summing
+from manyhands.engines.transport import Part
 from manyhands.errors import log
 from manyhands.layouts import Only
 from manyhands.outputs import Group
@@ -56,7 +60,6 @@ from manyhands.workers import run_together
 
 Around: TypeAlias = Callable[[], AbstractContextManager[None]]
 
-_CPU = torch.device("cpu")
 _SPIN_S = 0.0002
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
@@ -64,10 +67,11 @@ _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 class Module:
     """The worker's own module: what replicas are stamped from."""
 
-    def __init__(self, update: bytes, segments: dict[int, Segment]) -> None:
+    def __init__(self, update: bytes, segments: dict[int, Segment], device: torch.device) -> None:
+        self._device = device
         tensors, pickled, self._outside = pickle.loads(update)
         self.described: list[Described] = pickle.loads(tensors)
-        self.tensors = [_tensor(described, segments) for described in self.described]
+        self.tensors = [_tensor(described, segments, device) for described in self.described]
         # The places of tensors that were copied from where they lie, to be copied again when they are written anew.
         self._copied = [
             (tensor, segments[d.place.segment].view(d.place))
@@ -97,7 +101,7 @@ class Module:
                 tensor.requires_grad_(flag)
         if update.rewritten and self._copied:
             for tensor, written in self._copied:
-                tensor.data = written.clone()
+                tensor.data = written.to(tensor.device, copy=True)
         if update.changes or update.requires_grad is not None:
             self.blueprint = Blueprint(self.blueprint.root)
             self._prepared = None
@@ -106,7 +110,17 @@ class Module:
 
     def prepare(self, tracked: bool) -> None:
         """Stamp the next replica, while the caller has other things to do."""
-        self._prepared = tracked, Stamp(self.blueprint, _CPU, _CPU, False, tracked)
+        self._prepared = tracked, Stamp(self.blueprint, self._device, self._device, False, tracked)
+
+    def take(self, buckets: Sequence[Bucket], flats: Sequence[torch.Tensor]) -> None:
+        """Take parameters that were sent.
+
+        It does not count as a write: what the caller has written by way of `.data` is none of the graphs' business, and
+        of all else the first replica's graph knows.
+        """
+        for bucket, flat in zip(buckets, flats, strict=True):
+            pieces = bucket.pieces(flat)
+            torch_private.copy_all_in_place([self.tensors[number].data for number in pieces], [*pieces.values()])
 
     def stamp(self, tracked: bool) -> tuple[Stamp, dict[int, torch.Tensor]]:
         """Return a new replica, and its leaves by number."""
@@ -141,7 +155,12 @@ class Worker:
         self._graphs: dict[int, Graph] = {}
         self._module: Module | None = None
         self._gradients: dict[int, torch.Tensor] = {}
+        self._device = torch.device("cpu")
         self._ground: Ground | None = None
+        self._groups: Groups | None = None
+        self._of_parameters: Sequence[Bucket] = ()  # the buckets in which they are sent
+        self._of_gradients: Sequence[Bucket] = ()  # those in which they are reduced
+        self._is_awaited = False  # by the others: it has not done its part yet in what all do together
         self._state: ProcessState | None = None
         self._looked: list[Any] = []  # the signature of the module whose replicas' graphs have been looked at
         self._num_looks = 0
@@ -191,35 +210,49 @@ class Worker:
 
     def _answer(self, message: Forward | Backward) -> Answer:
         answer = Answer(None, [], 0.0, None, [], [], False, [], [])
+        together = message.meeting if isinstance(message, Forward) else message.walk
+        self._is_awaited = together is not None
         try:
             if torch.get_num_threads() != message.num_threads:
                 torch.set_num_threads(message.num_threads)
-            torch.default_generator.manual_seed(message.seed)
-            random_state = torch.default_generator.get_state()
+            if isinstance(message, Forward):
+                self._device = message.device
+            _devices.seed(self._device, message.seed)
+            random_states = _devices.generator_states(self._device)
             started = time.perf_counter()
             if isinstance(message, Forward):
                 self._forward(message, answer)
             else:
                 self._backward(message, answer)
             answer.seconds += time.perf_counter() - started
-            answer.drew = not torch.equal(random_state, torch.default_generator.get_state())
+            states_now = _devices.generator_states(self._device)
+            answer.drew = not all(torch.equal(*pair) for pair in zip(random_states, states_now, strict=True))
             answer.places = self._outbox.flush()
         except BaseException as error:  # noqa: BLE001 - it is the caller's to handle
             self._outbox.forget()
             answer.value, answer.gradients = None, []
             answer.error = self._failed(error)
+            answer.out_of_step = self._is_awaited
             traceback.clear_frames(error.__traceback__)
         return answer
 
     def _forward(self, message: Forward, answer: Answer) -> None:
         update = message.update
+        if update.buckets is not None:
+            self._of_parameters = update.buckets
+        buckets, flats = [self._of_parameters[b] for b in update.sent], []
+        if message.meeting is not None:  # before anything that may fail: the others count on it
+            flats = self._groups_of(message.meeting).receive(buckets, message.replicas)
+            self._is_awaited = False
         if update.module is not None:
             sys.path[:] = update.path
             importlib.invalidate_caches()
             self._module, self._looked, self._gradients = None, [], {}
-            self._module = Module(update.module, self._segments)
+            self._module = Module(update.module, self._segments, self._device)
         assert self._module is not None
         self._module.change(update)
+        self._module.take(buckets, flats)
+        del flats
         assert self._state is not None
         tracked = self._state.thread.grad_enabled
         module = self._module
@@ -232,7 +265,7 @@ class Worker:
                 args, kwargs = call.pop()
                 return called(stamp.replica, message.method)(*args, **kwargs)
 
-            output = _run(run, around)
+            output = _run(run, self._device, around)
         outputs: list[torch.Tensor] = []
         numbers: dict[int, Sent] = {}
 
@@ -293,7 +326,8 @@ class Worker:
             tensor = self._received(sent, message)
             if sent.leaf is not None:
                 leaves[sent.leaf] = tensor = tensor.requires_grad_()
-            own = tensor.clone()  # the place is written over by the next message; and a leaf must not be written into
+            # The place is written over by the next message; and a leaf must not be written into.
+            own = tensor.to(sent.device or tensor.device, copy=True)
             # Where nothing is tracked, a module may switch gradients on for what it does inside.
             return own.requires_grad_() if sent.requires_grad and sent.leaf is None else own
 
@@ -304,7 +338,10 @@ class Worker:
         if message.gradients is not None:
             places = message.gradients.items()
             self._gradients = {number: self._segments[place.segment].view(place) for number, place in places}
-        received = [(output, self._received(sent, message).clone(), sent.leaf) for output, sent in message.grads]
+        received = []
+        for output, standing in message.grads:
+            grad = self._received(standing, message).to(graph.outputs[output].device, copy=True)
+            received.append((output, grad, standing.leaf))
         ends = [graph.outputs[output] for output, _, _ in received]
         assert self._state is not None
         if message.derive is None:
@@ -316,14 +353,16 @@ class Worker:
             part = self._part(message)
             try:
                 with self._state.thread.applied(), part.hooked(leaves) if part else contextlib.nullcontext():
-                    _run(lambda: torch.autograd.backward(ends, grads, retain_graph=message.keep), around)
+                    _run(lambda: torch.autograd.backward(ends, grads, retain_graph=message.keep), self._device, around)
             except BaseException:
                 if part:
                     part.fail()
+                    self._is_awaited = False
                 raise
             del ends, grads, keep_alive, around
             if part:
                 answer.seconds -= part.end()
+                self._is_awaited = False
             self._take_gradients(leaves, answer)
             return
         leaves = dict(graph.leaves)
@@ -338,7 +377,7 @@ class Worker:
             results.extend(torch.autograd.grad(ends, inputs, grads, create_graph=True, allow_unused=True))
 
         with self._state.thread.applied(), torch.enable_grad():
-            _run(differentiate, graph.around)
+            _run(differentiate, self._device, graph.around)
         outputs: list[torch.Tensor] = []
         for key, result in zip(keys, results, strict=True):
             if result is not None:
@@ -350,16 +389,26 @@ class Worker:
         self._graphs[message.derive] = Graph(leaves, outputs, graph.keep_alive, graph.around)
 
     def _part(self, message: Backward) -> Part | None:
-        """Return this replica's part in the sums of large gradients; None if there are none."""
-        sums = message.sums
-        if sums is None:
+        """Return this replica's part in what is done with gradients; None if there is none."""
+        walk = message.walk
+        if walk is None:
             return None
-        if sums.places is not None:
-            self._ground = Ground(sums.places, self._segments, self._segments[sums.turns])
-            for gone in sums.gone:
-                del self._segments[gone]
-        assert self._ground is not None
-        return Part(self._ground, sums.replica, sums.replicas)
+        if isinstance(walk, Summing):
+            if walk.places is not None:
+                self._ground = Ground(walk.places, self._segments, self._segments[walk.turns])
+                for gone in walk.gone:
+                    del self._segments[gone]
+            assert self._ground is not None
+            return SummedPart(self._ground, walk.replica, walk.replicas)
+        if walk.buckets is not None:
+            self._of_gradients = walk.buckets
+        groups = self._groups_of(walk.meeting)
+        return ReducedPart(self._of_gradients, groups.of(walk.replicas), groups.place(), self._device)
+
+    def _groups_of(self, meeting: Meeting) -> Groups:
+        if self._groups is None:
+            self._groups = Groups(self._segments[meeting.store], meeting, self._device)
+        return self._groups
 
     def _take_gradients(self, leaves: dict[int, torch.Tensor], answer: Answer) -> None:
         """Write the leaves' gradients to their places, or into the outbox, and take them away."""
@@ -412,9 +461,9 @@ class _HandsOver(logging.Handler):
         self._messages.append(record.getMessage())
 
 
-def _run(task: Callable[[], Any], around: Around) -> Any:
-    """Run a task as a replica does, surrounded; raise what it raises."""
-    (outcome,) = run_together([task], [_CPU], lambda _: around())
+def _run(task: Callable[[], Any], device: torch.device, around: Around) -> Any:
+    """Run a task as a replica on `device` does, surrounded; raise what it raises."""
+    (outcome,) = run_together([task], [device], lambda _: around())
     try:
         if outcome.error is not None:
             raise outcome.error
@@ -423,13 +472,17 @@ def _run(task: Callable[[], Any], around: Around) -> Any:
         del outcome
 
 
-def _tensor(described: Described, segments: dict[int, Segment]) -> torch.Tensor:
-    """Return the worker's own of one of the module's tensors."""
-    if described.place is None:
+def _tensor(described: Described, segments: dict[int, Segment], device: torch.device) -> torch.Tensor:
+    """Return the worker's own of one of the module's tensors; on `device`, unless it says otherwise."""
+    device = described.device or device
+    if described.later is not None:
+        form = described.later
+        tensor = torch.empty_strided(form.size, form.stride, dtype=form.dtype, device=device)
+    elif described.place is None:
         assert described.inline is not None
-        tensor = described.inline
+        tensor = described.inline.to(device)
     else:
-        tensor = segments[described.place.segment].view(described.place)
+        tensor = segments[described.place.segment].view(described.place).to(device)
         if not described.is_shared:
             tensor = tensor.clone()
     if described.kind is nn.Parameter:

@@ -1,0 +1,130 @@
+"""The transport: how parameters reach the workers, and how their gradients become the caller's. One a team of workers.
+
+There are two. On the CPU parameters lie in memory that all processes map, and the processes sum large gradients there
+(shared_sums.py). Elsewhere each worker has parameters of its own, on its own device, and torch.distributed takes both
+from process to process (collectives.py). What each replica does in one walk of the graphs is a `Part`, on both sides.
+"""
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from manyhands.engines.shared_memory import Segment
+
+
+class Part(abc.ABC):
+    """One replica's part in what is done with the gradients of one walk."""
+
+    @property
+    @abc.abstractmethod
+    def numbers(self) -> Sequence[int]:
+        """The numbers of the tensors whose gradients are taken."""
+
+    @abc.abstractmethod
+    def give(self, number: int, gradient: torch.Tensor) -> bool:
+        """Take a tensor's gradient; return whether it was taken: the first one, and of the kind that was expected."""
+
+    @abc.abstractmethod
+    def end(self, watch: Callable[[], None] = lambda: None) -> float:
+        """Do what is still to do; return for how many seconds others were waited for.
+
+        Args:
+            watch: is called now and then while waiting; it raises what ends the wait.
+        """
+
+    @abc.abstractmethod
+    def fail(self, watch: Callable[[], None] = lambda: None) -> None:
+        """See to it that nobody waits for this replica, which has failed; there will be no results."""
+
+    def hooked(self, leaves: Mapping[int, torch.Tensor]) -> "Hooks":
+        """Take leaves' gradients as soon as they are there, for as long as the context lasts."""
+        return Hooks(self, leaves)
+
+
+class Hooks:
+    """Hands leaves' gradients to a `Part` as soon as they are there."""
+
+    def __init__(self, part: Part, leaves: Mapping[int, torch.Tensor]) -> None:
+        self._part, self._leaves = part, leaves
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def __enter__(self) -> None:
+        for number in self._part.numbers:
+            leaf = self._leaves.get(number)
+            if leaf is not None and leaf.is_leaf and leaf.requires_grad:
+                handle = leaf.register_post_accumulate_grad_hook(self._taking(number))  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _taking(self, number: int) -> Callable[[torch.Tensor], None]:
+        def take(leaf: torch.Tensor) -> None:
+            if leaf.grad is not None and self._part.give(number, leaf.grad):
+                leaf.grad = None
+
+        return take
+
+
+class Transport(abc.ABC):
+    """The caller's side.
+
+    Attributes:
+        shares_parameters: whether workers have the live parameters' own memory; else they are sent.
+        segments: what the workers have to have.
+    """
+
+    shares_parameters: bool
+    segments: list[Segment]
+
+    @abc.abstractmethod
+    def begin_walk(self, leaves: Mapping[int, torch.Tensor], replicas: tuple[int, ...]) -> bool:
+        """Begin a walk; return whether there is anything to do with gradients. If not, nothing of the rest is called.
+
+        Args:
+            leaves: something of the size of each tensor that has a leaf, by number.
+            replicas: who takes part, in replica order.
+        """
+
+    @abc.abstractmethod
+    def telling(self, replica: int) -> Any:
+        """Return what a worker has to be told about the walk that has begun; take it as told."""
+
+    @abc.abstractmethod
+    def part(self, watch: Callable[[], None]) -> Part:
+        """Return the first replica's part in the walk, when all workers have been told; `watch` as in `Part.end`."""
+
+    @abc.abstractmethod
+    def results(self) -> dict[int, torch.Tensor]:
+        """Return the sums of the gradients, by number of the tensor, after a walk in which no replica has failed."""
+
+    @abc.abstractmethod
+    def meeting(self, replica: int) -> Any:
+        """Return what a worker has to be told about how parameters come that are sent."""
+
+    @abc.abstractmethod
+    def begin_sending(
+        self, flats: Sequence[torch.Tensor], replicas: tuple[int, ...], watch: Callable[[], None]
+    ) -> None:
+        """Begin to send parameters, when all workers have been told.
+
+        Args:
+            flats: buckets of them.
+            replicas: who takes part.
+            watch: as in `Part.end`.
+        """
+
+    @abc.abstractmethod
+    def end_sending(self, watch: Callable[[], None]) -> None:
+        """Wait until everything is sent; `watch` as in `Part.end`."""
+
+    @abc.abstractmethod
+    def end(self) -> None:
+        """Let go of what connects this process with the workers, which have ended or are about to."""
+
+    @abc.abstractmethod
+    def forget(self) -> None:
+        """Let go of the parent's, in the child of a fork."""
