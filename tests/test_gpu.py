@@ -6,6 +6,8 @@ simulated devices hide real ones.
 
 import copy
 import gc
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -442,3 +444,170 @@ def test_every_accelerator_is_the_default() -> None:
     model = DataParallel(nn.Linear(4, 2).to(torch.device(accelerator().type, 0)))
     assert model.device_ids == list(range(torch.accelerator.device_count()))
     assert model(torch.randn(16, 4)).shape == (16, 2)
+
+
+# ---- processes: over gloo where two replicas share a device, over NCCL where each has its own ----
+
+
+@pytest.fixture
+def in_processes(placed: list[torch.device]) -> Iterator[Callable[..., tuple[nn.Module, DataParallel]]]:
+    """`wrapped`, with workers that are ended after the test."""
+    made: list[DataParallel] = []
+
+    def wrap(plain: nn.Module, **options: Any) -> tuple[nn.Module, DataParallel]:
+        plain, model = wrapped(plain, placed, engine="processes", **options)
+        made.append(model)
+        return plain, model
+
+    yield wrap
+    for model in made:
+        model.close()
+
+
+def backend_of(model: DataParallel) -> str:
+    return model._engine._team.transport._meeting.backend
+
+
+@pytest.mark.parametrize("make", [mlp, conv_net])
+def test_processes_train_as_the_plain_module(placed, in_processes, make: Callable[[], nn.Module]) -> None:
+    """N1, N9: outputs, gradients of parameters and input, several steps of an optimizer, a short batch among them."""
+    plain, model = in_processes(make())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (plain, model.module)]
+    for rows in (64, 64, 7, 1, 64):
+        x = torch.randn((rows, 16) if make is mlp else (rows, 3, 8, 8), dtype=torch.float64)
+        inputs = [x.to(placed[0]).requires_grad_() for _ in range(2)]
+        outputs = [plain(inputs[0]), in_time(lambda inputs=inputs: model(inputs[1]))]
+        assert outputs[1].device == placed[0]
+        torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-10, atol=1e-10)
+        outputs[0].pow(2).sum().backward()
+        in_time(lambda outputs=outputs: outputs[1].pow(2).sum().backward())
+        assert_same_gradients(model, plain)
+        torch.testing.assert_close(inputs[1].grad, inputs[0].grad, rtol=1e-10, atol=1e-10)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert backend_of(model) == ("nccl" if len(set(placed)) == len(placed) else "gloo")
+
+
+def test_processes_take_a_batch_of_the_host(placed, in_processes) -> None:
+    """S11: each replica gets its rows on its own device."""
+    plain, model = in_processes(mlp())
+    x = torch.randn(24, 16, dtype=torch.float64)
+    torch.testing.assert_close(in_time(lambda: model(x)), plain(x.to(placed[0])), rtol=1e-10, atol=1e-10)
+
+
+def test_processes_have_each_replica_on_its_device(placed, in_processes) -> None:
+    class Tells(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+            self.register_buffer("buffer", torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            devices = {x.device, self.weight.device, self.buffer.device}
+            assert len(devices) == 1
+            return x * self.weight * 0 + devices.pop().index
+
+    _, model = in_processes(Tells())
+    output = in_time(lambda: model(torch.zeros(len(placed), 1, device=placed[0])))
+    assert output.flatten().tolist() == [device.index for device in placed]
+
+
+def test_processes_see_what_is_written(placed, in_processes) -> None:
+    """R5, R8: parameters by way of `.data`, and buffers."""
+    plain, model = in_processes(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double().eval())
+    x = torch.randn(8, 4, dtype=torch.float64, device=placed[0])
+    for _ in range(3):
+        for module in (plain, model.module):
+            module[0].weight.data.mul_(1.5)
+            module[1].running_mean.add_(1)
+        torch.testing.assert_close(in_time(lambda: model(x)), plain(x), rtol=1e-10, atol=1e-10)
+
+
+def test_processes_double_backward(placed, in_processes) -> None:
+    """N3"""
+    plain, model = in_processes(mlp())
+    x = torch.randn(12, 16, dtype=torch.float64, device=placed[0], requires_grad=True)
+
+    def step(module: nn.Module) -> None:
+        (grad,) = torch.autograd.grad(module(x).pow(2).sum(), x, create_graph=True)
+        grad.pow(2).sum().backward()
+
+    step(plain)
+    in_time(lambda: step(model))
+    assert_same_gradients(model, plain)
+
+
+def test_processes_draw_masks_of_their_own_and_runs_repeat(placed, in_processes) -> None:
+    """N6"""
+    _, model = in_processes(nn.Dropout(0.5))
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        runs.append([in_time(lambda: model(torch.ones(len(placed), 256, device=placed[0]))) for _ in range(3)])
+    torch.testing.assert_close(runs[0], runs[1], rtol=0, atol=0)
+    rows = torch.cat(runs[0]).tolist()
+    assert len({tuple(row) for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_processes_and_a_replica_that_fails_in_backward(placed, in_processes, failing: int) -> None:
+    """F1: the others do not wait for its gradients; the next step works."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            raise ValueError("as asked")
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 300), nn.Linear(300, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.first(x)
+            return self.second(Fails.apply(hidden) if x[0, 0] == 7 else hidden)
+
+    _, model = in_processes(Model())
+    x = torch.zeros(len(placed), 16, device=placed[0])
+    x[failing] = 7.0
+    with pytest.raises(ValueError, match="as asked"):
+        in_time(lambda: model(x).sum().backward())
+    x[failing] = 1.0
+    in_time(lambda: model(x).sum().backward())
+    assert all(p.grad is not None for p in model.module.parameters())
+
+
+def test_processes_and_a_worker_that_is_killed(placed, in_processes) -> None:
+    """F4: in backward, while the others wait for its gradients."""
+
+    class Dies(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            os.kill(os.getpid(), signal.SIGKILL)
+            return grad
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.dies = nn.Linear(16, 16), True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Dies.apply(self.layer(x)) if self.dies and x[0, 0] > 0 else self.layer(x)
+
+    _, model = in_processes(Model())
+    x = torch.zeros(len(placed), 16, device=placed[0])
+    x[-1] = 1.0
+    with pytest.raises(RuntimeError, match="its worker process"):
+        in_time(lambda: model(x).sum().backward())
+    model.module.dies = False
+    in_time(lambda: model(x).sum().backward())
+    assert model.module.layer.bias.grad.tolist() == [float(len(placed))] * 16
