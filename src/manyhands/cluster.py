@@ -14,7 +14,9 @@ not, and it can be seen, the error names the first difference.
 """
 
 import atexit
+import contextlib
 import datetime
+import functools
 import hashlib
 import os
 import pickle
@@ -25,6 +27,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -35,14 +38,20 @@ from manyhands import torch_private
 from manyhands.buckets import Form, buckets_of
 from manyhands.launcher import start_default_group
 
-_SPIN_S = 0.0002
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.00005, 0.002
 _LOOK_EVERY_S = 0.2  # how often one who waits asks the store about failures; with many processes, less often
 _LAST_WORDS_S = 2.0  # how long to wait for the reason, when a connection has been lost
+_MARGIN_S = 5.0
 _MOST_TEXT = 2000
 _LENGTH = 16  # of what is gathered
 
+_NOT_IN_GROUP = -100  # torch.distributed.GroupMember.NON_GROUP_MEMBER
+
 distributed: Any = torch.distributed
+_STORE_ERRORS = (
+    getattr(distributed, "DistNetworkError", RuntimeError),
+    getattr(distributed, "DistStoreError", RuntimeError),
+)
 
 
 def join(process_group: Any = None) -> "Cluster | None":
@@ -54,6 +63,7 @@ def join(process_group: Any = None) -> "Cluster | None":
 
     Raises:
         TypeError: `process_group` is none of these.
+        ValueError: it is a group to which this process does not belong.
         RuntimeError: the launcher's variables are incomplete, or processes are missing.
     """
     if process_group is False:
@@ -62,12 +72,19 @@ def join(process_group: Any = None) -> "Cluster | None":
         if not start_default_group():
             return None
         process_group = distributed.group.WORLD
+    elif type(process_group) is int and process_group == _NOT_IN_GROUP:
+        raise ValueError(
+            "process_group: this process does not belong to it (torch.distributed.new_group has returned "
+            "GroupMember.NON_GROUP_MEMBER). Wrap the model in the processes of the group only, or with "
+            "process_group=False in the others."
+        )
     elif not isinstance(process_group, getattr(distributed, "ProcessGroup", ())):
         raise TypeError(f"process_group={process_group!r}: expected a ProcessGroup, None or False")
     if process_group.size() == 1:
         return None
     if process_group not in _clusters:
         _clusters[process_group] = Cluster(process_group)
+        _clusters[process_group].meet()
     return _clusters[process_group]
 
 
@@ -88,11 +105,20 @@ class Cluster:
         self._look_every_s = max(_LOOK_EVERY_S, self.world_size / 500)
         self._num_arrivals = self._num_models = 0
         self._groups: dict[tuple[str, str], Any] = {}
+        self._store_has_gone = False  # with the process in which it was: nobody is there to be told, or asked
         self._broken: str | None = None
-        self._store.set(f"process/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
+        self._pid = os.getpid()
+        self._places: list[str] = []  # of all processes: machine and number
+        self._control: Any = None
+        _tell_failures_to(self)
+
+    def meet(self) -> None:
+        """Wait for all processes, and connect them. To be called once."""
+        place = f"{_machine()} {self._pid}"
+        self._say(f"process/{self.rank}", place)
         self.arrive("a DataParallel that spans processes")
         self._control = self._new_group("gloo", "control")
-        _tell_failures_to(self)
+        self._places = self.exchange(place, "meeting")
 
     def next_number(self) -> int:
         """Return how many models have been wrapped for these processes, this one included."""
@@ -112,24 +138,32 @@ class Cluster:
 
         It goes through the store, and so works before there is any connection between the processes.
         """
+        self._raise_if_broken()
         self._num_arrivals += 1
         key = f"arrival/{self._num_arrivals}"
-        self._store.set(f"{key}/{self.rank}", at)
-        missing = set(range(self.world_size)) - {self.rank}
+
+        def missing() -> list[int]:
+            return [rank for rank in range(self.world_size) if not self._text(f"{key}/{rank}")]
 
         def all_there() -> bool:
-            missing.difference_update([r for r in sorted(missing) if self._store.check([f"{key}/{r}"])])
-            return not missing
+            return bool(self._store.add(f"{key}/number", 0) >= self.world_size)
 
-        def who() -> str:
-            return f"{ranks_of(sorted(missing))} did not come to it"
+        def look() -> None:
+            gone = [rank for rank in missing() if self._has_gone(rank)]
+            if gone and not all_there():
+                raise self._failure(f"{ranks_of(gone)} {_has(gone)} ended and did not come to {at}")
 
-        self._wait_until(all_there, at, who, asks_store=True)
-        others = [(r, self._text(f"{key}/{r}")) for r in range(self.world_size)]
-        different = next(((r, other) for r, other in others if other != at), None)
-        if different is not None:
-            self.fail(f"rank {self.rank} has come to {at}, and rank {different[0]} to {different[1]}")
-            raise self._failure(f"rank {different[0]} has come to {different[1]}, this one to {at}")
+        try:
+            first = self._store.compare_set(f"{key}/first", "", f"{self.rank}\n{at}").decode()
+            self._store.set(f"{key}/{self.rank}", at)
+            self._store.add(f"{key}/number", 1)
+            self._wait_until(all_there, at, lambda: f"{ranks_of(missing())} did not come to it", look)
+        except _STORE_ERRORS as error:
+            raise self._lost(error, at) from error
+        rank, _, other = first.partition("\n")
+        if other != at:
+            self.fail(f"rank {self.rank} has come to {at}, and rank {rank} to {other}")
+            raise self._failure(f"rank {rank} has come to {other}, and this one, rank {self.rank}, to {at}")
 
     def gather(self, values: Sequence[float], doing: str) -> "Gathering":
         """Begin to send some numbers to everybody; whole numbers are exact below 2**53.
@@ -138,7 +172,7 @@ class Cluster:
             values: not many; as many as the others give who do the same.
             doing: says what is being done. Where others do something else, it becomes an error that names both.
         """
-        numbers = [_digest(doing), *values]
+        numbers = [digest_of(doing), *values]
         numbers += [0.0] * (_LENGTH - len(numbers))  # equal lengths, so that those can meet who do not do the same
         mine = torch.tensor(numbers, dtype=torch.float64)
         everybody = [torch.empty_like(mine) for _ in range(self.world_size)]
@@ -179,19 +213,26 @@ class Cluster:
         pairs = zip(everybody, lengths, strict=True)
         return [pickle.loads(tensor[:length].numpy().tobytes()) for tensor, length in pairs]
 
-    def send_from(self, source: int, tensors: Sequence[torch.Tensor], group: Any, doing: str) -> None:
-        """Overwrite `tensors` by what the process of rank `source` has in its own."""
+    def begin_to_send_from(
+        self, source: int, tensors: Sequence[torch.Tensor], group: Any, doing: str
+    ) -> Callable[[], None]:
+        """Begin to overwrite `tensors` by what the process of rank `source` has; return what waits for it."""
         forms = {i: Form.of(tensor.detach(), tensor.device) for i, tensor in enumerate(tensors) if tensor.numel()}
+        flying = []
         for bucket in buckets_of(forms):
             flat = bucket.flat(tensors)
             octets = flat.view(torch.uint8)  # every dtype travels alike
-            self.wait(
-                self.start(partial(distributed.broadcast, octets, self._ranks[source], group, True)), doing, group
-            )
-            if self.rank != source:
-                with torch.no_grad():
-                    for number, piece in bucket.pieces(flat).items():
-                        tensors[number].detach().copy_(piece)
+            send = partial(distributed.broadcast, octets, self._ranks[source], group, True)
+            flying.append((bucket, flat, self.start(send)))
+
+        def wait() -> None:
+            for bucket, flat, work in flying:
+                self.wait(work, doing, group)
+                for number, piece in bucket.pieces(flat).items() if self.rank != source else ():
+                    # Not seen by autograd: most buffers are constants, which graphs have kept for their backward.
+                    tensors[number].data.copy_(piece)
+
+        return wait
 
     def group_for(self, device: torch.device, purpose: str) -> Any:
         """Return the process group for tensors on `device`, one for each purpose: their exchanges may overlap.
@@ -202,14 +243,15 @@ class Cluster:
         if (str(device), purpose) in self._groups:
             return self._groups[str(device), purpose]
         # Several processes on one GPU cannot talk by NCCL.
-        places = self.exchange((socket.gethostname(), str(device)), "choosing how to talk to each other")
+        places = self.exchange((_machine(), str(device)), "choosing how to talk to each other")
         alone = len(set(places)) == self.world_size and not _devices.computes_on_host(device)
         backend = distributed.get_default_backend_for_device(device) if alone else "gloo"
         group = self._groups[str(device), purpose] = self._new_group(backend, purpose)
         return group
 
     def _new_group(self, backend: str, purpose: str) -> Any:
-        timeout = datetime.timedelta(seconds=self.timeout_s)
+        # Longer than one waits here, where it can be said who has not come.
+        timeout = datetime.timedelta(seconds=self.timeout_s + _MARGIN_S)
         try:
             return distributed.new_group(
                 self._ranks,
@@ -225,8 +267,7 @@ class Cluster:
 
     def start(self, begin: Callable[[], Any]) -> Any:
         """Begin something that torch.distributed does meanwhile, unless the processes no longer agree."""
-        if self._broken is not None:
-            raise RuntimeError(self._broken)
+        self._raise_if_broken()
         try:
             return begin()
         except RuntimeError as error:
@@ -239,7 +280,7 @@ class Cluster:
             RuntimeError: it failed, somebody else failed, or nobody came in time. Says which.
         """
         if group is None or distributed.get_backend(group) == "gloo":
-            self._wait_until(work.is_completed, doing, lambda: "")
+            self._wait_until(work.is_completed, doing, block=partial(_block, work))
         try:
             work.wait()
         except RuntimeError as error:
@@ -247,7 +288,7 @@ class Cluster:
 
     def wait_for_future(self, future: Any, doing: str) -> Any:
         """Return the tensor that a communication hook's future brings."""
-        self._wait_until(future.done, doing, lambda: "")
+        self._wait_until(future.done, doing)
         try:
             value = future.wait()
         except RuntimeError as error:
@@ -255,26 +296,42 @@ class Cluster:
         return value[0] if isinstance(value, list | tuple) else value
 
     def _wait_until(
-        self, done: Callable[[], bool], doing: str, who: Callable[[], str], *, asks_store: bool = False
+        self,
+        done: Callable[[], bool],
+        doing: str,
+        who: Callable[[], str] = lambda: "",
+        look: Callable[[], None] | None = None,
+        block: Callable[[float], None] | None = None,
     ) -> None:
+        """Wait; now and then look at the store.
+
+        Args:
+            who: says in a message who has not come.
+            look: what else to look at; given where `done` asks the store too, which is not to be asked too often.
+            block: waits for so many seconds at most, and is woken as soon as it is done; None: there is no such thing.
+        """
         started = last_look = time.monotonic()
-        nap_s = _FIRST_NAP_S
+        num_looks = 0
+        nap_s, longest_nap_s = _FIRST_NAP_S, _LONGEST_NAP_S if look is None else self._look_every_s / 4
         told = False
         while not done():
             now = time.monotonic()
-            if now - started < _SPIN_S and not asks_store:
-                time.sleep(0)
-                continue
             if now - last_look > self._look_every_s:
                 last_look = now
                 self._raise_if_somebody_failed(doing)
+                num_looks += 1
+                if look is not None and num_looks.bit_count() == 1:  # ever less often: it asks about every process
+                    look()
                 if not told:
                     told = True
                     self._say(f"at/{self.rank}", doing)
                 if now - started > self.timeout_s:
                     self._raise_timeout(doing, who())
-            time.sleep(nap_s)
-            nap_s = min(nap_s * 1.5, _LONGEST_NAP_S if not asks_store else self._look_every_s / 4)
+            if block is not None:
+                block(self._look_every_s)
+            else:
+                time.sleep(nap_s)
+                nap_s = min(nap_s * 1.5, longest_nap_s)
         if told:
             self._say(f"at/{self.rank}", "")
 
@@ -301,11 +358,9 @@ class Cluster:
             self._raise_if_somebody_failed(doing)
             gone = [rank for rank in range(self.world_size) if rank != self.rank and self._has_gone(rank)]
             if gone:
-                return self._failure(
-                    f"{ranks_of(gone)} {'has' if len(gone) == 1 else 'have'} ended while this one was at {doing}"
-                )
+                return self._failure(f"{ranks_of(gone)} {_has(gone)} ended while this one was at {doing}")
             time.sleep(0.05)
-        return self._failure(f"the connection to another process was lost at {doing}: {_brief(error)}")
+        return self._failure(f"{doing} has failed, and no other process says why: {_brief(error)}")
 
     def raise_different(self, doing: str) -> None:
         """Raise an error that says what the processes have come to; all of them call it."""
@@ -339,44 +394,59 @@ class Cluster:
         if text:
             rank, _, reason = text.partition("\n")
             if int(rank) != self.rank:
+                # A launcher takes whoever ends first for the cause: that is to be the one that has failed.
+                deadline = time.monotonic() + _LAST_WORDS_S
+                while time.monotonic() < deadline and not self._has_gone(int(rank)):
+                    time.sleep(0.05)
                 raise self._failure(f"rank {rank} has failed while this one was at {doing}. Rank {rank} says: {reason}")
+
+    def _raise_if_broken(self) -> None:
+        if self._broken is not None:
+            raise RuntimeError(self._broken)
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"this is a process forked by rank {self.rank}: it does not belong to the processes that train the "
+                "model together. Use model.module in it, or torch.no_grad()."
+            )
 
     def _failure(self, text: str) -> RuntimeError:
         self._broken = text
         return RuntimeError(text)
 
     def _has_gone(self, rank: int) -> bool:
-        """Return whether another process of this machine has ended."""
-        host, _, pid = self._text(f"process/{rank}").partition(" ")
-        if self._text(f"ended/{rank}"):
-            return True
-        if host != socket.gethostname() or not pid:
-            return False
-        try:
-            os.kill(int(pid), 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            pass
-        return False
+        """Return whether another process has ended; of other machines only those that have said so are known."""
+        place = self._places[rank] if self._places else self._text(f"process/{rank}")
+        machine, _, pid = place.rpartition(" ")
+        return bool(self._text(f"ended/{rank}")) or (bool(pid) and machine == _machine() and not _runs(int(pid)))
 
     def ends(self) -> None:
-        """Tell the others that this process's program has ended."""
-        self._say(f"ended/{self.rank}", "ended")
+        """Tell those on other machines that this process's program has ended; on its own, it can be seen.
+
+        Not more than needed: the store may have ended before, which torch then says at length.
+        """
+        if not self._places or any(place.rpartition(" ")[0] != _machine() for place in self._places):
+            self._say(f"ended/{self.rank}", "ended")
 
     def _say(self, key: str, text: str, *, first_only: bool = False) -> None:
+        if os.getpid() != self._pid:  # a child of this process, a loader's worker perhaps: nobody waits for it
+            return
+        if self._store_has_gone:
+            return
         try:
             if first_only:
                 self._store.compare_set(key, "", text)
             else:
                 self._store.set(key, text)
-        except RuntimeError:  # the store was in a process that has gone: nobody is there to be told
-            pass
+        except _STORE_ERRORS:
+            self._store_has_gone = True
 
     def _text(self, key: str) -> str:
+        if self._store_has_gone:
+            return ""
         try:
             return self._store.get(key).decode() if self._store.check([key]) else ""
-        except RuntimeError:
+        except _STORE_ERRORS:
+            self._store_has_gone = True
             return ""
 
 
@@ -407,20 +477,23 @@ class Gathering:
 
 
 _clusters: "weakref.WeakKeyDictionary[Any, Cluster]" = weakref.WeakKeyDictionary()
-_telling: list[Cluster] = []
+_telling: "weakref.WeakSet[Cluster]" = weakref.WeakSet()
+_is_telling = False
 _lock = threading.Lock()
 
 
 def _tell_failures_to(cluster: Cluster) -> None:
-    """From now on, tell `cluster` when an exception ends this program."""
+    """From now on, tell `cluster` when an exception ends this program, and when it ends."""
+    global _is_telling  # noqa: PLW0603 - once in a process
     with _lock:
-        _telling.append(cluster)
-        if len(_telling) > 1:
+        _telling.add(cluster)
+        if _is_telling:
             return
+        _is_telling = True
     before = sys.excepthook
 
     def tell(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        for cluster in _telling:
+        for cluster in list(_telling):
             cluster.fail(f"{kind.__name__}: {error}")
         before(kind, error, traceback)
 
@@ -429,13 +502,34 @@ def _tell_failures_to(cluster: Cluster) -> None:
 
 
 def _tell_the_end() -> None:
-    for cluster in _telling:
+    for cluster in list(_telling):
         cluster.ends()
 
 
-def _digest(text: str) -> int:
+def digest_of(text: str) -> int:
     """Return a number that is the same in every process for the same text, and exact in double precision."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest())
+
+
+@functools.cache
+def _machine() -> str:
+    """Return what is the same for processes that can see each other's numbers."""
+    try:
+        numbers = os.readlink("/proc/self/ns/pid")  # two containers may call themselves alike
+    except OSError:
+        numbers = ""
+    return f"{socket.gethostname()} {numbers}"
+
+
+def _runs(pid: int) -> bool:
+    """Return whether a process of this machine runs; one that has ended and not been waited for does not."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
+    except ProcessLookupError:
+        return False
+    except (OSError, IndexError):  # not ours to ask, or a system without /proc
+        return True
 
 
 def ranks_of(ranks: Iterable[int]) -> str:
@@ -443,6 +537,16 @@ def ranks_of(ranks: Iterable[int]) -> str:
     ranks = list(ranks)
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
+
+
+def _block(work: Any, at_most_s: float) -> None:
+    """Wait for `work`, but no longer than so. Whether it is done, and has failed, is to be asked then."""
+    with contextlib.suppress(RuntimeError):
+        work.wait(datetime.timedelta(seconds=at_most_s))
+
+
+def _has(ranks: Sequence[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
 
 
 def _brief(error: BaseException) -> str:

@@ -23,20 +23,22 @@ from manyhands.batch_types import batch_type_of
 from manyhands.cluster import join
 from manyhands.devices import DeviceLike
 from manyhands.engines.base import Call, Engine, ReplicaTiming, called
-from manyhands.engines.reduction import CommHook, Reduction
+from manyhands.engines.comm_hooks import CommHook
+from manyhands.engines.reduction import Contribution, Reduction, Unjoined
+from manyhands.engines.replicas import leaves_and_nodes
 from manyhands.engines.threads import ThreadsEngine
 from manyhands.errors import say_once
 from manyhands.even_batches import even_batches
 from manyhands.inputs import Arguments, scattered
 from manyhands.launcher import local_device
 from manyhands.outputs import gathered, without_rows
-from manyhands.parallel_apply import parallel_apply
+from manyhands.parallel_apply import parallel_apply, values_or_raise
 from manyhands.replicate import check_device, replicate, unchanged_on_failure
 from manyhands.rules import OutputRules, check_dim, check_dims, check_scalars
 from manyhands.scatter_gather import check_kwargs, gather
 from manyhands.shares import Shares, check_shares, split_rows
 from manyhands.thread_state import modes_that_stay
-from manyhands.workers import inside_replica, replica_device
+from manyhands.workers import inside_replica, replica_device, run_together
 
 _ENGINES = ("threads", "processes")
 _NO_ACCELERATOR = (
@@ -60,6 +62,12 @@ _CANNOT_MEET_UNDER_MODE = (
     "sync_batch_norm=True over several processes while a mode is active that cannot follow into other threads (a "
     "dispatch or function mode, a torch.func transform, saved-tensor hooks): leave the mode, or use "
     "sync_batch_norm=False. Activation checkpoints belong inside the module."
+)
+_REENTRANT_UNDER_MODE = (
+    "a reentrant activation checkpoint inside the module, while a mode is active that cannot follow into other threads "
+    "(saved-tensor hooks, a checkpoint around the model): it computes again when the parameters whose gradients are "
+    "summed over the processes are no longer in their places. Use checkpoint(..., use_reentrant=False), or leave the "
+    "mode."
 )
 _STAND_IN_ROWS = 2  # batch norm needs more than one
 _LOSSES = ("mean", "sum")
@@ -196,7 +204,7 @@ class DataParallel(nn.DataParallel[Any]):
             self.output_device = _devices.public_id(self._gather_on)
             self.src_device_obj = self.devices[0]
         self.register_load_state_dict_pre_hook(_accept_clean_names)  # type: ignore[no-untyped-call]
-        self._reduction: Reduction | None = None
+        self._reduction: Reduction | Unjoined | None = None
         self.module = module  # the last one: from here on, what is assigned and only the module has is the module's
         if not self.devices:
             say_once(_NO_ACCELERATOR)
@@ -205,7 +213,6 @@ class DataParallel(nn.DataParallel[Any]):
         if len(self.devices) == 1:
             module.to(self.devices[0])
         if cluster is not None:
-            cluster.arrive(f"wrapping {type(module).__name__}")
             self._reduction = Reduction(cluster, self.devices[0], loss)
             self._reduction.begin_with(module)
 
@@ -233,12 +240,20 @@ class DataParallel(nn.DataParallel[Any]):
         if not self.devices:
             return called(self.module, method)(*inputs, **kwargs)
         if self._reduction is not None and torch.is_grad_enabled() and not inside_replica():
-            return self._run_across_processes(self._reduction, method, inputs, kwargs)
+            reduction = self._joined()
+            if reduction is not None:
+                return self._run_across_processes(reduction, method, inputs, kwargs)
         if len(self.devices) == 1 or self._runs_whole():
             return self._run_on_one_device(method, inputs, kwargs)
         if torch.compiler.is_compiling():  # a model that this wrapper is, or is part of: replicas are no part of it
             return torch.compiler.disable(self._run_uncompiled)(method, inputs, kwargs)  # type: ignore[no-untyped-call]
         return self._run_on_devices(method, inputs, kwargs)
+
+    def _joined(self) -> Reduction | None:
+        """Return what sums the gradients over the processes; None where this process is alone."""
+        if isinstance(self._reduction, Unjoined):
+            self._reduction = self._reduction.joined(self.module)
+        return self._reduction
 
     def _run_across_processes(
         self, reduction: Reduction, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]
@@ -260,14 +275,32 @@ class DataParallel(nn.DataParallel[Any]):
         return self._run_contributing(call, inputs, kwargs)
 
     def _run_contributing(self, call: Call, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert call.contribution is not None
         if not modes_that_stay():
-            return self._engine.forward(self.module, call)
+            output = self._engine.forward(self.module, call)
+        else:
+            output = self._run_in_callers_graph(call, call.contribution, inputs, kwargs)
+        call.contribution.has_run()
+        return output
+
+    def _run_in_callers_graph(
+        self, call: Call, contribution: Contribution, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if self.sync_batch_norm:
             raise RuntimeError(_CANNOT_MEET_UNDER_MODE)
         if len(self.devices) > 1:
             say_once(_RUNS_WHOLE_HERE)
-        assert call.contribution is not None
-        return self._on_one_device(call.contribution.of_callers_graph(self.module, call.method), inputs, kwargs)
+        run = contribution.of_callers_graph(self.module, call.method)
+
+        def run_as_replica(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # for the wrappers inside
+            outcomes = run_together([lambda: run(inputs, kwargs)], call.devices[:1])
+            return values_or_raise(outcomes, call.where()[:1])[0]
+
+        output = self._on_one_device(run_as_replica, inputs, kwargs)
+        reached = leaves_and_nodes([tensor for _, tensor in nested.tensors(output)])
+        if any("CheckpointFunctionBackward" in str(node) for node in reached if not isinstance(node, torch.Tensor)):
+            raise RuntimeError(_REENTRANT_UNDER_MODE)
+        return output
 
     def _run_without_rows(self, reduction: Reduction, call: Call) -> Any:
         """Take part in the others' step with a batch that has no rows: it counts for nothing.
@@ -275,9 +308,13 @@ class DataParallel(nn.DataParallel[Any]):
         Many modules cannot run on no rows. So the module runs on rows of zeros, and the output has none of them.
         """
         inputs, kwargs = call.arguments.with_rows(_STAND_IN_ROWS)
-        contribution = reduction.contribution(self.module, 0)
         buffers = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
-        call = replace(self._plan(call.method, inputs, kwargs), contribution=contribution)
+        call = replace(  # one replica, as for no rows: several might have too few each
+            call,
+            arguments=self._arguments(call.method, inputs, kwargs),
+            sizes=(_STAND_IN_ROWS,),
+            contribution=reduction.contribution(self.module, 0),
+        )
         output = self._run_contributing(call, inputs, kwargs)
         with torch.no_grad():
             for buffer, before in buffers:
@@ -330,10 +367,10 @@ class DataParallel(nn.DataParallel[Any]):
             >>> model(torch.zeros(3, 5)).sum().backward()
 
         For gradient accumulation over processes: one sum over the network for several batches. Each batch is weighted
-        by its rows, as it would be outside. Until that next backward the gradients are kept apart from `grad`. Where
-        there is one process it changes nothing.
+        by its rows, as it would be outside. Until that next backward `grad` is this process's own. Where there is one
+        process it changes nothing.
         """
-        reduction = self._reduction
+        reduction = self._joined()
         if reduction is None:
             yield
             return
@@ -354,7 +391,8 @@ class DataParallel(nn.DataParallel[Any]):
         but without rows, and counts for nothing; what a loss makes of no rows (nan, for a mean) is not read. Where
         there is one process these are the loader's batches.
         """
-        cluster = self._reduction.cluster if self._reduction is not None else None
+        reduction = self._joined()
+        cluster = reduction.cluster if reduction is not None else None
         return even_batches(cluster, loader, self.dim)
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
@@ -372,8 +410,9 @@ class DataParallel(nn.DataParallel[Any]):
         """
         if not callable(hook):
             raise TypeError(f"hook={hook!r}: expected a function of a state and a bucket")
-        if self._reduction is not None:
-            self._reduction.hook = (state, hook)
+        reduction = self._joined()
+        if reduction is not None:
+            reduction.hook = (state, hook)
 
     def set_batch_weight(self, weight: float) -> None:
         """Say what the next batch of this process weighs beside the other processes', in the place of its rows.
@@ -385,12 +424,19 @@ class DataParallel(nn.DataParallel[Any]):
         For a loss that is a mean over something else than rows, such as tokens or pixels: its number in this batch.
 
         Raises:
-            ValueError: a weight that is negative or not finite.
+            TypeError: a weight that is no number.
+            ValueError: one that is negative or not finite.
         """
-        if not 0 <= weight < math.inf:
-            raise ValueError(f"weight={weight!r}: expected a number from 0, such as how many tokens the batch has")
-        if self._reduction is not None:
-            self._reduction.next_weight = float(weight)
+        expected = "expected a number from 0, such as how many tokens the batch has"
+        try:
+            number = float(weight)
+        except (TypeError, ValueError, RuntimeError):  # the last: a tensor of several
+            raise TypeError(f"weight={weight!r}: {expected}") from None
+        if not 0 <= number < math.inf:
+            raise ValueError(f"weight={weight!r}: {expected}")
+        reduction = self._joined()
+        if reduction is not None:
+            reduction.next_weight = number
 
     def close(self) -> None:
         """Give back what the engine holds: threads, or worker processes. A later forward starts again.

@@ -57,7 +57,7 @@ def local_device() -> torch.device:
     if not present:
         return torch.device("cpu")
     if "LOCAL_RANK" not in os.environ:
-        return present[torch.accelerator.current_device_index()]
+        return _devices.resolve_one(present[0].type, "device")  # the current one
     local_rank = _number("LOCAL_RANK")
     if local_rank >= len(present):
         raise ValueError(
@@ -72,15 +72,24 @@ def start_default_group() -> bool:
     """Start the default process group if a launcher has started this process; return whether there is one now.
 
     It is ended when the program ends.
+
+    Raises:
+        RuntimeError: as `started_by_launcher`; or there are other processes, and this torch cannot talk to them.
     """
     distributed: Any = torch.distributed
     if not distributed.is_available():
+        if started_by_launcher() and _number("WORLD_SIZE") > 1:
+            raise RuntimeError(
+                f"WORLD_SIZE={_number('WORLD_SIZE')}, and this torch has no torch.distributed, by which processes "
+                "train together. Install one that has; or keep the model to this process with process_group=False."
+            )
         return False
     if not distributed.is_initialized():
         if not started_by_launcher():
             return False
-        if _devices.accelerators() and _number("LOCAL_RANK") < len(_devices.accelerators()):
-            torch.accelerator.set_device_index(_number("LOCAL_RANK"))
+        own = _devices.accelerators()[_number("LOCAL_RANK") :][:1]
+        if own and not _devices.computes_on_host(own[0]):
+            torch.accelerator.set_device_index(own[0].index)
         distributed.init_process_group()
         atexit.register(_end_default_group)
     return True

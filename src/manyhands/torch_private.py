@@ -31,6 +31,32 @@ def backward_keeps_graph() -> bool:
         return True
 
 
+def backward_reaches(node: Any) -> bool:
+    """Return whether the backward pass that is running goes on to a node, or hands out what the node would get.
+
+    `torch.autograd.grad` and `backward(inputs=...)` leave out what they do not need. Fallback: True.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except AttributeError:
+        return True
+    except RuntimeError:  # a leaf whose gradient torch.autograd.grad hands out
+        return True
+
+
+def backward_runs(node: Any) -> bool:
+    """Return whether the backward pass that is running calls a node: that of a leaf adds to its `grad`.
+
+    Fallback: True.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except AttributeError:
+        return True
+    except RuntimeError:
+        return False
+
+
 @functools.cache
 def import_what_backward_imports() -> None:
     """Import, once, what the first backward of a process imports, so that workers do not do it all at the same time.

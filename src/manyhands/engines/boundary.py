@@ -127,11 +127,18 @@ class Graphs:
         if self.contribution is not None:
             raise RuntimeError(_BACKWARD_INSIDE)
 
-    def begin_sum(self) -> Sum | None:
-        """Begin to sum the parameters' gradients over processes; None if that is not wanted."""
-        if self.contribution is None or not self.parameters:
+    def begin_sum(self, nodes: Sequence[Any]) -> Sum | None:
+        """Begin to sum the parameters' gradients over processes; None if that is not wanted.
+
+        Args:
+            nodes: where the running backward takes the gradient of each input.
+        """
+        if self.contribution is None:
             return None
-        return self.contribution.begin([self.live_inputs[k] for k in self.parameters])
+        nodes = [nodes[k] for k in self.parameters]
+        if not any(map(torch_private.backward_reaches, nodes)):
+            return None
+        return self.contribution.begin([self.live_inputs[k] for k in self.parameters], nodes)
 
     def walk(
         self, output_grads: Sequence[torch.Tensor | None], keep: bool, over_processes: Sum | None = None
@@ -313,26 +320,30 @@ class Boundary(torch.autograd.Function):
                 "Trying to backward through the replicas a second time: what they had saved was freed by the first "
                 "backward. Give the first one retain_graph=True, or add the losses up and call backward once."
             )
-        if all(grad is None for grad in grads):
+        over_processes = graphs.begin_sum([node for node, _ in ctx.next_functions])
+        if over_processes is None and all(grad is None for grad in grads):
             return (None, *(None for _ in graphs.inputs))
-        if torch.is_grad_enabled():
-            return (None, *_differentiable_backward(graphs, grads))
         keep = graphs.keep or torch_private.backward_keeps_graph()
-        over_processes = graphs.begin_sum()
+        of_parameters = slice(graphs.parameters.start, graphs.parameters.stop)
         try:
+            if torch.is_grad_enabled():
+                joined = _differentiable_backward(graphs, grads)
+                if over_processes is not None:
+                    joined[of_parameters] = over_processes.differentiable(joined[of_parameters])
+                return (None, *joined)
             parts = graphs.walk(grads, keep, over_processes)
-            joined: list[torch.Tensor | None] = []
+            joined = []
             for edge, of_edge in zip(graphs.inputs, parts, strict=True):
                 joined.append(edge.join_gradients(of_edge))
                 of_edge.clear()  # the replicas' gradients go as soon as their sum is there
             if over_processes is not None:
-                of_parameters = slice(graphs.parameters.start, graphs.parameters.stop)
                 rest = {k: grad for k, grad in enumerate(joined[of_parameters]) if grad is not None}
                 joined[of_parameters] = over_processes.finish(rest)
         except BaseException as error:
-            graphs.release()  # partly walked: what the leaves hold now must not be counted in another backward
+            if not torch.is_grad_enabled():
+                graphs.release()  # partly walked: what the leaves hold now must not be counted in another backward
             if over_processes is not None:
-                over_processes.fail(error)
+                over_processes.failed(error)
             raise
         if not keep:
             graphs.release()
@@ -352,13 +363,7 @@ def _differentiable_backward(graphs: Graphs, grads: Sequence[torch.Tensor | None
         return [None] * len(gradients)
     live_inputs = (*graphs.live_inputs, *(grad for grad in grads if grad is not None))
     results = iter(Boundary.apply(higher, *live_inputs))  # type: ignore[no-untyped-call]
-    joined = [next(results) if edge is not None else None for edge in gradients]
-    if graphs.contribution is not None and graphs.parameters:
-        of_parameters = slice(graphs.parameters.start, graphs.parameters.stop)
-        joined[of_parameters] = graphs.contribution.differentiable(
-            graphs.live_inputs[of_parameters], joined[of_parameters]
-        )
-    return joined
+    return [next(results) if edge is not None else None for edge in gradients]
 
 
 def _any_batched(grads: Sequence[torch.Tensor | None]) -> bool:

@@ -1,92 +1,63 @@
-"""Gradients summed over processes, while backward still runs.
+"""Gradients summed over processes: what one model's gradients count for, and when they are summed.
 
-    rank r:   backward of its own batch ──► gradient of its own loss, tensor by tensor
-                                              │ (1) times weight r / all weights, into its place in a bucket
+    rank r:   backward of its own batch ──► gradient of its own loss
+                                              │ times weight r / all weights
                                               ▼
-              bucket 0 full ──► (2) summed over the processes ──► ... ──► (3) gradients of the one loss over all rows
-              bucket 1 full ──► (2) ...
+              summed over the processes ──► gradient of the one loss over all rows
 
-    (1) The weight of a rank is its number of rows (or what it says), so that nothing is averaged per process. The ranks
-        exchange their weights when backward begins. A rank whose weight is 0 gives zeros: its own gradients, which may
-        be NaN, are never read.
-    (2) Buckets leave in their order on every rank, whatever the order in which gradients come; what a rank has no
-        gradient for is zeros. A communication hook may take the place of the plain sum.
-    (3) Which tensors some rank used is summed too: what nobody used has no gradient, anywhere.
+The weight of a rank is its number of rows (or what it says), so that nothing is averaged per process. The ranks
+exchange their weights when backward begins, and with them what they are about to sum (agreement.py). A rank whose
+weight is 0 gives zeros: its own gradients, which may be NaN, are never read. How the sum is made while backward still
+runs is bucketed_sum.py's.
 
-Together with the weights every rank says what it is about to sum. Where they do not all say the same, each raises an
-error that names the first difference; nobody waits for what will not come.
+Nothing is summed, and nobody waited for, in a backward that leads to no parameter, such as `torch.autograd.grad` for
+inputs.
 
-Guarantees
-    - Every rank ends with the same bits.
-    - A tensor's gradient may come in several parts (reentrant checkpoints, graphs of a higher order): what comes after
-      its bucket has left goes in one more bucket at the end.
+In no_sync() a process's own gradients go into `grad`, as much larger as there are processes; and the next backward
+outside of it takes the mean over the processes of what is in `grad` then. What was there before is the same in all
+processes, and so is its own mean; what the user has zeroed or scaled in between is zeroed or scaled.
 
 Sources: buckets and their order, S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
 Training", VLDB 2020.
 """
 
-import hashlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.func import functional_call
 
-from manyhands.buckets import BUCKET_BYTES, Bucket, Form, buckets_of
-from manyhands.cluster import Cluster, distributed, first_difference, ranks_of
+from manyhands import torch_private
+from manyhands.cluster import Cluster, join
+from manyhands.engines.agreement import Step, check_alike, check_steps
+from manyhands.engines.bucketed_sum import DOING, BucketedSum, Plan
+from manyhands.engines.comm_hooks import CommHook
 
-FIRST_BUCKET_BYTES = 1 << 20  # a small one goes out early; that of torch's DistributedDataParallel
-_DOING = "summing gradients over the processes"
-_USED, _LATE, _SPARSE = range(3)
-
-CommHook: TypeAlias = Callable[[Any, Any], Any]
+_MOST_PLANS = 8  # models whose parts are frozen in turn have several
 
 
-class GradBucket:
-    """What a communication hook gets: the methods of `torch.distributed.GradBucket`, which cannot be made in Python.
+class Unjoined(NamedTuple):
+    """A reduction that has been pickled: it joins the processes of the program that has loaded it, when it is needed.
 
-    The buffer is scaled so that the mean over the processes is the result, as hooks written for
-    DistributedDataParallel take it.
+    Not earlier, so that one process alone can load a model and evaluate it.
     """
 
-    def __init__(self, bucket: Bucket, flat: torch.Tensor, index: int, is_last: bool, of: Sequence[Any]) -> None:
-        self._bucket, self._flat, self._index, self._is_last, self._of = bucket, flat, index, is_last, of
+    device: torch.device
+    loss: str
 
-    def index(self) -> int:
-        """Return the bucket's place in the order in which buckets leave."""
-        return self._index
-
-    def is_last(self) -> bool:
-        """Return whether it is the last one of this backward."""
-        return self._is_last
-
-    def buffer(self) -> torch.Tensor:
-        """Return all its gradients as one flat tensor."""
-        return self._flat
-
-    def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Put another tensor in the place of the buffer."""
-        self._flat = buffer
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Return its gradients as views of the buffer."""
-        return list(self._bucket.pieces(self._flat).values())
-
-    def parameters(self) -> list[torch.Tensor]:
-        """Return the parameters whose gradients it holds."""
-        return [self._of[number] for number, _ in self._bucket.items]
-
-
-class _Plan(NamedTuple):
-    """How the gradients of some tensors travel, and a number by which ranks see whether theirs are the same tensors."""
-
-    buckets: tuple[Bucket, ...]
-    digest: int
+    def joined(self, module: nn.Module) -> "Reduction | None":
+        """Join; return None where this process is alone. To be called by all processes at once."""
+        cluster = join()
+        if cluster is None:
+            return None
+        reduction = Reduction(cluster, self.device, self.loss)
+        reduction.begin_with(module)
+        return reduction
 
 
 class Reduction:
@@ -105,88 +76,110 @@ class Reduction:
         self.hook: tuple[Any, CommHook] | None = None
         self.synchronised = True  # False inside no_sync()
         self.next_weight: float | None = None  # what the next forward weighs, where its rows are not what counts
-        self.pending: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of no_sync(): by id, a tensor and its sum
-        self._sparse: set[int] = set()  # ids of tensors whose gradients have been sparse
+        self._own = _Tensors()  # whose `grad` is, since a backward in no_sync(), this process's own
+        self._sparse = _Tensors()  # whose gradients have been sparse
         self._number = 0  # of the model among those that are wrapped
-        self._num_forwards = 0
-        self._plans: dict[Any, _Plan] = {}
-        self.group = cluster.group_for(device, "gradients")
+        self.num_forwards = 0
+        self._plans: dict[Any, Plan] = {}
+
+    def __deepcopy__(self, memo: object) -> "Reduction":
+        return Reduction(self.cluster, self._device, self.loss)  # a copied model has summed nothing yet
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Reduction, (self.cluster, self._device, self.loss)  # a copied model has summed nothing yet
+        return Unjoined, (self._device, self.loss)
+
+    @property
+    def group(self) -> Any:
+        """The process group in which gradients travel; made when first needed, by all processes at once."""
+        return self.cluster.group_for(self._device, "gradients")
 
     def begin_with(self, module: nn.Module) -> None:
         """Have `module` start alike in all processes: check that it is the same, and send the first one's values."""
+        self.cluster.arrive(f"wrapping {type(module).__name__}")
         self._number = self.cluster.next_number()
         check_alike(self.cluster, module)
         tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
-        self.cluster.send_from(0, tensors, self.group, "sending the first process's parameters to all")
+        doing = "sending the first process's parameters to all"
+        self.cluster.begin_to_send_from(0, tensors, self.group, doing)()
 
     def contribution(self, module: nn.Module, rows: int | None) -> "Contribution":
-        """Return what a forward of so many rows is to count for."""
-        self._number = self._number or self.cluster.next_number()
-        self._num_forwards += module.training
-        given, self.next_weight = self.next_weight, None
-        weight = given if given is not None else float(1 if rows is None else rows)
-        return Contribution(self, weakref.ref(module), weight, given is not None, self._num_forwards, self.synchronised)
+        """Return what a forward of so many rows is to count for, if it succeeds."""
+        given = self.next_weight
+        weight = 0.0 if rows == 0 else given if given is not None else float(1 if rows is None else rows)
+        number = self.num_forwards + module.training
+        return Contribution(self, weakref.ref(module), weight, given is not None, number, self.synchronised)
 
-    def plan(self, tensors: Sequence[torch.Tensor]) -> _Plan:
-        """Return the buckets for the gradients of `tensors`, those of the last first, as backward makes them."""
-        key = tuple((id(tensor), tensor.dtype, tensor.size()) for tensor in tensors)
+    def plan(self, tensors: Sequence[torch.Tensor]) -> Plan:
+        """Return how the gradients of `tensors` travel."""
+        key = tuple((id(tensor), tensor.dtype, tensor.size(), tensor.stride()) for tensor in tensors)
         if key not in self._plans:
-            described = repr([_described(tensor) for tensor in tensors])
-            digest = int.from_bytes(hashlib.blake2b(described.encode(), digest_size=6).digest())  # exact in a double
-            forms = {
-                number: Form.of(tensor.detach(), tensor.device)
-                for number, tensor in reversed(list(enumerate(tensors)))
-                if tensor.numel() and not (tensor.is_sparse or id(tensor) in self._sparse)
-            }
-            self._plans = {key: _Plan(_with_small_first(forms), digest)}  # the latest only
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            self._plans[key] = Plan.of(tensors, without=self._sparse.has)
         return self._plans[key]
 
-    def has_sparse_gradient(self, tensor: torch.Tensor) -> None:
-        """Give a tensor no place in a bucket from now on."""
-        if id(tensor) not in self._sparse:
-            self._sparse.add(id(tensor))
-            self._plans = {}
+    def step(self, contribution: "Contribution", plan: Plan) -> Step:
+        """Return what this process says about the sum that it begins."""
+        if not self._number:  # of a copy, which all processes have begun to train
+            self._number = self.cluster.next_number()
+        return Step(
+            weight=contribution.weight,
+            model=self._number,
+            forward=contribution.number,
+            digest=plan.digest,
+            synchronised=contribution.synchronised,
+            weight_given=contribution.weight_given,
+            is_sum=self.loss == "sum",
+            has_hook=self.hook is not None,
+        )
 
-    def step(self, contribution: "Contribution", plan: _Plan) -> list[float]:
-        """Return what this rank says about the sum that it begins; all but the weight has to be alike on all."""
-        return [
-            contribution.weight,
-            self._number,
-            contribution.number,
-            plan.digest,
-            contribution.synchronised,
-            contribution.weight_given,
-            self.loss == "sum",
-            self.hook is not None,
-        ]
+    def take_own(self, tensors: Sequence[torch.Tensor], accumulates: Callable[[int], bool]) -> dict[int, torch.Tensor]:
+        """Return, by number, what is in the `grad` of tensors where that is this process's own."""
+        own = [n for n, tensor in enumerate(tensors) if self._own and self._own.has(tensor) and accumulates(n)]
+        for n in own:
+            self._own.discard(tensors[n])
+        return {n: grad for n in own if (grad := tensors[n].grad) is not None}
 
-    def check(
-        self, steps: Sequence[Sequence[float]], tensors: Sequence[torch.Tensor], module: nn.Module | None
-    ) -> None:
-        """Check that all ranks have begun the same sum, of gradients of parameters of `module`.
+    def leave_own(self, tensors: Sequence[torch.Tensor], accumulates: Callable[[int], bool]) -> None:
+        """Remember that the `grad` of tensors is this process's own from now on."""
+        for n, tensor in enumerate(tensors):
+            if tensor.is_leaf and accumulates(n):
+                self._own.add(tensor)
 
-        Raises:
-            RuntimeError: they have not; names the first difference. All ranks raise it.
-        """
-        others = [rank for rank, step in enumerate(steps) if step[1:] != steps[0][1:]]
-        if not others:
-            return
-        rank = others[0]
-        known = {} if module is None else {id(tensor): name for name, tensor in module.named_parameters()}
-        names = [known.get(id(tensor), "?") for tensor in tensors]
-        lists = self.cluster.exchange([(name, *_described(t)) for name, t in zip(names, tensors, strict=True)], _DOING)
-        error = RuntimeError(_difference(steps[0], steps[rank], lists[0], lists[rank], rank))
-        self.cluster.failed_with(error)
-        raise error
+    def have_sparse_gradients(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give tensors no place in a bucket from now on."""
+        new = [tensor for tensor in tensors if not self._sparse.has(tensor)]
+        for tensor in new:
+            self._sparse.add(tensor)
+        if new:
+            self._plans.clear()
 
-    def send_buffers(self, source: int, module: nn.Module | None) -> None:
-        """Give every process the buffers of the one of rank `source`."""
-        if module is not None and module.training:
-            buffers = [buffer for buffer in module.buffers() if not buffer.is_sparse]
-            self.cluster.send_from(source, buffers, self.group, "sending one process's buffers to all")
+    def begin_to_send_buffers(self, source: int, module: nn.Module | None) -> Callable[[], None]:
+        """Begin to give every process the buffers of the one of rank `source`."""
+        if module is None or not module.training:
+            return lambda: None
+        buffers = [buffer for buffer in module.buffers() if not buffer.is_sparse]
+        return self.cluster.begin_to_send_from(source, buffers, self.group, "sending one process's buffers to all")
+
+
+class _Tensors:
+    """A set of tensors, which does not keep them."""
+
+    def __init__(self) -> None:
+        self._references: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def __len__(self) -> int:
+        return len(self._references)
+
+    def add(self, tensor: torch.Tensor) -> None:
+        self._references[id(tensor)] = weakref.ref(tensor)
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        reference = self._references.get(id(tensor))
+        return reference is not None and reference() is tensor
+
+    def discard(self, tensor: torch.Tensor) -> None:
+        self._references.pop(id(tensor), None)
 
 
 @dataclass(frozen=True)
@@ -213,9 +206,10 @@ class Contribution:
         """What the loss of this process weighs in the one of all processes, compared with the others'."""
         return self.weight if self.reduction.loss == "mean" else float(self.weight > 0)
 
-    def begin(self, tensors: Sequence[torch.Tensor]) -> "Sum":
-        """Begin to sum the gradients of `tensors` over the processes."""
-        return Sum(self, tensors)
+    def has_run(self) -> None:
+        """Count the forward: one that fails, and is perhaps tried again with fewer rows, does not count."""
+        self.reduction.num_forwards = self.number
+        self.reduction.next_weight = None
 
     def of_callers_graph(
         self, module: nn.Module, method: str | None
@@ -226,228 +220,121 @@ class Contribution:
         summed = _OverProcesses.apply(self, *parameters.values())  # type: ignore[no-untyped-call]
         return partial(functional_call, function, dict(zip(parameters, summed, strict=True)))
 
-    def differentiable(
-        self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
-    ) -> list[torch.Tensor | None]:
-        """Return the sums of gradients that have a history.
-
-        What is computed of the sums, every process computes alike, and its gradient reaches each through its own part:
-        so a sum is its own derivative.
-        """
-        there = [k for k, gradient in enumerate(gradients) if gradient is not None]
-        results = _DifferentiableSum.apply(self, tensors, there, *(gradients[k] for k in there))  # type: ignore[no-untyped-call]
-        return list(results)
-
-
-@dataclass
-class _Begun:
-    """A bucket that is being filled."""
-
-    bucket: Bucket
-    flat: torch.Tensor
-    pieces: dict[int, torch.Tensor]
-    missing: set[int]
-    unscaled: list[torch.Tensor] = field(default_factory=list)
+    def begin(self, tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> "Sum":
+        """Begin to sum the gradients of `tensors`; `nodes` are where the running backward takes them."""
+        return Sum(self.reduction, self, tensors, lambda number: torch_private.backward_runs(nodes[number]))
 
 
 class Sum:
-    """The sum over the processes of the gradients of one backward; its methods may be called from several threads."""
+    """The sum over the processes of the gradients of one backward.
 
-    def __init__(self, contribution: Contribution, tensors: Sequence[torch.Tensor]) -> None:
-        self._contribution, self._tensors = contribution, tensors
-        self._reduction = contribution.reduction
-        self._cluster = self._reduction.cluster
-        self._plan = self._reduction.plan(tensors)
-        self._bucket_of = {n: b for b, bucket in enumerate(self._plan.buckets) for n, _ in bucket.items}
-        self._lock = threading.RLock()
-        self._begun: dict[int, _Begun] = {}
-        self._flying: list[tuple[Bucket, Callable[[], torch.Tensor]]] = []
-        self._given: set[int] = set()
-        self._beside: dict[int, torch.Tensor] = {}  # late, sparse, or of a form that was not planned
-        self._scale: float | None = None  # not known before all have said their weights
-        self._first_with_rows = 0
-        self._kept: dict[int, torch.Tensor] = {}  # by number, what no_sync() has kept
+    `add` may be called from several threads. Whatever ends it half-way has to be told the others: `failed`.
+    """
+
+    def __init__(
+        self,
+        reduction: Reduction,
+        contribution: Contribution,
+        tensors: Sequence[torch.Tensor],
+        accumulates: Callable[[int], bool],
+    ) -> None:
+        self._reduction, self._contribution, self._tensors = reduction, contribution, tensors
+        self._cluster = reduction.cluster
+        self._accumulates = accumulates
+        plan = reduction.plan(tensors)
+        self._steps = self._cluster.gather(reduction.step(contribution, plan), DOING)
+        self._sum: BucketedSum | None = None
+        self._replaced: list[torch.Tensor] = []
+        self._here: dict[int, torch.Tensor] = {}  # in no_sync()
+        self._lock = threading.Lock()
         if contribution.synchronised:
-            pending, self._reduction.pending = self._reduction.pending, {}
-            self._kept = {n: pending[id(t)][1] for n, t in enumerate(tensors) if id(t) in pending}
-        self._agree = self._cluster.gather(self._reduction.step(contribution, self._plan), _DOING)
+            own = reduction.take_own(tensors, accumulates)
+            self._replaced = [tensors[number] for number in own]
+            self._sum = BucketedSum(
+                self._cluster, reduction.group, plan, tensors, reduction.hook, self._scale_of, self._steps, own
+            )
 
     def add(self, number: int, gradient: torch.Tensor) -> None:
-        """Take a part of the gradient of tensor `number`; send what is full now."""
-        with self._lock, torch.no_grad():
-            gradient = gradient.detach()
-            b = self._bucket_of.get(number)
-            if not self._contribution.synchronised or number in self._given or b is None or gradient.is_sparse:
-                before = self._beside.get(number)
-                self._beside[number] = gradient.clone() if before is None else before + gradient
-                return
-            self._given.add(number)
-            begun = self._bucket(b)
-            self._fill(begun, begun.pieces[number], gradient)
-            begun.missing.discard(number)
-            if not begun.missing:
-                self._send_full(wait=False)
+        """Take a part of the gradient of tensor `number`. To be called with gradients off."""
+        if self._sum is not None:
+            self._sum.add(number, gradient.detach())
+            return
+        with self._lock:
+            before = self._here.get(number)
+            self._here[number] = gradient.detach() if before is None else before + gradient.detach()
 
     def finish(self, rest: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
         """Take what was not given yet, wait for the others, and return the gradient of each tensor.
 
-        None for a tensor that no process used; and for all, in no_sync().
+        None for one that no process used. In no_sync(), this process's own.
         """
-        for number, gradient in rest.items():
-            self.add(number, gradient)
-        with self._lock, torch.no_grad():
-            scale = self._scaled()
-            self._beside = {number: part * scale for number, part in self._beside.items() if scale}
-            if not self._contribution.synchronised:
-                self._keep_for_later()
-                return [None] * len(self._tensors)
-            flags = self._flags()
-            wait_for_flags = self._cluster.sum_of_flags(flags, _DOING)
-            for b in range(len(self._flying), len(self._plan.buckets)):
-                begun = self._bucket(b)
-                for number in begun.missing:
-                    begun.pieces[number].zero_()
-                begun.missing.clear()
-            self._send_full(wait=True)
-            wait_for_flags()
-            found: list[torch.Tensor | None] = [None] * len(self._tensors)
-            for bucket, result in self._flying:
-                for number, piece in bucket.pieces(result()).items():
-                    if flags[_USED, number]:
-                        found[number] = piece
-            self._add_late(found, flags)
-            self._add_sparse(found, flags)
-            self._reduction.send_buffers(self._first_with_rows, self._contribution.module())
-            return found
+        with torch.no_grad():
+            for number, gradient in rest.items():
+                self.add(number, gradient)
+        if self._sum is None:
+            scale = self._scale_here()
+            self._reduction.leave_own(self._tensors, self._accumulates)
+            with torch.no_grad():
+                return [self._here[n] * scale if scale and n in self._here else None for n in range(len(self._tensors))]
+        found = self._sum.finish(self._begin_to_send_buffers)
+        self._reduction.have_sparse_gradients([self._tensors[number] for number in self._sum.sparse])
+        self._wait_for_buffers()
+        for tensor in self._replaced:
+            tensor.grad = None  # it is in what is returned, which autograd puts there
+        return found
 
-    def fail(self, error: BaseException) -> None:
+    def differentiable(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Return the sums of gradients that have a history, as `finish` does.
+
+        What is computed of the sums, every process computes alike, and its gradient reaches each through its own part:
+        so a sum is its own derivative.
+        """
+        there = [number for number, gradient in enumerate(gradients) if gradient is not None]
+        return list(_DifferentiableSum.apply(self, there, *(gradients[number] for number in there)))  # type: ignore[no-untyped-call]
+
+    def derivative(self) -> float:
+        """Return that of the result by this process's part."""
+        return 1.0 if self._sum is not None else self._scale_here()
+
+    def _scale_here(self) -> float:
+        """Return what gradients that stay in this process are multiplied by; wait for what the others say."""
+        return (self._scale_of([Step(*step) for step in self._steps()]) or 0.0) * self._cluster.world_size
+
+    def failed(self, error: BaseException) -> None:
         """Tell the other processes that this one cannot go on."""
         self._cluster.failed_with(error)
 
-    # ---- what each step is -----------------------------------------------------------------------
+    def _scale_of(self, steps: Sequence[Step]) -> float | None:
+        """Return what this process's gradients are multiplied by; None if they are not to be read."""
+        check_steps(self._cluster, steps, self._tensors, self._contribution.module(), DOING)
+        # As of all replicas it is the first whose buffers persist.
+        self._first_with_rows = next((rank for rank, step in enumerate(steps) if step.weight), 0)
+        weight = self._contribution.weight
+        if weight == 0:
+            return None
+        return 1.0 if self._reduction.loss == "sum" else weight / sum(step.weight for step in steps)
 
-    def _bucket(self, b: int) -> _Begun:
-        if b not in self._begun:
-            bucket = self._plan.buckets[b]
-            flat = torch.empty(bucket.num_entries, dtype=bucket.dtype, device=bucket.device)
-            pieces = bucket.pieces(flat)
-            self._begun[b] = _Begun(bucket, flat, pieces, set(pieces))
-        return self._begun[b]
-
-    def _fill(self, begun: _Begun, piece: torch.Tensor, gradient: torch.Tensor) -> None:
-        if self._contribution.weight == 0:
-            piece.zero_()
-        elif self._scale is not None:
-            torch.mul(gradient, self._scale * self._factor, out=piece)
-        else:
-            piece.copy_(gradient)
-            begun.unscaled.append(piece)
-
-    @property
-    def _factor(self) -> int:
-        """What a bucket is multiplied by so that a hook's mean over the processes is the sum."""
-        return self._cluster.world_size if self._reduction.hook is not None else 1
-
-    def _scaled(self) -> float:
-        """Return what this process's gradients are multiplied by; wait for the others' weights."""
-        if self._scale is None:
-            steps = self._agree()
-            self._reduction.check(steps, self._tensors, self._contribution.module())
-            weight, total = self._contribution.weight, sum(step[0] for step in steps)
-            # As of all replicas it is the first whose buffers persist.
-            self._first_with_rows = next((rank for rank, step in enumerate(steps) if step[0]), 0)
-            self._scale = 0.0 if weight == 0 else 1.0 if self._reduction.loss == "sum" else weight / total
-        return self._scale
-
-    def _send_full(self, wait: bool) -> None:
-        """Send the buckets whose turn it is and that are full; if not `wait`, only once the weights are known."""
-        while (b := len(self._flying)) in self._begun and not self._begun[b].missing:
-            if not wait and self._scale is None and not self._agree.is_there():
-                return
-            scale = self._scaled()
-            begun = self._begun.pop(b)
-            for piece in begun.unscaled:
-                piece.mul_(scale * self._factor)
-            for number, piece in begun.pieces.items():
-                kept = self._kept.get(number)
-                if kept is not None and not kept.is_sparse:
-                    piece.add_(kept, alpha=self._factor)
-            self._flying.append((begun.bucket, self._sent(begun, b)))
-
-    def _sent(self, begun: _Begun, index: int) -> Callable[[], torch.Tensor]:
-        """Send a bucket; return what waits for its sum."""
-        cluster, group, hook = self._cluster, self._reduction.group, self._reduction.hook
-        flat = begun.flat
-        if hook is None:
-            work = cluster.start(lambda: distributed.all_reduce(flat, group=group, async_op=True))
-
-            def result() -> torch.Tensor:
-                cluster.wait(work, _DOING, group)
-                return flat
-
-            return result
-        state, call = hook
-        is_last = index == len(self._plan.buckets) - 1
-        future = cluster.start(lambda: call(state, GradBucket(begun.bucket, flat, index, is_last, self._tensors)))
-        return lambda: cluster.wait_for_future(future, _DOING).view_as(flat)
-
-    def _flags(self) -> torch.Tensor:
-        """Return what this process has for each tensor; and count what it kept in no_sync() and has no bucket."""
-        for number, kept in self._kept.items():
-            if number not in self._bucket_of or kept.is_sparse:
-                before = self._beside.get(number)
-                self._beside[number] = kept if before is None else before + kept
-        flags = torch.zeros(3, len(self._tensors), dtype=torch.int32)
-        counting = {*self._given, *self._beside} if self._contribution.weight else set(self._beside)
-        for number in {*counting, *self._kept}:
-            flags[_USED, number] = 1
-        for number, part in self._beside.items():
-            flags[_SPARSE if part.is_sparse else _LATE, number] = 1
-        return flags
-
-    def _add_late(self, found: list[torch.Tensor | None], flags: torch.Tensor) -> None:
-        """Sum what came after its bucket had left, or has no bucket."""
-        for number in flags[_LATE].nonzero().flatten().tolist():
-            part = self._beside.get(number)
-            if part is None or part.is_sparse:
-                part = torch.zeros_like(self._tensors[number], memory_format=torch.contiguous_format)
-            total = self._cluster.sum(part.contiguous(), self._reduction.group, _DOING)
-            before = found[number]
-            found[number] = total if before is None else before + total
-
-    def _add_sparse(self, found: list[torch.Tensor | None], flags: torch.Tensor) -> None:
-        """Sum sparse gradients: every process gets all entries, and adds up those of one place."""
-        for number in flags[_SPARSE].nonzero().flatten().tolist():
-            tensor, part = self._tensors[number], self._beside.get(number)
-            if part is None or not part.is_sparse:
-                part = torch.zeros_like(tensor).to_sparse(1)  # no entries
-            total = self._cluster.sum_sparse(part.coalesce(), self._reduction.group, _DOING)
-            dense = found[number] if flags[_USED, number] > flags[_SPARSE, number] else None
-            found[number] = total if dense is None else dense + total
-            self._reduction.has_sparse_gradient(tensor)
-
-    def _keep_for_later(self) -> None:
-        """Add this process's part to what the next synchronised backward will send."""
-        for number, part in self._beside.items():
-            tensor = self._tensors[number]
-            _, before = self._reduction.pending.get(id(tensor), (tensor, None))
-            self._reduction.pending[id(tensor)] = tensor, part if before is None else before + part
+    def _begin_to_send_buffers(self) -> None:
+        self._wait_for_buffers = self._reduction.begin_to_send_buffers(
+            self._first_with_rows, self._contribution.module()
+        )
 
 
 class _DifferentiableSum(torch.autograd.Function):
     """The sum of gradients that have a history; see `Contribution.differentiable`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, contribution: Contribution, tensors: Sequence[torch.Tensor], there: Sequence[int], *gradients: Any
-    ) -> tuple[torch.Tensor | None, ...]:
+    def forward(ctx: Any, begun: Sum, there: Sequence[int], *gradients: Any) -> tuple[torch.Tensor | None, ...]:
         ctx.there = there
         ctx.set_materialize_grads(False)
-        return tuple(contribution.begin(tensors).finish(dict(zip(there, gradients, strict=True))))
+        results = begun.finish(dict(zip(there, gradients, strict=True)))
+        ctx.scale = begun.derivative()
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return (None, None, None, *(grads[k] for k in ctx.there))
+        there = [grads[k] for k in ctx.there]
+        return (None, None, *(None if grad is None else grad * ctx.scale for grad in there))
 
 
 class _Calling(nn.Module):
@@ -478,86 +365,14 @@ class _OverProcesses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         contribution: Contribution = ctx.contribution
-        if torch.is_grad_enabled():
-            return (None, *contribution.differentiable(ctx.tensors, grads))
-        there = {number: grad for number, grad in enumerate(grads) if grad is not None}
-        return (None, *contribution.begin(ctx.tensors).finish(there))
-
-
-# ---- the same on all processes ---------------------------------------------------------------------
-
-
-def check_alike(cluster: Cluster, module: nn.Module) -> None:
-    """Check that `module` has the same parameters and buffers in every process.
-
-    Raises:
-        RuntimeError: it has not; names the first difference and the ranks.
-    """
-    doing = "comparing the models"
-    described = [
-        *((f"parameter {name}", *_described(t), f"requires_grad={t.requires_grad}") for name, t in _parameters(module)),
-        *((f"buffer {name}", *_described(t)) for name, t in module.named_buffers(remove_duplicate=False)),
-    ]
-    digest = int.from_bytes(hashlib.blake2b(repr(described).encode(), digest_size=6).digest())
-    digests = [int(d) for (d,) in cluster.gather([digest], doing)()]
-    different = [rank for rank, other in enumerate(digests) if other != digests[0]]
-    if not different:
-        return
-    lists = cluster.exchange(described, doing)
-    mine, theirs = next(first_difference(lists[0], lists[different[0]]))
-    raise RuntimeError(
-        f"the models of the processes differ: rank 0 has {_shown(mine)}, {ranks_of(different)} {_shown(theirs)}. "
-        "Every process has to make the same model, layer by layer; the values may differ, and are then rank 0's."
-    )
-
-
-def _parameters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    return module.named_parameters(remove_duplicate=False)
-
-
-def _difference(
-    first: Sequence[float], other: Sequence[float], tensors: Sequence[Any], others: Sequence[Any], rank: int
-) -> str:
-    """Return in words what two ranks, 0 and `rank`, do not do alike."""
-    head = "the processes do not sum the same gradients: "
-    tail = " Every process has to run the same models, in the same order, as often."
-    _, model, number, digest, synchronised, given, is_sum, _ = range(8)
-    if first[model] != other[model]:
-        which = f"rank 0 is in backward of wrapped model {first[model]:.0f}, rank {rank} in that of {other[model]:.0f},"
-        return f"{head}{which} in the order in which they were wrapped.{tail}"
-    if first[digest] != other[digest]:
-        mine, theirs = next(first_difference(tensors, others))
-        return f"{head}where rank 0 has {_shown(mine)}, rank {rank} has {_shown(theirs)}.{tail}"
-    if first[number] != other[number]:
-        which = f"rank 0 is in backward of its forward {first[number]:.0f}, rank {rank} of its {other[number]:.0f}"
-        return f"{head}{which} (forwards in training mode, with gradients, from 1).{tail}"
-    if first[synchronised] != other[synchronised]:
-        return f"{head}{_one_of(first[synchronised], rank)} is inside no_sync(), the other is not.{tail}"
-    if first[given] != other[given]:
-        return f"{head}{_one_of(not first[given], rank)} has set the weight of its batch, the other has not.{tail}"
-    if first[is_sum] != other[is_sum]:
-        return f'{head}one of ranks 0 and {rank} has loss="sum", the other has not.{tail}'
-    return f"{head}one of ranks 0 and {rank} has a communication hook, the other has not.{tail}"
-
-
-def _one_of(other: Any, rank: int) -> str:
-    return f"rank {rank if other else 0}"
-
-
-def _described(tensor: torch.Tensor) -> tuple[Any, ...]:
-    stride = tuple(tensor.stride()) if tensor.layout == torch.strided else ()
-    return str(tensor.dtype), tuple(tensor.shape), stride
-
-
-def _shown(described: Any) -> str:
-    return "nothing more" if described is None else " ".join(str(part) for part in described)
-
-
-def _with_small_first(forms: Mapping[int, Form]) -> tuple[Bucket, ...]:
-    """Return the buckets for tensors in the order given, the first of them small, so that it leaves early."""
-    first: dict[int, Form] = {}
-    rest = dict(forms)
-    while rest and sum(form.num_bytes for form in first.values()) < FIRST_BUCKET_BYTES:
-        number = next(iter(rest))
-        first[number] = rest.pop(number)
-    return (*buckets_of(first), *buckets_of(rest, BUCKET_BYTES))
+        nodes = [node for node, _ in ctx.next_functions]
+        if not any(map(torch_private.backward_reaches, nodes)):
+            return (None, *grads)
+        begun = contribution.begin(ctx.tensors, nodes)
+        try:
+            if torch.is_grad_enabled():
+                return (None, *begun.differentiable(grads))
+            return (None, *begun.finish({number: grad for number, grad in enumerate(grads) if grad is not None}))
+        except BaseException as error:
+            begun.failed(error)
+            raise
