@@ -25,7 +25,9 @@ import torch
 LIMIT_S = 120
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "cloudpickle", "manyhands"])
+# What backward and the first optimizer import by themselves is here too: a second and more in each rank.
+_LATE_IMPORTS = ["torch.fx.experimental.symbolic_shapes", "torch._dynamo"]
+_context.set_forkserver_preload(["torch", "torch.distributed", "cloudpickle", "manyhands", *_LATE_IMPORTS])
 
 
 class Ended(NamedTuple):
@@ -121,6 +123,8 @@ def _run(
             )
         function, args = cloudpickle.loads(job)
         outcome = function(rank, *args), None
+    except SystemExit:
+        raise
     except BaseException as error:  # noqa: BLE001 - whatever it is, the test is told
         text = traceback.format_exc()
         pipe.send_bytes(cloudpickle.dumps((None, text)))

@@ -57,6 +57,44 @@ def test_backward_keeps_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     assert answers_of_two_backwards() == [True, True]
 
 
+class AsksWhereItGoes(torch.autograd.Function):
+    """Adds two tensors; notes whether backward goes on to each, and whether it runs each one's node."""
+
+    answers: list[tuple[bool, bool]]
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        nodes = [node for node, _ in ctx.next_functions]
+        AsksWhereItGoes.answers = [(torch_private.backward_reaches(n), torch_private.backward_runs(n)) for n in nodes]
+        return grad, grad
+
+
+def test_where_backward_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C4, C6"""
+    leaf, base = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    away, handed_out, runs = (False, False), (True, False), (True, True)
+
+    def answers(**options: Any) -> list[tuple[bool, bool]]:
+        loss = AsksWhereItGoes.apply(leaf, base * 2).sum()
+        if "grad" in options:
+            torch.autograd.grad(loss, options["grad"])
+        else:
+            loss.backward(**options)
+        return AsksWhereItGoes.answers
+
+    assert answers() == [runs, runs]
+    assert answers(grad=[leaf]) == [handed_out, away]
+    assert answers(grad=[base]) == [away, runs]
+    assert answers(grad=[leaf, base]) == [handed_out, runs]
+    assert answers(inputs=[leaf]) == [runs, away]
+    monkeypatch.delattr(torch._C, "_will_engine_execute_node")
+    assert answers(grad=[leaf]) == [runs, runs]
+
+
 def test_saved_tensor_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     """R14"""
     assert not torch_private.has_saved_tensor_hooks()

@@ -1,0 +1,187 @@
+"""What the launcher's variables say, and what they cannot say."""
+
+import os
+import sys
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+
+import manyhands
+from manyhands.launcher import local_device, start_default_group, started_by_launcher
+from ranks import run_ranks
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+COMPLETE = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch):
+    for name in COMPLETE:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_without_variables_nobody_has_started_it():
+    assert not started_by_launcher()
+    assert not start_default_group()
+    assert not manyhands.DataParallel(nn.Linear(2, 2), ["cpu"]).spans_processes
+
+
+def test_all_variables(monkeypatch):
+    for name, value in COMPLETE.items():
+        monkeypatch.setenv(name, value)
+    assert started_by_launcher()
+
+
+@pytest.mark.parametrize("missing", COMPLETE)
+def test_each_missing_variable_is_one_clear_line(monkeypatch, missing):
+    """C14"""
+    for name, value in COMPLETE.items():
+        if name != missing:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError) as raised:
+        manyhands.DataParallel(nn.Linear(2, 2))
+    message = str(raised.value)
+    assert f"but not {missing}. Start the program with torchrun" in message
+    assert "\n" not in message
+    assert "process_group=False" in message
+    local = manyhands.DataParallel(nn.Linear(2, 2), ["cpu", "cpu"], process_group=False)
+    local(torch.zeros(3, 2)).sum().backward()
+
+
+def test_one_variable_alone(monkeypatch):
+    """C14"""
+    monkeypatch.setenv("RANK", "0")
+    expected = r"^RANK is set, .* but not WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT\."
+    with pytest.raises(RuntimeError, match=expected):
+        manyhands.DataParallel(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("RANK", "one", "RANK='one': expected a whole number"),
+        ("WORLD_SIZE", "", "WORLD_SIZE='': expected a whole number"),
+        ("LOCAL_RANK", "1.5", "LOCAL_RANK='1.5': expected a whole number"),
+        ("RANK", "4", "RANK=4, WORLD_SIZE=4, LOCAL_RANK=0: expected 0 <= RANK < WORLD_SIZE"),
+        ("RANK", "-1", "RANK=-1, WORLD_SIZE=4, LOCAL_RANK=0: expected 0 <= RANK"),
+        ("LOCAL_RANK", "-2", "LOCAL_RANK=-2: expected 0 <= RANK < WORLD_SIZE and 0 <= LOCAL_RANK"),
+    ],
+)
+def test_values_that_cannot_be(monkeypatch, name, value, message):
+    """C14"""
+    for each, given in {**COMPLETE, name: value}.items():
+        monkeypatch.setenv(each, given)
+    with pytest.raises(RuntimeError, match=message):
+        manyhands.DataParallel(nn.Linear(2, 2))
+
+
+def test_a_torch_without_distributed(monkeypatch):
+    """C14: processes that a launcher has started are not left to train alone, each for itself."""
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    assert not start_default_group()
+    for name, value in COMPLETE.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match="WORLD_SIZE=4, and this torch has no"):
+        start_default_group()
+
+
+# Devices
+
+
+def test_the_device_of_a_process(monkeypatch, simulated_accelerators, no_accelerators):
+    assert local_device() == torch.device("cpu")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert local_device() == torch.device("cpu")
+    monkeypatch.undo()
+    for name in COMPLETE:
+        monkeypatch.delenv(name, raising=False)
+    with simulated_accelerators(4) as devices:
+        assert local_device() == devices[0]
+        monkeypatch.setenv("LOCAL_RANK", "3")
+        assert local_device() == devices[3]
+        monkeypatch.setenv("LOCAL_RANK", "4")
+        with pytest.raises(ValueError, match=r"LOCAL_RANK=4, and this machine has 4 accelerators: start at most 4"):
+            local_device()
+
+
+# Processes
+
+
+def joins(rank: int, world_size: int, port: int) -> tuple:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    model = manyhands.DataParallel(nn.Linear(2, 2))
+    assert torch.distributed.is_initialized()
+    model(torch.ones(1 + rank, 2)).sum(1).mean().backward()
+    return model.spans_processes, [str(device) for device in model.devices], model.module.weight.grad.tolist()
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_one_line_joins_what_a_launcher_has_started(world_size):
+    """C7, C14"""
+    ends = run_ranks(world_size, joins, world_size, free_port(), join=False)
+    assert all(spans == (world_size > 1) for spans, _, _ in ends)
+    assert all(grad == [[1, 1], [1, 1]] for _, _, grad in ends)
+    if world_size > 1:
+        assert [devices for _, devices, _ in ends] == [["cpu"]] * 2
+
+
+def groups(rank: int) -> None:
+    model = manyhands.DataParallel(nn.Linear(2, 2))  # of a default group that the program has made
+    assert model.spans_processes
+    pair = torch.distributed.new_group([1, 2])
+    values = torch.tensor(float(rank))
+    for options in ({}, {"device_ids": ["cpu"] * 2}):
+        if rank == 0:
+            with pytest.raises(ValueError, match="process_group: this process does not belong to it"):
+                manyhands.DataParallel(nn.Linear(1, 1), process_group=pair)
+            local = manyhands.DataParallel(nn.Linear(1, 1), process_group=False, **options)
+            assert not local.spans_processes
+            local(torch.ones(2, 1)).sum().backward()
+            continue
+        module = nn.Linear(1, 1)
+        of_two = manyhands.DataParallel(module, process_group=pair, **options)
+        for buffers in (True, False):
+            module.register_buffer("mine", values.clone()) if buffers else None
+            module.zero_grad()
+            of_two(torch.full((rank, 1), float(rank))).mean().backward()
+            assert module.weight.grad.item() == pytest.approx((1 * 1 + 2 * 2) / 3)
+            assert module.mine == 1  # of the first process of the group
+    for wrong in (3, "nccl", True, [0, 1]):
+        with pytest.raises(TypeError, match=r"process_group=.*: expected a ProcessGroup, None or False"):
+            manyhands.DataParallel(nn.Linear(1, 1), process_group=wrong)
+    model(torch.ones(2, 2)).sum().backward()
+
+
+def test_process_groups():
+    run_ranks(3, groups)
+
+
+def test_arguments_that_cannot_be():
+    module = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="process_group='gloo': expected a ProcessGroup, None or False"):
+        manyhands.DataParallel(module, ["cpu"], process_group="gloo")
+    for loss in ("max", None, 3):
+        with pytest.raises(ValueError, match=r"loss=.*: expected one of \['mean', 'sum'\]"):
+            manyhands.DataParallel(module, ["cpu"], loss=loss)
+    model = manyhands.DataParallel(module, ["cpu"])
+    for weight in (-1, float("nan"), float("inf"), torch.tensor(-2.0)):
+        with pytest.raises(ValueError, match=r"weight=.*: expected a number from 0"):
+            model.set_batch_weight(weight)
+    for weight in ("many", None, torch.ones(3), [1]):
+        with pytest.raises(TypeError, match=r"weight=.*: expected a number from 0"):
+            model.set_batch_weight(weight)
+    with pytest.raises(TypeError, match="hook=None: expected a function"):
+        model.register_comm_hook(None, None)
+    for ok in (0, 3, 2.5, torch.tensor(7)):
+        model.set_batch_weight(ok)
