@@ -13,7 +13,6 @@ Assumes that the replicas of every process come to the same batch norms in the s
 exchange is told beforehand, so that a difference becomes an error that names it.
 """
 
-import hashlib
 import itertools
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 from manyhands.batch_norm import Gradients, Part, put_together, sum_of
-from manyhands.cluster import Cluster, distributed
+from manyhands.cluster import Cluster, digest_of, distributed
 from manyhands.moments import Statistics
 
 _DOING = "a batch norm over all processes"
@@ -69,9 +68,9 @@ class BeyondThisProcess:
             count, rows, mine = 0, 0, torch.zeros_like(mine)
         mine = mine.contiguous()
         number = next(self._numbers)
-        told = self._cluster.gather(
-            [self._weight, count, rows, number, way == "forward", mine.size(-1), _digest(name)], _DOING
-        )
+        digest = digest_of(name) if isinstance(name, str) else 0
+        step = [self._weight, count, rows, number, way == "forward", mine.size(-1), digest]
+        told = self._cluster.gather(step, _DOING)
         tensors = [torch.empty_like(mine) for _ in range(self._cluster.world_size)]
         work = self._cluster.start(lambda: distributed.all_gather(tensors, mine, group=self._group, async_op=True))
         steps = told()
@@ -96,8 +95,3 @@ def _in_words(step: list[float]) -> str:
 
 def _place(number: int) -> str:
     return f"batch norm {number + 1}"
-
-
-def _digest(name: Hashable) -> int:
-    """Return a number that is the same in every process for the same string."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest()) if isinstance(name, str) else 0

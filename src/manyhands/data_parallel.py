@@ -30,7 +30,7 @@ from manyhands.engines.threads import ThreadsEngine
 from manyhands.errors import say_once
 from manyhands.even_batches import even_batches
 from manyhands.inputs import Arguments, scattered
-from manyhands.launcher import local_device
+from manyhands.launcher import local_device, started_by_launcher
 from manyhands.outputs import gathered, without_rows
 from manyhands.parallel_apply import parallel_apply, values_or_raise
 from manyhands.replicate import check_device, replicate, unchanged_on_failure
@@ -189,7 +189,8 @@ class DataParallel(nn.DataParallel[Any]):
             raise ValueError(f"loss={loss!r}: expected one of {list(_LOSSES)}")
         cluster = join(process_group)
         self.dim = dim
-        self.devices = _devices_of_process(device_ids) if cluster is not None else _devices.resolve(device_ids)
+        one_of_several = cluster is not None or (process_group is None and started_by_launcher())
+        self.devices = _devices_of_process(device_ids) if one_of_several else _devices.resolve(device_ids)
         self.device_ids: list[Any] = [_devices.public_id(device) for device in self.devices]
         self.output_device: Any = None
         self.shares: Shares = check_shares(shares, len(self.devices) or None)
@@ -639,7 +640,7 @@ class DataParallel(nn.DataParallel[Any]):
 
 
 def _devices_of_process(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
-    """Return the devices of one process among several: its own one if none are named."""
+    """Return the devices of a process that a launcher has started: its own one if none are named."""
     return (_devices.resolve(device_ids) if device_ids is not None else []) or [local_device()]
 
 
