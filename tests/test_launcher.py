@@ -191,6 +191,6 @@ def test_an_only_process_has_its_own_device(monkeypatch, sim):
     """C14: also where the launcher has started no other, LOCAL_RANK says which device is meant."""
     for name, value in {**COMPLETE, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "2"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("manyhands.data_parallel.join", lambda process_group: None)
+    monkeypatch.setattr("manyhands.cluster.start_default_group", bool)
     assert manyhands.DataParallel(nn.Linear(2, 2)).devices == [sim[2]]
     assert len(manyhands.DataParallel(nn.Linear(2, 2).to(sim[0]), process_group=False).devices) == 4
