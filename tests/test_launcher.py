@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 
 import cloudpickle
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import manyhands
+from manyhands import launcher
 from manyhands.launcher import local_device, start_default_group, started_by_launcher
 from ranks import run_ranks
 
@@ -194,3 +196,67 @@ def test_an_only_process_has_its_own_device(monkeypatch, sim):
     monkeypatch.setattr("manyhands.cluster.start_default_group", bool)
     assert manyhands.DataParallel(nn.Linear(2, 2)).devices == [sim[2]]
     assert len(manyhands.DataParallel(nn.Linear(2, 2).to(sim[0]), process_group=False).devices) == 4
+
+
+# ---- torchrun's store, which outlives the processes that it starts; a TCPStore here stands for it ----
+
+
+@pytest.fixture
+def launchers_store(monkeypatch: pytest.MonkeyPatch):
+    """The store that torchrun's own process keeps."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    return store
+
+
+def start(world_size: int, *, late: int = 0) -> list:
+    """Let so many processes, here threads, find each other; return each one's store. `late` begins last."""
+    stores: list = [None] * world_size
+
+    def begin(rank: int) -> None:
+        stores[rank] = launcher._store_of_this_start(rank, world_size)
+
+    threads = [threading.Thread(target=begin, args=(rank,)) for rank in range(world_size)]
+    for thread in [*threads[:late], *threads[late + 1 :], threads[late]]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return stores
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_each_start_finds_nothing_of_the_one_before(launchers_store, late) -> None:
+    for time in range(3):
+        stores = start(3, late=late)
+        assert not any(store.check(["said"]) for store in stores)
+        stores[1].set("said", str(time))
+        assert [store.get("said").decode() for store in stores] == [str(time)] * 3
+
+
+def join_twice(rank: int, port: int) -> list[float]:
+    """Make the default process group as in the first start of a launch, and again as in the second."""
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    sums = []
+    for _ in range(2):
+        assert launcher.start_default_group()
+        ones = torch.ones(1)
+        torch.distributed.all_reduce(ones)
+        sums.append(ones.item())
+        torch.distributed.destroy_process_group()
+    return sums
+
+
+def test_processes_that_are_started_anew_find_each_other(launchers_store) -> None:
+    for _ in range(2):
+        assert run_ranks(2, join_twice, launchers_store.port, join=False) == [[2.0, 2.0]] * 2
+
+
+def test_the_name_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert launcher.launch() is None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 7")
+    assert launcher.launch() == "job 7"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # as torchrun says where nobody has named it
+    assert launcher.launch() == launcher.launch()
+    assert f"process {os.getppid()} of " in launcher.launch()

@@ -10,13 +10,16 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from manyhands import __version__, bench_command, keep_freed_memory, plan_command, verify_command
+from manyhands.launcher import launch
 from manyhands.targets import TargetError
 from manyhands.training.errors import DivergedError, Interrupted, OptionError, TrainingError
-from manyhands.training.options import DEVICE_ORDERS, ENGINES, PRECISIONS, SCHEDULES, Options
+from manyhands.training.options import DEVICE_ORDERS, ENGINES, PRECISIONS, SCHEDULES, Options, flag
+from manyhands.training.ranks import ALONE, Ranks
 from manyhands.training.run_folder import RunFolder
 
 _DONE = 0
@@ -24,7 +27,8 @@ _FAILED = 1
 _MISUSED = 2
 _STOPPED = 128  # plus the number of the signal, as shells have it
 
-_NEEDED_TO_TRAIN = ("matplotlib", "numpy", "rich", "safetensors")
+_COMMANDS = ("train", "verify", "bench", "plan")
+_NEEDED_TO_TRAIN = ("matplotlib", "numpy", "psutil", "rich", "safetensors")
 _NEEDED_TO_BENCH = ("matplotlib", "psutil", "rich")
 _NEEDED_TO_PLAN = ("matplotlib",)
 
@@ -72,26 +76,29 @@ files in the output folder:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with these arguments (None: those of the process), and return its exit status."""
-    parser = _parser()
-    arguments, unknown = parser.parse_known_args(argv)
-    given = vars(arguments)
-    if given.pop("command") is None:
-        parser.print_help()
-        return _MISUSED
-    subparser, run = given.pop("parser"), given.pop("run")
-    if unknown:
-        subparser.error(f"there is no option {unknown[0]}")
+    argv = sys.argv[1:] if argv is None else argv
+    ranks, command = ALONE, " ".join(["manyhands", *(name for name in argv[:1] if name in _COMMANDS)])
 
     def fail(reason: object, status: int) -> int:
-        print(f"{subparser.prog}: error: {reason}", file=sys.stderr)
+        ranks.fail(reason)
+        if ranks.is_first:
+            print(f"{command}: error: {reason}", file=sys.stderr, flush=True)
+        ranks.part()
         return status
 
     try:
-        status: int = run(given)
+        if argv[:1] == ["train"]:  # the only one that knows several processes
+            ranks = Ranks.meet()
+        given = ranks.together(lambda: _parsed(argv))
+        if given is None:
+            return _MISUSED
+        run = given.pop("run")
+        status: int = run(given, ranks) if run is _train else run(given)
         return status
     except KeyboardInterrupt:
         return fail("stopped at once; what had been saved stays", _STOPPED + signal.SIGINT)
     except Interrupted as stopped:
+        ranks.part()
         return _STOPPED + stopped.received
     except DivergedError as error:
         return fail(error, _FAILED)
@@ -102,23 +109,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _FAILED
     except OSError as error:  # such as a full disk
         return fail(error, _FAILED)
+    except RuntimeError as error:
+        if ranks.are_lost:
+            return fail(error, _FAILED)
+        raise
 
 
-def _train(given: dict[str, Any]) -> int:
+def _parsed(argv: Sequence[str]) -> dict[str, Any] | None:
+    """Return what was given, with the parser and the function of the subcommand; None, and help, without one.
+
+    Raises:
+        OptionError: it cannot be understood.
+    """
+    parser = _parser()
+    arguments, unknown = parser.parse_known_args(argv)
+    given = vars(arguments)
+    if given.pop("command") is None:
+        parser.print_help()
+        return None
+    subparser = given.pop("parser")
+    if unknown:
+        subparser.error(f"there is no option {unknown[0]}")
+    return given
+
+
+def _train(given: dict[str, Any], ranks: Ranks) -> int:
     """`manyhands train`: check, say that it starts, load what is slow, and go."""
-    output, resume = given.pop("output", None), given.pop("resume", None)
-    overwrite = given.pop("overwrite", False)
-    if resume is None:
-        options = Options.from_given(given)
-        folder = RunFolder.for_new_run(output, overwrite=overwrite)
-    elif output is not None or overwrite:
-        raise OptionError(f"--resume {resume} goes on in the same folder: leave out --output and --overwrite")
-    else:
-        folder = RunFolder.reopen(resume)
-        options = Options.from_saved(folder.saved_options(), given)
-    _expect_installed(_NEEDED_TO_TRAIN)
+    ranks.expect_alike("the options", {flag(name): value for name, value in given.items() if name != "devices"})
+    ranks.together(lambda: _expect_installed(_NEEDED_TO_TRAIN))
+    options, folder, resume = ranks.from_first(lambda: _planned(given))
+    options = replace(options, devices=given.get("devices", options.devices))
     os.environ["CUDA_DEVICE_ORDER"] = options.device_order  # read when CUDA is initialised, later than this
-    print(f"manyhands {__version__}: {options.model} on {options.data}; results in {folder}", flush=True)
+    if ranks.is_first:
+        print(f"manyhands {__version__}: {options.model} on {options.data}; results in {folder}", flush=True)
 
     from manyhands.training import display
     from manyhands.training.data import DataError
@@ -126,19 +149,38 @@ def _train(given: dict[str, Any]) -> int:
     from manyhands.training.run import describe
 
     keep_freed_memory()
-    shown = display.for_stdout()
+    shown = display.for_stdout() if ranks.is_first else display.Silent()
     try:
-        outcome = train(options, folder, shown, resume=resume is not None)
+        outcome = train(options, folder, shown, resume=resume, ranks=ranks)
     except DataError as error:
         raise OptionError(error) from error
     finally:
         shown.close()
-    print(
-        f"test accuracy {outcome.test_accuracy:.4f}, {outcome.seconds_per_epoch:.1f} seconds of training an epoch, "
-        f"on {describe(outcome.devices)}"
-    )
-    print(f"see {folder.curves}; the weights are {folder.model}")
+    if ranks.is_first:
+        print(
+            f"test accuracy {outcome.test_accuracy:.4f}, {outcome.seconds_per_epoch:.1f} seconds of training an epoch, "
+            f"on {describe(*outcome.places)}"
+        )
+        print(f"see {folder.curves}; the weights are {folder.model}")
     return _DONE
+
+
+def _planned(given: dict[str, Any]) -> tuple[Options, RunFolder, bool]:
+    """Return what to do, in which folder, and whether it goes on with the run that is there.
+
+    A launcher such as torchrun starts the same command line anew when a process has failed. So a run of the same launch
+    is gone on with, whatever the command line says; if it has no checkpoint yet, it is begun again in the same folder.
+    """
+    given = dict(given)
+    output, resume = given.pop("output", None), given.pop("resume", None)
+    overwrite = given.pop("overwrite", False)
+    if resume is not None and (output is not None or overwrite):
+        raise OptionError(f"--resume {resume} goes on in the same folder: leave out --output and --overwrite")
+    begun = RunFolder.of_launch(launch(), output) if resume is None else RunFolder.reopen(resume)
+    if begun is not None and begun.can_be_resumed():
+        return Options.from_saved(begun.saved_options(), given), begun, True
+    options = Options.from_given(given)
+    return options, begun or RunFolder.for_new_run(output, overwrite=overwrite), False
 
 
 def _bench(given: dict[str, Any]) -> int:
@@ -161,7 +203,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(_MISUSED, f"{self.prog}: error: {message} ({self.prog} --help lists the options)\n")
+        raise OptionError(f"{message} ({self.prog} --help lists the options)")
 
 
 def _parser() -> _Parser:

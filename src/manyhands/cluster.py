@@ -120,6 +120,11 @@ class Cluster:
         self._control = self._new_group("gloo", "control")
         self._places = self.exchange(place, "meeting")
 
+    @property
+    def broken(self) -> bool:
+        """Whether the processes no longer agree on what comes next: some have failed, or gone."""
+        return self._broken is not None
+
     def next_number(self) -> int:
         """Return how many models have been wrapped for these processes, this one included."""
         self._num_models += 1
@@ -212,6 +217,17 @@ class Cluster:
         self.wait(work, doing)
         pairs = zip(everybody, lengths, strict=True)
         return [pickle.loads(tensor[:length].numpy().tobytes()) for tensor, length in pairs]
+
+    def value_of_first(self, value: Any, doing: str) -> Any:
+        """Return what the first process gives. For rare occasions: it is pickled."""
+        pickled = bytearray(pickle.dumps(value) if self.rank == 0 else b"")
+        (length,), *_ = self.gather([len(pickled)], doing)()
+        octets = (
+            torch.frombuffer(pickled, dtype=torch.uint8) if pickled else torch.empty(int(length), dtype=torch.uint8)
+        )
+        first = self._ranks[0]
+        self.wait(self.start(lambda: distributed.broadcast(octets, first, self._control, async_op=True)), doing)
+        return pickle.loads(octets.numpy().tobytes())
 
     def begin_to_send_from(
         self, source: int, tensors: Sequence[torch.Tensor], group: Any, doing: str

@@ -7,6 +7,9 @@ and MASTER_ADDR and MASTER_PORT, where they find each other. Everything else is 
 
 import atexit
 import os
+import socket
+import time
+import uuid
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from manyhands import devices as _devices
 
 _WHO = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _WHERE = ("MASTER_ADDR", "MASTER_PORT")
+_LOOK_EVERY_S = 0.02
 _REMEDY = (
     "Start the program with torchrun, which sets all of them; or unset the others; or keep the model to this process "
     "with DataParallel(..., process_group=False)."
@@ -68,6 +72,21 @@ def local_device() -> torch.device:
     return present[local_rank]
 
 
+def launch() -> str | None:
+    """Return the name of the launch that this process is part of; None if there is no launcher that starts anew.
+
+    It is the same in all its processes, and in those that take their places after a failure: torchrun's `--rdzv-id`,
+    or the one that `--standalone` makes up. Where nobody has named it, it is the launcher's process on this machine.
+    """
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    if name != "none":
+        return name
+    import psutil  # part of the extra [train]
+
+    parent = psutil.Process(os.getppid())
+    return f"process {parent.pid} of {socket.gethostname()}, started at {parent.create_time():.2f}"
+
+
 def start_default_group() -> bool:
     """Start the default process group if a launcher has started this process; return whether there is one now.
 
@@ -90,9 +109,46 @@ def start_default_group() -> bool:
         own = _devices.accelerators()[_number("LOCAL_RANK") :][:1]
         if own and not _devices.computes_on_host(own[0]):
             torch.accelerator.set_device_index(own[0].index)
-        distributed.init_process_group()
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            rank, world_size = _number("RANK"), _number("WORLD_SIZE")
+            distributed.init_process_group(
+                store=_store_of_this_start(rank, world_size), rank=rank, world_size=world_size
+            )
+        else:
+            distributed.init_process_group()
         atexit.register(_end_default_group)
     return True
+
+
+def _store_of_this_start(rank: int, world_size: int) -> Any:
+    """Return the launcher's store, with names of this start's own.
+
+    torchrun keeps one store from one start of its processes to the next, and in it what the earlier ones have written:
+    where they listened, for one, so that processes would call those that have gone. How often they have been started,
+    they cannot know: each machine counts for itself. So the first process makes up a name for this start. The others
+    cannot tell it from an earlier one, but by an answer to a word that they have just made up themselves.
+    """
+    distributed: Any = torch.distributed
+    address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT")
+    store = distributed.PrefixStore("manyhands", distributed.TCPStore(address, port, is_master=False))
+    word = uuid.uuid4().hex
+    if rank == 0:
+        store.set("start", word)
+        for other in range(1, world_size):
+            theirs = store.get(f"{word}/{other}").decode()
+            store.set(f"{word}/answer to {theirs}", "")
+        return distributed.PrefixStore(word, store)
+    start = ""
+    deadline = time.monotonic() + store.timeout.total_seconds()
+    while not start or not store.check([f"{start}/answer to {word}"]):
+        latest = store.get("start").decode()
+        if latest != start:
+            start = latest
+            store.set(f"{start}/{rank}", word)
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"rank {rank} has waited {store.timeout.total_seconds():g} s for rank 0 to start")
+        time.sleep(_LOOK_EVERY_S)
+    return distributed.PrefixStore(start, store)
 
 
 def _end_default_group() -> None:

@@ -41,7 +41,8 @@ def save(folder: RunFolder, trained: Trained, steps: int) -> None:
 
 def restore(folder: RunFolder, said: list[str]) -> tuple[Trained, Progress]:
     fresh = Trained(steps=0)
-    return fresh, checkpoint.restore(folder, fresh.model, fresh.optimizer, CPU, said.append)
+    state = checkpoint.read(folder, said.append)
+    return fresh, checkpoint.restore(state, folder, fresh.model, fresh.optimizer, CPU)
 
 
 def test_everything_comes_back(folder: RunFolder) -> None:
@@ -113,7 +114,9 @@ def test_a_checkpoint_of_another_model_is_an_error(folder: RunFolder) -> None:
     save(folder, Trained(steps=1), steps=1)
     other = nn.Linear(2, 2)
     with pytest.raises(FolderError, match="does not fit the run"):
-        checkpoint.restore(folder, other, torch.optim.SGD(other.parameters(), lr=0.1), CPU, print)
+        checkpoint.restore(
+            checkpoint.read(folder, print), folder, other, torch.optim.SGD(other.parameters(), lr=0.1), CPU
+        )
 
 
 def test_a_checkpoint_cannot_run_code(folder: RunFolder) -> None:

@@ -1,4 +1,5 @@
 import signal
+import threading
 
 import pytest
 
@@ -30,3 +31,19 @@ def test_signals_act_as_before_afterwards() -> None:
         pass
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+def test_in_another_thread_signals_are_left_alone() -> None:
+    """As where a cluster's scheduler runs the training beside its own main thread."""
+    before = signal.getsignal(signal.SIGINT)
+    handlers = []
+
+    def train() -> None:
+        with StopRequest() as stop:
+            handlers.append(signal.getsignal(signal.SIGINT))
+            stop.check()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert handlers == [before]

@@ -97,7 +97,7 @@ def test_a_run_leaves_its_results(tmp_path: Path) -> None:
     )
     assert epochs[1]["test_loss"] < epochs[0]["test_loss"]
     assert outcome.test_accuracy == epochs[1]["test_accuracy"]
-    assert outcome.devices == [torch.device("cpu")] * 2
+    assert outcome.places == [[torch.device("cpu")] * 2]
 
     assert [share.rows for share in display.reports[0].shares] == [60, 60]
     assert all(share.seconds > 0 for report in display.reports for share in report.shares)

@@ -49,7 +49,7 @@ def test_what_comes_after_the_checkpoint_is_cut_off(tmp_path: Path, steps: int, 
     path = tmp_path / "metrics.jsonl"
     records = write(path)
     lines = path.read_text().splitlines()
-    metrics = Metrics.reopen(path, steps=steps, epochs=epochs)
+    metrics = Metrics(path, Metrics.read(path, steps=steps, epochs=epochs))
     metrics.close()
     assert path.read_text().splitlines() == lines[:kept]
     assert metrics.steps == [record for record in records[:kept] if isinstance(record, StepRecord)]
@@ -61,19 +61,19 @@ def test_half_a_line_at_the_end_is_cut_off(tmp_path: Path) -> None:
     write(path)
     whole = path.read_text()
     path.write_text(whole + '{"kind": "step", "step": 3, "ep')
-    Metrics.reopen(path, steps=4, epochs=2).close()
+    Metrics(path, Metrics.read(path, steps=4, epochs=2)).close()
     assert path.read_text() == whole
 
 
 def test_a_run_does_not_go_on_without_its_history(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with pytest.raises(FolderError, match="has 0 records of the 4 steps and 2 epochs"):
-        Metrics.reopen(path, steps=4, epochs=2)
+        Metrics.read(path, steps=4, epochs=2)
     write(path)
     lines = path.read_text().splitlines()
     path.write_text("\n".join(lines[1:]))
     with pytest.raises(FolderError, match="has 5 records"):
-        Metrics.reopen(path, steps=4, epochs=2)
+        Metrics.read(path, steps=4, epochs=2)
 
 
 def test_an_epoch_s_loss_is_the_mean_over_its_rows(tmp_path: Path) -> None:

@@ -72,3 +72,39 @@ def test_more_than_there_are() -> None:
 def test_replicas_are_on_one_kind_of_device() -> None:
     with pytest.raises(OptionError, match="one kind"):
         choose_devices("cpu,cuda:0")
+
+
+@pytest.mark.usefixtures("without_accelerators")
+@pytest.mark.parametrize(("text", "replicas"), [("auto", 1), ("1", 1), ("3", 3), ("cpu*2", 2)])
+def test_one_of_several_processes_without_accelerators(text: str, replicas: int) -> None:
+    assert choose_devices(text, among_several=True) == [CPU] * replicas
+
+
+@pytest.mark.parametrize(
+    ("text", "local_rank", "expected"),
+    [
+        ("auto", 0, ["cuda:0"]),
+        ("auto", 3, ["cuda:3"]),
+        ("1", 2, ["cuda:2"]),
+        ("2", 0, ["cuda:0", "cuda:1"]),
+        ("2", 1, ["cuda:2", "cuda:3"]),
+        ("cuda:1", 0, ["cuda:1"]),
+    ],
+)
+def test_one_of_several_processes_has_accelerators_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, text: str, local_rank: int, expected: list[str]
+) -> None:
+    monkeypatch.setattr(devices, "accelerators", lambda: [torch.device("cuda", index) for index in range(4)])
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    assert choose_devices(text, among_several=True) == [torch.device(name) for name in expected]
+
+
+@pytest.mark.usefixtures("with_two_gpus")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("auto", "LOCAL_RANK=2, and this machine has 2 accelerators"), ("1", "--devices 1 for each of 3 processes")],
+)
+def test_more_processes_than_accelerators(monkeypatch: pytest.MonkeyPatch, text: str, message: str) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(OptionError, match=message):
+        choose_devices(text, among_several=True)

@@ -62,22 +62,21 @@ def save(
 
 
 def restore(
+    state: dict[str, Any],
     folder: RunFolder,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     on: Sequence[torch.device],
-    say: Callable[[str], None],
 ) -> Progress:
-    """Load the last checkpoint into model, optimizer and generators; where it is damaged, the one before.
+    """Load what `read` has returned into model, optimizer and generators; return how far the run was.
 
     Args:
+        folder: where it comes from.
         on: the devices of the run's replicas. A device that the checkpoint has no random state for keeps its own.
-        say: called with a line when the last checkpoint cannot be used.
 
     Raises:
-        FolderError: no checkpoint can be used.
+        FolderError: it does not fit.
     """
-    state = _read_last(folder, say)
     try:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -88,7 +87,15 @@ def restore(
         raise FolderError(f"the checkpoint in {folder} does not fit the run in its config.json: {reason}") from error
 
 
-def _read_last(folder: RunFolder, say: Callable[[str], None]) -> dict[str, Any]:
+def read(folder: RunFolder, say: Callable[[str], None]) -> dict[str, Any]:
+    """Return what is in the last checkpoint; where it is damaged, in the one before.
+
+    Args:
+        say: called with a line when the last checkpoint cannot be used.
+
+    Raises:
+        FolderError: no checkpoint can be used.
+    """
     problems = []
     for path in (folder.checkpoint, folder.previous_checkpoint):
         try:

@@ -1,7 +1,7 @@
 """What a run shows while it works: a progress bar on a terminal, plain lines anywhere else.
 
 Both are told the same things. The bar shows every step in place; the lines show the first step, so that it is seen
-at once that the run has begun, and after that one every few seconds.
+at once that the run has begun, and after that one every few seconds. Of several processes one shows them.
 """
 
 import os
@@ -70,6 +70,22 @@ class Lines:
 
     def close(self) -> None:
         """Do nothing: lines stay."""
+
+
+class Silent:
+    """A display for processes other than the first: it shows nothing."""
+
+    def say(self, line: str) -> None:
+        """Do nothing."""
+
+    def step(self, report: StepReport) -> None:
+        """Do nothing."""
+
+    def download(self, name: str, done_bytes: int, total_bytes: int | None) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 def _megabytes(num_bytes: int) -> str:

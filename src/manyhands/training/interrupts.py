@@ -2,13 +2,17 @@
 
 Half a step cannot be saved: some of its numbers would be old, some new. A step takes a few seconds at most, so the
 loop finishes it, saves, and leaves. Who cannot wait presses Ctrl-C again, and the last checkpoint is what stays.
+
+Of several processes, some may get the signal, and each at another moment; all stop after the same step.
 """
 
 import os
 import signal
+import threading
 from types import FrameType, TracebackType
 
 from manyhands.training.errors import Interrupted
+from manyhands.training.ranks import ALONE, Ranks
 
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 _STDERR = 2
@@ -18,15 +22,22 @@ _NOTICE = b"\nfinishing the step in flight, then stopping (again: at once, witho
 class StopRequest:
     """While entered, remembers the first signal that asks the program to stop instead of letting it act.
 
-    `received` is that signal, or None. The second signal acts as usual. To be entered in the main thread.
+    `received` is that signal, or None. The second signal acts as usual. Signals reach the main thread only; entered in
+    another one, as where a cluster's scheduler calls us, it leaves them to whoever has that thread.
+
+    Args:
+        ranks: the processes that are to stop together.
     """
 
     received: signal.Signals | None = None
 
+    def __init__(self, ranks: Ranks = ALONE) -> None:
+        self._ranks = ranks
+
     def __enter__(self) -> "StopRequest":
         self._before = {
             number: signal.signal(number, self._receive)
-            for number in _SIGNALS
+            for number in (_SIGNALS if threading.current_thread() is threading.main_thread() else ())
             if signal.getsignal(number) is not signal.SIG_IGN  # as under nohup: whoever ignores it means it
         }
         return self
@@ -40,15 +51,17 @@ class StopRequest:
         self._let_act()
 
     def check(self) -> None:
-        """Raise Interrupted if a signal has arrived."""
-        if self.received is not None:
-            raise Interrupted(self.received)
+        """Raise Interrupted if a signal has arrived; with several processes, in all of them at the same check."""
+        received = self._ranks.greatest_so_far(self.received or 0)
+        if received:
+            raise Interrupted(signal.Signals(received))
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
         self._let_act()
         # os.write, because the signal may have arrived in the middle of a print
-        os.write(_STDERR, _NOTICE)
+        if self._ranks.is_first:
+            os.write(_STDERR, _NOTICE)
 
     def _let_act(self) -> None:
         for number, handler in self._before.items():

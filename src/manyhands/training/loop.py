@@ -3,8 +3,11 @@
     manyhands train                                       # digits, every device
     manyhands train --devices 'cpu*2' --model mlp         # two replicas on the CPU, done in a moment
 
+    torchrun --nproc-per-node 2 -m manyhands train        # two processes
+
 A step is: rows, learning rate, forward, backward, update, record. An epoch is: steps, evaluation, record, picture,
-checkpoint. That the model runs on several devices cannot be seen here, which is the point.
+checkpoint. That the model runs on several devices cannot be seen here, which is the point. Of several processes each
+takes its part of every batch, and they add up their losses; otherwise all do the same.
 """
 
 import contextlib
@@ -17,13 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manyhands.training import curves
 from manyhands.training.checkpoint import Progress
 from manyhands.training.display import Display
 from manyhands.training.errors import DivergedError, Interrupted, OptionError
 from manyhands.training.interrupts import StopRequest
 from manyhands.training.metrics import EpochRecord, StepRecord
 from manyhands.training.options import Options
+from manyhands.training.ranks import ALONE, Ranks
 from manyhands.training.run import Run, describe
 from manyhands.training.run_folder import RunFolder
 from manyhands.training.schedule import epoch_batches, learning_rate
@@ -34,14 +37,19 @@ _SAVE_EVERY_S = 300.0  # within an epoch; each epoch ends with a checkpoint anyw
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to: the test accuracy after its last epoch, and what an epoch of training took on average."""
+    """What a run came to: the test accuracy after its last epoch, what an epoch of training took on average, and where.
+
+    `places` are the devices of each process.
+    """
 
     test_accuracy: float
     seconds_per_epoch: float
-    devices: Sequence[torch.device]
+    places: Sequence[Sequence[torch.device]]
 
 
-def train(options: Options, folder: RunFolder, display: Display, *, resume: bool = False) -> Outcome:
+def train(
+    options: Options, folder: RunFolder, display: Display, *, resume: bool = False, ranks: Ranks = ALONE
+) -> Outcome:
     """Train as the options say, and leave in the folder what run_folder.py lists.
 
     Args:
@@ -49,13 +57,14 @@ def train(options: Options, folder: RunFolder, display: Display, *, resume: bool
         folder: where the results go; without `resume` a run that it holds is deleted.
         display: shown what happens.
         resume: go on from the checkpoint in the folder.
+        ranks: the processes that share the work; all of them call this, alike but for `options.devices`.
 
     Raises:
         TrainingError, DataError: it cannot start or go on; the message is one line for the user.
         Interrupted: a signal asked it to stop, and the last finished step has been saved.
     """
-    run = Run.begin(options, folder, display, resume=resume)
-    with contextlib.closing(run), StopRequest() as stop:
+    run = Run.begin(options, folder, display, resume=resume, ranks=ranks)
+    with contextlib.closing(run), StopRequest(ranks) as stop:
         try:
             for epoch in range(run.progress.epochs, options.epochs):
                 _train_epoch(run, epoch, display, stop)
@@ -89,18 +98,22 @@ def _train_epoch(run: Run, epoch: int, display: Display, stop: StopRequest) -> N
         for group in optimizer.param_groups:
             group["lr"] = rate
 
-        # The batch is taken in as many parts as --accumulate says. Each part's loss is its sum over the rows of the
-        # whole batch, so that losses and gradients add up to those of the mean, however uneven the parts are.
+        # The batch is taken in as many parts as --accumulate says, and of each part this process takes its own. Each
+        # loss is a sum divided by the rows of the whole batch, so that losses and gradients add up to those of the
+        # mean, however uneven the parts are.
         rows = batches[step - first_step]
         loss_of_parts = torch.zeros((), device=run.devices[0])
         work = Work(run.devices)
         optimizer.zero_grad()
-        for part in rows.tensor_split(min(options.accumulate, len(rows))):
-            with _explained(run), work.of_part(run.model, len(part)):
-                loss = _sum_of_losses(run, images[part], labels[part]) / len(rows)
+        for part, is_last in _parts(rows, options.accumulate):
+            mine = run.ranks.part_of(part)
+            # What has to go to other processes goes there once, with the last part.
+            to_others = contextlib.nullcontext() if is_last else run.model.no_sync()
+            with _explained(run), to_others, work.of_part(run.model, len(mine)):
+                loss = _sum_of_losses(run, images[mine], labels[mine]) / len(rows)
                 loss.backward()  # type: ignore[no-untyped-call]
             loss_of_parts += loss.detach()
-        mean_loss = loss_of_parts.item()  # waits for the accelerators
+        (mean_loss,) = run.ranks.sum(loss_of_parts.item())  # waits for the accelerators, and for the other processes
         if not math.isfinite(mean_loss):
             raise _diverged(run, f"the training loss is {mean_loss} in step {step + 1} (epoch {epoch + 1})", rate)
         optimizer.step()
@@ -140,16 +153,11 @@ def _finish_epoch(run: Run, epoch: int, display: Display, stop: StopRequest) -> 
         f"test accuracy {record.test_accuracy:.4f}, {record.train_seconds:.1f} s of training"
     )
     run.keep()
-    curves.draw(
-        run.folder.curves,
-        run.metrics.epochs,
-        title=f"{run.options.model} on {run.dataset.name}, {describe(run.devices)}",
-        last_epoch=run.options.epochs,
-    )
+    run.draw()
 
 
 def evaluate(run: Run, stop: StopRequest) -> tuple[float, float]:
-    """Return the mean loss and the accuracy over the test rows, each counted once, on all replicas."""
+    """Return the mean loss and the accuracy over the test rows, each counted once, on all replicas of all processes."""
     images, labels = run.dataset.test_images, run.dataset.test_labels
     total_loss = torch.zeros((), dtype=torch.float64)
     num_correct = 0
@@ -157,13 +165,23 @@ def evaluate(run: Run, stop: StopRequest) -> tuple[float, float]:
     with torch.inference_mode(), _explained(run):
         for first in range(0, len(labels), run.options.batch_size):
             stop.check()
-            rows = slice(first, first + run.options.batch_size)
+            rows = run.ranks.part_of(torch.arange(first, min(first + run.options.batch_size, len(labels))))
+            if not len(rows):
+                continue
             with _precision(run):
                 logits = run.model(images[rows].to(run.devices[0]))
             on_host = logits.float().cpu()
             total_loss += F.cross_entropy(on_host, labels[rows], reduction="sum")
             num_correct += int((on_host.argmax(dim=1) == labels[rows]).sum())
-    return total_loss.item() / len(labels), num_correct / len(labels)
+    loss, correct = run.ranks.sum(total_loss.item(), num_correct)
+    return loss / len(labels), correct / len(labels)
+
+
+def _parts(rows: Tensor, num_parts: int) -> Iterator[tuple[Tensor, bool]]:
+    """Yield so many parts of a batch, none of them empty, and whether each is the last."""
+    parts = rows.tensor_split(min(num_parts, len(rows)))
+    for number, part in enumerate(parts, start=1):
+        yield part, number == len(parts)
 
 
 def _sum_of_losses(run: Run, images: Tensor, labels: Tensor) -> Tensor:
@@ -186,7 +204,7 @@ def _explained(run: Run) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise OptionError(
-            f"out of memory with --batch-size {options.batch_size} on {describe(run.devices)}: "
+            f"out of memory with --batch-size {options.batch_size} on {describe(*run.places)}: "
             f"--accumulate {2 * options.accumulate} takes about half at a time"
         ) from error
     except ValueError as error:
@@ -195,9 +213,10 @@ def _explained(run: Run) -> Iterator[None]:
         each, remedy = "batch norm", f"--batch-size {4 * options.accumulate}"
         if not options.sync_batch_norm:
             each = "some replica's batch norm"
-            remedy = f"--batch-size {4 * len(run.devices) * options.accumulate}, or leave out --no-sync-batch-norm"
+            num_replicas = sum(map(len, run.places))
+            remedy = f"--batch-size {4 * num_replicas * options.accumulate}, or leave out --no-sync-batch-norm"
         raise OptionError(
-            f"--batch-size {options.batch_size} on {describe(run.devices)} leaves {each} a single row, which it cannot "
+            f"--batch-size {options.batch_size} on {describe(*run.places)} leaves {each} a single row, which it cannot "
             f"train on: take {remedy}"
         ) from error
 
@@ -216,4 +235,4 @@ def _diverged(run: Run, what: str, rate: float) -> DivergedError:
 def _outcome(run: Run) -> Outcome:
     epochs = run.metrics.epochs
     seconds = sum(record.train_seconds for record in epochs) / len(epochs)
-    return Outcome(epochs[-1].test_accuracy, seconds, run.devices)
+    return Outcome(epochs[-1].test_accuracy, seconds, run.places)

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, TypeAlias
 
 from manyhands.training.errors import FolderError
 from manyhands.training.run_folder import replaced
@@ -45,28 +45,37 @@ class EpochRecord:
     test_seconds: float
 
 
+Record: TypeAlias = StepRecord | EpochRecord
+
+
 class Metrics:
     """The records of a run, in memory and in metrics.jsonl.
 
     Each record is a line in the file at once; `sync` waits until the lines are on the disk.
+
+    Args:
+        path: the file; None to keep them in memory only, in a process that does not write.
+        records: those of the run so far. The file is begun with them.
     """
 
-    def __init__(self, path: Path, records: Iterable[StepRecord | EpochRecord] = ()) -> None:
+    def __init__(self, path: Path | None, records: Iterable[Record] = ()) -> None:
         self.steps: list[StepRecord] = []
         self.epochs: list[EpochRecord] = []
-        with replaced(path) as unfinished, unfinished.open("w") as file:
-            for record in records:
-                file.write(self._remember(record))
-        self._file = path.open("a")
+        lines = [self._remember(record) for record in records]
+        self._file: TextIO | None = None
+        if path is not None:
+            with replaced(path) as unfinished:
+                unfinished.write_text("".join(lines))
+            self._file = path.open("a")
 
-    @classmethod
-    def reopen(cls, path: Path, *, steps: int, epochs: int) -> "Metrics":
-        """Go on with a file, without the lines after a checkpoint of so many steps and epochs.
+    @staticmethod
+    def read(path: Path, *, steps: int, epochs: int) -> list[Record]:
+        """Return the records in a file, without those after a checkpoint of so many steps and epochs.
 
         Raises:
             FolderError: lines before the checkpoint are missing.
         """
-        kept: list[StepRecord | EpochRecord] = []
+        kept: list[Record] = []
         for line in path.read_bytes().splitlines() if path.exists() else []:
             with contextlib.suppress(ValueError, TypeError):  # the last line may be half a line
                 record = _record(json.loads(line))
@@ -77,12 +86,14 @@ class Metrics:
                 f"{path} has {len(kept)} records of the {steps} steps and {epochs} epochs up to the checkpoint; "
                 "the run cannot go on without its history: put the file back, or start again"
             )
-        return cls(path, kept)
+        return kept
 
-    def add(self, record: StepRecord | EpochRecord) -> None:
+    def add(self, record: Record) -> None:
         """Add a record."""
-        self._file.write(self._remember(record))
-        self._file.flush()
+        line = self._remember(record)
+        if self._file is not None:
+            self._file.write(line)
+            self._file.flush()
 
     def train_loss(self, epoch: int) -> float:
         """Return the mean loss over the rows of an epoch so far."""
@@ -95,13 +106,15 @@ class Metrics:
 
     def sync(self) -> None:
         """Return when all lines are on the disk."""
-        os.fsync(self._file.fileno())
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
-    def _remember(self, record: StepRecord | EpochRecord) -> str:
+    def _remember(self, record: Record) -> str:
         """Keep a record in memory, and return its line."""
         if isinstance(record, StepRecord):
             self.steps.append(record)
@@ -112,7 +125,7 @@ class Metrics:
         return json.dumps({"kind": kind, **asdict(record)}) + "\n"
 
 
-def _record(line: dict[str, Any]) -> StepRecord | EpochRecord:
+def _record(line: dict[str, Any]) -> Record:
     """Return what a line says. Raises ValueError or TypeError if it is no line of ours."""
     if not isinstance(line, dict):
         raise TypeError(f"expected an object, got {line!r}")

@@ -5,6 +5,7 @@ Setting up is told here, so that loop.py can tell the training and nothing else.
 
 import importlib.metadata
 import random
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,13 +15,15 @@ import torch
 from torch import nn
 
 from manyhands.data_parallel import DataParallel
-from manyhands.training import checkpoint, data, models
+from manyhands.launcher import launch
+from manyhands.training import checkpoint, curves, data, models
 from manyhands.training.checkpoint import Progress
 from manyhands.training.display import Display
 from manyhands.training.errors import FolderError, OptionError
-from manyhands.training.metrics import Metrics
+from manyhands.training.metrics import Metrics, Record
 from manyhands.training.options import Options
 from manyhands.training.placement import choose_devices
+from manyhands.training.ranks import ALONE, Ranks, is_first_of_its_host
 from manyhands.training.run_folder import RunFolder, replaced
 from manyhands.training.schedule import num_steps
 
@@ -31,7 +34,10 @@ class Run:
 
     Args:
         options, folder, dataset: what it does, where to, and on what.
-        devices: one for each replica; the first one holds `live`, and the batches before they are split.
+        ranks: the processes that share it; the first one writes.
+        devices: one for each replica of this process; the first one holds `live`, and the batches before they are
+            split.
+        places: the devices of each process.
         live: the module that is trained.
         model: `live`, on every device.
         optimizer: updates `live`.
@@ -43,7 +49,9 @@ class Run:
     options: Options
     folder: RunFolder
     dataset: data.Dataset
+    ranks: Ranks
     devices: Sequence[torch.device]
+    places: Sequence[Sequence[torch.device]]
     live: nn.Module
     model: DataParallel
     optimizer: torch.optim.Optimizer
@@ -52,15 +60,19 @@ class Run:
     saved: Progress | None
 
     @classmethod
-    def begin(cls, options: Options, folder: RunFolder, display: Display, *, resume: bool = False) -> "Run":
+    def begin(
+        cls, options: Options, folder: RunFolder, display: Display, *, resume: bool = False, ranks: Ranks = ALONE
+    ) -> "Run":
         """Set everything up; without `resume` a run in the folder is deleted, after nothing else can go wrong.
 
         Raises:
             TrainingError, DataError: it cannot be set up; the message is one line for the user.
         """
         _check_names(options)
-        devices = choose_devices(options.devices, options.engine)
-        dataset = data.load(options.data, mirror=options.mirror, progress=display.download)
+        devices = ranks.together(
+            lambda: choose_devices(options.devices, options.engine, among_several=ranks.world_size > 1)
+        )
+        dataset = _loaded(options, display, ranks)
 
         random.seed(options.seed)
         torch.manual_seed(options.seed)
@@ -68,26 +80,43 @@ class Run:
             options.model, num_classes=dataset.num_classes, image_shape=dataset.image_shape, init=options.init
         ).to(devices[0])
         # Even shares: torch's rule may leave the last replica a single row, which batch norm cannot train on by itself.
+        # Losses are sums over this process's part of a batch, divided by the rows of the whole.
         model = DataParallel(
-            live, device_ids=devices, engine=options.engine, shares="even", sync_batch_norm=options.sync_batch_norm
+            live,
+            device_ids=devices,
+            engine=options.engine,
+            shares="even",
+            sync_batch_norm=options.sync_batch_norm,
+            loss="sum",
         )
         optimizer = torch.optim.SGD(
             live.parameters(), lr=options.lr, momentum=options.momentum, weight_decay=options.weight_decay
         )
 
+        records: list[Record] = []
+        progress = Progress()
         if resume:
-            _check_same_data(folder, dataset)
-            progress = checkpoint.restore(folder, live, optimizer, devices, display.say)
-            metrics = Metrics.reopen(folder.metrics, steps=progress.steps, epochs=progress.epochs)
+            state, records = ranks.from_first(lambda: _found(folder, dataset, display))
+            progress = checkpoint.restore(state, folder, live, optimizer, devices)
         else:
-            folder.make_empty()
-            progress = Progress()
-            metrics = Metrics(folder.metrics)
+            ranks.from_first(folder.make_empty)
         run = cls(
-            options, folder, dataset, devices, live, model, optimizer, metrics, progress, progress if resume else None
+            options=options,
+            folder=folder,
+            dataset=dataset,
+            ranks=ranks,
+            devices=devices,
+            places=ranks.everybodys(devices),
+            live=live,
+            model=model,
+            optimizer=optimizer,
+            metrics=Metrics(folder.metrics if ranks.is_first else None, records),
+            progress=progress,
+            saved=progress if resume else None,
         )
-        run._write_config()
-        run._introduce(display.say)
+        if ranks.is_first:
+            run._write_config()
+            run._introduce(display.say)
         return run
 
     @property
@@ -101,13 +130,24 @@ class Run:
         return num_steps(self.num_rows, self.options.batch_size)
 
     def keep(self) -> None:
-        """Bring what is on the disk up to this moment: metrics, checkpoint, weights."""
-        self.metrics.sync()
-        checkpoint.save(self.folder, self.live, self.optimizer, self.progress, self.devices)
-        weights = {name: tensor.contiguous() for name, tensor in self.live.state_dict().items()}
-        with replaced(self.folder.model) as unfinished:
-            unfinished.write_bytes(safetensors.torch.save(weights))  # save_file would make it unreadable to others
+        """Bring what is on the disk up to this moment: metrics, checkpoint, weights. The first process does it."""
+        if self.ranks.is_first:
+            self.metrics.sync()
+            checkpoint.save(self.folder, self.live, self.optimizer, self.progress, self.devices)
+            weights = {name: tensor.contiguous() for name, tensor in self.live.state_dict().items()}
+            with replaced(self.folder.model) as unfinished:
+                unfinished.write_bytes(safetensors.torch.save(weights))  # save_file would make it unreadable to others
         self.saved = self.progress
+
+    def draw(self) -> None:
+        """Draw the epochs so far. The first process does it."""
+        if self.ranks.is_first:
+            curves.draw(
+                self.folder.curves,
+                self.metrics.epochs,
+                title=f"{self.options.model} on {self.dataset.name}, {describe(*self.places)}",
+                last_epoch=self.options.epochs,
+            )
 
     def close(self) -> None:
         """Close the files; end what runs the replicas."""
@@ -119,8 +159,10 @@ class Run:
             {
                 "manyhands": importlib.metadata.version("manyhands"),
                 "torch": torch.__version__,
+                "launch": launch(),
                 "options": asdict(self.options),
-                "devices": list(map(str, self.devices)),
+                "processes": self.ranks.world_size,
+                "devices": [str(device) for devices in self.places for device in devices],
                 "parameters": self._num_parameters(),
                 **_facts_of(self.dataset),
             }
@@ -128,7 +170,7 @@ class Run:
 
     def _introduce(self, say: Callable[[str], None]) -> None:
         say(
-            f"{self._num_parameters():,} parameters on {describe(self.devices)}; "
+            f"{self._num_parameters():,} parameters on {describe(*self.places)}; "
             f"{self.num_rows:,} pictures to train on, {len(self.dataset.test_labels):,} to test on"
         )
         progress = self.progress
@@ -141,17 +183,56 @@ class Run:
         return sum(parameter.numel() for parameter in self.live.parameters())
 
 
-def describe(devices: Sequence[torch.device]) -> str:
-    """Return the devices of the replicas in words, as in "2 replicas (cpu, cpu)".
+def describe(*places: Sequence[torch.device]) -> str:
+    """Return in words the devices of the replicas of each process, as in "2 replicas (cpu, cpu)".
 
-    >>> describe([torch.device("cpu")] * 8)
+    >>> cpu = torch.device("cpu")
+    >>> describe([cpu] * 8)
     '8 replicas (8 x cpu)'
+    >>> describe([cpu] * 2, [cpu] * 2)
+    '2 processes, 4 replicas (4 x cpu)'
     """
+    devices = [device for process in places for device in process]
+    processes = f"{len(places)} processes, " if len(places) > 1 else ""
     if len(devices) == 1:
         return str(devices[0])
-    counts = {device: list(devices).count(device) for device in devices}
+    counts = {device: devices.count(device) for device in devices}
     names = [str(device) if count == 1 else f"{count} x {device}" for device, count in counts.items()]
-    return f"{len(devices)} replicas ({', '.join(names)})"
+    return f"{processes}{len(devices)} replicas ({', '.join(names)})"
+
+
+def _loaded(options: Options, display: Display, ranks: Ranks) -> data.Dataset:
+    """Load the data: first in the first process, then in the first of each machine, then in the others.
+
+    So each file is downloaded once, and the others find it.
+    """
+    dataset: data.Dataset | None = None
+    for my_turn in (ranks.is_first, is_first_of_its_host(), True):
+
+        def load(my_turn: bool = my_turn, dataset: data.Dataset | None = dataset) -> data.Dataset | None:
+            if dataset is None and my_turn:
+                return data.load(options.data, mirror=options.mirror, progress=display.download)
+            return dataset
+
+        dataset = ranks.together(load)
+    assert dataset is not None
+    loaded = dataset
+    ranks.expect_alike("the data sets", {**_facts_of(loaded), "checksum": ranks.world_size > 1 and _checksum(loaded)})
+    return loaded
+
+
+def _checksum(dataset: data.Dataset) -> int:
+    checksum = 0
+    for tensor in (dataset.train_images, dataset.train_labels, dataset.test_images, dataset.test_labels):
+        checksum = zlib.crc32(tensor.contiguous().numpy().data, checksum)
+    return checksum
+
+
+def _found(folder: RunFolder, dataset: data.Dataset, display: Display) -> tuple[dict[str, Any], list[Record]]:
+    """Return the checkpoint of a run that is resumed, and the records up to it."""
+    _check_same_data(folder, dataset)
+    state = checkpoint.read(folder, display.say)
+    return state, Metrics.read(folder.metrics, steps=state["steps"], epochs=state["epochs"])
 
 
 def _check_same_data(folder: RunFolder, dataset: data.Dataset) -> None:

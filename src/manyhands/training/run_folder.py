@@ -9,7 +9,7 @@
 
 Everything but metrics.jsonl, which is appended to, is replaced whole: at every moment, and whatever stops the
 program or the machine, a file under one of these names is a complete one. It is assumed that one process at a time
-trains in a folder.
+writes into a folder; of several that train together it is the first.
 """
 
 import contextlib
@@ -73,12 +73,32 @@ class RunFolder:
         folder = cls(path)
         if not path.is_dir():
             raise FolderError(f"--resume {folder}: there is no such folder; expected the --output of an earlier run")
-        if not (folder.checkpoint.exists() or folder.previous_checkpoint.exists()):
+        if not folder.can_be_resumed():
             raise FolderError(
                 f"--resume {folder}: no checkpoint.pt in it; expected the --output of a run that has finished at least "
                 f"one epoch or was stopped with Ctrl-C (start it again: --output {folder} --overwrite)"
             )
         return folder
+
+    @classmethod
+    def of_launch(cls, launch: str | None, path: Path | None) -> "RunFolder | None":
+        """Return the folder of the run that this launch has begun, before it had to start its processes anew.
+
+        Args:
+            launch: its name; config.json has it. None: there is no launch.
+            path: where the run is; None: anywhere in `runs/`.
+        """
+        if launch is None:
+            return None
+        for place in [path] if path is not None else sorted(Path("runs").glob("*")):
+            with contextlib.suppress(FolderError):
+                if cls(place).saved_config().get("launch") == launch:
+                    return cls(place)
+        return None
+
+    def can_be_resumed(self) -> bool:
+        """Return whether there is a checkpoint."""
+        return self.checkpoint.exists() or self.previous_checkpoint.exists()
 
     def holds_a_run(self) -> bool:
         """Return whether there is anything to lose: weights, a checkpoint, or somebody else's files."""

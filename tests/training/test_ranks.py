@@ -1,0 +1,375 @@
+"""Several processes train as one does. They talk by gloo over the loopback device; the oracle is a run of one."""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+from manyhands.cli import main
+from manyhands.training import data, loop
+from manyhands.training.display import Silent
+from manyhands.training.errors import FolderError, Interrupted, OptionError
+from manyhands.training.loop import train
+from manyhands.training.options import Options
+from manyhands.training.ranks import ALONE, Ranks
+from manyhands.training.run_folder import RunFolder
+from ranks import end_ranks, run_ranks
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+SMALL = ["--model", "mlp", "--epochs", "2", "--devices", "1"]  # 12 steps an epoch
+
+
+def run(rank: int, folder: Path, *arguments: str) -> tuple[int, str, str]:
+    """Run `manyhands train` in this process, in `folder`; return its status and what it has written."""
+    with (
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
+        status = main(["train", *arguments])
+    return status, out.getvalue(), err.getvalue()
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if "seconds" not in key} for line in lines]
+
+
+def assert_same_metrics(folder: Path, other: Path, rel: float = 1e-5) -> None:
+    found, expected = metrics_of(folder), metrics_of(other)
+    assert len(found) == len(expected)
+    for line, oracle in zip(found, expected, strict=True):
+        assert line.pop("kind") == oracle.pop("kind")
+        assert line == pytest.approx(oracle, rel=rel)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process comes to, on one device."""
+    folder = tmp_path_factory.mktemp("alone")
+    assert run(0, folder, *SMALL, "--output", "run")[0] == 0
+    return folder / "run"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "arguments"),
+    [
+        (2, []),
+        (2, ["--devices", "2"]),
+        (2, ["--devices", "cpu*2", "--engine", "processes"]),
+        (3, ["--accumulate", "7"]),
+    ],
+    ids=["2x1", "2x2 threads", "2x2 processes", "3 and parts of batches"],
+)
+def test_processes_train_as_one_does(alone: Path, tmp_path: Path, world_size: int, arguments: list[str]) -> None:
+    ends = run_ranks(world_size, run, tmp_path, *SMALL, *arguments, "--output", "run")
+    assert_same_metrics(tmp_path / "run", alone, rel=1e-4 if "--accumulate" in arguments else 1e-5)
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == sorted(p.name for p in alone.iterdir())
+    assert [status for status, _, _ in ends] == [0] * world_size
+    assert f"on {world_size} processes, " in ends[0][1]
+    assert "see run/curves.png" in ends[0][1]
+    assert [out + err for _, out, err in ends[1:]] == [""] * (world_size - 1), "the others are silent"
+
+
+def run_on_few(rank: int, folder: Path, *arguments: str) -> tuple[int, str, str]:
+    """Run on 40 pictures and 10 test pictures."""
+    digits = data.load("digits")
+    few = data.Dataset(
+        "few",
+        digits.train_images[:40],
+        digits.train_labels[:40],
+        digits.test_images[:10],
+        digits.test_labels[:10],
+        num_classes=10,
+    )
+    load, data.load = data.load, lambda *args, **options: few
+    try:
+        return run(rank, folder, *arguments)
+    finally:
+        data.load = load
+
+
+def test_batches_of_fewer_rows_than_processes(tmp_path: Path) -> None:
+    arguments = ["--model", "mlp", "--epochs", "2", "--batch-size", "3", "--devices", "1"]
+    run_on_few(0, tmp_path, *arguments, "--output", "alone")
+    run_ranks(4, run_on_few, tmp_path, *arguments, "--output", "four")
+    assert_same_metrics(tmp_path / "four", tmp_path / "alone", rel=1e-4)
+
+
+def see_rows(rank: int, folder: Path) -> tuple[list[int], list[int]]:
+    """Train an epoch; return which pictures this process has trained on, and which it has tested on."""
+    dataset = data.load("digits")
+    numbers = {name: {bytes(x.numpy().data): i for i, x in enumerate(images)} for name, images in dataset_of(dataset)}
+    seen: dict[bool, list[Any]] = {True: [], False: []}
+
+    def note(module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        seen[module.training] += [bytes(x.numpy().data) for x in inputs[0]]
+
+    begin = loop.Run.begin
+
+    def begin_and_look(*args: Any, **options: Any) -> loop.Run:
+        begun = begin(*args, **options)
+        begun.live.register_forward_pre_hook(note)
+        return begun
+
+    loop.Run.begin = begin_and_look
+    options = Options(model="mlp", epochs=1, devices="1", batch_size=100)
+    train(options, RunFolder(folder), Silent(), ranks=Ranks.meet())
+    return [numbers["train"].get(x, -1) for x in seen[True]], [numbers["test"].get(x, -1) for x in seen[False]]
+
+
+def dataset_of(dataset: data.Dataset) -> list[tuple[str, torch.Tensor]]:
+    return [("train", dataset.train_images), ("test", dataset.test_images)]
+
+
+def test_every_row_counts_once(tmp_path: Path) -> None:
+    trained, tested = zip(*run_ranks(3, see_rows, tmp_path / "run"), strict=True)
+    distinct = {name: {bytes(x.numpy().data) for x in images} for name, images in dataset_of(data.load("digits"))}
+    for rows, name, count in ((trained, "train", 1437), (tested, "test", 360)):
+        everything = [row for rank in rows for row in rank]
+        assert len(everything) == count
+        assert -1 not in everything
+        assert len(set(everything)) == len(distinct[name])
+        assert max(map(len, rows)) - min(map(len, rows)) <= 15, "divided evenly: a row a batch, at most"
+
+
+def stop_after(rank: int, folder: Path, step: int) -> int:
+    """Train until rank 1, and only rank 1, gets a signal after `step`; return how many steps had been finished."""
+
+    class Stopping(Silent):
+        finished = 0
+
+        def step(self, report):
+            self.finished += 1
+            if rank == 1 and self.finished == step:
+                signal.raise_signal(signal.SIGTERM)
+
+    display = Stopping()
+    with pytest.raises(Interrupted) as caught:
+        train(Options(model="mlp", epochs=2, devices="1"), RunFolder(folder), display, ranks=Ranks.meet())
+    assert caught.value.received == signal.SIGTERM
+    return display.finished
+
+
+def resume(rank: int, folder: Path) -> None:
+    train(Options(model="mlp", epochs=2, devices="1"), RunFolder(folder), Silent(), resume=True, ranks=Ranks.meet())
+
+
+@pytest.mark.parametrize("step", [3, 11])
+def test_a_signal_to_one_stops_all_after_the_same_step(alone: Path, tmp_path: Path, step: int) -> None:
+    finished = run_ranks(3, stop_after, tmp_path, step)
+    assert finished == [step + 1] * 3 if step == 3 else finished[0] in (step, step + 1)
+    assert len([line for line in metrics_of(tmp_path) if line["kind"] == "step"]) == finished[0]
+    run_ranks(2, resume, tmp_path)  # by another number of processes
+    assert_same_metrics(tmp_path, alone)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_more_processes_and_with_fewer(alone: Path, tmp_path: Path) -> None:
+    one_epoch = ["--model", "mlp", "--devices", "1", "--epochs", "1", "--schedule", "constant"]
+    run(0, tmp_path, *one_epoch, "--epochs", "3", "--output", "alone")
+    run(0, tmp_path, *one_epoch, "--output", "run")
+    run_ranks(3, run, tmp_path, "--resume", "run", "--epochs", "2")
+    run_ranks(2, run, tmp_path, "--resume", "run", "--epochs", "3", "--devices", "2")
+    assert_same_metrics(tmp_path / "run", tmp_path / "alone")
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (config["processes"], config["devices"]) == (2, ["cpu"] * 4)
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--epochs", "-1"], "--epochs -1: expected a whole number from 1 up"),
+        (["--bogus"], "there is no option --bogus"),
+        (["--data", "nowhere"], "--data nowhere does not exist"),
+        (["--devices", "none"], "--devices none: none is no device"),
+        (["--model", "none"], "--model none: expected one of"),
+        (["--resume", "nowhere"], "--resume nowhere: there is no such folder"),
+        (["--output", "other"], "other holds a run already"),
+    ],
+)
+def test_what_cannot_be_is_said_once(alone: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "checkpoint.pt").touch()
+    ends = run_ranks(2, run, tmp_path, *arguments)
+    assert [status for status, _, _ in ends] == [2, 2]
+    said, others = ends[0][2], ends[1][1] + ends[1][2]
+    assert said.startswith(f"manyhands train: error: {message}")
+    assert said.count("\n") == 1
+    assert others == ""
+
+
+def run_unlike(rank: int, folder: Path, each: list[list[str]]) -> tuple[int, str, str]:
+    return run(rank, folder, *each[rank])
+
+
+@pytest.mark.parametrize(
+    ("of_rank_1", "message"),
+    [
+        (["--lr", "0.1"], "the options of the processes differ: for --lr, rank 0 has nothing, rank 1 has 0.1"),
+        (["--devices", "none"], "rank 1: --devices none: none is no device"),
+        (["--epochs", "x"], "rank 1: argument --epochs: invalid int value"),
+    ],
+)
+def test_what_is_wrong_in_one_process_the_first_says(tmp_path: Path, of_rank_1: list[str], message: str) -> None:
+    ends = run_ranks(2, run_unlike, tmp_path, [["--output", "run"], ["--output", "run", *of_rank_1]])
+    assert [status for status, _, _ in ends] == [2, 2]
+    assert ends[0][2].startswith(f"manyhands train: error: {message}")
+    assert ends[1][1] + ends[1][2] == ""
+    assert not (tmp_path / "run").exists()
+
+
+def run_with_other_data(rank: int, folder: Path) -> tuple[int, str, str]:
+    load = data.load
+    if rank == 1:
+
+        def other(*args: Any, **options: Any) -> data.Dataset:
+            dataset = load(*args, **options)
+            dataset.train_labels[7] = 3
+            return dataset
+
+        data.load = other
+    return run(rank, folder, *SMALL, "--output", "run")
+
+
+def test_other_data_in_one_process_is_an_error(tmp_path: Path) -> None:
+    ends = run_ranks(2, run_with_other_data, tmp_path)
+    assert [status for status, _, _ in ends] == [2, 2]
+    assert "the data sets of the processes differ: for checksum" in ends[0][2]
+
+
+def run_out_of_memory(rank: int, folder: Path, which: int) -> tuple[int, str, str]:
+    sum_of_losses, steps = loop._sum_of_losses, 0
+
+    def fail(*args: Any) -> torch.Tensor:
+        nonlocal steps
+        steps += 1
+        if rank == which and steps == 3:
+            raise torch.OutOfMemoryError("no more")
+        return sum_of_losses(*args)
+
+    loop._sum_of_losses = fail
+    return run(rank, folder, *SMALL, "--output", "run")
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_one_process_that_fails_ends_all(tmp_path: Path, which: int) -> None:
+    ends = run_ranks(2, run_out_of_memory, tmp_path, which)
+    assert ends[which][0] == 2
+    assert ends[1 - which][0] == 1
+    assert "out of memory with --batch-size 128" in ends[0][2]
+    assert ends[0][2].count("\n") == 1
+    assert ends[1][1] + ends[1][2] == ""
+
+
+def run_or_be_killed(rank: int, folder: Path) -> tuple[int, str, str]:
+    if rank == 1:
+        step = loop.Work.of_part
+
+        def die(self: Any, *args: Any) -> Any:
+            if (folder / "run" / "checkpoint.pt").exists():
+                os.kill(os.getpid(), signal.SIGKILL)
+            return step(self, *args)
+
+        loop.Work.of_part = die
+    return run(rank, folder, *SMALL, "--output", "run")
+
+
+def test_a_process_that_is_killed_ends_the_others(alone: Path, tmp_path: Path) -> None:
+    first, second = end_ranks(2, run_or_be_killed, tmp_path)
+    assert second.exit_code == -signal.SIGKILL
+    status, _, err = first.value
+    assert status == 1
+    assert err.startswith("manyhands train: error: rank 1 has ended while this one was at")
+    run_ranks(2, run, tmp_path, "--resume", "run")
+    assert_same_metrics(tmp_path / "run", alone)
+
+
+# ---- a launch that starts its processes anew -----------------------------------------------------------
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "launch 1")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def interrupted(folder: Path, *arguments: str) -> None:
+    """Begin a run and stop it after its first epoch, as a kill would: without another checkpoint."""
+    assert run(0, folder, *SMALL, *arguments, "--epochs", "1", "--warmup-epochs", "0", "--schedule", "constant")[0] == 0
+
+
+@pytest.mark.parametrize("arguments", [["--output", "run"], ["--output", "run", "--overwrite"], []])
+def test_a_launch_goes_on_with_its_own_run(launched: Path, arguments: list[str]) -> None:
+    interrupted(launched, *arguments)
+    status, out, _ = run(0, launched, *SMALL, *arguments, "--warmup-epochs", "0", "--schedule", "constant")
+    assert status == 0
+    assert "going on after step 12, with 1 epochs finished" in out
+
+
+def test_another_launch_does_not(launched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted(launched, "--output", "run")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "launch 2")
+    status, _, err = run(0, launched, *SMALL, "--output", "run")
+    assert (status, "run holds a run already" in err) == (2, True)
+
+
+def test_a_launch_without_a_checkpoint_begins_again_in_its_folder(launched: Path) -> None:
+    interrupted(launched)
+    (folder,) = (launched / "runs").iterdir()
+    for name in ("checkpoint.pt", "checkpoint.previous.pt"):
+        (folder / name).unlink(missing_ok=True)
+    assert run(0, launched, *SMALL)[0] == 0
+    assert list((launched / "runs").iterdir()) == [folder]
+    assert len(metrics_of(folder)) == 26
+
+
+# ---- alone ---------------------------------------------------------------------------------------------
+
+
+def test_alone_everything_comes_to_nothing() -> None:
+    assert ALONE.is_first
+    assert not ALONE.are_lost
+    assert ALONE.together(lambda: 3) == 3
+    assert ALONE.from_first(lambda: 4) == 4
+    assert ALONE.everybodys(5) == [5]
+    assert ALONE.sum(1.5, 2) == [1.5, 2]
+    assert ALONE.greatest_so_far(7) == 7
+    assert ALONE.part_of(torch.arange(3)).tolist() == [0, 1, 2]
+    ALONE.expect_alike("nothing", {})
+    ALONE.fail("nothing")
+    ALONE.part()
+
+
+def test_incomplete_variables_of_a_launcher_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(OptionError, match=r"RANK is set, .* but not WORLD_SIZE"):
+        Ranks.meet()
+
+
+def decide(rank: int) -> tuple[list[str], list[float]]:
+    ranks = Ranks.meet()
+    heard = [ranks.from_first(lambda: f"rank {rank} decides")]
+    with pytest.raises(FolderError, match=r"^no$"):
+        ranks.from_first(lambda: (_ for _ in ()).throw(FolderError("no")))
+    with pytest.raises(OptionError, match=r"^rank 1: never$"):
+        ranks.together(lambda: None if rank == 0 else (_ for _ in ()).throw(OptionError("never")))
+    asked = [ranks.greatest_so_far(number) for number in ([0, 0, 5, 0], [0, 9, 0, 0])[rank]]
+    return heard, [*ranks.sum(rank + 1, 0.5), *asked]
+
+
+def test_deciding_together() -> None:
+    assert run_ranks(2, decide) == [(["rank 0 decides"], [3, 1.0, 0, 0, 9, 5])] * 2

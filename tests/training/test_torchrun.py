@@ -1,0 +1,97 @@
+"""`torchrun -m manyhands train`, as it is typed."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from manyhands.cli import main
+
+LIMIT_S = 240
+EPOCHS = 8
+TRAIN = ["--model", "mlp", "--epochs", str(EPOCHS), "--devices", "1"]
+
+
+@contextlib.contextmanager
+def torchrun(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Start torchrun with two processes; what is still running at the end of the block is killed."""
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *arguments],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+        process.kill()
+        process.wait()
+
+
+def worker(process: subprocess.Popen[str], rank: int) -> psutil.Process:
+    children = psutil.Process(process.pid).children()
+    return next(child for child in children if child.environ().get("RANK") == str(rank))
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    text = (folder / "metrics.jsonl").read_text() if (folder / "metrics.jsonl").exists() else ""
+    lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+    return [{key: value for key, value in line.items() if key != "kind" and "seconds" not in key} for line in lines]
+
+
+def wait_for_steps(folder: Path, number: int, process: subprocess.Popen[str]) -> Path:
+    """Return the run's folder once it has so many records."""
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline and process.poll() is None:
+        for run in (folder / "runs").glob("*"):
+            if len(metrics_of(run)) >= number:
+                return run
+        time.sleep(0.01)
+    pytest.fail((folder / "log").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rank", "how"),
+    [(0, ["--standalone"]), (1, ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"])],
+)
+def test_a_killed_process_and_the_numbers_of_an_undisturbed_run(tmp_path: Path, rank: int, how: list[str]) -> None:
+    """No folder is named, nor, the second time, the launch: the processes that are started anew find their run."""
+    with torchrun(tmp_path, *how, "--max-restarts", "2", "-m", "manyhands", "train", *TRAIN) as process:
+        run = wait_for_steps(tmp_path, 30, process)  # two epochs and some steps
+        worker(process, rank).kill()
+        assert process.wait(LIMIT_S) == 0, (tmp_path / "log").read_text()
+    log = (tmp_path / "log").read_text()
+    assert log.count("going on after step") == 1
+    assert list((tmp_path / "runs").iterdir()) == [run]
+
+    assert main(["train", *TRAIN, "--output", str(tmp_path / "alone")]) == 0
+    found, expected = metrics_of(run), metrics_of(tmp_path / "alone")
+    assert len(found) == len(expected) == 13 * EPOCHS
+    for line, oracle in zip(found, expected, strict=True):
+        assert line == pytest.approx(oracle, rel=1e-4)
+
+
+def test_ctrl_c(tmp_path: Path) -> None:
+    with torchrun(tmp_path, "--standalone", "-m", "manyhands", "train", *TRAIN, "--epochs", "1000") as process:
+        run = wait_for_steps(tmp_path, 3, process)
+        process.send_signal(signal.SIGINT)
+        process.wait(LIMIT_S)
+    log = (tmp_path / "log").read_text()
+    assert f"stopped after step {len([line for line in metrics_of(run) if 'loss' in line])}; to go on:" in log
+    assert (run / "checkpoint.pt").exists()
