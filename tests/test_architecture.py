@@ -57,6 +57,7 @@ LAYERS: list[str | list[str]] = [
     "manyhands.engines.boundary",
     "manyhands.engines.turns",
     "manyhands.engines.replicas",
+    "manyhands.engines.joined",
     "manyhands.engines.threads",
     "manyhands.engines.shared_memory",
     "manyhands.engines.transport",

@@ -342,3 +342,15 @@ def test_flags_of_convolutions():
     finally:
         devices.set_convolution_flags(before)
     assert devices.convolution_flags() == before
+
+
+def test_an_accelerator_is_known_by_its_uuid_where_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes may each see one GPU, and call it cuda:0."""
+    assert devices.identity(torch.device("cpu")) == "cpu"
+    properties = SimpleNamespace(uuid="GPU-7")
+    module = SimpleNamespace(get_device_properties=lambda device: properties)
+    monkeypatch.setattr(devices, "computes_on_host", lambda device: False)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    assert devices.identity(torch.device("cuda:0")) == "cuda GPU-7"
+    del properties.uuid
+    assert devices.identity(torch.device("cuda:0")) == "cuda:0"

@@ -259,7 +259,7 @@ class Cluster:
         if (str(device), purpose) in self._groups:
             return self._groups[str(device), purpose]
         # Several processes on one GPU cannot talk by NCCL.
-        places = self.exchange((_machine(), str(device)), "choosing how to talk to each other")
+        places = self.exchange((_machine(), _devices.identity(device)), "choosing how to talk to each other")
         alone = len(set(places)) == self.world_size and not _devices.computes_on_host(device)
         backend = distributed.get_default_backend_for_device(device) if alone else "gloo"
         group = self._groups[str(device), purpose] = self._new_group(backend, purpose)

@@ -7,9 +7,8 @@ composition of the verbs does it instead.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -24,21 +23,21 @@ from manyhands.cluster import join
 from manyhands.devices import DeviceLike
 from manyhands.engines.base import Call, Engine, ReplicaTiming, called
 from manyhands.engines.comm_hooks import CommHook
-from manyhands.engines.reduction import Contribution, Reduction, Unjoined
-from manyhands.engines.replicas import leaves_and_nodes
+from manyhands.engines.joined import forward_over_processes
+from manyhands.engines.reduction import Reduction, Unjoined
 from manyhands.engines.threads import ThreadsEngine
 from manyhands.errors import say_once
 from manyhands.even_batches import even_batches
 from manyhands.inputs import Arguments, scattered
-from manyhands.launcher import local_device, started_by_launcher
-from manyhands.outputs import gathered, without_rows
-from manyhands.parallel_apply import parallel_apply, values_or_raise
+from manyhands.launcher import devices_of_process, started_by_launcher
+from manyhands.outputs import gathered
+from manyhands.parallel_apply import parallel_apply
 from manyhands.replicate import check_device, replicate, unchanged_on_failure
 from manyhands.rules import OutputRules, check_dim, check_dims, check_scalars
 from manyhands.scatter_gather import check_kwargs, gather
 from manyhands.shares import Shares, check_shares, split_rows
 from manyhands.thread_state import modes_that_stay
-from manyhands.workers import inside_replica, replica_device, run_together
+from manyhands.workers import inside_replica, replica_device
 
 _ENGINES = ("threads", "processes")
 _NO_ACCELERATOR = (
@@ -54,22 +53,6 @@ _COMPILED_OUTSIDE = (
     "torch.compile stops at a DataParallel: to have its replicas compiled, compile the module in it, "
     "DataParallel(torch.compile(model))."
 )
-_RUNS_WHOLE_HERE = (
-    "DataParallel runs the whole batch of this process on its first device while a mode is active that cannot follow "
-    "into other threads: a dispatch or function mode, a torch.func transform, saved-tensor hooks."
-)
-_CANNOT_MEET_UNDER_MODE = (
-    "sync_batch_norm=True over several processes while a mode is active that cannot follow into other threads (a "
-    "dispatch or function mode, a torch.func transform, saved-tensor hooks): leave the mode, or use "
-    "sync_batch_norm=False. Activation checkpoints belong inside the module."
-)
-_REENTRANT_UNDER_MODE = (
-    "a reentrant activation checkpoint inside the module, while a mode is active that cannot follow into other threads "
-    "(saved-tensor hooks, a checkpoint around the model): it computes again when the parameters whose gradients are "
-    "summed over the processes are no longer in their places. Use checkpoint(..., use_reentrant=False), or leave the "
-    "mode."
-)
-_STAND_IN_ROWS = 2  # batch norm needs more than one
 _LOSSES = ("mean", "sum")
 _VERBS = ("replicate", "scatter", "parallel_apply", "gather")
 
@@ -190,7 +173,7 @@ class DataParallel(nn.DataParallel[Any]):
         cluster = join(process_group)
         self.dim = dim
         one_of_several = cluster is not None or (process_group is None and started_by_launcher())
-        self.devices = _devices_of_process(device_ids) if one_of_several else _devices.resolve(device_ids)
+        self.devices = (devices_of_process if one_of_several else _devices.resolve)(device_ids)
         self.device_ids: list[Any] = [_devices.public_id(device) for device in self.devices]
         self.output_device: Any = None
         self.shares: Shares = check_shares(shares, len(self.devices) or None)
@@ -270,57 +253,7 @@ class DataParallel(nn.DataParallel[Any]):
                 "it as it is, or keep the model to this process with process_group=False."
             )
         call = self._plan(method, inputs, kwargs)
-        if call.arguments.rows == 0:
-            return self._run_without_rows(reduction, call)
-        call = replace(call, contribution=reduction.contribution(self.module, call.arguments.rows))
-        return self._run_contributing(call, inputs, kwargs)
-
-    def _run_contributing(self, call: Call, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert call.contribution is not None
-        if not modes_that_stay():
-            output = self._engine.forward(self.module, call)
-        else:
-            output = self._run_in_callers_graph(call, call.contribution, inputs, kwargs)
-        call.contribution.has_run()
-        return output
-
-    def _run_in_callers_graph(
-        self, call: Call, contribution: Contribution, inputs: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if self.sync_batch_norm:
-            raise RuntimeError(_CANNOT_MEET_UNDER_MODE)
-        if len(self.devices) > 1:
-            say_once(_RUNS_WHOLE_HERE)
-        run = contribution.of_callers_graph(self.module, call.method)
-
-        def run_as_replica(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # for the wrappers inside
-            outcomes = run_together([lambda: run(inputs, kwargs)], call.devices[:1])
-            return values_or_raise(outcomes, call.where()[:1])[0]
-
-        output = self._on_one_device(run_as_replica, inputs, kwargs)
-        reached = leaves_and_nodes([tensor for _, tensor in nested.tensors(output)])
-        if any("CheckpointFunctionBackward" in str(node) for node in reached if not isinstance(node, torch.Tensor)):
-            raise RuntimeError(_REENTRANT_UNDER_MODE)
-        return output
-
-    def _run_without_rows(self, reduction: Reduction, call: Call) -> Any:
-        """Take part in the others' step with a batch that has no rows: it counts for nothing.
-
-        Many modules cannot run on no rows. So the module runs on rows of zeros, and the output has none of them.
-        """
-        inputs, kwargs = call.arguments.with_rows(_STAND_IN_ROWS)
-        buffers = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
-        call = replace(  # one replica, as for no rows: several might have too few each
-            call,
-            arguments=self._arguments(call.method, inputs, kwargs),
-            sizes=(_STAND_IN_ROWS,),
-            contribution=reduction.contribution(self.module, 0),
-        )
-        output = self._run_contributing(call, inputs, kwargs)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.data.copy_(before)
-        return without_rows(output, call.rules)
+        return forward_over_processes(self._engine, reduction, self.devices, self.module, call)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
         """Split the inputs of a call for `device_ids`; override it, and forward uses yours."""
@@ -529,12 +462,6 @@ class DataParallel(nn.DataParallel[Any]):
     def _run_on_one_device(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._overrides("scatter"):
             (inputs, *_), (kwargs, *_) = self.scatter(inputs, kwargs, self.device_ids[:1])
-        run = called(self.module, method)
-        return self._on_one_device(lambda inputs, kwargs: run(*inputs, **kwargs), inputs, kwargs)
-
-    def _on_one_device(
-        self, run: Callable[[tuple[Any, ...], dict[str, Any]], Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
         device = self._here() or self.devices[0]
 
         def move(value: Any, to: torch.device = device) -> Any:
@@ -544,7 +471,7 @@ class DataParallel(nn.DataParallel[Any]):
 
         try:
             moved = {name: move(value) for name, value in kwargs.items()}
-            output = run(tuple(map(move, inputs)), moved)
+            output = called(self.module, method)(*map(move, inputs), **moved)
         except RuntimeError as error:
             named = chain(self.module.named_parameters(), self.module.named_buffers())
             elsewhere = next((name for name, t in named if not _devices.same_device(t.device, device)), None)
@@ -637,11 +564,6 @@ class DataParallel(nn.DataParallel[Any]):
         if _has(module, name) or (isinstance(module, DataParallel) and module._owner_of(name) is not module):
             return module  # type: ignore[no-any-return]
         return self
-
-
-def _devices_of_process(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
-    """Return the devices of a process that a launcher has started: its own one if none are named."""
-    return (_devices.resolve(device_ids) if device_ids is not None else []) or [local_device()]
 
 
 # How many rows each replica has in the plain composition that is running, for the gather in it.

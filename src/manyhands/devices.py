@@ -118,6 +118,18 @@ def public_id(device: torch.device) -> int | torch.device:
     return device.index if device in accelerators() else device
 
 
+def identity(device: torch.device) -> str:
+    """Return what tells a device of this machine from every other, in all processes.
+
+    Indices do not, where CUDA_VISIBLE_DEVICES numbers each process's devices from 0. (Not run on several GPUs so far.)
+    """
+    if not computes_on_host(device):
+        uuid = getattr(torch.get_device_module(device).get_device_properties(device), "uuid", None)
+        if uuid is not None:
+            return f"{device.type} {uuid}"
+    return str(device)
+
+
 def same_device(a: torch.device, b: torch.device) -> bool:
     """Return whether two devices are one; the CPU is one device, with an index or without."""
     return a == b or (a.type == "cpu" and b.type == "cpu")

@@ -1,5 +1,6 @@
 """Inputs: the arguments of one call, leaf by leaf, and each replica's part of them."""
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -68,8 +69,8 @@ class Arguments:
         dealt = [self._parts(leaf, axis, sizes, place) for leaf, axis in zip(self.leaves, self._axes, strict=True)]
         return [self._with_leaves([parts[index] for parts in dealt]) for index in range(len(sizes))]
 
-    def with_rows(self, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return positional and keyword inputs like these with so many rows of zeros in place of the rows."""
+    def with_rows(self, rows: int) -> "Arguments":
+        """Return arguments like these with so many rows, of zeros."""
 
         def like(leaf: Any, axis: int | None) -> Any:
             if not isinstance(leaf, torch.Tensor) or axis is None or not leaf.dim():
@@ -78,7 +79,10 @@ class Arguments:
             shape[axis] = rows
             return leaf.new_zeros(shape)
 
-        return self._with_leaves([like(leaf, axis) for leaf, axis in zip(self.leaves, self._axes, strict=True)])
+        other = copy.copy(self)
+        other.leaves = [like(leaf, axis) for leaf, axis in zip(self.leaves, self._axes, strict=True)]
+        other.rows = rows
+        return other
 
     def _parts(self, leaf: Any, axis: int | None, sizes: Sequence[int], place: Place) -> Sequence[Any]:
         """Return what each replica gets for a leaf."""

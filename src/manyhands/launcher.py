@@ -10,6 +10,7 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,6 +71,15 @@ def local_device() -> torch.device:
             "device_ids which one this process uses."
         )
     return present[local_rank]
+
+
+def devices_of_process(device_ids: Sequence[_devices.DeviceLike] | None) -> list[torch.device]:
+    """Return the devices of a process that a launcher has started: those that are named, or its own one.
+
+    Raises:
+        TypeError, ValueError: as `devices.resolve` and `local_device`.
+    """
+    return (_devices.resolve(device_ids) if device_ids is not None else []) or [local_device()]
 
 
 def launch() -> str | None:
