@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from manyhands import devices
+import manyhands
+from manyhands import DataParallel, devices
 
 CPU = torch.device("cpu")
 
@@ -354,3 +355,123 @@ def test_an_accelerator_is_known_by_its_uuid_where_it_has_one(monkeypatch: pytes
     assert devices.identity(torch.device("cuda:0")) == "cuda GPU-7"
     del properties.uuid
     assert devices.identity(torch.device("cuda:0")) == "cuda:0"
+
+
+# ---- copies from one accelerator to another ------------------------------------------------------
+
+
+def damaged(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return what a link delivers that loses one number in a million."""
+    copy = tensor.clone()
+    copy[-1] = 0
+    return copy
+
+
+def test_known_numbers_arrive_or_not():
+    """S11: one wrong number is enough, and so is a copy that brings nothing."""
+    assert devices.arrives(CPU, CPU)
+    assert not devices.arrives(CPU, CPU, damaged)
+    assert not devices.arrives(CPU, CPU, lambda tensor, device: torch.zeros_like(tensor))
+
+
+@pytest.fixture
+def tried(sim, monkeypatch):
+    """Simulated devices that are taken for accelerators, and the pairs that are tried; those in `bad` fail."""
+    found = SimpleNamespace(sim=sim, pairs=[], bad=set())
+
+    def arrives(source, target):
+        found.pairs.append((source, target))
+        return (source, target) not in found.bad
+
+    monkeypatch.setattr(devices, "_arriving", {})
+    monkeypatch.setattr(devices, "arrives", arrives)
+    monkeypatch.setattr(devices, "computes_on_host", lambda device: device.type == "cpu")
+    return found
+
+
+def through(tensor):
+    """The names of the autograd nodes that a copy has left."""
+    names, node = [], tensor.grad_fn
+    while node is not None and node.next_functions:
+        names.append(node.name())
+        node = node.next_functions[0][0]
+    return names
+
+
+def test_each_pair_of_accelerators_is_tried_once_and_both_ways(tried, caplog):
+    """S11: before its first copy; the host, and a device and itself, are not."""
+    a, b, c, _ = tried.sim
+    x = torch.arange(3.0, device=a, requires_grad=True)
+    for _ in range(3):
+        assert devices.copy_to(x, a) is x
+        assert devices.copied_to(x, a) is not x
+        for device in (b, CPU, b):
+            copy = devices.copy_to(x, device)
+            assert copy.device == device
+            assert copy.tolist() == [0, 1, 2]
+            assert len(through(copy)) == 1
+    devices.copy_to(devices.copy_to(x, b), a)
+    devices.copy_to(torch.zeros(2), c)
+    assert tried.pairs == [(a, b), (b, a)]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("way", [1, -1])
+def test_copies_that_arrive_damaged_go_through_the_host(tried, caplog, way):
+    """S11: in both directions, whichever is the bad one, because gradients go the other way; said once."""
+    a, b = tried.sim[:2]
+    tried.bad.add((a, b)[::way])
+    x = torch.arange(3.0, device=a, requires_grad=True)
+    for copy in (devices.copy_to(x, b), devices.copied_to(x, b), devices.copy_to(devices.copy_to(x, b), a)):
+        assert copy.tolist() == [0, 1, 2]
+        assert len(through(copy)) % 2 == 0
+        (grad,) = torch.autograd.grad(copy.sum(), x)
+        assert grad.device == a
+    (record,) = caplog.records
+    assert f"copies between {a} and {b} arrive damaged" in record.getMessage()
+    assert "through the host" in record.getMessage()
+
+
+def test_a_copy_that_cannot_be_tried_is_an_error(tried, monkeypatch):
+    """S11: and is tried again."""
+    a, b = tried.sim[:2]
+
+    def fails(source, target):
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(devices, "arrives", fails)
+        with pytest.raises(MemoryError, match="no room"):
+            devices.copy_to(torch.zeros(2, device=a), b)
+    assert devices.copy_to(torch.zeros(2, device=a), b).device == b
+
+
+@pytest.mark.parametrize("sync_batch_norm", [False, True])
+@pytest.mark.parametrize("engine", ["threads", "plain composition"])
+def test_where_the_link_is_bad_nothing_goes_straight(sim, monkeypatch, engine, sync_batch_norm):
+    """S11: shards, parameters, buffers, outputs, statistics, gradients, and gradients of gradients."""
+    from manyhands import testing
+
+    straight = []
+    dispatch = testing.SimulatedTensor.__torch_dispatch__
+
+    def watch(cls, func, types, args=(), kwargs=None):
+        if func in testing._COPIES:
+            places = {t.device.index for t in args if isinstance(t, testing.SimulatedTensor)}
+            to = (kwargs or {}).get("device")
+            if to is not None and to.type in testing._SIMULATED:
+                places.add(to.index)
+            straight.extend([func] if len(places) > 1 else [])
+        return dispatch(func, types, args, kwargs)
+
+    monkeypatch.setattr(testing.SimulatedTensor, "__torch_dispatch__", classmethod(watch))
+    monkeypatch.setattr(devices, "_copies_arrive", lambda source, target: False)
+    layers = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh()).to(sim[0])
+    model = DataParallel(layers, sim[:2], sync_batch_norm=sync_batch_norm)
+    if engine == "plain composition":
+        model.gather = manyhands.gather  # a verb of one's own
+    x = torch.randn(8, 3, device=sim[0], requires_grad=True)
+    (grad,) = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
+    grad.pow(2).sum().backward()
+    assert layers[0].weight.grad.device == sim[0]
+    assert straight == []

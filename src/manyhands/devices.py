@@ -5,22 +5,31 @@ No other file asks what kind a device is. There are two ways to compute:
     on the host     the CPU, and simulated devices: a replica computes in the thread that calls it, so a backward pass
                     runs in whichever thread asks for it, and the CPU's intra-op threads are divided among replicas
     on accelerators work is queued on streams, and torch's autograd engine has a thread of its own for each device
+
+Copies from one accelerator to another are not taken on trust. On some machines those that go straight (peer to peer)
+arrive damaged and nobody is told: a bridge or an IOMMU that is set up wrongly is enough. So a pair's first copy is
+preceded by one of known numbers; if these do not arrive, in either direction, the pair's copies go through the host.
 """
 
 import contextlib
 import os
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import torch
+
+from manyhands.errors import say_once
 
 DeviceLike: TypeAlias = int | str | torch.device
 
 # Seeds apart by 2**64 / golden ratio: far from each other, and from seeds that people choose.
 _SEED_STEP = 0x9E3779B97F4A7C15
 _CPU = torch.device("cpu")
+_NUM_TRIED = 1 << 20  # numbers that a copy is tried with, of 4 bytes
 
 
 def accelerators() -> list[torch.device]:
@@ -141,7 +150,57 @@ def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     Copies between accelerators are queued, ordered by both devices' current streams; copies from and to the host
     have ended on return.
     """
-    return tensor if same_device(tensor.device, device) else tensor.to(device)
+    return tensor if same_device(tensor.device, device) else copied_to(tensor, device)
+
+
+def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a differentiable copy of `tensor` on `device`, even where it is there already."""
+    if tensor.device != device and not _copies_arrive(tensor.device, device):
+        return tensor.to(_CPU).to(device)  # so goes the gradient, the other way
+    return tensor.to(device, copy=True)
+
+
+_lock = threading.Lock()
+_arriving: dict[frozenset[torch.device], bool] = {}  # pairs of accelerators that have been tried
+
+
+def _copies_arrive(source: torch.device, target: torch.device) -> bool:
+    """Return whether what is copied straight between two devices arrives; tried when it is first asked."""
+    pair = frozenset((source, target))
+    if pair not in _arriving:
+        if computes_on_host(source) or computes_on_host(target):
+            return True
+        with _lock:
+            if pair not in _arriving:
+                with ThreadPoolExecutor(1) as elsewhere:  # in a thread where none of this one's modes and streams hold
+                    _arriving[pair] = elsewhere.submit(_arrives_both_ways, source, target).result()
+        if not _arriving[pair]:
+            say_once(
+                f"copies between {source} and {target} arrive damaged: {_NUM_TRIED} known numbers did not all come as "
+                "they were sent. manyhands copies through the host instead, which is slower; other programs on this "
+                "machine are likely to compute wrong numbers. The usual causes are PCIe access control (ACS) and an "
+                "IOMMU that translates traffic between devices."
+            )
+    return _arriving[pair]
+
+
+def arrives(
+    source: torch.device,
+    target: torch.device,
+    copy: Callable[[torch.Tensor, torch.device], torch.Tensor] = torch.Tensor.to,
+) -> bool:
+    """Return whether known numbers that are copied from `source` to `target` are the same there, bit for bit."""
+    known = [_known_numbers(device) for device in (source, target)]
+    return torch.equal(copy(known[0], target), known[1])
+
+
+def _arrives_both_ways(a: torch.device, b: torch.device) -> bool:
+    return arrives(a, b) and arrives(b, a)
+
+
+def _known_numbers(device: torch.device) -> torch.Tensor:
+    """Return numbers that have all bits in use, and no part that looks like another."""
+    return torch.arange(_NUM_TRIED, dtype=torch.int32, device=device) * -1640531535  # 2**32 / golden ratio, odd
 
 
 def computes_on_host(device: torch.device) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from manyhands import devices as _devices
 from manyhands import nested
 from manyhands.batch_types import batch_type_of
 from manyhands.layouts import Layout, Only, Rows, Whole
@@ -132,6 +133,6 @@ def scattered(
 
     def place(tensor: torch.Tensor, layout: Layout) -> list[Any]:
         parts = [layout.part(tensor, i) for i in range(len(devices))]
-        return [p if p is None else p.to(device, copy=True) for p, device in zip(parts, devices, strict=True)]
+        return [p if p is None else _devices.copied_to(p, device) for p, device in zip(parts, devices, strict=True)]
 
     return arguments.deal(sizes, place)

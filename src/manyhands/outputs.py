@@ -183,7 +183,7 @@ def _check_agree(path: str, given: tuple[torch.Tensor, ...]) -> None:
     rounding = 1e-4 * first.abs().max().item() if first.is_floating_point() and first.numel() else 0.0
     for other in given[1:]:
         if other.shape != first.shape or not torch.allclose(
-            other.detach().to(first.device), first, rtol=0, atol=rounding, equal_nan=True
+            _devices.copy_to(other.detach(), first.device), first, rtol=0, atol=rounding, equal_nan=True
         ):
             raise nested.disagreement(path, "values, but out_dims says None (one for all)", [_brief(t) for t in given])
 

@@ -224,7 +224,7 @@ class Blueprint:
         moved: dict[int, torch.Tensor] = {}
         if not all(_devices.same_device(other, device) for other in self._buffer_devices):
             here = {key: buffer for key, buffer in here.items() if _devices.same_device(buffer.device, device)}
-            moved = {key: buffer.to(device) for key, buffer in self.buffers.items() if key not in here}
+            moved = {key: _devices.copy_to(buffer, device) for key, buffer in self.buffers.items() if key not in here}
         return moved if shared else {**moved, **dict(zip(here, torch_private.clones(list(here.values())), strict=True))}
 
     def name_of(self, tensor: torch.Tensor) -> str:

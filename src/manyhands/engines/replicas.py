@@ -47,7 +47,7 @@ class Inputs:
             # made in the replica's graph, because writing into a leaf is forbidden.
             numbered = enumerate(zip(parts, call.devices, strict=True))
             self.parts_elsewhere.update(id(part) for i, part in enumerate(parts) if i not in here)
-            copies = [p if p is None or i not in here else p.to(d, copy=True) for i, (p, d) in numbered]
+            copies = [p if p is None or i not in here else _devices.copied_to(p, d) for i, (p, d) in numbered]
             if tensor.requires_grad and not tracked:  # a module may switch gradients on for what it does inside
                 copies = [copy if copy is None else copy.requires_grad_() for copy in copies]
             return copies
@@ -100,7 +100,7 @@ class Stamp:
 def own_leaf(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a parameter of its own for a replica on `device`; it shares storage where the device is the same."""
     here = _devices.same_device(parameter.device, device)
-    data = parameter if here else parameter.detach().to(device)
+    data = parameter if here else _devices.copy_to(parameter.detach(), device)
     leaf: torch.Tensor
     if type(parameter) in (nn.Parameter, torch.Tensor):
         leaf = nn.Parameter(data, parameter.requires_grad)
