@@ -2,16 +2,19 @@
 
 import functools
 import gc
+import re
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from manyhands import DataParallel
 from manyhands.rebind import is_inert, rebind, references
 
 Pair = namedtuple("Pair", ["first", "second"])
@@ -288,3 +291,33 @@ def test_large_containers_are_left_alone() -> None:
     assert is_inert(large)
     assert list(references(large)) == []
     assert rebind(large, REPLACED) is large
+
+
+def as_graphed(module: nn.Module) -> nn.Module:
+    """Give a module the `forward` that torch.cuda.make_graphed_callables would, as far as can be seen from outside."""
+    inside = module.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return inside(x)
+
+    forward.__module__ = "torch.cuda.graphs"
+    module.forward = forward
+    return module
+
+
+def test_a_module_that_replays_cuda_graphs_runs_on_one_device_only() -> None:
+    """R13: several replicas would write into the graph's one input; also where it is a part of the model."""
+    graphed = as_graphed(nn.Linear(3, 2))
+    x = torch.randn(4, 3)
+    assert torch.equal(DataParallel(graphed, ["cpu"])(x), graphed(x))
+    for model in (graphed, nn.Sequential(nn.Identity(), graphed)):
+        with pytest.raises(RuntimeError, match=r"replays CUDA graphs .*Wrap it for one device"):
+            DataParallel(model, ["cpu", "cpu"])(x)
+
+
+def test_torch_still_makes_graphed_modules_that_can_be_known() -> None:
+    """R13: by the module in which the function is defined that takes the place of `forward`."""
+    code = Path(torch.cuda.graphs.__file__).read_text()
+    assert torch.cuda.graphs.__name__ == "torch.cuda.graphs"
+    assert re.search(r"def new_fwd\(", code)
+    assert re.search(r"func\.forward = make_graphed_forward\(", code)

@@ -26,6 +26,11 @@ from manyhands.nested import fill_mapping
 
 _LARGE = 1000
 _DEEP = 100
+_GRAPHED = (
+    "this module replays CUDA graphs (torch.cuda.make_graphed_callables): a graph reads its input and writes its "
+    "output in one place, which replicas cannot share. Wrap it for one device, DataParallel(model, [0]), or wrap the "
+    "module as it was before."
+)
 
 # Values of exactly these types point at nothing.
 INERT = frozenset(
@@ -103,6 +108,8 @@ def _parts(value: Any) -> list[Any]:
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values(), *value.__dict__.values()]
     if isinstance(value, types.FunctionType):
+        if value.__module__ == "torch.cuda.graphs":
+            raise RuntimeError(_GRAPHED)
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_set(cell)]
         return [*cells, value.__defaults__, value.__kwdefaults__, value.__dict__]
     if type(value) is weakref.ref:
