@@ -1,11 +1,11 @@
 """What every test gets, and fixtures for tests of several devices."""
 
 import contextlib
+import importlib.util
 from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
 from manyhands import errors
 
@@ -13,11 +13,14 @@ from manyhands import errors
 # test-all`, 2,000. They are drawn from a fixed seed, one a test: a commit that was green stays green, and whoever runs
 # the same command meets the same counterexample. To look further, raise the number. Nothing depends on the time that
 # an example takes.
-settings.register_profile(
-    "default", max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.register_profile("thorough", settings.get_profile("default"), max_examples=2000)
-settings.load_profile("default")  # the option is read later, and then its profile holds
+if importlib.util.find_spec("hypothesis"):  # `make gpu-check` runs without it, and without the tests that need it
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "default", max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.register_profile("thorough", settings.get_profile("default"), max_examples=2000)
+    settings.load_profile("default")  # the option is read later, and then its profile holds
 
 
 @pytest.fixture(autouse=True)

@@ -1,42 +1,65 @@
-"""What the wrapper costs where there is nothing to divide: `DataParallel(model, ["cpu"])` against the model.
+"""What the wrapper costs where there is nothing to divide: `DataParallel(model, [device])` against the model.
 
-Nothing in it grows with the model, so two sizes should cost the same.
+Nothing in it grows with the model, so two sizes should cost the same. On an accelerator it is the time until the work
+is queued that counts; the queue is empty when a forward begins, so that nobody waits for room in it.
 """
 
 import statistics
 import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from manyhands.bench.interleaved import Progress
 from manyhands.data_parallel import DataParallel
+
+if TYPE_CHECKING:
+    from manyhands.bench.interleaved import Progress
 
 _REPEATS = 2000
 _WARM_UP = 20
+_CPU = torch.device("cpu")
 
 
-def measure(progress: Progress) -> dict[str, float]:
-    """Return the microseconds that the wrapper adds to a forward, by model: the median over pairs of forwards."""
-    models = {
-        "one Linear": (nn.Linear(8, 8), torch.zeros(4, 8)),
-        "52 thin layers": (nn.Sequential(*(nn.Linear(16, 16) for _ in range(52))), torch.zeros(4, 16)),
-    }
+def measure(progress: "Progress") -> dict[str, float]:
+    """Return the microseconds that the wrapper adds to a forward on the CPU, by model."""
+    progress.begin("one device", len(_MODELS))
     costs = {}
-    progress.begin("one device", len(models))
-    for name, (model, batch) in models.items():
-        costs[name] = 1e6 * _median_difference(model, DataParallel(model, ["cpu"]), batch)
+    for name in _MODELS:
+        costs[name] = added_us(name)
         progress.part(f"{name}: {costs[name]:.1f} µs")
     return costs
 
 
-def _median_difference(first: nn.Module, second: nn.Module, batch: torch.Tensor) -> float:
+def added_us(name: str, device: torch.device = _CPU, repeats: int = _REPEATS) -> float:
+    """Return the microseconds that the wrapper adds to a forward of a model: the median over pairs of forwards."""
+    model, batch = _MODELS[name]()
+    model, batch = model.to(device), batch.to(device)
+    return 1e6 * _median_difference(model, DataParallel(model, [device]), batch, repeats)
+
+
+_MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
+    "one Linear": lambda: (nn.Linear(8, 8), torch.zeros(4, 8)),
+    "52 thin layers": lambda: (nn.Sequential(*(nn.Linear(16, 16) for _ in range(52))), torch.zeros(4, 16)),
+}
+MODELS = tuple(_MODELS)
+
+
+def _median_difference(first: nn.Module, second: nn.Module, batch: torch.Tensor, repeats: int) -> float:
     """Return by how many seconds a forward of the second takes longer; each pair is run in turn."""
+
+    def wait() -> None:
+        if batch.device.type != "cpu":
+            torch.accelerator.synchronize(batch.device)
+
     differences = []
-    for _ in range(_REPEATS + _WARM_UP):
-        began = time.perf_counter()
-        first(batch)
-        between = time.perf_counter()
-        second(batch)
-        differences.append(time.perf_counter() - between - (between - began))
+    for _ in range(repeats + _WARM_UP):
+        seconds = []
+        for module in (first, second):
+            wait()
+            began = time.perf_counter()
+            module(batch)
+            seconds.append(time.perf_counter() - began)
+        differences.append(seconds[1] - seconds[0])
     return statistics.median(differences[_WARM_UP:])

@@ -1,0 +1,356 @@
+"""Prove the accelerator paths on this machine's GPU: run the checks, take the figures, write gpu-results.md.
+
+    make gpu-check                                         with .venv's Python if there is one, else python3
+    make gpu-check PYTHON=/opt/conda/bin/python            with another one
+    PYTHONPATH=src python benchmarks/gpu_check.py --help   the same, with options
+
+It needs torch, pytest and numpy, and cloudpickle; psutil for what measures memory. It downloads nothing and sets up
+nothing: what is missing can be brought along as wheels,
+
+    pip download --no-deps -d wheels cloudpickle psutil    where there is a network, with the same Python version
+
+and is then taken from the folder `wheels`. Everything else that the project knows (matplotlib, safetensors, rich,
+hypothesis, pytest-xdist) may be missing; a check that needs it is reported as not run.
+
+Every group of checks is a process of its own with a budget, so that a crash or a hang takes one check with it: it
+becomes a line in the report, with the stacks of all threads, and the group goes on behind it in a new process. The
+report is written after each group. Exit status: 0 all passed, or there is no GPU (then nothing has been run); 1 a check
+failed; 2 something needed is missing; 130 after Ctrl-C.
+
+Only the standard library is imported here: torch itself may be what crashes.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gpu_children
+import gpu_report
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parent
+NEEDED = ("torch", "pytest", "numpy", "cloudpickle")
+BY_SOME = ("psutil",)
+BUDGET_S = 550.0
+OVERTIME_S = 30.0  # what a check that is under way when its group's time is over may take more
+GRACE_S = 20.0  # a process that is told to stop has as long to do so
+MOST_STARTS = 8  # of one group
+
+
+@dataclass(frozen=True)
+class Group:
+    """Checks that run in one process.
+
+    Attributes:
+        name: what the report calls it.
+        kind: "tests" or "figures": how gpu_children.py runs it.
+        arguments: pytest's, or the device and the names of figures.
+        budget_s: after so many seconds no further check begins.
+        environment: variables beside the caller's.
+        check_limit_s: one check that takes longer hangs.
+    """
+
+    name: str
+    kind: str
+    arguments: Sequence[str]
+    budget_s: float
+    environment: dict[str, str] = field(default_factory=dict)
+    check_limit_s: float = 90.0
+
+
+def groups_for(kind: str, count: int) -> list[Group]:
+    """Return what is run on a machine with `count` accelerators, the most telling first."""
+    suite = ["tests/test_engines.py", "-m", "not slow"]
+    every = ",".join(f"{kind}:{index}" for index in range(count))
+    groups = [
+        Group("GPU tests", "tests", ["tests/test_gpu.py", "tests/test_gpu_processes.py", "-m", "gpu"], 190),
+        Group("engine contract, replicas on one GPU", "tests", suite, 150, {"MANYHANDS_TEST_DEVICES": f"{kind}:0"}),
+        Group("figures", "figures", [f"{kind}:0"], 170, check_limit_s=150),  # torch.compile takes its time
+        Group("examples", "tests", ["tests/test_examples.py", "-m", "gpu"], 40),
+    ]
+    if count > 1:
+        several = Group(
+            "engine contract, a replica on each GPU", "tests", suite, 100, {"MANYHANDS_TEST_DEVICES": every}
+        )
+        groups.insert(2, several)
+    return groups
+
+
+def dry_groups() -> list[Group]:
+    """Return a few checks of each kind on the CPU, to show that this program works."""
+    suite = ["tests/test_engines.py", "-m", "not slow", "-k", "accumulate and threads"]
+    return [
+        Group("GPU tests", "tests", ["tests/test_gpu_processes.py", "-k", "sparse"], 60),
+        Group("engine contract", "tests", suite, 60, {"MANYHANDS_TEST_DEVICES": "cpu"}),
+        Group("figures", "figures", ["cpu", "--dry"], 120),
+    ]
+
+
+# ---- one group -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Check:
+    """One check and what became of it: passed, failed, skipped, hung, crashed, or cut (its group's time was over)."""
+
+    name: str
+    outcome: str = "cut"
+    seconds: float = 0.0
+    text: str = ""
+
+
+@dataclass
+class Done:
+    """What became of a group."""
+
+    group: Group
+    checks: dict[str, Check] = field(default_factory=dict)
+    figures: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    problem: str = ""  # why the group as a whole could not be run
+    seconds: float = 0.0
+    under_way: str | None = None
+    limit_s: float = 0.0  # of what is under way
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Add one line of a child's journal."""
+        match event.pop("event"):
+            case "collected":
+                for name in event["names"]:
+                    self.checks.setdefault(name, Check(name))
+            case "began":
+                self.under_way, self.limit_s = event["name"], event["limit_s"]
+                self.checks.setdefault(event["name"], Check(event["name"]))
+            case "ended":
+                self.under_way = None
+                self.checks[event["name"]] = Check(**event)
+            case "figure":
+                self.figures.append(event)
+            case "warning":
+                self.warnings.append(event["text"])
+
+    def count(self, *outcomes: str) -> int:
+        """Return how many checks ended in one of these ways."""
+        return sum(check.outcome in outcomes for check in self.checks.values())
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.problem or self.count("failed", "hung", "crashed"))
+
+
+def run_group(done: Done, environment: dict[str, str], budget_s: float) -> None:
+    """Run a group in as many processes as it takes; what is known is in `done` at any moment."""
+    group = done.group
+    began = time.monotonic()
+    deadline = began + budget_s
+    with tempfile.TemporaryDirectory() as folder:
+        for start in range(MOST_STARTS):
+            journal, log = Path(folder, f"journal-{start}"), Path(folder, f"log-{start}")
+            orders = {
+                "kind": group.kind,
+                "arguments": list(group.arguments),
+                "ended": [check.name for check in done.checks.values() if check.outcome != "cut"],
+                "seconds": deadline - time.monotonic(),
+                "check_limit_s": group.check_limit_s,
+                "overtime_s": OVERTIME_S,
+                "journal": str(journal),
+            }
+            try:
+                status = _run_child(orders, {**environment, **group.environment}, log)
+            finally:
+                finished = _take_journal(journal, done)
+                done.seconds = time.monotonic() - began
+            if finished:
+                return
+            text = log.read_text(errors="replace") if log.exists() else ""
+            if status == gpu_children.GPU_LOST:
+                continue
+            if done.under_way is None:
+                done.problem = f"its process ended between two checks ({_how(status)})\n{_tail(text)}"
+                return
+            done.take(_ended_by_itself(done, group, status, text))
+            if time.monotonic() > deadline:
+                return
+        done.problem = f"given up after {MOST_STARTS} processes that hung or crashed"
+
+
+def _ended_by_itself(done: Done, group: Group, status: int | None, text: str) -> dict[str, Any]:
+    """Return what became of the check during which a process ended: the stacks that it left tell where it was."""
+    timed_out = status is None or "Timeout (" in text
+    if not timed_out:
+        outcome, reason = "crashed", f"its process ended: {_how(status)}"
+    elif done.limit_s < group.check_limit_s:
+        outcome, reason = "cut", f"its group's time was over; it had {done.limit_s:g} s"
+    else:
+        outcome, reason = "hung", f"no end after {done.limit_s:g} s"
+    stacks = text[text.rfind("Timeout (") :] if "Timeout (" in text else text
+    seconds = done.limit_s if timed_out else 0.0
+    report = f"{reason}\n{_tail(stacks)}"
+    return {"event": "ended", "name": done.under_way, "outcome": outcome, "seconds": seconds, "text": report}
+
+
+def _run_child(orders: dict[str, Any], environment: dict[str, str], log: Path) -> int | None:
+    """Run gpu_children.py; return its status, None where it had to be killed. Nothing of it is left afterwards."""
+    limit_s = max(orders["seconds"], 0) + orders["overtime_s"] + GRACE_S
+    with log.open("wb") as output:
+        child = subprocess.Popen(
+            [sys.executable, str(HERE / "gpu_children.py"), json.dumps(orders)],
+            cwd=REPOSITORY,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            return child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # whoever it has started, too
+            child.wait()
+
+
+def _take_journal(journal: Path, done: Done) -> bool:
+    """Add what a child has written down; return whether it came to its end."""
+    lines = journal.read_text().splitlines() if journal.exists() else []
+    for line in lines:
+        with contextlib.suppress(json.JSONDecodeError):  # a line that a crash has cut short
+            event = json.loads(line)
+            if event["event"] == "finished":
+                return True
+            done.take(event)
+    return False
+
+
+def _how(status: int | None) -> str:
+    if status is None:
+        return "it had to be killed"
+    return signal.Signals(-status).name if status < 0 else f"exit status {status}"
+
+
+def _tail(text: str, num_lines: int = 60) -> str:
+    return "\n".join(text.strip().splitlines()[-num_lines:])
+
+
+# ---- the whole run -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def wheels_on_path(folder: Path) -> Iterator[dict[str, str]]:
+    """Unpack the wheels of a folder; yield the environment in which their packages and manyhands can be imported."""
+    with tempfile.TemporaryDirectory() as unpacked:
+        for wheel in sorted(folder.glob("*.whl")):
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(unpacked)
+        path = [str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", ""), unpacked]  # what is installed comes first
+        sys.path.append(unpacked)
+        try:
+            yield {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONUNBUFFERED": "1"}
+        finally:
+            sys.path.remove(unpacked)
+
+
+def missing(names: Sequence[str]) -> list[str]:
+    """Return which of these packages cannot be imported."""
+    return [name for name in names if importlib.util.find_spec(name) is None]
+
+
+def describe_machine(environment: dict[str, str]) -> dict[str, Any]:
+    """Return what a process of its own says about the machine: torch is imported there."""
+    asked = subprocess.run(
+        [sys.executable, str(HERE / "gpu_children.py"), json.dumps({"kind": "machine"})],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    if asked.returncode:
+        raise SystemExit(f"torch cannot be used here:\n{_tail(asked.stderr)}")
+    return json.loads(asked.stdout.splitlines()[-1])
+
+
+def options_from(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("gpu-results.md"), help="the report (default: %(default)s)")
+    parser.add_argument("--wheels", type=Path, default=Path("wheels"), help="packages brought along (%(default)s)")
+    parser.add_argument("--only", action="append", metavar="WORD", help="only groups whose name contains WORD")
+    parser.add_argument("--dry-run", action="store_true", help="a few checks on the CPU: shows that this program works")
+    options = parser.parse_args(arguments)
+    if options.dry_run and HERE in options.output.resolve().parents:
+        parser.error("a dry run measures nothing: its report does not belong into benchmarks/")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; return the exit status."""
+    options = options_from(arguments)
+    with wheels_on_path(options.wheels) as environment:
+        if missing(["torch"]):
+            print(gpu_report.MISSING.format(names="torch", python=sys.executable))
+            return 2
+        machine = describe_machine(environment)
+        if not machine["accelerators"] and not options.dry_run:
+            print("There is no GPU here (torch sees no accelerator): nothing has been run.")
+            return 0
+        if missing(NEEDED):
+            print(gpu_report.MISSING.format(names=", ".join(missing(NEEDED)), python=sys.executable))
+            return 2
+        machine["missing"] = missing(BY_SOME)
+        groups = dry_groups() if options.dry_run else groups_for(machine["kind"], len(machine["accelerators"]))
+        if options.only:
+            groups = [group for group in groups if any(word in group.name for word in options.only)]
+        return run_all(groups, machine, environment, options)
+
+
+def run_all(
+    groups: Sequence[Group], machine: dict[str, Any], environment: dict[str, str], options: argparse.Namespace
+) -> int:
+    """Run groups one after the other, and write the report after each."""
+    began = time.monotonic()
+    finished: list[Done] = [Done(group) for group in groups]
+    state, status = "under way", 1
+
+    def write() -> None:
+        report = gpu_report.render(machine, finished, state, time.monotonic() - began, dry=options.dry_run)
+        unfinished = options.output.with_name(options.output.name + ".part")
+        unfinished.write_text(report, encoding="utf-8")
+        unfinished.replace(options.output)
+
+    write()
+    try:
+        for done in finished:
+            left_s = BUDGET_S - (time.monotonic() - began)
+            if left_s < GRACE_S:
+                done.problem = "not begun: the ten minutes were over"
+                continue
+            print(f"{done.group.name} ...", flush=True)
+            run_group(done, environment, min(done.group.budget_s, left_s))
+            print("  " + gpu_report.in_one_line(done), flush=True)
+            write()
+        state, status = "complete", int(any(done.failed for done in finished))
+    except KeyboardInterrupt:
+        state, status = "interrupted", 130
+    finally:
+        write()
+    print(f"{options.output}: {gpu_report.verdict(finished, state)}")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""What gpu_check.py runs in processes of its own: tests, figures, or a look at the machine.
+
+    python benchmarks/gpu_children.py '{"kind": ..., ...}'
+
+Every event goes into a journal at once, a line of JSON each, so that a process that crashes or is killed has lost
+nothing. A check that takes too long ends the process, after writing down where all threads are. So does one after which
+the GPU can no longer be used in this process: what follows would fail for no fault of its own.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import platform
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# A missing one of these is no failure of a check that needs it.
+OPTIONAL = ("hypothesis", "matplotlib", "psutil", "rich", "safetensors", "sklearn", "transformers", "xdist")
+# After these the CUDA context is lost, and all that follows in the process fails.
+_CONTEXT_IS_LOST = ("illegal memory access", "device-side assert", "misaligned address", "unspecified launch failure")
+GPU_LOST = 97  # the exit status then
+
+
+class Journal:
+    """Where a process writes down what happens.
+
+    Args:
+        path: the file.
+        check_limit_s: a check that takes longer ends the process.
+        seconds: after so many no further check is to begin.
+        overtime_s: what a check that is under way then may take more.
+    """
+
+    def __init__(self, path: Path, check_limit_s: float, seconds: float, overtime_s: float) -> None:
+        self._file = path.open("a", buffering=1)
+        self._stacks = os.fdopen(os.dup(2), "w")  # pytest puts a file of its own in the place of stderr
+        self._check_limit_s, self._overtime_s = check_limit_s, overtime_s
+        self._deadline = time.monotonic() + seconds
+
+    def write(self, event: str, **values: Any) -> None:
+        self._file.write(json.dumps({"event": event, **values}) + "\n")
+
+    def begin(self, name: str) -> None:
+        left_s = max(self._deadline - time.monotonic(), 0.0) + self._overtime_s
+        limit_s = min(self._check_limit_s, left_s)
+        self.write("began", name=name, limit_s=round(limit_s, 1))
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=self._stacks)
+
+    def end(self, name: str, outcome: str, seconds: float, text: str) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        self.write("ended", name=name, outcome=outcome, seconds=round(seconds, 3), text=text)
+        if outcome == "failed" and any(sign in text for sign in _CONTEXT_IS_LOST):
+            os._exit(GPU_LOST)
+
+    def time_is_over(self) -> bool:
+        return time.monotonic() > self._deadline
+
+
+def missing_module(text: str) -> str | None:
+    """Return the optional package whose absence a traceback ends in."""
+    return next(
+        (name for name in OPTIONAL if f"No module named '{name}" in text or f"import of {name} halted" in text), None
+    )
+
+
+class Recorder:
+    """A pytest plugin: writes down every test, and leaves out those that have ended in an earlier process."""
+
+    def __init__(self, journal: Journal, ended: list[str]) -> None:
+        self._journal, self._ended = journal, set(ended)
+        self._outcome, self._text, self._seconds = "passed", "", 0.0
+        self._warnings: set[str] = set()
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self._end_with(report.nodeid, 0.0, str(report.longrepr))
+
+    def pytest_collection_finish(self, session: Any) -> None:
+        session.items[:] = [item for item in session.items if item.nodeid not in self._ended]
+        self._journal.write("collected", names=[item.nodeid for item in session.items])
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._outcome, self._text, self._seconds = "passed", "", 0.0
+        self._journal.begin(nodeid)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self._seconds += report.duration
+        if report.failed:
+            self._outcome, self._text = "failed", (self._text + "\n" + report.longreprtext).strip()
+        elif report.skipped and self._outcome == "passed":
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+            self._outcome, self._text = "skipped", reason.removeprefix("Skipped: ")
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        if self._outcome == "failed":
+            self._end_with(nodeid, self._seconds, self._text)
+        else:
+            self._journal.end(nodeid, self._outcome, self._seconds, self._text)
+
+    def pytest_runtestloop(self, session: Any) -> None:
+        self._session = session
+
+    def pytest_runtest_teardown(self) -> None:
+        if self._journal.time_is_over():
+            self._session.shouldstop = "its time is over"
+
+    def pytest_warning_recorded(self, warning_message: Any) -> None:
+        text = f"{warning_message.category.__name__}: {str(warning_message.message).strip().splitlines()[0][:300]}"
+        if text not in self._warnings:
+            self._warnings.add(text)
+            self._journal.write("warning", text=text)
+
+    def _end_with(self, name: str, seconds: float, text: str) -> None:
+        absent = missing_module(text)
+        outcome, text = ("skipped", f"not run: {absent} is missing") if absent else ("failed", text)
+        self._journal.end(name, outcome, seconds, text)
+
+
+def run_tests(journal: Journal, ended: list[str], arguments: list[str]) -> None:
+    """Run pytest. Warnings are written down, and are no errors: other versions of everything give others."""
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # whatever else is installed with this Python
+    import pytest
+
+    settings = ["filterwarnings=default", "faulthandler_timeout=0"]  # the journal has a limit of its own
+    options = ["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+    options += [f"--override-ini={setting}" for setting in settings]
+    status = pytest.main([*arguments, *options], plugins=[Recorder(journal, ended)])
+    if status in (pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR):
+        sys.exit(int(status))
+
+
+def run_figures(journal: Journal, ended: list[str], arguments: list[str]) -> None:
+    """Take the figures, each with what it asserts; a missing package is no failure."""
+    import gpu_figures
+
+    device, *options = arguments
+    bench = gpu_figures.bench_on(device, dry="--dry" in options)
+    names = [name for name in gpu_figures.FIGURES if name not in ended]
+    journal.write("collected", names=names)
+    for name in names:
+        if journal.time_is_over():
+            return
+        run_check(journal, name, lambda name=name: figures_of(journal, gpu_figures.FIGURES[name](bench)))
+
+
+def figures_of(journal: Journal, figures: Any) -> None:
+    for figure in figures:
+        journal.write("figure", **figure._asdict())
+
+
+def run_check(journal: Journal, name: str, check: Callable[[], None]) -> None:
+    """Run one check that is no test of pytest's."""
+    journal.begin(name)
+    began = time.monotonic()
+    outcome, text = "passed", ""
+    try:
+        check()
+    except Exception:  # noqa: BLE001 - whatever it is, it is written down
+        text = traceback.format_exc()
+        absent = missing_module(text)
+        outcome, text = ("skipped", f"not run: {absent} is missing") if absent else ("failed", text)
+    journal.end(name, outcome, time.monotonic() - began, text)
+
+
+def machine() -> dict[str, Any]:
+    """Return accelerators and versions."""
+    import torch
+
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    found: list[dict[str, Any]] = []
+    for index in range(torch.accelerator.device_count() if kind else 0):
+        properties = torch.get_device_module(kind).get_device_properties(index)
+        memory = getattr(properties, "total_memory", 0)
+        capability = ".".join(str(getattr(properties, name, "?")) for name in ("major", "minor"))
+        found.append({"name": properties.name, "memory_gib": round(memory / 2**30, 1), "capability": capability})
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    versions["CUDA"] = torch.version.cuda or torch.version.hip or "none"
+    with contextlib.suppress(Exception):  # a build without it
+        versions["cuDNN"] = str(torch.backends.cudnn.version())
+    with contextlib.suppress(Exception):
+        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    with contextlib.suppress(OSError):
+        versions["driver"] = Path("/proc/driver/nvidia/version").read_text().splitlines()[0].split("  ")[1].strip()
+    with contextlib.suppress(ImportError):
+        import manyhands
+
+        versions["manyhands"] = manyhands.__version__
+    return {
+        "kind": kind.type if kind else None,
+        "accelerators": found,
+        "versions": versions,
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+    }
+
+
+def main() -> None:
+    """Do what the only argument says."""
+    orders = json.loads(sys.argv[1])
+    if orders["kind"] == "machine":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            print(json.dumps(machine()))
+        return
+    faulthandler.enable()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # equal bits on whatever stream
+    limits = (orders[name] for name in ("check_limit_s", "seconds", "overtime_s"))
+    journal = Journal(Path(orders["journal"]), *limits)
+    run = {"tests": run_tests, "figures": run_figures}[orders["kind"]]
+    run(journal, orders["ended"], orders["arguments"])
+    journal.write("finished")
+
+
+if __name__ == "__main__":
+    main()

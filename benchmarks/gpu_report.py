@@ -1,0 +1,164 @@
+"""The report of gpu_check.py, as Markdown, made from what is known so far; and its lines on the terminal.
+
+It says first what matters: whether anything failed, and what was not run.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+MISSING = """{names}: missing in {python}.
+Install it there, name another Python (make gpu-check PYTHON=...), or bring it along:
+    pip download --no-deps -d wheels {names}      where there is a network, with the same Python version
+and copy the folder `wheels` here. torch itself has to be installed. Nothing has been run."""
+
+DRY = "**Dry run on the CPU: not a measurement.** It shows that the checks can be run, and says nothing about any GPU."
+_FAILED = ("failed", "hung", "crashed")
+_TESTED_WITH = "2.13"  # the torch that the test suite runs against
+
+
+def render(machine: dict[str, Any], groups: Sequence[Any], state: str, seconds: float, *, dry: bool) -> str:
+    """Return the report.
+
+    Args:
+        machine: as gpu_children.machine() returns it, and "missing": packages that some checks need.
+        groups: what became of each, as gpu_check.Done.
+        state: "under way", "complete" or "interrupted".
+        seconds: since the beginning.
+        dry: whether it was on the CPU, for show.
+    """
+    parts = [
+        "# gpu-check",
+        *([DRY] if dry else []),
+        f"**{verdict(groups, state)}** {seconds:.0f} s.",
+        "## Machine",
+        machine_table(machine),
+        "## Checks",
+        groups_table(groups),
+        *failures(groups),
+        *figures(groups, dry=dry),
+        *not_run(machine, groups),
+        *seen_warnings(groups),
+        *every_check(groups),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def verdict(groups: Sequence[Any], state: str) -> str:
+    """Return the outcome in a sentence."""
+    count = Counter(check.outcome for done in groups for check in done.checks.values())
+    bad = [f"{count[outcome]} {outcome}" for outcome in _FAILED if count[outcome]]
+    broken = sum(bool(done.problem) for done in groups)
+    bad += [f"{broken} {'group' if broken == 1 else 'groups'} not run to the end"] if broken else []
+    others = [f"{count[o]} {word}" for o, word in (("skipped", "not run"), ("cut", "cut")) if count[o]]
+    ended = {"complete": "Complete", "interrupted": "Interrupted", "under way": "Under way"}[state]
+    passed = f"{count['passed']} checks passed"
+    return f"{ended}: {', '.join([passed, *bad, *others])}."
+
+
+def in_one_line(done: Any) -> str:
+    """Return what became of a group."""
+    outcomes = Counter(check.outcome for check in done.checks.values())
+    words = [f"{outcomes[o]} {o}" for o in ("passed", *_FAILED, "skipped", "cut") if outcomes[o]]
+    problem = [done.problem.splitlines()[0]] if done.problem else []
+    return f"{', '.join([*words, *problem]) or 'nothing'} ({done.seconds:.0f} s)"
+
+
+def machine_table(machine: dict[str, Any]) -> str:
+    """Return what it ran on: kinds and numbers, no names of hosts or users."""
+    found = Counter(
+        f"{a['name']}, {a['memory_gib']} GiB, capability {a['capability']}" for a in machine["accelerators"]
+    )
+    devices = "; ".join(f"{count} x {name}" for name, count in found.items()) or "none"
+    rows = [("accelerators", devices), ("system", f"{machine['system']}, {machine['cores']} cores")]
+    rows += [(name, value) for name, value in machine["versions"].items()]
+    torch = machine["versions"].get("torch", "")
+    if not torch.startswith(_TESTED_WITH):
+        rows.append(("note", f"the test suite of manyhands runs against torch {_TESTED_WITH}, not {torch}"))
+    return table(("", ""), rows)
+
+
+def groups_table(groups: Sequence[Any]) -> str:
+    """Return a row for each group."""
+    outcomes = ("passed", *_FAILED, "skipped", "cut")
+    rows = []
+    for done in groups:
+        counts = [str(done.count(outcome) or "") for outcome in outcomes]
+        begun = f"{done.seconds:.0f} of {done.group.budget_s:.0f}" if done.seconds else "not begun"
+        rows.append((done.group.name, *counts, begun))
+    return table(("group", *outcomes, "seconds"), rows)
+
+
+def failures(groups: Sequence[Any]) -> Iterator[str]:
+    """Yield a section for each check that failed, hung or crashed, and for each group that could not be run."""
+    bad = [(done, check) for done in groups for check in done.checks.values() if check.outcome in _FAILED]
+    if bad or any(done.problem for done in groups):
+        yield "## Failures"
+    for done in groups:
+        if done.problem:
+            yield f"### {done.group.name}\n\n{fenced(done.problem)}"
+    for done, check in bad:
+        yield f"### {done.group.name}: {check.name}\n\n{check.outcome}\n\n{fenced(check.text)}"
+
+
+def figures(groups: Sequence[Any], *, dry: bool) -> Iterator[str]:
+    """Yield the section of figures."""
+    taken = [figure for done in groups for figure in done.figures]
+    if taken:
+        rows = [(f["name"], "" if f["value"] is None else f"{f['value']:.4g}", f["unit"], f["note"]) for f in taken]
+        yield "## Figures (dry run on the CPU, tiny sizes: not a measurement)" if dry else "## Figures"
+        yield table(("figure", "value", "unit", ""), rows)
+
+
+def not_run(machine: dict[str, Any], groups: Sequence[Any]) -> Iterator[str]:
+    """Yield what was not run, and why: reasons with the number of checks."""
+    reasons = Counter(check.text for done in groups for check in done.checks.values() if check.outcome == "skipped")
+    cut = {done.group.name: done.count("cut") for done in groups if done.count("cut")}
+    absent = machine.get("missing", [])
+    lines = [
+        f"- {count} x {reason.strip().splitlines()[0] if reason.strip() else 'no reason'}"
+        for reason, count in reasons.most_common()
+    ]
+    lines += [f'- {count} checks of "{name}": cut, their time was over' for name, count in cut.items()]
+    stopped = [check for done in groups for check in done.checks.values() if check.outcome == "cut" and check.text]
+    lines += [f"- {check.name}: {check.text.splitlines()[0]}" for check in stopped]
+    lines += [f"- what needs {name}: it is missing" for name in absent]
+    if lines:
+        yield "## Not run"
+        yield "\n".join(lines)
+
+
+def seen_warnings(groups: Sequence[Any]) -> Iterator[str]:
+    """Yield the warnings that were given."""
+    seen = Counter(text for done in groups for text in set(done.warnings))
+    if seen:
+        yield "## Warnings"
+        yield "\n".join(f"- {text}" for text in seen)
+
+
+def every_check(groups: Sequence[Any]) -> Iterator[str]:
+    """Yield all checks, group by group."""
+    yield "## Every check"
+    for done in groups:
+        rows = [(check.name, check.outcome, f"{check.seconds:.2f}") for check in done.checks.values()]
+        if rows:
+            listed = table(("check", "outcome", "seconds"), rows)
+            yield f"<details><summary>{done.group.name}: {len(rows)}</summary>\n\n{listed}\n\n</details>"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell(text) for text in line) + " |" for line in lines)
+
+
+def cell(text: str) -> str:
+    return re.sub(r"\s+", " ", text).replace("|", r"\|")
+
+
+def fenced(text: str) -> str:
+    """Return text as it is, whatever is in it."""
+    longest = max((len(run) for run in re.findall(r"`{3,}", text)), default=2)
+    fence = "`" * (longest + 1)
+    return f"{fence}text\n{text.strip()}\n{fence}"
