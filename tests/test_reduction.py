@@ -211,6 +211,28 @@ def parameters_of_two_dtypes_and_tied_ones(rank: int, options: dict) -> None:
     assert_same_gradients(module, oracle, rtol=0.05, atol=0.02)
 
 
+@case(ONE)
+def one_device_returns_what_the_module_returns(rank: int, options: dict) -> None:
+    """A3: nothing is joined, so what is 0-dim stays so, and objects of any class come out as they are."""
+
+    class Result(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.kept = nn.Linear(5, 3).double(), object()
+
+        def forward(self, x: torch.Tensor) -> dict:
+            return {"loss": self.layer(x).square().mean(), "rows": len(x), "ok": True, "kept": self.kept}
+
+    model, oracle = twins(Result, **options)
+    x, _, all_x, _ = data(rank)
+    output, expected = model(x), oracle(all_x)
+    assert (output["loss"].shape, output["rows"], output["ok"]) == ((), len(x), True)
+    assert output["kept"] is model.module.kept
+    output["loss"].backward()
+    expected["loss"].backward()
+    assert_same_gradients(model.module, oracle)
+
+
 @case(ONE, TWO, PROCESSES)
 def sparse_gradients(rank: int, options: dict) -> None:
     class Words(nn.Module):
