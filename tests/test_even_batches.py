@@ -1,5 +1,6 @@
 """Every process takes the same number of steps, and every row counts once."""
 
+import itertools
 import sys
 
 import cloudpickle
@@ -46,6 +47,33 @@ def test_every_process_takes_as_many_steps_as_the_longest(lengths):
     rows = run_ranks(len(lengths), train, lengths)
     longest = max(lengths)
     assert rows == [[3 + rank] * n + [0] * (longest - n) for rank, n in enumerate(lengths)]
+
+
+class BeginsAnew:
+    """An iterator that has batches again once it has said that it has none, as those of some loaders."""
+
+    def __init__(self, num_batches: int) -> None:
+        self.num_batches, self.taken = num_batches, 0
+
+    def __iter__(self) -> "BeginsAnew":
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        if self.taken == self.num_batches:
+            self.taken = 0
+            raise StopIteration
+        self.taken += 1
+        return torch.zeros(2, 4)
+
+
+def rows_of_one_epoch(rank: int) -> list[int]:
+    model = manyhands.DataParallel(nn.Linear(4, 2))
+    return [len(batch) for batch in itertools.islice(model.batches(BeginsAnew(2 + 2 * rank)), 9)]
+
+
+def test_a_loader_that_begins_anew_is_not_asked_again():
+    """C2: as a for loop does not ask it, either."""
+    assert run_ranks(2, rows_of_one_epoch) == [[2, 2, 0, 0], [2, 2, 2, 2]]
 
 
 def leave_early(rank: int) -> str:

@@ -29,9 +29,11 @@ def even_batches(cluster: Cluster | None, loader: Iterable[Any], dim: int) -> It
         return
     following = iter(loader)
     empty: Any = None
-    is_first = True
+    is_first, has_more = True, True
     while True:
-        batch = list(_next(following))
+        # Who has come to the end is not asked again: there are iterators that would begin anew.
+        batch = list(_next(following)) if has_more else []
+        has_more = bool(batch)
         left = [bool(has) for (has,) in cluster.gather([len(batch)], _DOING)()]
         if not any(left):
             return
