@@ -142,6 +142,14 @@ def one_forward_more(rank: int) -> None:
     step(model)
 
 
+def eval_on_one(rank: int) -> None:
+    model = wrapped()
+    if rank == 1:  # whose next forward then has the number that the other's has
+        model(ROWS)
+        model.eval()
+    step(model)
+
+
 def no_sync_on_one(rank: int) -> None:
     model = wrapped()
     if rank == 0:
@@ -189,6 +197,7 @@ def backward_and_wrapping(rank: int) -> None:
     [
         (order_of_two, "rank 0 is in backward of wrapped model 2, rank 1 in that of 1"),
         (one_forward_more, "rank 0 is in backward of its forward 1, rank 1 of its 2"),
+        (eval_on_one, "of ranks 0 and 1, rank 0 has run forward in training mode, the other has not"),
         (no_sync_on_one, "of ranks 0 and 1, rank 0 is inside no_sync(), the other is not"),
         (frozen_on_one, "where rank 0 has 0.weight torch.float32 (4, 4) (4, 1), rank 1 has 2.weight"),
         (weight_on_one, "of ranks 0 and 1, rank 1 has set the weight of its batch, the other has not"),
@@ -303,8 +312,14 @@ class Fails(nn.Module):
         raise TroubleError("no more memory")
 
 
+class FailsWithBatchNorm(Fails):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+
 def fails(rank: int, where: str, options: dict) -> None:
-    model = wrapped(Fails(), **options)
+    model = wrapped((FailsWithBatchNorm if "sync_batch_norm" in options else Fails)(), **options)
     step(model)
     if rank == 1:
         model.module.where = where
@@ -322,7 +337,11 @@ def fails(rank: int, where: str, options: dict) -> None:
         step(model)
 
 
-@pytest.mark.parametrize("options", [{}, {"device_ids": ["cpu"] * 2}], ids=["one replica", "threads"])
+TWO = {"device_ids": ["cpu"] * 2}
+PROCESSES = {**TWO, "engine": "processes"}
+
+
+@pytest.mark.parametrize("options", [{}, TWO, PROCESSES], ids=["one replica", "threads", "processes"])
 @pytest.mark.parametrize("where", ["forward", "backward", "loading"])
 def test_the_others_learn_why_one_has_failed(where, options):
     """C12"""
@@ -333,6 +352,15 @@ def test_the_others_learn_why_one_has_failed(where, options):
         assert "TroubleError: no more memory" in ended[rank].error
         assert "rank 1" in ended[rank].error.lower()
         assert ended[rank].exit_code == 1
+
+
+@pytest.mark.parametrize("options", [{}, TWO, PROCESSES], ids=["one replica", "threads", "processes"])
+@pytest.mark.parametrize("where", ["forward", "backward", "loading", "kill"])
+def test_who_waits_at_a_batch_norm_learns_it_too(where, options):
+    """C12, C9: also replicas in worker processes, which wait for what the caller gets from the other processes."""
+    ended = end_ranks(2, fails, where, {**options, "sync_batch_norm": True})
+    assert "while this one was at a batch norm over all processes" in last_error(ended[0])
+    assert where == "kill" or "TroubleError: no more memory" in ended[0].error
 
 
 @pytest.mark.parametrize("where", ["exit", "exit 3", "kill", "_exit"])

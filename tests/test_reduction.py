@@ -16,6 +16,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import manyhands
+from manyhands.cluster import join
 from ranks import run_ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -619,6 +620,23 @@ def buffers_are_those_of_the_first_process(rank: int, options: dict) -> None:
         plain(all_x[share] + 1)
         for (name, one), two in zip(module.named_buffers(), plain.buffers(), strict=True):
             torch.testing.assert_close(one, two, rtol=1e-11, atol=1e-13, msg=name)
+
+
+@case(ONE, TWO)
+def one_process_evaluates_between_forward_and_backward(rank: int, options: dict) -> None:
+    """C8: whether buffers are sent is decided by the mode of the forward, which was the same everywhere."""
+    module = nn.Sequential(nn.BatchNorm1d(5), perceptron()).double()
+    model = manyhands.DataParallel(module, **options)
+    x, *_ = data(rank)
+    output = model(x)
+    if rank == 0:
+        model.eval()
+        with torch.no_grad():
+            model(x)
+    output.sum().backward()
+    statistics = module[0].running_mean
+    both = join().exchange(statistics, "comparing buffers")
+    assert torch.equal(*both)
 
 
 @case(ONE, TWO)

@@ -126,6 +126,9 @@ class _Table:
 class MeetingHere(Meeting):
     """A meeting of the replicas 0 to `num_replicas` - 1 that is held in this process.
 
+    Attributes:
+        error: what `beyond` has raised. After that nobody else is told anything: whoever waits elsewhere waits in vain.
+
     Args:
         num_replicas: how many meet.
         serve: what a replica of this process does while it waits, until what it is given returns True: to take in those
@@ -142,7 +145,7 @@ class MeetingHere(Meeting):
     ) -> None:
         self._serve = serve
         self._beyond = beyond
-        self._error: BaseException | None = None  # what `beyond` has raised
+        self.error: BaseException | None = None
         self._condition = threading.Condition()
         self._all = frozenset(range(num_replicas))
         self._present = set(self._all)
@@ -155,8 +158,8 @@ class MeetingHere(Meeting):
         with self._condition:
             self.come(index, visit, mets.append)
             while not mets:
-                if self._error is not None:
-                    raise self._error
+                if self.error is not None:
+                    raise self.error
                 if self._serve is not None:
                     self._serve(lambda: bool(mets))
                 else:
@@ -200,7 +203,7 @@ class MeetingHere(Meeting):
                     try:
                         values = self._beyond(key[0], values)
                     except BaseException as error:
-                        self._error = error
+                        self.error = error
                         self._condition.notify_all()
                         raise
                 met = Met(values, next(_numbers), frozenset(table.values))

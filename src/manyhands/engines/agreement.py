@@ -21,6 +21,7 @@ class Step(NamedTuple):
         weight: what its gradients count for.
         model: which one it is among those that were wrapped, from 1.
         forward: which forward of the model, among those in training mode with gradients, from 1.
+        training: whether it was in training mode.
         digest: of the tensors whose gradients are summed, and of how they travel.
         synchronised: whether the forward was outside of no_sync().
         weight_given: whether the caller has said what it weighs.
@@ -31,6 +32,7 @@ class Step(NamedTuple):
     weight: float
     model: float
     forward: float
+    training: float
     digest: float
     synchronised: float
     weight_given: float
@@ -101,6 +103,8 @@ def _difference(steps: Sequence[Step], tensors: Sequence[Sequence[Any]], rank: i
             f"rank 0 is in backward of its forward {first.forward:.0f}, rank {rank} of its {other.forward:.0f} "
             "(forwards in training mode, with gradients, from 1)"
         )
+    if first.training != other.training:
+        return f"{_one_of(not first.training, rank)} has run forward in training mode, the other has not"
     if first.synchronised != other.synchronised:
         return f"{_one_of(first.synchronised, rank)} is inside no_sync(), the other is not"
     if first.weight_given != other.weight_given:

@@ -106,8 +106,8 @@ class Reduction:
         """Return what a forward of so many rows is to count for, if it succeeds."""
         given = self.next_weight
         weight = 0.0 if rows == 0 else given if given is not None else float(1 if rows is None else rows)
-        number = self.num_forwards + module.training
-        return Contribution(self, weakref.ref(module), weight, given is not None, number, self.synchronised)
+        number, training = self.num_forwards + module.training, module.training
+        return Contribution(self, weakref.ref(module), weight, given is not None, number, training, self.synchronised)
 
     def plan(self, tensors: Sequence[torch.Tensor]) -> Plan:
         """Return how the gradients of `tensors` travel."""
@@ -126,6 +126,7 @@ class Reduction:
             weight=contribution.weight,
             model=self._number,
             forward=contribution.number,
+            training=contribution.training,
             digest=plan.digest,
             synchronised=contribution.synchronised,
             weight_given=contribution.weight_given,
@@ -156,7 +157,7 @@ class Reduction:
 
     def begin_to_send_buffers(self, source: int, module: nn.Module | None) -> Callable[[], None]:
         """Begin to give every process the buffers of the one of rank `source`."""
-        if module is None or not module.training:
+        if module is None:
             return lambda: None
         buffers = [buffer for buffer in module.buffers() if not buffer.is_sparse]
         return self.cluster.begin_to_send_from(source, buffers, self.group, "sending one process's buffers to all")
@@ -191,6 +192,8 @@ class Contribution:
         weight: how much, compared with the other processes' weights.
         weight_given: whether the caller has said so; else it is the number of rows.
         number: how many forwards of a training step there were before it, and this one.
+        training: whether the module was in training mode. By the time of backward it may be in another, in one process
+            only: the one that evaluates.
         synchronised: whether its gradients go to the other processes at once.
     """
 
@@ -199,6 +202,7 @@ class Contribution:
     weight: float
     weight_given: bool
     number: int
+    training: bool
     synchronised: bool
 
     @property
@@ -315,9 +319,8 @@ class Sum:
         return 1.0 if self._reduction.loss == "sum" else weight / sum(step.weight for step in steps)
 
     def _begin_to_send_buffers(self) -> None:
-        self._wait_for_buffers = self._reduction.begin_to_send_buffers(
-            self._first_with_rows, self._contribution.module()
-        )
+        module = self._contribution.module() if self._contribution.training else None
+        self._wait_for_buffers = self._reduction.begin_to_send_buffers(self._first_with_rows, module)
 
 
 class _DifferentiableSum(torch.autograd.Function):

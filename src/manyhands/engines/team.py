@@ -300,7 +300,10 @@ class Team:
 
         Raises:
             WorkerDiedError: one has died. The team is ended.
+            BaseException: what has ended their meeting, at which some of them may be waiting.
         """
+        if self._meeting is not None and self._meeting.error is not None:
+            raise self._meeting.error
         self._receive(lambda: bool(self._lost) or any(map(_stops, self._answers.values())))
         self._raise_if_died(where)
         answers, self._answers = self._answers, {}
