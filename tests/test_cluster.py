@@ -231,6 +231,21 @@ def test_one_wraps_while_the_other_trains():
 # Waiting for somebody who does not come
 
 
+def one_batch_norm_more(rank: int) -> None:
+    model = wrapped(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), sync_batch_norm=True)
+    if rank == 0:
+        model(ROWS)
+    step(model)
+
+
+def test_several_exchanges_begun_before_it_is_noticed():
+    """C11, C9: who knows it first tells again until all do."""
+    for message in raised_by_all(2, one_batch_norm_more):
+        assert "the processes do not do the same" in message
+        assert "telling" not in message
+        assert "at a batch norm over all processes" in message
+
+
 def wraps_alone(rank: int) -> str:
     if rank == 1:
         time.sleep(30)

@@ -44,6 +44,7 @@ _LAST_WORDS_S = 2.0  # how long to wait for the reason, when a connection has be
 _MARGIN_S = 5.0
 _MOST_TEXT = 2000
 _LENGTH = 16  # of what is gathered
+_TELLING = "telling the others what it does"
 
 _NOT_IN_GROUP = -100  # torch.distributed.GroupMember.NON_GROUP_MEMBER
 
@@ -380,11 +381,19 @@ class Cluster:
 
     def raise_different(self, doing: str) -> None:
         """Raise an error that says what the processes have come to; all of them call it."""
-        all_do = self.exchange(doing, "telling the others what it does")
-        other = next(rank for rank, other in enumerate(all_do) if other != all_do[0])
+        all_do = None
+        while all_do is None:  # until the others, who may have begun more than one exchange, have noticed it too
+            with contextlib.suppress(_NotYetError):
+                all_do = self.exchange(doing, _TELLING)
+        other = next((rank for rank, other in enumerate(all_do) if other != all_do[0]), None)
+        where = (
+            f"rank 0 is at {all_do[0]}, rank {other} at {all_do[other]}"
+            if other is not None
+            else (f"all are at {doing}, but not at the same one")
+        )
         error = RuntimeError(
-            f"the processes do not do the same: rank 0 is at {all_do[0]}, rank {other} at {all_do[other]}. Every "
-            "process has to take the same steps; for loaders of different lengths there is DataParallel.batches."
+            f"the processes do not do the same: {where}. Every process has to take the same steps; for loaders of "
+            "different lengths there is DataParallel.batches."
         )
         self.failed_with(error)
         raise error
@@ -466,6 +475,10 @@ class Cluster:
             return ""
 
 
+class _NotYetError(Exception):
+    """Some process does not know yet that the processes do not do the same."""
+
+
 class Gathering:
     """Numbers on their way from everybody to everybody."""
 
@@ -488,6 +501,8 @@ class Gathering:
         self._cluster.wait(self._work, self._doing)
         digests, *columns = zip(*(tensor.tolist() for tensor in self._everybody), strict=True)
         if len(set(digests)) > 1:
+            if self._doing == _TELLING:
+                raise _NotYetError
             self._cluster.raise_different(self._doing)
         return [list(row) for row in zip(*columns[: self._num_values], strict=True)]
 
