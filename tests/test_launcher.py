@@ -1,6 +1,7 @@
 """What the launcher's variables say, and what they cannot say."""
 
 import os
+import pickle
 import sys
 import threading
 
@@ -159,6 +160,11 @@ def groups(rank: int) -> None:
             of_two(torch.full((rank, 1), float(rank))).mean().backward()
             assert module.weight.grad.item() == pytest.approx((1 * 1 + 2 * 2) / 3)
             assert module.mine == 1  # of the first process of the group
+        loaded = pickle.loads(pickle.dumps(of_two))
+        with torch.no_grad():
+            loaded(torch.ones(2, 1))
+        with pytest.raises(RuntimeError, match="was pickled with a process_group of its own"):
+            loaded(torch.ones(2, 1))  # not silently among all three
     for wrong in (3, "nccl", True, [0, 1]):
         with pytest.raises(TypeError, match=r"process_group=.*: expected a ProcessGroup, None or False"):
             manyhands.DataParallel(nn.Linear(1, 1), process_group=wrong)

@@ -95,6 +95,7 @@ class Cluster:
     Attributes:
         rank, world_size: this process's place among them, and how many they are.
         timeout_s: how long one waits for the others.
+        is_all: whether these are all processes of the program.
     """
 
     def __init__(self, process_group: Any) -> None:
@@ -102,6 +103,7 @@ class Cluster:
         self.world_size: int = process_group.size()
         self.timeout_s = torch_private.timeout_of_group(process_group).total_seconds()
         self._ranks = distributed.get_process_group_ranks(process_group)
+        self.is_all = self.world_size == distributed.get_world_size()
         self._store = distributed.PrefixStore("manyhands", process_group.get_group_store())
         self._look_every_s = max(_LOOK_EVERY_S, self.world_size / 500)
         self._num_arrivals = self._num_models = 0

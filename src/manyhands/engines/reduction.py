@@ -33,11 +33,16 @@ from torch import nn
 from torch.func import functional_call
 
 from manyhands import torch_private
-from manyhands.cluster import Cluster, join
+from manyhands.cluster import Cluster, distributed, join
 from manyhands.engines.agreement import Step, check_alike, check_steps
 from manyhands.engines.bucketed_sum import DOING, BucketedSum, Plan
 from manyhands.engines.comm_hooks import CommHook
+from manyhands.launcher import start_default_group
 
+_OF_A_GROUP = (
+    "this DataParallel was pickled with a process_group of its own, and process groups cannot be: wrap its module "
+    "anew, DataParallel(loaded.module, process_group=...)."
+)
 _MOST_PLANS = 8  # models whose parts are frozen in turn have several
 
 
@@ -45,13 +50,24 @@ class Unjoined(NamedTuple):
     """A reduction that has been pickled: it joins the processes of the program that has loaded it, when it is needed.
 
     Not earlier, so that one process alone can load a model and evaluate it.
+
+    Attributes:
+        device, loss: as in `Reduction`.
+        of_all: whether it was among all processes of its program, not those of a group only.
     """
 
     device: torch.device
     loss: str
+    of_all: bool
 
     def joined(self, module: nn.Module) -> "Reduction | None":
-        """Join; return None where this process is alone. To be called by all processes at once."""
+        """Join; return None where this process is alone. To be called by all processes at once.
+
+        Raises:
+            RuntimeError: it was among the processes of a group, and nobody has said which these are now.
+        """
+        if not self.of_all and start_default_group() and distributed.get_world_size() > 1:
+            raise RuntimeError(_OF_A_GROUP)
         cluster = join()
         if cluster is None:
             return None
@@ -86,7 +102,7 @@ class Reduction:
         return Reduction(self.cluster, self._device, self.loss)  # a copied model has summed nothing yet
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Unjoined, (self._device, self.loss)
+        return Unjoined, (self._device, self.loss, self.cluster.is_all)
 
     @property
     def group(self) -> Any:
