@@ -72,3 +72,26 @@ def test_four_processes_some_without_rows():
     """C9, C2"""
     ends = run_ranks(4, train, 4, {}, False)
     assert len(set(ends)) == 1
+
+
+def penalty(rank: int, sizes: list[int], loss: str) -> None:
+    module = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 1)).double()
+    model = manyhands.DataParallel(module, sync_batch_norm=True, loss=loss)
+    oracle = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 1)).double()
+    oracle.load_state_dict(module.state_dict())
+    x = torch.randn(sum(sizes), 4, generator=torch.Generator().manual_seed(3)).double()
+    for each, rows in ((model, slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))), (oracle, slice(None))):
+        inputs = x[rows].clone().requires_grad_()
+        (slopes,) = torch.autograd.grad(each(inputs).sum(), inputs, create_graph=True)
+        squares = (slopes.norm(dim=1) - 1) ** 2
+        (squares.mean() if loss == "mean" else squares.sum() / sum(sizes)).backward()
+    for (name, p), q in zip(module.named_parameters(), oracle.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize(("sizes", "loss"), [([4, 4], "mean"), ([5, 2], "sum")], ids=["equal rows", "a sum"])
+def test_gradient_penalties(sizes, loss):
+    """C5, C9"""
+    run_ranks(2, penalty, sizes, loss)
