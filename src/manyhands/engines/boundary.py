@@ -174,7 +174,8 @@ class Graphs:
 
     def _summed_early(self, over_processes: Sum | None) -> AbstractContextManager[None]:
         if over_processes is not None:
-            return summed_early([self.inputs[k].tensors for k in self.parameters], over_processes.add)
+            leaves = [self.inputs[k].tensors for k in self.parameters]
+            return summed_early(leaves, over_processes.add, over_processes.early)
         if self._walked_one_by_one():
             return summed_early([edge.tensors for edge in self.inputs if isinstance(edge.layout, Whole)])
         return nullcontext()

@@ -15,12 +15,13 @@ Every process ends with the same bits, in memory that its buckets share with not
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
+from manyhands import torch_private
 from manyhands.buckets import BUCKET_BYTES, Bucket, Form, buckets_of
 from manyhands.cluster import Cluster, Gathering, digest_of, distributed
 from manyhands.engines.agreement import Step, described
@@ -128,6 +129,30 @@ class BucketedSum:
             begun.missing.discard(number)
             if not begun.missing and (self._scale_known or self._steps.is_there()):
                 self._send_full()
+
+    def add_all(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Take gradients of many tensors, as `add` does, with few operations; send nothing yet."""
+        placed: dict[int, list[int]] = {}  # numbers by bucket
+        with self._lock, torch.no_grad():
+            for number, gradient in gradients.items():
+                b = self._bucket_of.get(number)
+                if b is None or number in self._given or gradient.is_sparse:
+                    self.add(number, gradient)
+                else:
+                    placed.setdefault(b, []).append(number)
+            for b, numbers in placed.items():
+                begun = self._bucket(b)
+                pieces = [begun.pieces[number] for number in numbers]
+                torch_private.copy_all_in_place(pieces, [gradients[number].detach() for number in numbers])
+                begun.unscaled += pieces
+                begun.missing.difference_update(numbers)
+                self._given.update(numbers)
+
+    @property
+    def early(self) -> Set[int]:
+        """The tensors whose gradients are to be given as soon as they are there: all but those that are sent last."""
+        last = len(self._plan.buckets) - 1
+        return {number for number, b in self._bucket_of.items() if b != last}
 
     def finish(self, meanwhile: Callable[[], None]) -> list[torch.Tensor | None]:
         """Wait for the others; return the gradient of each tensor, None for one that no process used.

@@ -14,7 +14,7 @@ Guarantees
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
 
 import torch
@@ -26,7 +26,9 @@ _LARGE_BYTES = 1 << 16  # smaller gradients are not worth a call into Python in 
 
 @contextlib.contextmanager
 def summed_early(
-    tensors: Sequence[Sequence[torch.Tensor | None]], emit: Callable[[int, torch.Tensor], None] | None = None
+    tensors: Sequence[Sequence[torch.Tensor | None]],
+    emit: Callable[[int, torch.Tensor], None] = lambda k, total: None,
+    emitted: Set[int] = frozenset(),
 ) -> Iterator[None]:
     """Within the block, sum the gradients of large leaves: `tensors[k]` are the replicas' leaves for one tensor.
 
@@ -34,18 +36,18 @@ def summed_early(
     several devices are left alone.
 
     Args:
-        emit: takes k and the sum of one gradient from each replica as soon as it is there, of small leaves too; then
-            only what has not been emitted is in `.grad` when the block ends.
+        emit: takes k and the sum of one gradient from each replica as soon as it is there, for every k in `emitted`, of
+            small leaves too; then only what has not been emitted is in `.grad` when the block ends.
     """
     sums: list[tuple[list[torch.Tensor], _RunningSum]] = []
     handles = []
     for k, of_tensor in enumerate(tensors):
         leaves = [leaf for leaf in of_tensor if leaf is not None]
-        worth_it = emit is not None or (len(leaves) > 1 and leaves[0].nbytes >= _LARGE_BYTES)
-        if emit is not None and len(leaves) == 1:
+        worth_it = k in emitted or (len(leaves) > 1 and leaves[0].nbytes >= _LARGE_BYTES)
+        if k in emitted and len(leaves) == 1:
             handles.append(leaves[0].register_post_accumulate_grad_hook(_emitting(emit, k)))  # type: ignore[no-untyped-call]
         elif leaves and worth_it and len({leaf.device for leaf in leaves}) == 1:
-            running = _RunningSum(len(leaves), emit and partial(emit, k))
+            running = _RunningSum(len(leaves), partial(emit, k) if k in emitted else None)
             sums.append((leaves, running))
             for i, leaf in enumerate(leaves):
                 handles.append(leaf.register_post_accumulate_grad_hook(running.taking(i)))  # type: ignore[no-untyped-call]

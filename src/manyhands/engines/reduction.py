@@ -23,7 +23,7 @@ Training", VLDB 2020.
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -283,15 +283,22 @@ class Sum:
             before = self._here.get(number)
             self._here[number] = gradient.detach() if before is None else before + gradient.detach()
 
+    @property
+    def early(self) -> Set[int]:
+        """The tensors whose gradients `add` is to be given during backward."""
+        return self._sum.early if self._sum is not None else set()
+
     def finish(self, rest: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
         """Take what was not given yet, wait for the others, and return the gradient of each tensor.
 
         None for one that no process used. In no_sync(), this process's own.
         """
-        with torch.no_grad():
-            for number, gradient in rest.items():
-                self.add(number, gradient)
-        if self._sum is None:
+        if self._sum is not None:
+            self._sum.add_all(rest)
+        else:
+            with torch.no_grad():
+                for number, gradient in rest.items():
+                    self.add(number, gradient)
             scale = self._scale_here()
             self._reduction.leave_own(self._tensors, self._accumulates)
             with torch.no_grad():
