@@ -10,7 +10,7 @@ from torch import nn
 
 import manyhands
 from manyhands.even_batches import even_batches, without_rows
-from ranks import run_ranks
+from ranks import end_ranks, run_ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -112,3 +112,50 @@ def test_without_rows():
     assert (number, nothing, names, inner) == (5, None, ["a"], (torch.tensor(1.0),))
     assert without_rows(torch.zeros(2, 3), 1).shape == (2, 0)
     assert without_rows({"p": torch.zeros(4, 2, dtype=torch.long)}, 0)["p"].dtype == torch.long
+
+
+class Picky(nn.Module):
+    """Fails on rows of zeros, as modules do that are told the lengths of sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.any(1).all():
+            raise ValueError("a row of zeros")
+        return self.layer(x)
+
+
+def train_what_is_picky(rank: int, lengths: list[int]) -> int:
+    model = manyhands.DataParallel(Picky())
+    steps = 0
+    for batch in model.batches(batches_of(rank, lengths[rank])):
+        model(batch["x"]).square().mean().backward()
+        steps += 1
+    return steps
+
+
+def test_without_rows_the_module_runs_on_rows_that_it_has_seen():
+    """C2"""
+    assert run_ranks(2, train_what_is_picky, [1, 3]) == [3, 3]
+
+
+def test_a_module_that_cannot_run_on_zeros_says_why_it_did():
+    """C2"""
+    ends = end_ranks(2, train_what_is_picky, [0, 1])
+    assert all(end.exit_code for end in ends)
+    assert "ValueError: a row of zeros" in ends[0].error
+    assert "this process has a batch without rows" in ends[0].error
+
+
+def test_a_table_for_all_rows_stays_whole():
+    x, table = without_rows((torch.zeros(3, 2), torch.zeros(7, 2)), 0)
+    assert (len(x), len(table)) == (0, 7)
+
+
+def test_packed_sequences_cannot_be_without_rows():
+    packed = nn.utils.rnn.pack_sequence([torch.zeros(3, 2), torch.zeros(1, 2)])
+    with pytest.raises(ValueError, match=r"a PackedSequence cannot be cut to no rows .* give every process as many"):
+        without_rows(packed, 0)
+    assert list(even_batches(None, [packed], 0)) == [packed]

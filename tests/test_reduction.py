@@ -234,6 +234,27 @@ def one_device_returns_what_the_module_returns(rank: int, options: dict) -> None
     assert_same_gradients(model.module, oracle)
 
 
+@case(ONE)
+def what_does_not_go_through_the_wrapper(rank: int, options: dict) -> None:
+    """C16"""
+    model, oracle = twins(**options)
+    x, y, all_x, all_y = data(rank)
+
+    def penalty(module: nn.Module) -> torch.Tensor:
+        return sum(parameter.square().sum() for parameter in module.parameters())
+
+    (mse_loss(model(x), y) + penalty(model)).backward()
+    (mse_loss(oracle(all_x), all_y) + penalty(oracle)).backward()
+    assert_same_gradients(model.module, oracle)
+
+    own = copy.deepcopy(oracle)
+    own.zero_grad()
+    model.zero_grad()
+    model.module(x).square().mean().backward()
+    own(x).square().mean().backward()
+    assert_same_gradients(model.module, own)
+
+
 @case(ONE, TWO, PROCESSES)
 def sparse_gradients(rank: int, options: dict) -> None:
     class Words(nn.Module):
@@ -735,7 +756,7 @@ def a_forward_that_fails_is_tried_again(rank: int, options: dict) -> None:
 
 @pytest.mark.parametrize(("function", "options"), CASES)
 def test_case(function, options):
-    """C1, C2, C3, C4, C5, C6, C7, C8, C10, C12, C15: in two processes."""
+    """C1, C2, C3, C4, C5, C6, C7, C8, C10, C12, C15, C16: in two processes."""
     run_ranks(2, function, options)
 
 

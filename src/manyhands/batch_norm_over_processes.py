@@ -21,8 +21,14 @@ import torch
 
 from manyhands.batch_norm import Gradients, Part, put_together, sum_of
 from manyhands.cluster import Cluster, digest_of, distributed
+from manyhands.errors import say_once
 from manyhands.moments import Statistics
 
+_UNEQUAL = (
+    "a derivative of a derivative through batch norm over all processes, which have different numbers of rows: it is "
+    "that of one device if the inner one is of a mean over rows too, or if the wrapper has loss='sum' and both are of "
+    "sums."
+)
 _DOING = "a batch norm over all processes"
 
 
@@ -56,6 +62,8 @@ class BeyondThisProcess:
                 for rank, ((_, count, rows, *_), tensor) in enumerate(zip(steps, tensors, strict=True))
             }
         steps, tensors = self._exchange(name, "backward", sum_of(values, first.tensor.device))
+        if not first.weighted and len({step[0] for step in steps}) > 1:
+            say_once(_UNEQUAL)
         if first.weighted and self._weight:
             tensors = [tensor * (step[0] / self._weight) for step, tensor in zip(steps, tensors, strict=True)]
         return {rank: Gradients(tensor, first.weighted) for rank, tensor in enumerate(tensors)}

@@ -28,7 +28,7 @@ def even_batches(cluster: Cluster | None, loader: Iterable[Any], dim: int) -> It
         yield from loader
         return
     following = iter(loader)
-    empty: Any = None
+    latest: Any = None  # the latest batch, from which an empty one is made when it is needed
     is_first, has_more = True, True
     while True:
         # Who has come to the end is not asked again: there are iterators that would begin anew.
@@ -37,12 +37,16 @@ def even_batches(cluster: Cluster | None, loader: Iterable[Any], dim: int) -> It
         left = [bool(has) for (has,) in cluster.gather([len(batch)], _DOING)()]
         if not any(left):
             return
-        if is_first:
-            empty = without_rows(batch[0], dim) if batch else None
-            if not all(left):  # who has never had a batch does not know what one is like
-                empty = cluster.exchange(empty, _DOING)[left.index(True)]
+        if is_first and not all(left):  # who has never had a batch does not know what one is like
+            is_sender = cluster.rank == left.index(True)
+            empty = cluster.exchange(without_rows(batch[0], dim) if is_sender else None, _DOING)[left.index(True)]
+            latest = batch[0] if batch else empty
         is_first = False
-        yield batch[0] if batch else empty
+        if batch:
+            latest = batch[0]
+            yield latest
+        else:
+            yield without_rows(latest, dim)
 
 
 def without_rows(batch: Any, dim: int) -> Any:
@@ -51,15 +55,29 @@ def without_rows(batch: Any, dim: int) -> Any:
     >>> images, labels = without_rows([torch.zeros(8, 3, 28, 28), torch.zeros(8)], 0)
     >>> images.shape, labels.shape
     (torch.Size([0, 3, 28, 28]), torch.Size([0]))
+
+    Tensors that have not as many rows as the first one, such as a table for all rows, stay whole.
+
+    Raises:
+        ValueError: the batch is of a class that cannot be without rows, such as a PackedSequence.
     """
+    rows: int | None = None
 
     def cut(leaf: Any) -> Any:
+        nonlocal rows
         batch_type = batch_type_of(leaf)
         if batch_type is not None:
-            return next(iter(batch_type.scatter(leaf, [0, batch_type.rows(leaf)])))
-        if isinstance(leaf, torch.Tensor) and -leaf.dim() <= dim < leaf.dim():
-            return leaf.narrow(dim, 0, 0).clone()
-        return leaf
+            try:
+                return next(iter(batch_type.scatter(leaf, [0, batch_type.rows(leaf)])))
+            except Exception as error:
+                raise ValueError(
+                    f"a {type(leaf).__name__} cannot be cut to no rows ({error}), and this process has fewer batches "
+                    "than others: give every process as many"
+                ) from error
+        if not isinstance(leaf, torch.Tensor) or not -leaf.dim() <= dim < leaf.dim():
+            return leaf
+        rows = leaf.size(dim) if rows is None else rows
+        return leaf.narrow(dim, 0, 0).clone() if leaf.size(dim) == rows else leaf
 
     return nested.map_leaves(cut, batch)
 

@@ -70,6 +70,27 @@ class Arguments:
         dealt = [self._parts(leaf, axis, sizes, place) for leaf, axis in zip(self.leaves, self._axes, strict=True)]
         return [self._with_leaves([parts[index] for parts in dealt]) for index in range(len(sizes))]
 
+    def first_rows(self, rows: int) -> "Arguments | None":
+        """Return arguments with so many of these rows, copied, the first again and again if there are fewer.
+
+        None where inputs of a registered class have fewer: what their rows are is not known here.
+        """
+
+        def first(leaf: Any, axis: int | None) -> Any:
+            batch_type = batch_type_of(leaf)
+            if axis is not None and batch_type is not None:
+                return next(iter(batch_type.scatter(leaf, [rows, batch_type.rows(leaf) - rows])))
+            if not isinstance(leaf, torch.Tensor) or axis is None or not leaf.dim():
+                return leaf
+            return leaf.detach().index_select(axis, torch.arange(rows, device=leaf.device) % leaf.size(axis))
+
+        if (self.rows or 0) < rows and any(batch_type_of(leaf) is not None for leaf in self.leaves):
+            return None
+        other = copy.copy(self)
+        other.leaves = [first(leaf, axis) for leaf, axis in zip(self.leaves, self._axes, strict=True)]
+        other.rows = rows
+        return other
+
     def with_rows(self, rows: int) -> "Arguments":
         """Return arguments like these with so many rows, of zeros."""
 

@@ -4,9 +4,10 @@ The process's own engine runs it, with a contribution (reduction.py) that goes w
 
     a mode that other threads cannot join    the module runs whole and in the caller's graph, with parameters behind a
                                              node that sums their gradients
-    a batch without rows                     the module runs on rows of zeros, and the output has none of them: many
-                                             modules cannot run on no rows, and this process takes part in every
-                                             exchange. What it would contribute is never read
+    a batch without rows                     the module runs on rows of the first batch that it has had (of zeros, if
+                                             it has had none), and the output has none of them: many modules cannot
+                                             run on no rows, and this process takes part in every exchange. What it
+                                             would contribute is never read
 """
 
 from collections.abc import Sequence
@@ -43,6 +44,11 @@ _REENTRANT = (
     "summed over the processes are no longer in their places. Use checkpoint(..., use_reentrant=False), or leave the "
     "mode."
 )
+_NO_ROWS = (
+    "this process has a batch without rows, while others have some: to take part in the step, the module ran on rows "
+    "of the first batch that it has had, or of zeros, if it has had none. If it cannot, give every process as many "
+    "batches."
+)
 _STAND_IN_ROWS = 2  # batch norm needs more than one
 
 
@@ -62,7 +68,10 @@ def forward_over_processes(
         call = replace(call, rules=replace(rules, out_dims=None))
     if call.arguments.rows == 0:
         return without_rows(_on_stand_in(engine, reduction, devices, module, call), rules)
-    return _contributing(engine, devices, module, call, reduction.contribution(module, call.arguments.rows))
+    output = _contributing(engine, devices, module, call, reduction.contribution(module, call.arguments.rows))
+    if reduction.sample is None and call.arguments.rows:
+        reduction.sample = call.arguments.first_rows(_STAND_IN_ROWS)
+    return output
 
 
 def _on_stand_in(
@@ -70,8 +79,15 @@ def _on_stand_in(
 ) -> Any:
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     # One replica, as for no rows: several might have too few each.
-    stand_in = replace(call, arguments=call.arguments.with_rows(_STAND_IN_ROWS), sizes=(_STAND_IN_ROWS,))
-    output = _contributing(engine, devices, module, stand_in, reduction.contribution(module, 0))
+    sample = reduction.sample
+    if sample is None or len(sample.leaves) != len(call.arguments.leaves):
+        sample = call.arguments.with_rows(_STAND_IN_ROWS)
+    stand_in = replace(call, arguments=sample, sizes=(_STAND_IN_ROWS,))
+    try:
+        output = _contributing(engine, devices, module, stand_in, reduction.contribution(module, 0))
+    except BaseException as error:
+        error.add_note(_NO_ROWS)
+        raise
     for buffer, before in buffers:
         buffer.data.copy_(before)
     return output

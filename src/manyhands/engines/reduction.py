@@ -37,6 +37,7 @@ from manyhands.cluster import Cluster, distributed, join
 from manyhands.engines.agreement import Step, check_alike, check_steps
 from manyhands.engines.bucketed_sum import DOING, BucketedSum, Plan
 from manyhands.engines.comm_hooks import CommHook
+from manyhands.inputs import Arguments
 from manyhands.launcher import start_default_group
 
 _OF_A_GROUP = (
@@ -92,6 +93,7 @@ class Reduction:
         self.hook: tuple[Any, CommHook] | None = None
         self.synchronised = True  # False inside no_sync()
         self.next_weight: float | None = None  # what the next forward weighs, where its rows are not what counts
+        self.sample: Arguments | None = None  # some rows, to run on where there are none
         self._own = _Tensors()  # whose `grad` is, since a backward in no_sync(), this process's own
         self._sparse = _Tensors()  # whose gradients have been sparse
         self._number = 0  # of the model among those that are wrapped
@@ -99,7 +101,9 @@ class Reduction:
         self._plans: dict[Any, Plan] = {}
 
     def __deepcopy__(self, memo: object) -> "Reduction":
-        return Reduction(self.cluster, self._device, self.loss)  # a copied model has summed nothing yet
+        copied = Reduction(self.cluster, self._device, self.loss)  # a copied model has summed nothing yet
+        copied.hook = self.hook
+        return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Unjoined, (self._device, self.loss, self.cluster.is_all)
