@@ -84,8 +84,12 @@ def join(process_group: Any = None) -> "Cluster | None":
     if process_group.size() == 1:
         return None
     if process_group not in _clusters:
-        _clusters[process_group] = Cluster(process_group)
-        _clusters[process_group].meet()
+        cluster = _clusters[process_group] = Cluster(process_group)
+        try:
+            cluster.meet()
+        except BaseException as error:  # Ctrl-C, for one: who has half met them cannot go on with them
+            cluster.failed_with(error)
+            raise
     return _clusters[process_group]
 
 
