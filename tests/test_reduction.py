@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import io
 import os
 import sys
@@ -232,6 +233,27 @@ def one_device_returns_what_the_module_returns(rank: int, options: dict) -> None
     output["loss"].backward()
     expected["loss"].backward()
     assert_same_gradients(model.module, oracle)
+
+
+@case(ONE, TWO)
+def nothing_outlives_a_step(rank: int, options: dict) -> None:
+    """N10: buckets go with the gradients that lie in them, not when the collector comes."""
+    model, _ = twins(**options)
+    x, y, *_ = data(rank)
+
+    def step() -> None:
+        mse_loss(model(x), y).backward()
+        model.zero_grad()
+
+    step()
+    gc.collect()
+    gc.disable()
+    step()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    gc.collect()
+    gc.set_debug(0)
+    left = [type(thing) for thing in gc.garbage]
+    assert not [kind for kind in left if kind is torch.Tensor or kind.__module__.startswith("manyhands")]
 
 
 @case(ONE)

@@ -230,6 +230,17 @@ class Contribution:
         """What the loss of this process weighs in the one of all processes, compared with the others'."""
         return self.weight if self.reduction.loss == "mean" else float(self.weight > 0)
 
+    def scale(self, steps: Sequence[Step], tensors: Sequence[torch.Tensor]) -> float | None:
+        """Return what the gradients of `tensors` are multiplied by; None if they are not to be read.
+
+        Raises:
+            RuntimeError: the processes have not begun the same sum.
+        """
+        check_steps(self.reduction.cluster, steps, tensors, self.module(), DOING)
+        if self.weight == 0:
+            return None
+        return 1.0 if self.reduction.loss == "sum" else self.weight / sum(step.weight for step in steps)
+
     def has_run(self) -> None:
         """Count the forward: one that fails, and is perhaps tried again with fewer rows, does not count."""
         self.reduction.num_forwards = self.number
@@ -274,8 +285,10 @@ class Sum:
         if contribution.synchronised:
             own = reduction.take_own(tensors, accumulates)
             self._replaced = [tensors[number] for number in own]
+            # A method of this object would make a cycle of the two, and the buckets would outlive the gradients.
+            scale_of = partial(contribution.scale, tensors=tensors)
             self._sum = BucketedSum(
-                self._cluster, reduction.group, plan, tensors, reduction.hook, self._scale_of, self._steps, own
+                self._cluster, reduction.group, plan, tensors, reduction.hook, scale_of, self._steps, own
             )
 
     def add(self, number: int, gradient: torch.Tensor) -> None:
@@ -329,25 +342,19 @@ class Sum:
 
     def _scale_here(self) -> float:
         """Return what gradients that stay in this process are multiplied by; wait for what the others say."""
-        return (self._scale_of([Step(*step) for step in self._steps()]) or 0.0) * self._cluster.world_size
+        return (
+            self._contribution.scale([Step(*step) for step in self._steps()], self._tensors) or 0.0
+        ) * self._cluster.world_size
 
     def failed(self, error: BaseException) -> None:
         """Tell the other processes that this one cannot go on."""
         self._cluster.failed_with(error)
 
-    def _scale_of(self, steps: Sequence[Step]) -> float | None:
-        """Return what this process's gradients are multiplied by; None if they are not to be read."""
-        check_steps(self._cluster, steps, self._tensors, self._contribution.module(), DOING)
-        # As of all replicas it is the first whose buffers persist.
-        self._first_with_rows = next((rank for rank, step in enumerate(steps) if step.weight), 0)
-        weight = self._contribution.weight
-        if weight == 0:
-            return None
-        return 1.0 if self._reduction.loss == "sum" else weight / sum(step.weight for step in steps)
-
     def _begin_to_send_buffers(self) -> None:
         module = self._contribution.module() if self._contribution.training else None
-        self._wait_for_buffers = self._reduction.begin_to_send_buffers(self._first_with_rows, module)
+        # As of all replicas it is the first whose buffers persist.
+        first_with_rows = next((rank for rank, step in enumerate(self._steps()) if Step(*step).weight), 0)
+        self._wait_for_buffers = self._reduction.begin_to_send_buffers(first_with_rows, module)
 
 
 class _DifferentiableSum(torch.autograd.Function):
