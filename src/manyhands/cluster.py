@@ -199,14 +199,17 @@ class Cluster:
     def sum_sparse(self, tensor: torch.Tensor, group: Any, doing: str) -> torch.Tensor:
         """Return the sum of the processes' sparse tensors, which are coalesced, as this one."""
         lengths = [int(length) for (length,) in self.gather([tensor._nnz()], doing)()]
-        parts = []
-        for mine in (tensor.indices().t(), tensor.values()):
-            padded = mine.new_zeros(max(lengths), *mine.shape[1:])
-            padded[: len(mine)] = mine
-            everybody = [torch.empty_like(padded) for _ in lengths]
-            self.wait(self.start(partial(distributed.all_gather, everybody, padded, group, True)), doing, group)
-            parts.append(torch.cat([part[:length] for part, length in zip(everybody, lengths, strict=True)]))
-        return torch.sparse_coo_tensor(parts[0].t(), parts[1], tensor.shape).coalesce()
+        indices = torch.cat(self._all_of_lengths(lengths, tensor.indices().t(), group, doing))
+        values = torch.cat(self._all_of_lengths(lengths, tensor.values(), group, doing))
+        return torch.sparse_coo_tensor(indices.t(), values, tensor.shape).coalesce()
+
+    def _all_of_lengths(self, lengths: Sequence[int], mine: torch.Tensor, group: Any, doing: str) -> list[torch.Tensor]:
+        """Return every process's tensor, in rank order; they differ in their `lengths` only."""
+        padded = mine.new_zeros(max(lengths), *mine.shape[1:])
+        padded[: len(mine)] = mine
+        everybody = [torch.empty_like(padded) for _ in lengths]
+        self.wait(self.start(partial(distributed.all_gather, everybody, padded, group, True)), doing, group)
+        return [tensor[:length] for tensor, length in zip(everybody, lengths, strict=True)]
 
     def sum_of_flags(self, flags: torch.Tensor, doing: str) -> Callable[[], None]:
         """Begin to sum a tensor of small whole numbers on the CPU, in place; return what waits for it."""
@@ -217,13 +220,8 @@ class Cluster:
         """Return what every process gives, in rank order. For rare occasions: values are pickled."""
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         lengths = [int(length) for (length,) in self.gather([len(mine)], doing)()]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: len(mine)] = mine
-        everybody = [torch.empty_like(padded) for _ in lengths]
-        work = self.start(lambda: distributed.all_gather(everybody, padded, group=self._control, async_op=True))
-        self.wait(work, doing)
-        pairs = zip(everybody, lengths, strict=True)
-        return [pickle.loads(tensor[:length].numpy().tobytes()) for tensor, length in pairs]
+        everybody = self._all_of_lengths(lengths, mine, self._control, doing)
+        return [pickle.loads(tensor.numpy().tobytes()) for tensor in everybody]
 
     def value_of_first(self, value: Any, doing: str) -> Any:
         """Return what the first process gives. For rare occasions: it is pickled."""
