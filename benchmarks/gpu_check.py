@@ -75,7 +75,12 @@ def groups_for(kind: str, count: int) -> list[Group]:
     suite = ["tests/test_engines.py", "-m", "not slow"]
     every = ",".join(f"{kind}:{index}" for index in range(count))
     groups = [
-        Group("GPU tests", "tests", ["tests/test_gpu.py", "tests/test_gpu_processes.py", "-m", "gpu"], 190),
+        Group(
+            "GPU tests",
+            "tests",
+            ["tests/test_gpu.py", "tests/test_gpu_order.py", "tests/test_gpu_processes.py", "-m", "gpu"],
+            190,
+        ),
         Group("engine contract, replicas on one GPU", "tests", suite, 150, {"MANYHANDS_TEST_DEVICES": f"{kind}:0"}),
         Group("figures", "figures", [f"{kind}:0"], 170, check_limit_s=150),  # torch.compile takes its time
         Group("examples", "tests", ["tests/test_examples.py", "-m", "gpu"], 40),

@@ -32,17 +32,24 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 from manyhands import DataParallel, data_parallel, nested, register_batch_type
-from manyhands.engines import team
+from manyhands.buckets import buckets_of
+from manyhands.engines import apart, team
 
 DEVICES = os.environ.get("MANYHANDS_TEST_DEVICES", "cpu").split(",")
 ON_CPU = DEVICES == ["cpu"]
 of_the_host = pytest.mark.skipif(not ON_CPU, reason="about random numbers that are drawn on the host")
 in_one_memory = pytest.mark.skipif(len(set(DEVICES)) > 1, reason="several devices cannot share a tensor")
 # Processes of which each has parameters of its own, as on GPUs, take part in `make test` where `over_gloo_too` says so.
-ENGINES = ["threads", "processes", pytest.param("processes over gloo", marks=pytest.mark.slow)]
+# Replicas that stand apart, as on several GPUs: parameters are copied to them, and gradients come back in buckets.
+ENGINES = [
+    "threads",
+    pytest.param("threads apart", marks=pytest.mark.slow),
+    "processes",
+    pytest.param("processes over gloo", marks=pytest.mark.slow),
+]
 over_gloo_too = pytest.mark.parametrize("engine", ["threads", "processes", "processes over gloo"], indirect=True)
 if not ON_CPU:  # processes have tests of their own there: to start one takes seconds
-    ENGINES = ["threads"]
+    ENGINES = ["threads", "threads apart"]
     over_gloo_too = pytest.mark.parametrize("engine", ENGINES, indirect=True)
 # Replicas, rows; (4, 6) leaves one idle, (2, 1) runs one replica.
 SPLITS = [(2, 7), (4, 6), (2, 1), *(pytest.param(*split, marks=pytest.mark.slow) for split in ((3, 8), (4, 9)))]
@@ -75,8 +82,11 @@ def in_turn(num_replicas: int) -> list[str]:
 @pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """An engine's name; parameters and gradients of processes are shared on the CPU, and sent as they are on GPUs."""
-    name, _, gloo = request.param.partition(" over ")
-    monkeypatch.setattr(team, "always_send", bool(gloo))
+    name, _, how = request.param.partition(" ")
+    monkeypatch.setattr(team, "always_send", how == "over gloo")
+    if how == "apart":
+        monkeypatch.setattr(apart, "always_apart", True)
+        monkeypatch.setattr(apart, "buckets_of", functools.partial(buckets_of, full_bytes=300))  # several, that is
     return name
 
 

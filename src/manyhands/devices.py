@@ -153,11 +153,14 @@ def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor if same_device(tensor.device, device) else copied_to(tensor, device)
 
 
-def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a differentiable copy of `tensor` on `device`, even where it is there already."""
+def copied_to(tensor: torch.Tensor, device: torch.device, *, wait: bool = True) -> torch.Tensor:
+    """Return a differentiable copy of `tensor` on `device`, even where it is there already.
+
+    Without `wait` a copy from or to pinned host memory is queued as well, and may not have ended on return.
+    """
     if tensor.device != device and not _copies_arrive(tensor.device, device):
         return tensor.to(_CPU).to(device)  # so goes the gradient, the other way
-    return tensor.to(device, copy=True)
+    return tensor.to(device, copy=True, non_blocking=not wait)
 
 
 _lock = threading.Lock()

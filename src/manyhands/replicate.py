@@ -150,7 +150,6 @@ class Blueprint:
         self.parameters = {id(parameter): parameter for parameter in parameters if parameter is not None}
         self.buffers = {id(buffer): buffer for buffer in buffers if buffer is not None}
         self._sort_tensors(found)
-        self._buffer_devices = {buffer.device for buffer in self.buffers.values()}
 
     @property
     def follows_from_attributes(self) -> bool:
@@ -215,17 +214,18 @@ class Blueprint:
                 torch_private.script_from_parts(replica)
         return Stamped(root, links)
 
-    def buffers_for(self, device: torch.device, *, shared: bool) -> dict[int, torch.Tensor]:
-        """Return what a replica on `device` has in place of the live buffers, for `stamp`.
+    def buffers_for(self, copies: Mapping[int, torch.Tensor], *, shared: bool) -> dict[int, torch.Tensor]:
+        """Return what a replica has in place of the live buffers, for `stamp`.
 
-        What is there already it has itself if `shared`; of all else it has copies.
+        Args:
+            copies: by id, copies of those buffers that cannot be where the replica is.
+            shared: whether it has the others themselves, or copies.
         """
-        here: Mapping[int, torch.Tensor] = self.buffers
-        moved: dict[int, torch.Tensor] = {}
-        if not all(_devices.same_device(other, device) for other in self._buffer_devices):
-            here = {key: buffer for key, buffer in here.items() if _devices.same_device(buffer.device, device)}
-            moved = {key: _devices.copy_to(buffer, device) for key, buffer in self.buffers.items() if key not in here}
-        return moved if shared else {**moved, **dict(zip(here, torch_private.clones(list(here.values())), strict=True))}
+        moved = {key: copies[key] for key in self.buffers.keys() & copies.keys()} if copies else {}
+        if shared:
+            return moved
+        here = {key: buffer for key, buffer in self.buffers.items() if key not in moved}
+        return {**moved, **dict(zip(here, torch_private.clones(list(here.values())), strict=True))}
 
     def name_of(self, tensor: torch.Tensor) -> str:
         """Return how a user would find a tensor of the live module: a parameter's name, or the attribute it is in."""
@@ -343,7 +343,11 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
         source = next((tensor.device for tensor in blueprint.parameters.values()), torch.device("cpu"))
         replicas = []
         for number, device in enumerate(targets):
-            tensors = blueprint.buffers_for(device, shared=device not in targets[:number])
+            buffers = blueprint.buffers.items()
+            copies = {
+                k: _devices.copied_to(b, device) for k, b in buffers if not _devices.same_device(b.device, device)
+            }
+            tensors = blueprint.buffers_for(copies, shared=device not in targets[:number])
             if detach or device != source:
                 for key, parameter in blueprint.parameters.items():
                     there = _devices.copy_to(parameter, device)

@@ -31,8 +31,9 @@ import torch
 
 from manyhands import devices as _devices
 from manyhands import torch_private
+from manyhands.engines.apart import brought_home
 from manyhands.engines.base import BeginPass, ReplicaTiming, one_pass
-from manyhands.engines.early_sums import sum_in_place, summed_early
+from manyhands.engines.early_sums import NOTHING_EARLY, sum_in_place, summed_early
 from manyhands.engines.reduction import Contribution, Sum
 from manyhands.layouts import Layout, Whole
 from manyhands.parallel_apply import values_or_raise
@@ -101,6 +102,7 @@ class Graphs:
         contribution: what these graphs count for when the gradients of the module's parameters are summed over
             processes; None: they are not.
         parameters: which input edges are those parameters.
+        parameters_apart: whether any of their leaves is not where the parameter is.
     """
 
     timings: list[ReplicaTiming]
@@ -115,6 +117,7 @@ class Graphs:
     live_inputs: tuple[torch.Tensor, ...] = ()
     contribution: Contribution | None = None
     parameters: range = range(0)
+    parameters_apart: bool = False
     released: bool = field(default=False, init=False)
 
     def release(self) -> None:
@@ -164,18 +167,28 @@ class Graphs:
             for i in replicas:
                 self.timings[i].backward_s = time.perf_counter() - started
 
-        with self._summed_early(over_processes):
+        totals: dict[int, torch.Tensor] = {}
+        with self._summed_early(over_processes, totals):
             if self._walked_one_by_one():
                 self._run_together(lambda index: walk_some([index]))
             else:
                 with self.around_walk():
                     walk_some(range(len(self.timings)))
-        return self.take_leaf_gradients()
+        found = self.take_leaf_gradients()
+        for k, total in totals.items():
+            found[self.parameters[k]] = [total]
+        return found
 
-    def _summed_early(self, over_processes: Sum | None) -> AbstractContextManager[None]:
+    def _summed_early(
+        self, over_processes: Sum | None, totals: dict[int, torch.Tensor]
+    ) -> AbstractContextManager[None]:
+        """Return what sums the leaves' gradients while a walk runs: into `.grad` of the first, or into `totals`."""
+        leaves = [self.inputs[k].tensors for k in self.parameters]
+        emit, emitted = (over_processes.add, over_processes.early) if over_processes is not None else NOTHING_EARLY
+        if self.parameters_apart:
+            return brought_home(leaves, [self.inputs[k].device for k in self.parameters], totals, emit, emitted)
         if over_processes is not None:
-            leaves = [self.inputs[k].tensors for k in self.parameters]
-            return summed_early(leaves, over_processes.add, over_processes.early)
+            return summed_early(leaves, emit, emitted)
         if self._walked_one_by_one():
             return summed_early([edge.tensors for edge in self.inputs if isinstance(edge.layout, Whole)])
         return nullcontext()

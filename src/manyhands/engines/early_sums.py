@@ -16,10 +16,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
+from typing import TypeAlias
 
 import torch
 
 from manyhands import torch_private
+
+Emit: TypeAlias = Callable[[int, torch.Tensor], None]
+NOTHING_EARLY: tuple[Emit, Set[int]] = (lambda k, total: None, frozenset())
 
 _LARGE_BYTES = 1 << 16  # smaller gradients are not worth a call into Python in the middle of backward
 
@@ -27,8 +31,8 @@ _LARGE_BYTES = 1 << 16  # smaller gradients are not worth a call into Python in 
 @contextlib.contextmanager
 def summed_early(
     tensors: Sequence[Sequence[torch.Tensor | None]],
-    emit: Callable[[int, torch.Tensor], None] = lambda k, total: None,
-    emitted: Set[int] = frozenset(),
+    emit: Emit = NOTHING_EARLY[0],
+    emitted: Set[int] = NOTHING_EARLY[1],
 ) -> Iterator[None]:
     """Within the block, sum the gradients of large leaves: `tensors[k]` are the replicas' leaves for one tensor.
 
@@ -60,7 +64,7 @@ def summed_early(
         leaves[0].grad = running.end()
 
 
-def _emitting(emit: Callable[[int, torch.Tensor], None], k: int) -> Callable[[torch.Tensor], None]:
+def _emitting(emit: Emit, k: int) -> Callable[[torch.Tensor], None]:
     """Return a hook that emits what an only leaf has just received."""
 
     def take(leaf: torch.Tensor) -> None:

@@ -34,13 +34,14 @@ from torch import nn
 
 from manyhands import torch_private
 from manyhands.batch_norm import BatchNormOverReplicas, Walk
+from manyhands.copy_streams import Copies
 from manyhands.engines.base import Call, Engine, ReplicaTiming, beyond_this_process, called, one_pass
 from manyhands.engines.boundary import Alias, Boundary, Edge
 from manyhands.engines.divided import Divided, warn
 from manyhands.engines.messages import Answer, Forward, Sent, sent
 from manyhands.engines.mirror import Mirror
 from manyhands.engines.pickling import dumps
-from manyhands.engines.replicas import Inputs, Stamp, look_for_live_tensors
+from manyhands.engines.replicas import Inputs, Stamp, look_for_live_tensors, stamped
 from manyhands.engines.shared_memory import Outbox
 from manyhands.engines.team import Team, Turns
 from manyhands.engines.threads import ThreadsEngine
@@ -99,11 +100,12 @@ class ProcessesEngine(Engine):
             divided_intra_op_threads(call.devices) as num_threads,
             unchanged_on_failure(blueprint.buffers.values()),
             team.whole_or_ended(),
+            Copies(call.devices[:1]) as copies,
         ):
-            inputs = Inputs(call, tracked, num_here=1)
+            inputs = Inputs(call, tracked, copies, num_here=1)
             streams = SeededStreams(len(where))
             objects = self._send(graphs, blueprint, call, inputs, num_threads, streams.seeds)
-            stamp = Stamp(blueprint, call.source, call.devices[0], True, tracked)
+            (stamp,) = stamped(blueprint, call.source, call.devices[:1], tracked, copies)
             graphs.keep_alive = stamp
             graphs.contribution = call.contribution
             if call.sync_batch_norm:
@@ -113,6 +115,7 @@ class ProcessesEngine(Engine):
 
             def run() -> Any:
                 started = time.perf_counter()
+                copies.arrive(0)
                 args, kwargs = inputs.shards[0]
                 output = called(stamp.replica, call.method)(*args, **kwargs)
                 timings[0].forward_s = time.perf_counter() - started

@@ -1,10 +1,11 @@
 """What an engine needs around replicas, wherever they run: their inputs, their parameters, the edges to the caller.
 
 `Inputs` cuts the caller's inputs into shards, with leaves where a gradient is needed; `Stamp` is one replica with
-leaves of its own for the parameters; `look_for_live_tensors` finds what a replica reached that is not its own.
+leaves of its own for the parameters; `look_for_live_tensors` finds what a replica reached that is not its own. What
+goes to other devices may still be under way when they are made: see `copy_streams.py`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch import nn
 from manyhands import devices as _devices
 from manyhands import torch_private
 from manyhands.batch_types import batch_type_of
+from manyhands.copy_streams import Copies
+from manyhands.engines.apart import copies_of
 from manyhands.engines.base import Call
 from manyhands.engines.boundary import Edge, Graphs
 from manyhands.layouts import Layout, Whole
@@ -31,7 +34,7 @@ class Inputs:
         parts_elsewhere: ids of the tensors in the shards of those others that are to go to the replica's device.
     """
 
-    def __init__(self, call: Call, tracked: bool, num_here: int | None = None) -> None:
+    def __init__(self, call: Call, tracked: bool, copies: Copies, num_here: int | None = None) -> None:
         here = range(len(call.devices) if num_here is None else num_here)
         self.live: list[torch.Tensor] = []
         self.edges: list[Edge] = []
@@ -47,33 +50,72 @@ class Inputs:
             # made in the replica's graph, because writing into a leaf is forbidden.
             numbered = enumerate(zip(parts, call.devices, strict=True))
             self.parts_elsewhere.update(id(part) for i, part in enumerate(parts) if i not in here)
-            copies = [p if p is None or i not in here else _devices.copied_to(p, d) for i, (p, d) in numbered]
+            placed = [p if p is None or i not in here else _copied(p, i, d, copies) for i, (p, d) in numbered]
             if tensor.requires_grad and not tracked:  # a module may switch gradients on for what it does inside
-                copies = [copy if copy is None else copy.requires_grad_() for copy in copies]
-            return copies
+                placed = [copy if copy is None else copy.requires_grad_() for copy in placed]
+            return placed
 
         self.shards = call.arguments.deal(call.sizes, place)
 
 
+def _copied(part: torch.Tensor, replica: int, device: torch.device, copies: Copies) -> torch.Tensor:
+    """Return a copy for a replica; one that is linked to a leaf is made at once, where all else of the graph is."""
+    if part.requires_grad or _devices.same_device(part.device, device):
+        return _devices.copied_to(part, device)
+    return copies.to(part, replica)
+
+
+def stamped(
+    blueprint: Blueprint,
+    source: torch.device,
+    devices: Sequence[torch.device],
+    tracked: bool,
+    copies: Copies,
+    *,
+    with_live_buffers: bool = True,
+) -> list["Stamp"]:
+    """Return a replica for each device, the first with the live module's buffers unless these are elsewhere."""
+    copied = copies_of({**blueprint.parameters, **blueprint.buffers}, devices, copies)
+    return [
+        Stamp(blueprint, source, device, of_device, tracked, with_live_buffers and i == 0)
+        for i, (device, of_device) in enumerate(zip(devices, copied, strict=True))
+    ]
+
+
 class Stamp:
-    """One replica, and the leaves that stand in it for the live parameters."""
+    """One replica, and the leaves that stand in it for the live parameters.
+
+    Args:
+        blueprint, source: the live module, and where it is.
+        device: where the replica is.
+        copied: by id, copies of the parameters and buffers that have to be there and are not.
+        tracked: whether a graph is built.
+        shares_buffers: whether the replica has the live buffers themselves.
+    """
 
     def __init__(
-        self, blueprint: Blueprint, source: torch.device, device: torch.device, first: bool, tracked: bool
+        self,
+        blueprint: Blueprint,
+        source: torch.device,
+        device: torch.device,
+        copied: Mapping[int, torch.Tensor],
+        tracked: bool,
+        shares_buffers: bool,
     ) -> None:
         self.live_parameters: list[torch.Tensor] = []
         self.leaves: list[torch.Tensor] = []
+        self.is_apart = bool(copied)
         tensors: dict[int, torch.Tensor] = {}
         for key, parameter in blueprint.parameters.items():
             if tracked and parameter.requires_grad:
-                tensors[key] = leaf = own_leaf(parameter, device)
+                tensors[key] = leaf = own_leaf(parameter, copied.get(key, parameter))
                 self.live_parameters.append(parameter)
                 self.leaves.append(leaf)
-            elif not _devices.same_device(parameter.device, device):
-                tensors[key] = own_leaf(parameter, device)
-        copies = blueprint.buffers_for(device, shared=first)
-        self._buffers = [(blueprint.buffers[key], copy) for key, copy in copies.items()]
-        tensors.update(copies)
+            elif key in copied:
+                tensors[key] = own_leaf(parameter, copied[key])
+        own_buffers = blueprint.buffers_for(copied, shared=shares_buffers)
+        self._buffers = [(blueprint.buffers[key], own) for key, own in own_buffers.items()]
+        tensors.update(own_buffers)
         for key, constant in blueprint.constants.items():
             tensors[key] = constant_for(constant, source, device)
         self._stamped = blueprint.stamp(tensors)
@@ -97,10 +139,8 @@ class Stamp:
             live.data.copy_(own)
 
 
-def own_leaf(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a parameter of its own for a replica on `device`; it shares storage where the device is the same."""
-    here = _devices.same_device(parameter.device, device)
-    data = parameter if here else _devices.copy_to(parameter.detach(), device)
+def own_leaf(parameter: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """Return a parameter like the live one in the memory of `data`: the live one itself, or a copy of it."""
     leaf: torch.Tensor
     if type(parameter) in (nn.Parameter, torch.Tensor):
         leaf = nn.Parameter(data, parameter.requires_grad)

@@ -28,15 +28,16 @@ from torch import nn
 from manyhands import devices as _devices
 from manyhands import nested
 from manyhands.batch_norm import BatchNormOverReplicas, Walk
+from manyhands.copy_streams import Copies
 from manyhands.engines.base import BeginPass, Call, Engine, ReplicaTiming, beyond_this_process, called, one_pass
 from manyhands.engines.boundary import Alias, Boundary, Edge, Graphs
 from manyhands.engines.replicas import (
     Inputs,
-    Stamp,
     carries_objects,
     look_for_live_tensors,
     parameter_edges,
     pass_on_gradients,
+    stamped,
 )
 from manyhands.engines.turns import Turns
 from manyhands.layouts import Whole
@@ -64,14 +65,18 @@ class ThreadsEngine(Engine):
         self._turns = Turns()
 
     def forward(self, module: nn.Module, call: Call) -> Any:
+        with Copies(call.devices) as copies:
+            return self._forward(module, call, copies)
+
+    def _forward(self, module: nn.Module, call: Call, copies: Copies) -> Any:
         tracked = torch.is_grad_enabled()
         where = call.where()
         timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
         with collector_paused:
             blueprint = Blueprint(module)
             check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], call.source)
-            inputs = Inputs(call, tracked)
-            stamps = [Stamp(blueprint, call.source, device, i == 0, tracked) for i, device in enumerate(call.devices)]
+            inputs = Inputs(call, tracked, copies)
+            stamps = stamped(blueprint, call.source, call.devices, tracked, copies)
         structure = (call.method, *blueprint.signature()) if tracked else None
         with_objects = carries_objects(call)
         if not inside_replica():
@@ -96,6 +101,7 @@ class ThreadsEngine(Engine):
         def task(index: int) -> Callable[[], Any]:
             def run() -> Any:
                 started = time.perf_counter()
+                copies.arrive(index)
                 args, kwargs = inputs.shards[index]
                 output = called(stamps[index].replica, call.method)(*args, **kwargs)
                 timings[index].forward_s = time.perf_counter() - started
@@ -134,6 +140,7 @@ class ThreadsEngine(Engine):
                     around_walk=around_walk,
                     contribution=call.contribution,
                     parameters=range(len(inputs.edges), len(inputs.edges) + len(live_parameters)),
+                    parameters_apart=any(stamp.is_apart for stamp in stamps),
                 )
                 joined = _join(graphs, [*inputs.live, *live_parameters, *outside], own_leaves)
             output = matched.put_together(joined)

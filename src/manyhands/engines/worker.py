@@ -40,6 +40,7 @@ from manyhands import cores, torch_private
 from manyhands import devices as _devices
 from manyhands.batch_norm import BatchNormOverReplicas, Walk
 from manyhands.buckets import Bucket
+from manyhands.copy_streams import Copies
 from manyhands.engines.base import called
 from manyhands.engines.channel import Channel, ChannelClosedError
 from manyhands.engines.collectives import Groups, Meeting, ReducedPart
@@ -47,7 +48,7 @@ from manyhands.engines.far_meeting import MeetingElsewhere
 from manyhands.engines.messages import Answer, Backward, Failed, Forward, Message, Sent, sent
 from manyhands.engines.mirror import GONE, Described, Update
 from manyhands.engines.pickling import classes_by_value, dumps, loads
-from manyhands.engines.replicas import Stamp, look_for_live_tensors
+from manyhands.engines.replicas import Stamp, look_for_live_tensors, stamped
 from manyhands.engines.shared_memory import Outbox, Segment, can_lie_in_memory
 from manyhands.engines.shared_sums import Ground, SummedPart, Summing
 from manyhands.engines.transport import Part
@@ -110,7 +111,10 @@ class Module:
 
     def prepare(self, tracked: bool) -> None:
         """Stamp the next replica, while the caller has other things to do."""
-        self._prepared = tracked, Stamp(self.blueprint, self._device, self._device, False, tracked)
+        with Copies([self._device]) as copies:
+            (stamp,) = stamped(self.blueprint, self._device, [self._device], tracked, copies, with_live_buffers=False)
+            copies.arrive(0)
+        self._prepared = tracked, stamp
 
     def take(self, buckets: Sequence[Bucket], flats: Sequence[torch.Tensor]) -> None:
         """Take parameters that were sent.
