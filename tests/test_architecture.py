@@ -185,6 +185,15 @@ def test_every_public_name_has_an_example_that_runs(name):
     assert run_examples(found) > 0
 
 
+PUBLIC = [name for name in vars(manyhands.DataParallel) if not name.startswith("_")]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_everything_public_on_a_wrapper_has_an_example(name):
+    """It runs with those of its file."""
+    assert ">>>" in (vars(manyhands.DataParallel)[name].__doc__ or "")
+
+
 @pytest.mark.parametrize("module", [name for name in LIBRARY if ">>>" in SOURCES[name].read_text(encoding="utf-8")])
 def test_examples_in_the_sources_run(module):
     found = doctest.DocTestFinder().find(

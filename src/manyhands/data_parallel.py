@@ -108,7 +108,6 @@ class DataParallel(nn.DataParallel[Any]):
             own: `torch.nn.BatchNorm1d`, 2d and 3d, subclasses, and `torch.nn.functional.batch_norm`. Outputs,
             gradients and running statistics are then those of one device. The replicas wait for each other at every
             batch norm, forward and backward.
-
         process_group: which processes train the model together, where a launcher such as torchrun has started several.
             None: all of them, or this one alone if there is no launcher and no default process group; a
             `torch.distributed.ProcessGroup`: those in it; False: this one alone.
@@ -127,6 +126,7 @@ class DataParallel(nn.DataParallel[Any]):
         device_ids, output_device: as torch has them: indices for accelerators, else `torch.device`s. Where the plain
             module runs, `[]` and None.
         replica_timings: what each replica did in the last step.
+        spans_processes: whether several processes train the module together.
 
     Raises:
         TypeError, ValueError: arguments that cannot be used, with what was expected.
@@ -201,6 +201,20 @@ class DataParallel(nn.DataParallel[Any]):
             self._reduction.begin_with(module)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module on every device, each on its share of the rows; return the outputs as one.
+
+            >>> model = manyhands.DataParallel(torch.nn.Bilinear(5, 3, 2), ["cpu", "cpu"])
+            >>> model(torch.zeros(30, 5), input2=torch.zeros(30, 3)).shape
+            torch.Size([30, 2])
+
+        Args:
+            inputs, kwargs: what the module's forward takes. Tensors in them are split, all else goes to every replica.
+
+        Raises:
+            ValueError: tensors with different numbers of rows; outputs that cannot be joined.
+            RuntimeError: a parameter or buffer that is not on the first device; a worker process that has died.
+            BaseException: what a replica raised, the same object, with a note that names the replica.
+        """
         return self._run(None, inputs, kwargs)
 
     def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> Any:
@@ -211,7 +225,8 @@ class DataParallel(nn.DataParallel[Any]):
             tensor([0., 1., 2., 3.])
 
         `model.generate(x)` reads the method off the module and runs it in one place; `model.call("generate", x)` runs
-        it on every device.
+        it on every device. `in_dims`, `out_dims` and `scalars` hold for it too; a method that needs others, or none, is
+        called through another wrapper of the same module.
 
         Raises:
             AttributeError: the module has no such method. Else as forward.
@@ -256,7 +271,22 @@ class DataParallel(nn.DataParallel[Any]):
         return forward_over_processes(self._engine, reduction, self.devices, self.module, call)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
-        """Split the inputs of a call for `device_ids`; override it, and forward uses yours."""
+        """Split the inputs of a call for `device_ids`; override it, and forward uses yours.
+
+            >>> class Loud(manyhands.DataParallel):
+            ...     def scatter(self, inputs, kwargs, device_ids):
+            ...         shards, shard_kwargs = super().scatter(inputs, kwargs, device_ids)
+            ...         print([x.shape[0] for (x,) in shards], "rows")
+            ...         return shards, shard_kwargs
+            >>> output = Loud(torch.nn.Linear(5, 2), ["cpu", "cpu"])(torch.zeros(30, 5))
+            [15, 15] rows
+
+        A wrapper with a verb of its own runs the four of them one after the other, as `data_parallel` does: slower,
+        and with engine="threads" only.
+
+        Returns:
+            Two sequences with one entry a shard: tuples of positional inputs, and dicts of keyword inputs.
+        """
         devices = _devices.resolve_each(device_ids, "device_ids")
         arguments = self._arguments(None, tuple(inputs), kwargs or {})
         sizes = self._sizes(arguments.rows) if len(devices) == len(self.devices) else []
@@ -267,15 +297,31 @@ class DataParallel(nn.DataParallel[Any]):
         return [args for args, _ in shards], [kw for _, kw in shards]
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceLike]) -> list[nn.Module]:
-        """Return one replica of `module` a device; override it, and forward uses yours."""
+        """Return one replica of `module` a device; override it, and forward uses yours, as with `scatter`.
+
+        >>> model = manyhands.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"])
+        >>> model.replicate(model.module, model.device_ids)
+        [Linear(in_features=5, out_features=2, bias=True), Linear(in_features=5, out_features=2, bias=True)]
+        """
         return replicate(module, device_ids, detach=not torch.is_grad_enabled())
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
-        """Call every replica with its shard; override it, and forward uses yours."""
+        """Call every replica with its shard; override it, and forward uses yours, as with `scatter`.
+
+        >>> model = manyhands.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"])
+        >>> replicas = model.replicate(model.module, model.device_ids)
+        >>> [output.shape for output in model.parallel_apply(replicas, torch.zeros(30, 5).chunk(2), [{}, {}])]
+        [torch.Size([15, 2]), torch.Size([15, 2])]
+        """
         return parallel_apply(replicas, inputs, kwargs)
 
     def gather(self, outputs: Any, output_device: DeviceLike) -> Any:
-        """Join the replicas' outputs; override it, and forward uses yours."""
+        """Join the replicas' outputs; override it, and forward uses yours, as with `scatter`.
+
+        >>> model = manyhands.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"])
+        >>> model.gather([torch.zeros(15, 2), torch.zeros(15, 2)], "cpu").shape
+        torch.Size([30, 2])
+        """
         return gathered(outputs, _devices.resolve_output(output_device, ()), self._rules(), _sizes_of_call.get())
 
     def refresh(self) -> None:
@@ -341,6 +387,9 @@ class DataParallel(nn.DataParallel[Any]):
         Args:
             state: given to each call of the hook.
             hook: from state and bucket to a `torch.futures.Future` of a flat tensor, the mean over the processes.
+
+        Raises:
+            TypeError: a hook that cannot be called.
         """
         if not callable(hook):
             raise TypeError(f"hook={hook!r}: expected a function of a state and a bucket")
@@ -356,6 +405,7 @@ class DataParallel(nn.DataParallel[Any]):
             >>> model(torch.zeros(3, 5)).sum().backward()
 
         For a loss that is a mean over something else than rows, such as tokens or pixels: its number in this batch.
+        Where there is one process it changes nothing.
 
         Raises:
             TypeError: a weight that is no number.
@@ -384,12 +434,21 @@ class DataParallel(nn.DataParallel[Any]):
 
     @property
     def spans_processes(self) -> bool:
-        """Whether several processes train the module together."""
+        """Whether several processes train the module together, as under torchrun.
+
+        >>> manyhands.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"]).spans_processes
+        False
+        """
         return self._reduction is not None
 
     @property
     def replica_timings(self) -> list[ReplicaTiming]:
         """What each replica did in the last step: device, rows, seconds forward and backward.
+
+            >>> model = manyhands.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"])
+            >>> output = model(torch.zeros(31, 5))
+            >>> [timing.rows for timing in model.replica_timings]
+            [16, 15]
 
         Empty before the first step, and where no engine runs: with one device, or with overridden verbs.
         """
