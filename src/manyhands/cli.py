@@ -227,39 +227,22 @@ def _parser() -> _Parser:
     )
     train.set_defaults(parser=train, run=_train)
     _add_train_options(train)
-    verify = commands.add_parser(
-        "verify",
-        help="compare a model of yours on one device and on several",
-        description=verify_command.DESCRIPTION,
-        epilog=verify_command.EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    verify.set_defaults(parser=verify, run=verify_command.run)
-    verify_command.add_options(verify)
-    bench = commands.add_parser(
-        "bench",
-        help="measure training steps on this machine, ours beside others'",
-        description=bench_command.DESCRIPTION,
-        epilog=bench_command.EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    bench.set_defaults(parser=bench, run=_bench)
-    bench_command.add_options(bench)
-    plan = commands.add_parser(
-        "plan",
-        help="say how far a training step will scale, up to 1,024 devices",
-        description=plan_command.DESCRIPTION,
-        epilog=plan_command.EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    plan.set_defaults(parser=plan, run=_plan)
-    plan_command.add_options(plan)
+    for name, module, run, summary in (
+        ("verify", verify_command, verify_command.run, "compare a model of yours on one device and on several"),
+        ("bench", bench_command, _bench, "measure training steps on this machine, ours beside others'"),
+        ("plan", plan_command, _plan, "say how far a training step will scale, up to 1,024 devices"),
+    ):
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=module.DESCRIPTION,
+            epilog=module.EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            argument_default=argparse.SUPPRESS,
+            allow_abbrev=False,
+        )
+        command.set_defaults(parser=command, run=run)
+        module.add_options(command)
     return parser
 
 

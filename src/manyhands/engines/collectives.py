@@ -33,10 +33,8 @@ from manyhands import devices as _devices
 from manyhands import torch_private
 from manyhands.buckets import Bucket, Filling, Form, buckets_of
 from manyhands.engines.shared_memory import Segment, can_lie_in_memory
-from manyhands.engines.transport import Part, Transport
+from manyhands.engines.transport import Part, Transport, wait_until
 
-_SPIN_S = 0.0002
-_NAP_S = (0.0001, 0.001)  # the first nap, and the longest
 _ENDING_TAKES_S = 1.0
 
 Watch = Callable[[], None]
@@ -81,7 +79,7 @@ class Groups:
             # Making a group waits for the others where nobody can look whether they are there: so they come first.
             store.set(str(self._meeting.replica), "is here")
             everybody = [str(replica) for replica in replicas]
-            _wait_until(lambda: bool(store.check(everybody)), watch)
+            wait_until(lambda: bool(store.check(everybody)), watch)
             rank = replicas.index(self._meeting.replica)
             with _devices.using(self._device, []):
                 self._groups[replicas] = torch_private.process_group(self._meeting.backend, store, rank, len(replicas))
@@ -261,24 +259,11 @@ def _store() -> Segment:
 
 def wait_for(work: Any, watch: Watch = lambda: None) -> None:
     """Wait for something that a group does; `watch` as in `Part.end`."""
-    _wait_until(work.is_completed, watch)
+    wait_until(work.is_completed, watch)
     try:
         work.wait()
     except RuntimeError:
         # Most often one of the others has gone. Its connections end one by one: what `watch` looks at may be last.
         until = time.perf_counter() + _ENDING_TAKES_S
-        _wait_until(lambda: time.perf_counter() > until, watch)
+        wait_until(lambda: time.perf_counter() > until, watch)
         raise
-
-
-def _wait_until(is_so: Callable[[], bool], watch: Watch) -> None:
-    """Wait until something is so; spin at first, then sleep, and look around before each nap."""
-    started = time.perf_counter()
-    nap_s, longest_s = _NAP_S
-    while not is_so():
-        if time.perf_counter() - started < _SPIN_S:
-            time.sleep(0)
-            continue
-        watch()
-        time.sleep(nap_s)
-        nap_s = min(2 * nap_s, longest_s)

@@ -30,12 +30,10 @@ import torch
 from manyhands import torch_private
 from manyhands.buckets import dense_stride
 from manyhands.engines.shared_memory import Packing, Place, Segment, can_lie_in_memory, num_bytes
-from manyhands.engines.transport import Part, Transport
+from manyhands.engines.transport import Part, Transport, wait_until
 
 LARGE_BYTES = 1 << 16  # smaller gradients are not worth a call into Python in the middle of backward
 _CHUNK_BYTES = 1 << 20  # small enough for what one replica has written to be in a cache when the next one adds
-_SPIN_S = 0.0002
-_NAP_S = (0.0001, 0.001)  # the first nap, and the longest
 _STEP = 2  # what a chunk's number grows by with each replica; odd once there is anything in the chunk
 _IDLE_BACKWARDS = 16  # after so many, memory that was needed for accumulation once is given back
 
@@ -154,14 +152,7 @@ class SummedPart(Part):
     def _wait(self, watch: Callable[[], None]) -> float:
         """Wait until there is something to do; return for how many seconds."""
         started = time.perf_counter()
-        nap_s, longest_s = _NAP_S
-        while not self._turns[0] and not any(self._is_my_turn(late[0][0]) for late in self._pending):
-            if time.perf_counter() - started < _SPIN_S:
-                time.sleep(0)
-                continue
-            watch()
-            time.sleep(nap_s)
-            nap_s = min(2 * nap_s, longest_s)
+        wait_until(lambda: self._turns[0] != 0 or any(self._is_my_turn(late[0][0]) for late in self._pending), watch)
         return time.perf_counter() - started
 
     def _is_my_turn(self, chunk: int) -> bool:

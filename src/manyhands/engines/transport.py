@@ -6,12 +6,16 @@ from process to process (collectives.py). What each replica does in one walk of 
 """
 
 import abc
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from manyhands.engines.shared_memory import Segment
+
+_SPIN_S = 0.0002
+_NAP_S = (0.0001, 0.001)  # the first nap, and the longest
 
 
 class Part(abc.ABC):
@@ -128,3 +132,16 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def forget(self) -> None:
         """Let go of the parent's, in the child of a fork."""
+
+
+def wait_until(is_so: Callable[[], bool], watch: Callable[[], None]) -> None:
+    """Wait until something is so; spin at first, then sleep, and call `watch` (as in `Part.end`) before each nap."""
+    started = time.perf_counter()
+    nap_s, longest_s = _NAP_S
+    while not is_so():
+        if time.perf_counter() - started < _SPIN_S:
+            time.sleep(0)
+            continue
+        watch()
+        time.sleep(nap_s)
+        nap_s = min(2 * nap_s, longest_s)
