@@ -68,6 +68,7 @@ LAYERS: list[str | list[str]] = [
     "manyhands.engines.channel",
     "manyhands.engines.far_meeting",
     "manyhands.engines.pickling",
+    "manyhands.engines.changes",
     "manyhands.engines.mirror",
     "manyhands.engines.messages",
     "manyhands.engines.worker",

@@ -20,7 +20,6 @@ import os
 import sys
 import types
 import weakref
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,15 +30,20 @@ from torch import nn
 from manyhands import devices as _devices
 from manyhands import torch_private
 from manyhands.buckets import Bucket, Form, buckets_of, fingerprint
+from manyhands.engines.changes import Watch
 from manyhands.engines.pickling import dumps
-from manyhands.engines.shared_memory import Packing, Place, Segment, can_lie_in_memory
+from manyhands.engines.shared_memory import (
+    Packing,
+    Place,
+    Segment,
+    can_lie_in_memory,
+    is_movable,
+    move_to_shared_memory,
+)
 from manyhands.rebind import INERT, is_inert
 from manyhands.replicate import Blueprint, collector_paused
 
-_LARGE = 1000  # items; a larger container is not looked into
 _LITTLE_BYTES = 1 << 20
-_WATCHED = (dict, OrderedDict, defaultdict, list, set, deque)
-_segments: "weakref.WeakSet[Segment]" = weakref.WeakSet()  # those that hold parameters
 _never_equal = itertools.count()
 _mirrors: "weakref.WeakSet[Mirror]" = weakref.WeakSet()
 
@@ -97,10 +101,6 @@ class Update:
         return any(said)
 
 
-class GONE:
-    """Stands for an attribute that was deleted."""
-
-
 class Mirror:
     """What the workers have of one live module.
 
@@ -119,8 +119,9 @@ class Mirror:
         self.segments: list[Segment] = []
         self.tensors: list[torch.Tensor] = []
         self.outside: list[int] = []
-        self._modules: list[nn.Module] = []
+        self._modules: list[nn.Module] = []  # kept, so that nothing else can come to have their ids
         self._ids: list[int] = []
+        self._number: dict[int, int] = {}  # of each tensor, by its id
         self._watch = Watch([])
         self._blueprint: Blueprint | None = None
         self._changes: list[tuple[int, str, Any]] | None = None
@@ -128,7 +129,6 @@ class Mirror:
         self._in_shared_memory: list[torch.Tensor] = []
         self._layouts: list[Any] = []  # how and where the module's tensors lay
         self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []  # the live tensor, its copy in shared memory
-        self._inline: list[torch.Tensor] = []
         self._always: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters that others refer to: copied each time
         self._num_copied_bytes = 0
         self._inline_versions: list[tuple[torch.Tensor, int]] = []
@@ -214,7 +214,7 @@ class Mirror:
             return False
         if [_form(self.tensors[number]) for number in self._sent] != self._forms:
             return False
-        return not any(_is_movable([tensor]) for tensor, _ in self._always)
+        return not any(is_movable([tensor]) for tensor, _ in self._always)
 
     def take_flats(self) -> list[torch.Tensor]:
         """Return the buckets that `update` has said are sent."""
@@ -233,19 +233,38 @@ class Mirror:
 
     @torch.inference_mode(False)  # what is made here is for steps of every kind
     def _everything(self, blueprint: Blueprint, source: torch.device, shares_parameters: bool) -> Update:
+        """Return the whole module as what has to be sent."""
         self.forget()
         if blueprint.compiled or any(map(torch_private.is_scripted, blueprint.modules)):
             raise _cannot_be_sent(blueprint, TypeError("it is code for this very object"))
+        self._begin_with(blueprint)
+        pickled = self._pickled(blueprint)
+        described = self._copied_into_a_segment(self._described(blueprint, source, shares_parameters))
+        tensors = dumps(described, lambda tensor: None)
+        for needs_gradient in (True, False):  # what an optimizer changes, apart from what is frozen
+            forms = {n: form for n, form in self._sent.items() if self.tensors[n].requires_grad == needs_gradient}
+            self._buckets += [_Known(bucket) for bucket in buckets_of(forms)]
+        return Update(
+            module=dumps((tensors, pickled, self.outside), lambda tensor: None),
+            path=tuple(sys.path),
+            buckets=tuple([known.bucket for known in self._buckets]),
+            sent=self._changed_parameters(),
+        )
+
+    def _begin_with(self, blueprint: Blueprint) -> None:
+        """Take the module as it is for what is known from now on."""
         self._is_settled = False
         self._blueprint = blueprint
         self._modules = blueprint.modules
         self._ids = _identities(blueprint)
         self._watch = Watch(blueprint.modules)
-        parameters = list(blueprint.parameters.values())
+        parameters = blueprint.parameters.values()
         self.tensors = [*parameters, *blueprint.buffers.values(), *blueprint.constants.values()]
         self._number = {id(tensor): number for number, tensor in enumerate(self.tensors)}
         self._requires_grad = tuple([parameter.requires_grad for parameter in parameters])
-        buffers = blueprint.buffers
+
+    def _pickled(self, blueprint: Blueprint) -> bytes:
+        """Return the modules without their tensors; further ones that turn up in them get numbers too."""
 
         def take(tensor: torch.Tensor) -> int:
             number = self._number.get(id(tensor))
@@ -261,19 +280,21 @@ class Mirror:
             with torch_private.parametrizations_not_cached():
                 # Children before their parents: pickle goes down only as far as what it does not know yet.
                 parts = (blueprint.modules[::-1], _class_attributes(blueprint.modules))
-                pickled = dumps(parts, take, blueprint.modules)
+                return dumps(parts, take, blueprint.modules)
         except Exception as error:
             self.forget()
             raise _cannot_be_sent(blueprint, error) from error
-        needs_sharing = [*parameters, *(self.tensors[number] for number in self.outside)]
-        places = move_to_shared_memory(needs_sharing) if shares_parameters else {}
-        packing, copies, described = Packing(), [], []
-        needs_sharing_ids = set(map(id, needs_sharing))
+
+    def _described(self, blueprint: Blueprint, source: torch.device, shares_parameters: bool) -> list[Described]:
+        """Return how the workers get each tensor; those that are copied have places in a segment that is yet to be."""
+        with_gradients = self.with_gradients().values()
+        ids = set(map(id, with_gradients))
+        places = move_to_shared_memory([*with_gradients]) if shares_parameters else {}
+        packing, described = Packing(), []
         for number, tensor in enumerate(self.tensors):
             place, inline, later = None, None, None
-            if not shares_parameters and id(tensor) in needs_sharing_ids and can_lie_in_memory(tensor.detach()):
-                later = Form.of(tensor.detach())
-                self._sent[number] = later
+            if not shares_parameters and id(tensor) in ids and can_lie_in_memory(tensor.detach()):
+                later = self._sent[number] = Form.of(tensor.detach())
                 self._forms.append(_form(tensor))
             elif id(tensor) in places:
                 segment, place = places[id(tensor)]
@@ -282,10 +303,9 @@ class Mirror:
                 self._in_shared_memory.append(tensor)
             elif can_lie_in_memory(tensor.detach()):
                 place = packing.place(tensor.detach())
-                copies.append((tensor, place))
             else:
                 inline = tensor.detach()
-                self._inline.append(tensor)
+                self._inline_versions.append((tensor, tensor._version))
             is_parameter = isinstance(tensor, nn.Parameter)
             described.append(
                 Described(
@@ -297,30 +317,28 @@ class Mirror:
                     # One with a history that stands for a parameter (functional_call) is a leaf in the worker.
                     tensor.requires_grad and (tensor.is_leaf or id(tensor) in blueprint.parameters),
                     tensor.__dict__,
-                    is_shared=id(tensor) in needs_sharing_ids or id(tensor) in buffers,
+                    is_shared=id(tensor) in ids or id(tensor) in blueprint.buffers,
                 )
             )
-        self._inline_versions = [(tensor, tensor._version) for tensor in self._inline]
-        segment = Segment.create(packing.num_bytes)
-        self.segments.append(segment)
-        described = [d if d.place is None or d.place.segment >= 0 else _moved(d, segment.number) for d in described]
-        for tensor, place in copies:
-            pair = (tensor, segment.view(place))
-            (self._always if id(tensor) in needs_sharing_ids else self._copied).append(pair)
         self._num_copied_bytes = packing.num_bytes
+        return described
+
+    def _copied_into_a_segment(self, described: Sequence[Described]) -> list[Described]:
+        """Copy what has no segment yet into a new one; return how the workers get each tensor now."""
+        segment = Segment.create(self._num_copied_bytes)
+        self.segments.append(segment)
+        ids = set(map(id, self.with_gradients().values()))
+        placed = []
+        for tensor, one in zip(self.tensors, described, strict=True):
+            if one.place is not None and one.place.segment < 0:
+                pairs = self._always if id(tensor) in ids else self._copied
+                pairs.append((tensor, segment.view(one.place)))
+                one = replace(one, place=one.place._replace(segment=segment.number))
+            placed.append(one)
         self._versions = _versions(self._copied)
         self._layouts = _layouts(self._in_shared_memory, self._copied)
         _write([*self._copied, *self._always])
-        tensors = dumps(described, lambda tensor: None)
-        for needs_gradient in (True, False):  # what an optimizer changes, apart from what is frozen
-            forms = {n: form for n, form in self._sent.items() if self.tensors[n].requires_grad == needs_gradient}
-            self._buckets += [_Known(bucket) for bucket in buckets_of(forms)]
-        return Update(
-            module=dumps((tensors, pickled, self.outside), lambda tensor: None),
-            path=tuple(sys.path),
-            buckets=tuple([known.bucket for known in self._buckets]),
-            sent=self._changed_parameters(),
-        )
+        return placed
 
 
 @dataclass(slots=True)
@@ -343,88 +361,6 @@ class _Known:
         return flat
 
 
-class Watch:
-    """Notices what is rebound in modules, and what changes in the plain containers that they hold."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._own: list[Any] = [module.__dict__ for module in modules]
-        self._registries: list[Any] = []
-        self._containers: list[Any] = []
-        seen: set[int] = set()
-        for attributes in self._own:
-            for name, value in attributes.items():
-                if name in _REGISTRIES:
-                    self._registries.append(value)
-                elif type(value) not in INERT:
-                    self._find(value, seen, 0)
-        self._held_own = [_copy(container) for container in self._own]
-        self._held_registries = [_copy(container) for container in self._registries]
-        self._held = [_copy(container) for container in self._containers]
-        # Tensors of one element are equal if their values are: whether they are the same has to be asked.
-        containers = [*self._own, *self._registries]
-        self._single = [
-            (container, name, value)
-            for container in containers
-            if isinstance(container, dict)
-            for name, value in container.items()
-            if isinstance(value, torch.Tensor) and value.numel() == 1
-        ]
-
-    def changes(self) -> list[tuple[int, str, Any]] | None:
-        """Return what was rebound, (number of the module, name, value), as far as it is plain; None for all else."""
-        if not _equal(self._registries, self._held_registries) or not _equal(self._containers, self._held):
-            return None
-        if any(container.get(name) is not tensor for container, name, tensor in self._single):
-            return None
-        if _equal(self._own, self._held_own):
-            return []
-        found: list[tuple[int, str, Any]] = []
-        for number, (now, held) in enumerate(zip(self._own, self._held_own, strict=True)):
-            if _equal(now, held):
-                continue
-            for name in now.keys() | held.keys():
-                value, before = now.get(name, GONE), held.get(name, GONE)
-                if value is before:
-                    continue
-                if name in _REGISTRIES or not (value is GONE or _is_value(value)) or type(before) not in INERT:
-                    return None
-                found.append((number, name, value))
-            self._held_own[number] = _copy(now)
-        return found
-
-    def settle(self) -> None:
-        if not _equal(self._containers, self._held):
-            self._held = [_copy(container) for container in self._containers]
-
-    def _find(self, value: Any, seen: set[int], depth: int) -> None:
-        """Add the containers that a value is or leads to."""
-        if type(value) not in _WATCHED and not isinstance(value, tuple):
-            return
-        if id(value) in seen or len(value) > _LARGE or depth > 20:
-            return
-        seen.add(id(value))
-        if not isinstance(value, tuple):
-            self._containers.append(value)
-        for item in value.values() if isinstance(value, dict) else value:
-            self._find(item, seen, depth + 1)
-
-
-# What nn.Module keeps in containers.
-_REGISTRIES = frozenset(name for name, value in nn.Module().__dict__.items() if isinstance(value, dict | set))
-
-
-def _copy(container: Any) -> Any:
-    return dict(container) if isinstance(container, dict) else type(container)(container)
-
-
-def _equal(now: Any, held: Any) -> bool:
-    """Return whether containers hold the same; quick where they hold the very same objects."""
-    try:
-        return bool(now == held)
-    except Exception:  # noqa: BLE001 - two tensors, or arrays, or whatever a class says: not the same objects
-        return False
-
-
 def _class_attributes(modules: Iterable[nn.Module]) -> list[tuple[type, dict[str, Any]]]:
     """Return what the users' classes hold themselves, as far as it is plain: imported anew, they hold other values."""
     classes = {cls for module in modules for cls in type(module).__mro__}
@@ -439,11 +375,6 @@ def _is_plain(value: Any) -> bool:
     return is_inert(value) and not isinstance(value, types.BuiltinFunctionType | types.ModuleType)
 
 
-def _is_value(value: Any) -> bool:
-    """Return whether `value` is one that pickle takes as it is."""
-    return type(value) in INERT and not isinstance(value, type | types.BuiltinFunctionType | types.ModuleType)
-
-
 def _identities(blueprint: Blueprint) -> list[int]:
     return [
         *map(id, blueprint.modules),
@@ -453,11 +384,6 @@ def _identities(blueprint: Blueprint) -> list[int]:
         len(blueprint.parameters),
         len(blueprint.buffers),
     ]
-
-
-def _moved(described: Described, segment: int) -> Described:
-    assert described.place is not None
-    return replace(described, place=described.place._replace(segment=segment))
 
 
 def _versions(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[int]:
@@ -483,54 +409,6 @@ def _layouts(
 def _write(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     with torch.inference_mode(False), torch.no_grad():
         torch_private.copy_all_in_place([copy for _, copy in pairs], [live.detach() for live, _ in pairs])
-
-
-def move_to_shared_memory(tensors: Sequence[torch.Tensor]) -> dict[int, tuple[Segment, Place]]:
-    """Move tensors' memory into a segment, unless it is in one already; ties, strides and identities stay.
-
-    Returns:
-        id -> where it is. Tensors are missing whose memory cannot be moved without breaking a tie: others refer to it,
-        or it is shared with other processes already.
-    """
-    by_storage: dict[int, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if can_lie_in_memory(tensor.detach()) and tensor.numel():
-            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
-    found: dict[int, tuple[Segment, Place]] = {}
-    to_move: list[tuple[list[torch.Tensor], int]] = []
-    num_bytes = 0
-    for address, group in by_storage.items():
-        segment = next((s for s in _segments if s.address <= address < s.address + s.num_bytes), None)
-        if segment is not None:
-            found.update((id(tensor), (segment, _place_in(segment, tensor))) for tensor in group)
-        elif _is_movable(group):
-            to_move.append((group, num_bytes))
-            num_bytes += -(-group[0].untyped_storage().nbytes() // 64) * 64
-    if not to_move:
-        return found
-    segment = Segment.create(num_bytes)
-    _segments.add(segment)
-    with torch.inference_mode(False), torch.no_grad():
-        for group, offset in to_move:
-            old = group[0].untyped_storage()
-            new = segment.storage(offset, old.nbytes())
-            new.copy_(old)
-            for tensor in group:
-                empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
-                tensor.data = empty.set_(new, tensor.storage_offset(), tensor.size(), tensor.stride())
-                found[id(tensor)] = (segment, _place_in(segment, tensor))
-    return found
-
-
-def _is_movable(group: Sequence[torch.Tensor]) -> bool:
-    """Return whether nothing but these tensors refers to their memory."""
-    storage = group[0].untyped_storage()
-    return not storage.is_shared() and torch_private.num_references(storage) == len(group) + 1
-
-
-def _place_in(segment: Segment, tensor: torch.Tensor) -> Place:
-    offset = tensor.data_ptr() - segment.address
-    return Place(segment.number, offset, tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()))
 
 
 def _cannot_be_sent(blueprint: Blueprint, error: Exception) -> Exception:

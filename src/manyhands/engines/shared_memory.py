@@ -1,4 +1,4 @@
-"""Memory that several processes map: segments, tensors in them, and tensors packed one behind the other.
+"""Memory that several processes map: segments, tensors in them or moved into them, and tensors packed into one.
 
 A `Segment` is memory without a name: a memfd on Linux, a deleted temporary file elsewhere. It reaches another process
 as a file descriptor and is gone with the last process that maps it, however that one ends; the size of /dev/shm does
@@ -19,18 +19,21 @@ import math
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from manyhands import torch_private
 from manyhands.buckets import dense_stride
 
 _ALIGNMENT = 64  # bytes; what torch's own allocator gives
 _PAGE = mmap.PAGESIZE
 _CPU = torch.device("cpu")
 _numbers = itertools.count()
+_moved_into: "weakref.WeakSet[Segment]" = weakref.WeakSet()  # segments that tensors have been moved into
 
 
 class Place(NamedTuple):
@@ -166,3 +169,54 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Iterable[torch.Tensor]) -
     with torch.no_grad():
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
+
+
+# ---- tensors that stay what they are ---------------------------------------------------------------
+
+
+def move_to_shared_memory(tensors: Sequence[torch.Tensor]) -> dict[int, tuple[Segment, Place]]:
+    """Move tensors' memory into a segment, unless it is in one already; ties, strides and identities stay.
+
+    Returns:
+        id -> where it is. Tensors are missing whose memory cannot be moved without breaking a tie: others refer to it,
+        or it is shared with other processes already.
+    """
+    by_storage: dict[int, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if can_lie_in_memory(tensor.detach()) and tensor.numel():
+            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+    found: dict[int, tuple[Segment, Place]] = {}
+    to_move: list[tuple[list[torch.Tensor], int]] = []
+    total_bytes = 0
+    for address, group in by_storage.items():
+        segment = next((s for s in _moved_into if s.address <= address < s.address + s.num_bytes), None)
+        if segment is not None:
+            found.update((id(tensor), (segment, _place_in(segment, tensor))) for tensor in group)
+        elif is_movable(group):
+            to_move.append((group, total_bytes))
+            total_bytes += -(-group[0].untyped_storage().nbytes() // _ALIGNMENT) * _ALIGNMENT
+    if not to_move:
+        return found
+    segment = Segment.create(total_bytes)
+    _moved_into.add(segment)
+    with torch.inference_mode(False), torch.no_grad():
+        for group, offset in to_move:
+            old = group[0].untyped_storage()
+            new = segment.storage(offset, old.nbytes())
+            new.copy_(old)
+            for tensor in group:
+                empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
+                tensor.data = empty.set_(new, tensor.storage_offset(), tensor.size(), tensor.stride())
+                found[id(tensor)] = (segment, _place_in(segment, tensor))
+    return found
+
+
+def is_movable(group: Sequence[torch.Tensor]) -> bool:
+    """Return whether nothing but these tensors refers to their memory."""
+    storage = group[0].untyped_storage()
+    return not storage.is_shared() and torch_private.num_references(storage) == len(group) + 1
+
+
+def _place_in(segment: Segment, tensor: torch.Tensor) -> Place:
+    offset = tensor.data_ptr() - segment.address
+    return Place(segment.number, offset, tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()))

@@ -42,11 +42,12 @@ from manyhands.batch_norm import BatchNormOverReplicas, Walk
 from manyhands.buckets import Bucket
 from manyhands.copy_streams import Copies
 from manyhands.engines.base import called
+from manyhands.engines.changes import GONE
 from manyhands.engines.channel import Channel, ChannelClosedError
 from manyhands.engines.collectives import Groups, Meeting, ReducedPart
 from manyhands.engines.far_meeting import MeetingElsewhere
 from manyhands.engines.messages import Answer, Backward, Failed, Forward, Message, Sent, sent
-from manyhands.engines.mirror import GONE, Described, Update
+from manyhands.engines.mirror import Described, Update
 from manyhands.engines.pickling import classes_by_value, dumps, loads
 from manyhands.engines.replicas import Stamp, look_for_live_tensors, stamped
 from manyhands.engines.shared_memory import Outbox, Segment, can_lie_in_memory
