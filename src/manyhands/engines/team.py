@@ -97,7 +97,7 @@ class _ForkServer:
         own, others = Channel.pair()
         fd = others.detach()
         code = (
-            f"import sys; sys.path[:] = {sys.path!r}; from manyhands.engines.worker import serve_forks; "
+            f"import sys; sys.path[:] = {sys.path!r}; from manyhands.engines.fork_server import serve_forks; "
             f"serve_forks({fd})"
         )
         try:

@@ -1,28 +1,14 @@
-"""What runs in other processes: the fork server, and the workers that come from it.
+"""A worker: what answers the caller's messages in a process of its own.
 
-The fork server is started by the first forward: a fresh interpreter that has imported torch and does nothing else, so
-that it may be forked at any time. Each worker is a fork of it, holds one end of a channel, and answers each message
-before it reads the next. It has a module of its own (unpickled; parameters in shared memory), stamps a replica from it
-for every forward, as the threads engine does from the live module, and keeps the replica's graph until the caller lets
-it go.
-
-Guarantees
-    - A worker ends when the caller's end of its channel does. While it computes it does not look; then it ends with the
-      fork server, which ends at once when the caller does (Linux; elsewhere after its step).
-    - Ctrl-C is the caller's affair: workers ignore it.
+It answers each message before it reads the next. It has a module of its own (worker_module.py; parameters in shared
+memory), stamps a replica from it for every forward, and keeps the replica's graph until the caller lets it go. Where
+the process comes from, and when it ends, is fork_server.py's.
 """
 
 import contextlib
-import ctypes
-import gc
 import importlib
-import io
 import logging
-import os
 import pickle
-import random
-import signal
-import socket
 import sys
 import time
 import traceback
@@ -34,109 +20,31 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
 
-from manyhands import cores, torch_private
 from manyhands import devices as _devices
+from manyhands import torch_private
 from manyhands.batch_norm import BatchNormOverReplicas, Walk
 from manyhands.buckets import Bucket
-from manyhands.copy_streams import Copies
 from manyhands.engines.base import called
-from manyhands.engines.changes import GONE
-from manyhands.engines.channel import Channel, ChannelClosedError
+from manyhands.engines.channel import Channel
 from manyhands.engines.collectives import Groups, Meeting, ReducedPart
 from manyhands.engines.far_meeting import MeetingElsewhere
 from manyhands.engines.messages import Answer, Backward, Failed, Forward, Message, Sent, sent
-from manyhands.engines.mirror import Described, Update
 from manyhands.engines.pickling import classes_by_value, dumps, loads
-from manyhands.engines.replicas import Stamp, look_for_live_tensors, stamped
+from manyhands.engines.replicas import Stamp, look_for_live_tensors
 from manyhands.engines.shared_memory import Outbox, Segment, can_lie_in_memory
 from manyhands.engines.shared_sums import Ground, SummedPart, Summing
 from manyhands.engines.transport import Part
+from manyhands.engines.worker_module import Module
 from manyhands.errors import log
 from manyhands.layouts import Only
 from manyhands.outputs import Group
-from manyhands.replicate import Blueprint
 from manyhands.thread_state import ProcessState
 from manyhands.workers import run_together
 
 Around: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 _SPIN_S = 0.0002
-_DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-
-
-class Module:
-    """The worker's own module: what replicas are stamped from."""
-
-    def __init__(self, update: bytes, segments: dict[int, Segment], device: torch.device) -> None:
-        self._device = device
-        tensors, pickled, self._outside = pickle.loads(update)
-        self.described: list[Described] = pickle.loads(tensors)
-        self.tensors = [_tensor(described, segments, device) for described in self.described]
-        # The places of tensors that were copied from where they lie, to be copied again when they are written anew.
-        self._copied = [
-            (tensor, segments[d.place.segment].view(d.place))
-            for tensor, d in zip(self.tensors, self.described, strict=True)
-            if d.place is not None and not d.is_shared
-        ]
-        modules, class_attributes = loads(pickled, lambda number: self.tensors[number])
-        self.modules = modules[::-1]
-        for cls, attributes in class_attributes:
-            for name, value in attributes.items():
-                if cls.__dict__.get(name) != value:
-                    type.__setattr__(cls, name, value)
-        self.blueprint = Blueprint(self.modules[0])
-        self._number = {id(tensor): number for number, tensor in enumerate(self.tensors)}
-        self._prepared: tuple[bool, Stamp] | None = None
-
-    def change(self, update: Update) -> None:
-        """Make it what the live module is now."""
-        for number, name, value in update.changes:
-            attributes = self.modules[number].__dict__
-            if value is GONE:
-                del attributes[name]
-            else:
-                attributes[name] = value
-        if update.requires_grad is not None:
-            for tensor, flag in zip(self.tensors, update.requires_grad, strict=False):
-                tensor.requires_grad_(flag)
-        if update.rewritten and self._copied:
-            for tensor, written in self._copied:
-                tensor.data = written.to(tensor.device, copy=True)
-        if update.changes or update.requires_grad is not None:
-            self.blueprint = Blueprint(self.blueprint.root)
-            self._prepared = None
-        if update.rewritten and self._prepared is not None:
-            self._prepared[1].renew_buffers()
-
-    def prepare(self, tracked: bool) -> None:
-        """Stamp the next replica, while the caller has other things to do."""
-        with Copies([self._device]) as copies:
-            (stamp,) = stamped(self.blueprint, self._device, [self._device], tracked, copies, with_live_buffers=False)
-            copies.arrive(0)
-        self._prepared = tracked, stamp
-
-    def take(self, buckets: Sequence[Bucket], flats: Sequence[torch.Tensor]) -> None:
-        """Take parameters that were sent.
-
-        It does not count as a write: what the caller has written by way of `.data` is none of the graphs' business, and
-        of all else the first replica's graph knows.
-        """
-        for bucket, flat in zip(buckets, flats, strict=True):
-            pieces = bucket.pieces(flat)
-            torch_private.copy_all_in_place([self.tensors[number].data for number in pieces], [*pieces.values()])
-
-    def stamp(self, tracked: bool) -> tuple[Stamp, dict[int, torch.Tensor]]:
-        """Return a new replica, and its leaves by number."""
-        if self._prepared is None or self._prepared[0] != tracked:
-            self.prepare(tracked)
-        assert self._prepared is not None
-        (_, stamp), self._prepared = self._prepared, None
-        pairs = zip(stamp.live_parameters, stamp.leaves, strict=True)
-        leaves = {self._number[id(parameter)]: leaf for parameter, leaf in pairs}
-        leaves.update((number, self.tensors[number]) for number in self._outside if tracked)
-        return stamp, leaves
 
 
 @dataclass(slots=True)
@@ -477,30 +385,6 @@ def _run(task: Callable[[], Any], device: torch.device, around: Around) -> Any:
         del outcome
 
 
-def _tensor(described: Described, segments: dict[int, Segment], device: torch.device) -> torch.Tensor:
-    """Return the worker's own of one of the module's tensors; on `device`, unless it says otherwise."""
-    device = described.device or device
-    if described.later is not None:
-        form = described.later
-        tensor = torch.empty_strided(form.size, form.stride, dtype=form.dtype, device=device)
-    elif described.place is None:
-        assert described.inline is not None
-        tensor = described.inline.to(device)
-    else:
-        tensor = segments[described.place.segment].view(described.place).to(device)
-        if not described.is_shared:
-            tensor = tensor.clone()
-    if described.kind is nn.Parameter:
-        tensor = nn.Parameter(tensor, described.requires_grad)
-    elif issubclass(described.kind, nn.Parameter):
-        tensor = tensor.as_subclass(described.kind).requires_grad_(described.requires_grad)
-    elif described.requires_grad:
-        tensor = tensor.requires_grad_()
-    for name, value in described.attributes.items():
-        tensor.__dict__.setdefault(name, value)
-    return tensor
-
-
 def _builtin(category: type[Warning]) -> type[Warning]:
     """Return the nearest of Python's own classes of warnings."""
     return next(cls for cls in category.__mro__ if cls.__module__ == "builtins")
@@ -508,92 +392,3 @@ def _builtin(category: type[Warning]) -> type[Warning]:
 
 def _pickled(answer: Answer) -> bytes:
     return pickle.dumps(answer, protocol=pickle.HIGHEST_PROTOCOL)
-
-
-# ---- processes -----------------------------------------------------------------------------------
-
-
-def serve_forks(fd: int) -> None:
-    """Fork a worker whenever asked to, until the caller goes; tell how workers ended. The fork server's whole life.
-
-    Messages, each answered: ("fork", environment, cores) with the worker's end of a channel, and what its standard
-    output and error are to be -> its process id; ("status", process id) -> its exit status, as `os.waitpid` has it.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=fd))
-    _import_what_workers_need()
-    gc.collect()
-    gc.freeze()  # workers share these objects' memory as long as nobody writes into it
-    statuses: dict[int, int] = {}
-    signal.signal(signal.SIGCHLD, lambda *_: _collect(statuses))
-    while True:
-        try:
-            body, fds = channel.receive()
-        except ChannelClosedError:
-            os._exit(0)
-        request, *given = pickle.loads(body)
-        if request == "fork":
-            pid = os.fork()
-            if not pid:
-                os.close(fd)
-                _be_a_worker(fds, *given)
-            for received in fds:
-                os.close(received)
-            channel.send(pickle.dumps(pid))
-        else:
-            (pid,) = given
-            if pid not in statuses:
-                with contextlib.suppress(ChildProcessError):
-                    statuses[pid] = os.waitpid(pid, 0)[1]
-            channel.send(pickle.dumps(statuses.pop(pid, None)))
-
-
-def _collect(statuses: dict[int, int]) -> None:
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if not pid:
-                return
-            statuses[pid] = status
-
-
-def _import_what_workers_need() -> None:
-    importlib.import_module("torch.fx.experimental.symbolic_shapes")  # the first backward of a process imports it
-
-
-def _be_a_worker(fds: Sequence[int], environment: dict[str, str], own_cores: Sequence[int], seed: int) -> None:
-    """Answer messages until the channel closes. Does not return."""
-    status = 1
-    try:
-        _die_with_the_parent()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        connection, stdout, stderr = fds
-        os.dup2(stdout, 1)
-        os.dup2(stderr, 2)
-        os.close(stdout)
-        os.close(stderr)
-        # Whole lines: what is printed leaves with the end of its line, in one write.
-        sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), line_buffering=True)  # noqa: SIM115
-        sys.stderr = io.TextIOWrapper(open(2, "wb", closefd=False), line_buffering=True)  # noqa: SIM115
-        os.environ.clear()
-        os.environ.update(environment)
-        random.seed(seed)
-        cores.bind(own_cores)
-        Worker(Channel(socket.socket(fileno=connection))).serve()
-    except ChannelClosedError:
-        status = 0
-    except BaseException:  # noqa: BLE001 - the process ends here, whatever it was
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-        os._exit(status)
-
-
-def _die_with_the_parent() -> None:
-    """Have the kernel end this process with the fork server, also in the middle of a step (Linux)."""
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
-        if os.getppid() != parent or parent == 1:
-            os._exit(0)
