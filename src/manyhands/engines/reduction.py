@@ -21,6 +21,7 @@ Sources: buckets and their order, S. Li et al., "PyTorch Distributed: Experience
 Training", VLDB 2020.
 """
 
+import abc
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -94,7 +95,7 @@ class Reduction:
         self.synchronised = True  # False inside no_sync()
         self.next_weight: float | None = None  # what the next forward weighs, where its rows are not what counts
         self.sample: Arguments | None = None  # some rows, to run on where there are none
-        self._own = _Tensors()  # whose `grad` is, since a backward in no_sync(), this process's own
+        self.own_grads = _Tensors()  # whose `grad` is this process's own, since a backward in no_sync()
         self._sparse = _Tensors()  # whose gradients have been sparse
         self._number = 0  # of the model among those that are wrapped
         self.num_forwards = 0
@@ -153,19 +154,6 @@ class Reduction:
             is_sum=self.loss == "sum",
             has_hook=self.hook is not None,
         )
-
-    def take_own(self, tensors: Sequence[torch.Tensor], accumulates: Callable[[int], bool]) -> dict[int, torch.Tensor]:
-        """Return, by number, what is in the `grad` of tensors where that is this process's own."""
-        own = [n for n, tensor in enumerate(tensors) if self._own and self._own.has(tensor) and accumulates(n)]
-        for n in own:
-            self._own.discard(tensors[n])
-        return {n: grad for n in own if (grad := tensors[n].grad) is not None}
-
-    def leave_own(self, tensors: Sequence[torch.Tensor], accumulates: Callable[[int], bool]) -> None:
-        """Remember that the `grad` of tensors is this process's own from now on."""
-        for n, tensor in enumerate(tensors):
-            if tensor.is_leaf and accumulates(n):
-                self._own.add(tensor)
 
     def have_sparse_gradients(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give tensors no place in a bucket from now on."""
@@ -257,75 +245,42 @@ class Contribution:
 
     def begin(self, tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> "Sum":
         """Begin to sum the gradients of `tensors`; `nodes` are where the running backward takes them."""
-        return Sum(self.reduction, self, tensors, lambda number: torch_private.backward_runs(nodes[number]))
+        return (_SumOfAll if self.synchronised else _SumHere)(self, tensors, nodes)
 
 
-class Sum:
-    """The sum over the processes of the gradients of one backward.
+class Sum(abc.ABC):
+    """What becomes of the parameters' gradients in one backward.
 
     `add` may be called from several threads. Whatever ends it half-way has to be told the others: `failed`.
+
+    Attributes:
+        early: the tensors whose gradients `add` is to be given during backward.
+        derivative: that of the result by this process's part; known when it is finished.
     """
 
-    def __init__(
-        self,
-        reduction: Reduction,
-        contribution: Contribution,
-        tensors: Sequence[torch.Tensor],
-        accumulates: Callable[[int], bool],
-    ) -> None:
-        self._reduction, self._contribution, self._tensors = reduction, contribution, tensors
-        self._cluster = reduction.cluster
-        self._accumulates = accumulates
-        plan = reduction.plan(tensors)
-        self._steps = self._cluster.gather(reduction.step(contribution, plan), DOING)
-        self._sum: BucketedSum | None = None
-        self._replaced: list[torch.Tensor] = []
-        self._here: dict[int, torch.Tensor] = {}  # in no_sync()
-        self._lock = threading.Lock()
-        if contribution.synchronised:
-            own = reduction.take_own(tensors, accumulates)
-            self._replaced = [tensors[number] for number in own]
-            # A method of this object would make a cycle of the two, and the buckets would outlive the gradients.
-            scale_of = partial(contribution.scale, tensors=tensors)
-            self._sum = BucketedSum(
-                self._cluster, reduction.group, plan, tensors, reduction.hook, scale_of, self._steps, own
-            )
+    derivative = 1.0
 
-    def add(self, number: int, gradient: torch.Tensor) -> None:
-        """Take a part of the gradient of tensor `number`. To be called with gradients off."""
-        if self._sum is not None:
-            self._sum.add(number, gradient.detach())
-            return
-        with self._lock:
-            before = self._here.get(number)
-            self._here[number] = gradient.detach() if before is None else before + gradient.detach()
+    def __init__(self, contribution: "Contribution", tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> None:
+        self._contribution, self._tensors, self._nodes = contribution, tensors, nodes
+        self._reduction = contribution.reduction
+        self._cluster = self._reduction.cluster
+        self._plan = self._reduction.plan(tensors)
+        self._steps = self._cluster.gather(self._reduction.step(contribution, self._plan), DOING)
 
     @property
-    def early(self) -> Set[int]:
-        """The tensors whose gradients `add` is to be given during backward."""
-        return self._sum.early if self._sum is not None else set()
+    @abc.abstractmethod
+    def early(self) -> Set[int]: ...
 
+    @abc.abstractmethod
+    def add(self, number: int, gradient: torch.Tensor) -> None:
+        """Take a part of the gradient of tensor `number`. To be called with gradients off."""
+
+    @abc.abstractmethod
     def finish(self, rest: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
         """Take what was not given yet, wait for the others, and return the gradient of each tensor.
 
-        None for one that no process used. In no_sync(), this process's own.
+        None for one that has none.
         """
-        if self._sum is not None:
-            self._sum.add_all(rest)
-        else:
-            with torch.no_grad():
-                for number, gradient in rest.items():
-                    self.add(number, gradient)
-            scale = self._scale_here()
-            self._reduction.leave_own(self._tensors, self._accumulates)
-            with torch.no_grad():
-                return [self._here[n] * scale if scale and n in self._here else None for n in range(len(self._tensors))]
-        found = self._sum.finish(self._begin_to_send_buffers)
-        self._reduction.have_sparse_gradients([self._tensors[number] for number in self._sum.sparse])
-        self._wait_for_buffers()
-        for tensor in self._replaced:
-            tensor.grad = None  # it is in what is returned, which autograd puts there
-        return found
 
     def differentiable(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return the sums of gradients that have a history, as `finish` does.
@@ -336,19 +291,47 @@ class Sum:
         there = [number for number, gradient in enumerate(gradients) if gradient is not None]
         return list(_DifferentiableSum.apply(self, there, *(gradients[number] for number in there)))  # type: ignore[no-untyped-call]
 
-    def derivative(self) -> float:
-        """Return that of the result by this process's part."""
-        return 1.0 if self._sum is not None else self._scale_here()
-
-    def _scale_here(self) -> float:
-        """Return what gradients that stay in this process are multiplied by; wait for what the others say."""
-        return (
-            self._contribution.scale([Step(*step) for step in self._steps()], self._tensors) or 0.0
-        ) * self._cluster.world_size
-
     def failed(self, error: BaseException) -> None:
         """Tell the other processes that this one cannot go on."""
         self._cluster.failed_with(error)
+
+    def _accumulated(self) -> list[int]:
+        """Return the numbers of the tensors whose gradients this backward adds to `grad`."""
+        nodes = enumerate(self._nodes)
+        return [n for n, node in nodes if self._tensors[n].is_leaf and torch_private.backward_runs(node)]
+
+
+class _SumOfAll(Sum):
+    """The sum over the processes; None for a tensor that no process used."""
+
+    def __init__(self, contribution: "Contribution", tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> None:
+        super().__init__(contribution, tensors, nodes)
+        own = self._reduction.own_grads
+        mine = [n for n in self._accumulated() if own.has(tensors[n])] if own else []
+        for n in mine:
+            own.discard(tensors[n])
+        kept = {n: grad for n in mine if (grad := tensors[n].grad) is not None}
+        self._kept = [tensors[n] for n in kept]
+        # A method of this object would make a cycle of the two, and the buckets would outlive the gradients.
+        scale_of = partial(contribution.scale, tensors=tensors)
+        group, hook = self._reduction.group, self._reduction.hook
+        self._sum = BucketedSum(self._cluster, group, self._plan, tensors, hook, scale_of, self._steps, kept)
+
+    @property
+    def early(self) -> Set[int]:
+        return self._sum.early
+
+    def add(self, number: int, gradient: torch.Tensor) -> None:
+        self._sum.add(number, gradient.detach())
+
+    def finish(self, rest: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
+        self._sum.add_all(rest)
+        found = self._sum.finish(self._begin_to_send_buffers)
+        self._reduction.have_sparse_gradients([self._tensors[number] for number in self._sum.sparse])
+        self._wait_for_buffers()
+        for tensor in self._kept:
+            tensor.grad = None  # it is in what is returned, which autograd puts there
+        return found
 
     def _begin_to_send_buffers(self) -> None:
         module = self._contribution.module() if self._contribution.training else None
@@ -357,15 +340,44 @@ class Sum:
         self._wait_for_buffers = self._reduction.begin_to_send_buffers(first_with_rows, module)
 
 
+class _SumHere(Sum):
+    """In no_sync(): this process's own gradients, as much larger as there are processes."""
+
+    def __init__(self, contribution: "Contribution", tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> None:
+        super().__init__(contribution, tensors, nodes)
+        self._here: dict[int, torch.Tensor] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def early(self) -> Set[int]:
+        return set()
+
+    def add(self, number: int, gradient: torch.Tensor) -> None:
+        with self._lock:
+            before = self._here.get(number)
+            self._here[number] = gradient.detach() if before is None else before + gradient.detach()
+
+    def finish(self, rest: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
+        with torch.no_grad():
+            for number, gradient in rest.items():
+                self.add(number, gradient)
+        steps = [Step(*step) for step in self._steps()]
+        self.derivative = scale = (self._contribution.scale(steps, self._tensors) or 0.0) * self._cluster.world_size
+        for n in self._accumulated():
+            self._reduction.own_grads.add(self._tensors[n])
+        with torch.no_grad():
+            return [self._here[n] * scale if scale and n in self._here else None for n in range(len(self._tensors))]
+
+
 class _DifferentiableSum(torch.autograd.Function):
-    """The sum of gradients that have a history; see `Contribution.differentiable`."""
+    """The sum of gradients that have a history; see `Sum.differentiable`."""
 
     @staticmethod
     def forward(ctx: Any, begun: Sum, there: Sequence[int], *gradients: Any) -> tuple[torch.Tensor | None, ...]:
         ctx.there = there
         ctx.set_materialize_grads(False)
         results = begun.finish(dict(zip(there, gradients, strict=True)))
-        ctx.scale = begun.derivative()
+        ctx.scale = begun.derivative
         return tuple(results)
 
     @staticmethod
