@@ -77,6 +77,7 @@ LAYERS: list[str | list[str]] = [
     "manyhands.engines.team",
     "manyhands.engines.divided",
     "manyhands.engines.processes",
+    "manyhands.wrapper",
     "manyhands.data_parallel",
     "manyhands.verification",
     "manyhands.verification.report",

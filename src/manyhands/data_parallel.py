@@ -38,6 +38,7 @@ from manyhands.scatter_gather import check_kwargs, gather
 from manyhands.shares import Shares, check_shares, split_rows
 from manyhands.thread_state import modes_that_stay
 from manyhands.workers import inside_replica, replica_device
+from manyhands.wrapper import Wrapper, accept_clean_names
 
 _ENGINES = ("threads", "processes")
 _NO_ACCELERATOR = (
@@ -65,7 +66,7 @@ def _new_engine(name: str) -> Engine:
     return ProcessesEngine()
 
 
-class DataParallel(nn.DataParallel[Any]):
+class DataParallel(Wrapper, nn.DataParallel[Any]):
     """Run a module on every device of the machine, each on its share of the batch, with the results of one device.
 
         >>> model = torch.nn.Linear(5, 2)
@@ -133,6 +134,8 @@ class DataParallel(nn.DataParallel[Any]):
         RuntimeError: launcher's variables that are incomplete; processes that do not come, or whose models differ.
     """
 
+    _fixed = ("device_ids", "devices", "output_device")
+
     def __init__(
         self,
         module: nn.Module,
@@ -187,7 +190,7 @@ class DataParallel(nn.DataParallel[Any]):
             self._gather_on = _devices.resolve_output(output_device, self.devices)
             self.output_device = _devices.public_id(self._gather_on)
             self.src_device_obj = self.devices[0]
-        self.register_load_state_dict_pre_hook(_accept_clean_names)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(accept_clean_names)  # type: ignore[no-untyped-call]
         self._reduction: Reduction | Unjoined | None = None
         self.module = module  # the last one: from here on, what is assigned and only the module has is the module's
         if not self.devices:
@@ -590,57 +593,9 @@ class DataParallel(nn.DataParallel[Any]):
         finally:
             _sizes_of_call.reset(sizes)
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return nn.Module.__getattr__(self, name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is None or hasattr(type(self), name) or (name.startswith("__") and name.endswith("__")):
-                raise  # unfinished, as while unpickling; a property of the wrapper's that failed; a protocol
-        return getattr(module, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _FIXED and "module" in self.__dict__.get("_modules", ()):
-            raise AttributeError(f"{name} is decided when a module is wrapped: wrap model.module anew")
-        owner = self._owner_of(name)
-        if owner is self:
-            nn.Module.__setattr__(self, name, value)
-        else:
-            setattr(owner, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        owner = self._owner_of(name)
-        if owner is self:
-            nn.Module.__delattr__(self, name)
-        else:
-            delattr(owner, name)
-
-    def _owner_of(self, name: str) -> nn.Module:
-        """Return whose attribute is meant by a name: the module's if only it has one, else the wrapper's."""
-        module = self.__dict__.get("_modules", {}).get("module")
-        if module is None or _has(self, name):
-            return self
-        if _has(module, name) or (isinstance(module, DataParallel) and module._owner_of(name) is not module):
-            return module  # type: ignore[no-any-return]
-        return self
-
 
 # How many rows each replica has in the plain composition that is running, for the gather in it.
 _sizes_of_call: ContextVar[tuple[int, ...] | None] = ContextVar("_sizes_of_call", default=None)
-
-
-# What cannot be changed by assigning to it, because more than that follows from it.
-_FIXED = ("device_ids", "devices", "output_device")
-
-
-def _has(module: nn.Module, name: str) -> bool:
-    """Return whether a module has an attribute, without asking for it: properties may compute, or fail."""
-    own = module.__dict__
-    return (
-        name in own
-        or hasattr(type(module), name)
-        or any(name in own.get(registry, ()) for registry in ("_modules", "_parameters", "_buffers"))
-    )
 
 
 def data_parallel(
@@ -701,13 +656,3 @@ def _check_flag(value: object, argument: str) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{argument}={value!r}: expected True or False")
     return value
-
-
-def _accept_clean_names(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Let `load_state_dict` take the module's own names as well as those with `module.` in front."""
-    names = list(wrapper.module.state_dict())  # type: ignore[union-attr]
-    clean = [name for name in names if prefix + name in state_dict]
-    wrapped = [name for name in names if f"{prefix}module.{name}" in state_dict]
-    if len(clean) > len(wrapped):  # a module may have a child called "module": the form that fits better counts
-        values = [state_dict.pop(prefix + name) for name in clean]
-        state_dict.update((f"{prefix}module.{name}", value) for name, value in zip(clean, values, strict=True))

@@ -1,0 +1,70 @@
+"""A wrapper that can be used in the place of the module in it: its attributes, its checkpoints.
+
+Attributes that only the module has are read, assigned and deleted through the wrapper; what both have is the wrapper's.
+Protocols (names with double underscores) are never the module's: a wrapper has no length because its module has one.
+"""
+
+from typing import Any, ClassVar
+
+from torch import nn
+
+
+class Wrapper(nn.Module):
+    """A module around another, its attribute `module`, which a subclass assigns last: from then on names are shared."""
+
+    # What cannot be changed by assigning to it, because more than that follows from it.
+    _fixed: ClassVar[tuple[str, ...]] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return nn.Module.__getattr__(self, name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or hasattr(type(self), name) or (name.startswith("__") and name.endswith("__")):
+                raise  # unfinished, as while unpickling; a property of the wrapper's that failed; a protocol
+        return getattr(module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._fixed and "module" in self.__dict__.get("_modules", ()):
+            raise AttributeError(f"{name} is decided when a module is wrapped: wrap model.module anew")
+        owner = self._owner_of(name)
+        if owner is self:
+            nn.Module.__setattr__(self, name, value)
+        else:
+            setattr(owner, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        owner = self._owner_of(name)
+        if owner is self:
+            nn.Module.__delattr__(self, name)
+        else:
+            delattr(owner, name)
+
+    def _owner_of(self, name: str) -> nn.Module:
+        """Return whose attribute is meant by a name: the module's if only it has one, else the wrapper's."""
+        module = self.__dict__.get("_modules", {}).get("module")
+        if module is None or _has(self, name):
+            return self
+        if _has(module, name) or (isinstance(module, Wrapper) and module._owner_of(name) is not module):
+            return module  # type: ignore[no-any-return]
+        return self
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    """Return whether a module has an attribute, without asking for it: properties may compute, or fail."""
+    own = module.__dict__
+    return (
+        name in own
+        or hasattr(type(module), name)
+        or any(name in own.get(registry, ()) for registry in ("_modules", "_parameters", "_buffers"))
+    )
+
+
+def accept_clean_names(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """Let `load_state_dict` take the module's own names as well as those with `module.` in front."""
+    names = list(wrapper.module.state_dict())  # type: ignore[union-attr]
+    clean = [name for name in names if prefix + name in state_dict]
+    wrapped = [name for name in names if f"{prefix}module.{name}" in state_dict]
+    if len(clean) > len(wrapped):  # a module may have a child called "module": the form that fits better counts
+        values = [state_dict.pop(prefix + name) for name in clean]
+        state_dict.update((f"{prefix}module.{name}", value) for name, value in zip(clean, values, strict=True))
