@@ -2,7 +2,7 @@
 
 import contextlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -27,6 +27,16 @@ if importlib.util.find_spec("hypothesis"):  # `make gpu-check` runs without it, 
 def _nothing_has_been_said() -> None:
     """Let each test see the messages that are given once in a process."""
     errors.forget_what_was_said()
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """Everything in double precision, and from the same random numbers."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(before)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ accelerators, where the replicas share one graph and one call walks it backward;
 
 import contextlib
 import copy
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,39 +15,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from in_time import in_time
 from manyhands import DataParallel, devices
 from manyhands.batch_norm import inside_synchronised_replica
 
-WAIT_S = 15.0
-
-
-@pytest.fixture(autouse=True)
-def _float64() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(before)
-
-
-def in_time(function: Callable[[], Any]) -> Any:
-    """Call `function` in a thread of its own, and fail, rather than hang, if it does not return."""
-    result: list[Any] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            result.append(function())
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(WAIT_S)
-    assert not thread.is_alive(), "it hangs"
-    if errors:
-        raise errors.pop()
-    return result.pop()
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 # ---- what is taken over --------------------------------------------------------------------------

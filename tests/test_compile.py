@@ -17,7 +17,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from manyhands import DataParallel, data_parallel, replicate
 
 # torch's own look at an input that is no leaf, where a compiled module follows another
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
+pytestmark = [
+    pytest.mark.usefixtures("float64"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor"),
+]
 
 ENGINES = ["threads"]  # the other one refuses compiled modules: tests/test_processes.py
 ROWS = [8, 8, 7, 5, 11, 13, 2, 9, 8, 3, 6, 12, 7, 8, 1]  # of 15 steps: shapes that come back, and new ones
@@ -26,13 +29,9 @@ MOST_GRAPHS = 7  # for training and eval, each with fixed rows, with any, with o
 
 
 @pytest.fixture(autouse=True)
-def _float64() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
+def _nothing_compiled_yet() -> Iterator[None]:
     torch.compiler.reset()
     yield
-    torch.set_default_dtype(before)
     torch.compiler.reset()
 
 

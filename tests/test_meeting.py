@@ -6,22 +6,12 @@ from typing import Any
 
 import torch
 
+from in_time import WAIT_S, in_time
 from manyhands.meeting import Meeting, MeetingHere, Met, Visit
 from manyhands.workers import run_together
 
-WAIT_S = 15.0
 CPU = torch.device("cpu")
 BOTH = frozenset({0, 1})
-
-
-def in_time(function: Callable[[], Any]) -> Any:
-    """Call `function` in a thread of its own, and fail, rather than hang, if it does not return."""
-    result: list[Any] = []
-    thread = threading.Thread(target=lambda: result.append(function()), daemon=True)
-    thread.start()
-    thread.join(WAIT_S)
-    assert not thread.is_alive(), "it hangs"
-    return result.pop()
 
 
 class Visits:

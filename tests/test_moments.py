@@ -1,7 +1,5 @@
 """Mean and variance of several tensors together, and normalising by them: as torch's batch norm of their rows."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,13 +11,7 @@ from manyhands.moments import Statistics
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _float64() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 @given(sizes=st.lists(st.integers(0, 5), min_size=1, max_size=8), offset=st.sampled_from([0.0, 1.0, 1e6]))

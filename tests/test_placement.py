@@ -15,13 +15,7 @@ from manyhands.testing import SimulatedTensor, simulated_accelerators
 NUMBERS = [2, 3, 4, 8]
 
 
-@pytest.fixture(autouse=True)
-def _float64() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 @pytest.fixture(params=NUMBERS)

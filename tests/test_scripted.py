@@ -3,7 +3,7 @@
 import gc
 import io
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,19 +12,13 @@ from torch import nn
 
 from manyhands import DataParallel, data_parallel, replicate, torch_private
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated", "ignore::DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("float64"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated", "ignore::DeprecationWarning"),
+]
 
 ENGINES = ["threads"]  # the other one refuses scripted modules: tests/test_processes.py
 CPU = ["cpu", "cpu"]
-
-
-@pytest.fixture(autouse=True)
-def _float64() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(before)
 
 
 @pytest.fixture(params=ENGINES)

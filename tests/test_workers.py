@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import torch
 
+from in_time import WAIT_S, in_time
 from manyhands import workers
 from manyhands.thread_state import ThreadState
 from manyhands.workers import Outcome, inside_replica, replica_path, run_together
 
 CPU = torch.device("cpu")
-WAIT_S = 15.0
 
 
 def run(*tasks: Callable[[], Any]) -> list[Outcome[Any]]:
@@ -40,26 +40,6 @@ def raises(error: BaseException) -> Callable[[], Any]:
         raise error
 
     return task
-
-
-def in_time(function: Callable[[], Any]) -> Any:
-    """Call `function` in a thread of its own, and fail, rather than hang, if it does not return."""
-    result: list[Any] = []
-    errors: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            result.append(function())
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            errors.append(error)
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(WAIT_S)
-    assert not thread.is_alive(), "it hangs"
-    if errors:
-        raise errors.pop()
-    return result.pop()
 
 
 def worker_threads() -> set[threading.Thread]:
