@@ -306,6 +306,7 @@ class _SumOfAll(Sum):
 
     def __init__(self, contribution: "Contribution", tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> None:
         super().__init__(contribution, tensors, nodes)
+        # What backwards in no_sync() have left in `grad` goes into this sum, whose result takes its place.
         own = self._reduction.own_grads
         mine = [n for n in self._accumulated() if own.has(tensors[n])] if own else []
         for n in mine:
