@@ -31,6 +31,7 @@ LAYERS: list[str | list[str]] = [
     "manyhands.devices",
     "manyhands.copy_streams",
     "manyhands.launcher",
+    "manyhands.notices",
     "manyhands.cluster",
     "manyhands.even_batches",
     "manyhands.cores",

@@ -16,18 +16,15 @@ not, and it can be seen, the error names the first difference.
 import atexit
 import contextlib
 import datetime
-import functools
 import hashlib
 import os
 import pickle
-import socket
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -37,6 +34,7 @@ from manyhands import devices as _devices
 from manyhands import torch_private
 from manyhands.buckets import Form, buckets_of
 from manyhands.launcher import start_default_group
+from manyhands.notices import STORE_ERRORS, Notices, machine
 
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.00005, 0.002
 _LOOK_EVERY_S = 0.2  # how often one who waits asks the store about failures; with many processes, less often
@@ -49,10 +47,6 @@ _TELLING = "telling the others what it does"
 _NOT_IN_GROUP = -100  # torch.distributed.GroupMember.NON_GROUP_MEMBER
 
 distributed: Any = torch.distributed
-_STORE_ERRORS = (
-    getattr(distributed, "DistNetworkError", RuntimeError),
-    getattr(distributed, "DistStoreError", RuntimeError),
-)
 
 
 def join(process_group: Any = None) -> "Cluster | None":
@@ -109,23 +103,20 @@ class Cluster:
         self._ranks = distributed.get_process_group_ranks(process_group)
         self.is_all = self.world_size == distributed.get_world_size()
         self._store = distributed.PrefixStore("manyhands", process_group.get_group_store())
+        self._notices = Notices(self._store, self.rank)
         self._look_every_s = max(_LOOK_EVERY_S, self.world_size / 500)
         self._num_arrivals = self._num_models = 0
         self._groups: dict[tuple[str, str], Any] = {}
-        self._store_has_gone = False  # with the process in which it was: nobody is there to be told, or asked
         self._broken: str | None = None
-        self._pid = os.getpid()
-        self._places: list[str] = []  # of all processes: machine and number
         self._control: Any = None
         _tell_failures_to(self)
 
     def meet(self) -> None:
         """Wait for all processes, and connect them. To be called once."""
-        place = f"{_machine()} {self._pid}"
-        self._say(f"process/{self.rank}", place)
+        self._notices.introduce()
         self.arrive("a DataParallel that spans processes")
         self._control = self._new_group("gloo", "control")
-        self._places = self.exchange(place, "meeting")
+        self._notices.places = self.exchange(self._notices.place, "meeting")
 
     @property
     def broken(self) -> bool:
@@ -155,13 +146,13 @@ class Cluster:
         key = f"arrival/{self._num_arrivals}"
 
         def missing() -> list[int]:
-            return [rank for rank in range(self.world_size) if not self._text(f"{key}/{rank}")]
+            return [rank for rank in range(self.world_size) if not self._notices.text(f"{key}/{rank}")]
 
         def all_there() -> bool:
             return bool(self._store.add(f"{key}/number", 0) >= self.world_size)
 
         def look() -> None:
-            gone = [rank for rank in missing() if self._has_gone(rank)]
+            gone = [rank for rank in missing() if self._notices.has_gone(rank)]
             if gone and not all_there():
                 raise self._failure(f"{ranks_of(gone)} {_has(gone)} ended and did not come to {at}")
 
@@ -170,7 +161,7 @@ class Cluster:
             self._store.set(f"{key}/{self.rank}", at)
             self._store.add(f"{key}/number", 1)
             self._wait_until(all_there, at, lambda: f"{ranks_of(missing())} did not come to it", look)
-        except _STORE_ERRORS as error:
+        except STORE_ERRORS as error:
             raise self._lost(error, at) from error
         rank, _, other = first.partition("\n")
         if other != at:
@@ -264,7 +255,7 @@ class Cluster:
         if (str(device), purpose) in self._groups:
             return self._groups[str(device), purpose]
         # Several processes on one GPU cannot talk by NCCL.
-        places = self.exchange((_machine(), _devices.identity(device)), "choosing how to talk to each other")
+        places = self.exchange((machine(), _devices.identity(device)), "choosing how to talk to each other")
         alone = len(set(places)) == self.world_size and not _devices.computes_on_host(device)
         backend = distributed.get_default_backend_for_device(device) if alone else "gloo"
         group = self._groups[str(device), purpose] = self._new_group(backend, purpose)
@@ -345,7 +336,7 @@ class Cluster:
                     look()
                 if not told:
                     told = True
-                    self._say(f"at/{self.rank}", doing)
+                    self._notices.say(f"at/{self.rank}", doing)
                 if now - started > self.timeout_s:
                     self._raise_timeout(doing, who())
             if block is not None:
@@ -354,10 +345,10 @@ class Cluster:
                 time.sleep(nap_s)
                 nap_s = min(nap_s * 1.5, longest_nap_s)
         if told:
-            self._say(f"at/{self.rank}", "")
+            self._notices.say(f"at/{self.rank}", "")
 
     def _raise_timeout(self, doing: str, who: str) -> None:
-        places = {rank: self._text(f"at/{rank}") for rank in range(self.world_size) if rank != self.rank}
+        places = {rank: self._notices.text(f"at/{rank}") for rank in range(self.world_size) if rank != self.rank}
         found = [f"rank {rank} waits at {place}" for rank, place in places.items() if place and place != doing]
         silent = [rank for rank, place in places.items() if not place]
         if who:
@@ -377,7 +368,7 @@ class Cluster:
         deadline = time.monotonic() + _LAST_WORDS_S
         while time.monotonic() < deadline:
             self._raise_if_somebody_failed(doing)
-            gone = [rank for rank in range(self.world_size) if rank != self.rank and self._has_gone(rank)]
+            gone = [rank for rank in range(self.world_size) if rank != self.rank and self._notices.has_gone(rank)]
             if gone:
                 return self._failure(f"{ranks_of(gone)} {_has(gone)} ended while this one was at {doing}")
             time.sleep(0.05)
@@ -407,7 +398,7 @@ class Cluster:
     def fail(self, reason: str) -> None:
         """Tell the others that this process will not go on; only the first to do so is heard."""
         if self._broken is None:
-            self._say("failed", f"{self.rank}\n{reason[:_MOST_TEXT]}", first_only=True)
+            self._notices.say("failed", f"{self.rank}\n{reason[:_MOST_TEXT]}", first_only=True)
 
     def failed_with(self, error: BaseException) -> None:
         """Tell the others that this process has ended an exchange half-way, because of `error`."""
@@ -419,20 +410,20 @@ class Cluster:
             )
 
     def _raise_if_somebody_failed(self, doing: str) -> None:
-        text = self._text("failed")
+        text = self._notices.text("failed")
         if text:
             rank, _, reason = text.partition("\n")
             if int(rank) != self.rank:
                 # A launcher takes whoever ends first for the cause: that is to be the one that has failed.
                 deadline = time.monotonic() + _LAST_WORDS_S
-                while time.monotonic() < deadline and not self._has_gone(int(rank)):
+                while time.monotonic() < deadline and not self._notices.has_gone(int(rank)):
                     time.sleep(0.05)
                 raise self._failure(f"rank {rank} has failed while this one was at {doing}. Rank {rank} says: {reason}")
 
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
             raise RuntimeError(self._broken)
-        if os.getpid() != self._pid:
+        if os.getpid() != self._notices.pid:
             raise RuntimeError(
                 f"this is a process forked by rank {self.rank}: it does not belong to the processes that train the "
                 "model together. Use model.module in it, or torch.no_grad()."
@@ -442,41 +433,9 @@ class Cluster:
         self._broken = text
         return RuntimeError(text)
 
-    def _has_gone(self, rank: int) -> bool:
-        """Return whether another process has ended; of other machines only those that have said so are known."""
-        place = self._places[rank] if self._places else self._text(f"process/{rank}")
-        machine, _, pid = place.rpartition(" ")
-        return bool(self._text(f"ended/{rank}")) or (bool(pid) and machine == _machine() and not _runs(int(pid)))
-
     def ends(self) -> None:
-        """Tell those on other machines that this process's program has ended; on its own, it can be seen.
-
-        Not more than needed: the store may have ended before, which torch then says at length.
-        """
-        if not self._places or any(place.rpartition(" ")[0] != _machine() for place in self._places):
-            self._say(f"ended/{self.rank}", "ended")
-
-    def _say(self, key: str, text: str, *, first_only: bool = False) -> None:
-        if os.getpid() != self._pid:  # a child of this process, a loader's worker perhaps: nobody waits for it
-            return
-        if self._store_has_gone:
-            return
-        try:
-            if first_only:
-                self._store.compare_set(key, "", text)
-            else:
-                self._store.set(key, text)
-        except _STORE_ERRORS:
-            self._store_has_gone = True
-
-    def _text(self, key: str) -> str:
-        if self._store_has_gone:
-            return ""
-        try:
-            return self._store.get(key).decode() if self._store.check([key]) else ""
-        except _STORE_ERRORS:
-            self._store_has_gone = True
-            return ""
+        """Tell the others that this process's program has ended."""
+        self._notices.end()
 
 
 class _NotYetError(Exception):
@@ -544,27 +503,6 @@ def _tell_the_end() -> None:
 def digest_of(text: str) -> int:
     """Return a number that is the same in every process for the same text, and exact in double precision."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest())
-
-
-@functools.cache
-def _machine() -> str:
-    """Return what is the same for processes that can see each other's numbers."""
-    try:
-        numbers = os.readlink("/proc/self/ns/pid")  # two containers may call themselves alike
-    except OSError:
-        numbers = ""
-    return f"{socket.gethostname()} {numbers}"
-
-
-def _runs(pid: int) -> bool:
-    """Return whether a process of this machine runs; one that has ended and not been waited for does not."""
-    try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
-    except ProcessLookupError:
-        return False
-    except (OSError, IndexError):  # not ours to ask, or a system without /proc
-        return True
 
 
 def ranks_of(ranks: Iterable[int]) -> str:
