@@ -6,6 +6,7 @@ Here "elsewhere" is memory of their own on the CPU. tests/test_engines.py runs t
 import copy
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from late_copies import send_late
 from manyhands import DataParallel, data_parallel
 from manyhands.buckets import buckets_of
 from manyhands.copy_streams import Copies
@@ -39,13 +41,13 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """The sizes of what is copied from now on, in order."""
     sizes: list[torch.Size] = []
-    to = Copies.to
+    to_add = Copies.to_add
 
     def noting(self: Copies, tensor: torch.Tensor, reader: int) -> torch.Tensor:
         sizes.append(tensor.size())
-        return to(self, tensor, reader)
+        return to_add(self, tensor, reader)
 
-    monkeypatch.setattr(Copies, "to", noting)
+    monkeypatch.setattr(Copies, "to_add", noting)
     return sizes
 
 
@@ -72,9 +74,9 @@ def test_a_forward_sends_buckets_and_not_tensors(copied: list[torch.Size]) -> No
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(20)))
     wrapped = DataParallel(model, ["cpu"] * 3)
     loss = wrapped(torch.randn(12, 4)).sum()
-    num_entries = sum(p.numel() for p in model.parameters()) + sum(b.numel() for b in model.buffers())
-    assert sum(size.numel() for size in copied) == 2 * num_entries
-    assert len(copied) == 2 * 2  # float32, and the int64 of num_batches_tracked
+    num_float = sum(tensor.numel() for tensor in model.state_dict().values() if tensor.is_floating_point())
+    # To two replicas: float32, and the int64 of num_batches_tracked, each at a multiple of 16 bytes.
+    assert [size.numel() for size in copied] == [num_float] * 2 + [20 * 2] * 2
     copied.clear()
     loss.backward()
     assert [size.numel() for size in copied] == [sum(p.numel() for p in model.parameters())] * 2
@@ -108,6 +110,47 @@ def test_a_replicas_tensors_are_their_own(copied: list[torch.Size]) -> None:
     model.module(x).sum().backward()
     for mine, parameter in zip(gradients, model.module.parameters(), strict=True):
         torch.testing.assert_close(mine, parameter.grad)
+
+
+def test_a_buffer_that_the_first_replica_writes_while_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R5: the others get what it was before the forward, also where it is the only one of its kind."""
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls.add_(1)
+            written.set()
+            return x * self.calls
+
+    written = threading.Event()
+    send_late(monkeypatch, not_before=written)
+    model = DataParallel(Counts(), ["cpu"] * 3)
+    for number in (1.0, 2.0):
+        assert model(torch.ones(3)).tolist() == [number] * 3
+        written.clear()
+
+
+def test_tensors_are_aligned(copied: list[torch.Size]) -> None:
+    """R1: kernels that load several entries at once ask for it, and take others where it is not so."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+            self.weights = nn.ParameterList([torch.ones(3, 5), torch.ones(4, dtype=torch.float16), torch.ones(7)])
+            self.seen: list[int] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen += [p.data_ptr() % 16 for p in self.parameters()]
+            return x * self.scale
+
+    model = DataParallel(Odd(), ["cpu"] * 3)
+    model(torch.ones(3))
+    assert copied
+    assert model.module.seen == [0] * 4 * 3
 
 
 @pytest.mark.usefixtures("small_buckets")

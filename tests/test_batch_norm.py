@@ -175,6 +175,7 @@ def simulated_accelerators_with_one_graph(monkeypatch: pytest.MonkeyPatch) -> It
     """Make simulated devices count as accelerators whose graphs one call walks backward."""
     with monkeypatch.context() as patch:
         patch.setattr(devices, "computes_on_host", lambda device: device.type == "cpu")
+        patch.setattr(devices, "has_streams", lambda device: False)
         patch.setattr(devices, "current_streams", lambda devices: [])
         patch.setattr(devices, "using", lambda device, streams: contextlib.nullcontext())
         patch.setattr(devices, "warn_if_unequal", lambda devices: None)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from manyhands import copy_streams
-from manyhands.copy_streams import Copies, is_plain
+from manyhands.copy_streams import Copies, follow_others, is_plain, join
 
 CPU = torch.device("cpu")
 A, B = torch.device("cuda", 0), torch.device("cuda", 1)  # names only
@@ -37,7 +37,9 @@ class Stream:
         return self.clock
 
     def record_event(self) -> Event:
-        return Event(self.operation())
+        event = Event(self.operation())
+        Machine.events.append(event)
+        return event
 
     def wait_event(self, event: Event) -> None:
         self.clock = merged(self.clock, event.clock)
@@ -95,7 +97,10 @@ class Tensor:
 class Machine:
     """Two accelerators, each with the stream on which the caller computes."""
 
+    events: ClassVar[list[Event]] = []
+
     def __init__(self) -> None:
+        self.events.clear()
         self.computing = {A: Stream(A), B: Stream(B)}
         self.current = dict(self.computing)
 
@@ -133,7 +138,7 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
-    monkeypatch.setattr(copy_streams._devices, "computes_on_host", lambda device: device == CPU)
+    monkeypatch.setattr(copy_streams._devices, "has_streams", lambda device: device != CPU)
     monkeypatch.setattr(copy_streams._devices, "current_streams", machine.current_streams)
     monkeypatch.setattr(copy_streams._devices, "using", machine.using)
     monkeypatch.setattr(copy_streams._devices, "copied_to", machine.copied_to)
@@ -194,22 +199,68 @@ def test_a_copy_from_the_host_does_not_wait_for_what_is_queued(machine: Machine)
 
 @pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
 def test_the_callers_host_memory(machine: Machine, pinned: bool) -> None:
-    """S11: pinned memory has been read when the call returns; pageable memory is read at once, into memory of ours."""
-    events: list[Event] = []
-    copy_streams.copy_stream(A).record_event = lambda: events.append(Event({})) or events[-1]  # type: ignore[method-assign]
-    shard = Tensor(CPU, {}, pinned=pinned)
+    """S11: pinned memory has been read when the call returns; pageable memory is read at once, into memory of ours.
+
+    The host waits for nothing else, such as parameters that come behind what the step before still computes.
+    """
+    shard, before = Tensor(CPU, {}, pinned=pinned), machine.computed_on(A)
     with Copies([A]) as copies:
         copies.to(shard, 0)
-        copies.to(Tensor(CPU, {}), 0)
+        copies.to(before, 0)
     assert bool(shard.reads) == pinned
-    assert [event.waited_for for event in events] == [False, pinned]  # the last is behind both
+    waited_for = [event for event in machine.events if event.waited_for]
+    assert all(any(comes_before(read, event.clock) for event in waited_for) for read, _ in shard.reads)
+    assert not any(comes_before(before.written, event.clock) for event in waited_for)
+
+
+def test_a_copy_that_fails(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F1: what the caller gets is torch's own error."""
+
+    def no_memory(tensor: Tensor, device: torch.device, *, wait: bool) -> Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(copy_streams._devices, "copied_to", no_memory)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"), Copies([A]) as copies:
+        copies.to(Tensor(CPU, {}, pinned=True), 0)
+
+
+def test_memory_that_computation_never_reads_is_free_again_soon(machine: Machine) -> None:
+    """N10: what is only added to something beside computation is not held until computation has come as far."""
+    far = machine.computed_on(B)
+    with Copies([A]) as copies:
+        part = copies.to_add(far, 0)
+        with copies.behind(0):
+            part.read_on(machine.current[A])
+    assert part.told == []
+    assert part.may_be_freed()
+
+
+def test_tensors_that_were_made_on_several_streams(machine: Machine) -> None:
+    """N1: a module's branches can be on streams of its own, and the last gradient speaks for all."""
+    side = Stream(A)
+    early = Tensor(A, side.operation(), allocated_on=side)
+    late = machine.computed_on(A)
+    with pytest.raises(AssertionError, match="before it was written"):
+        early.read_on(machine.computing[A])
+    join([side, machine.computing[A]], [early, late], A)
+    for tensor in (early, late):
+        tensor.read_on(machine.computing[A])
+        assert tensor.may_be_freed()
+
+
+def test_what_is_ready_on_other_devices(machine: Machine) -> None:
+    """N1: autograd looks for all of a node's gradients on one stream."""
+    gradient = machine.computed_on(B)
+    follow_others(A, [A, B, CPU])
+    assert comes_before(gradient.written, machine.computing[A].clock)
+    assert follow_others(CPU, [CPU]) is None
 
 
 def test_sums_beside(machine: Machine) -> None:
     """N1: what `behind` queues comes after copies, and after what it was told to follow; `arrive` waits for it too."""
     own, far = machine.computed_on(A), machine.computed_on(B)
     with Copies([A]) as copies:
-        part = copies.to(far, 0)
+        part = copies.to_add(far, 0)
         copies.lend(own, 0)
         copies.follow(0)
         with copies.behind(0):

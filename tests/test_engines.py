@@ -31,6 +31,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
+from late_copies import send_late
 from manyhands import DataParallel, data_parallel, nested, register_batch_type
 from manyhands.buckets import buckets_of
 from manyhands.engines import apart, team
@@ -86,6 +87,8 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     monkeypatch.setattr(team, "always_send", how == "over gloo")
     if how == "apart":
         monkeypatch.setattr(apart, "always_apart", True)
+        if ON_CPU:
+            send_late(monkeypatch)
         monkeypatch.setattr(apart, "buckets_of", functools.partial(buckets_of, full_bytes=300))  # several, that is
     return name
 

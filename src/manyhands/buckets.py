@@ -50,26 +50,33 @@ class Bucket(NamedTuple):
     Attributes:
         device: as in `Form`.
         items: the tensors' numbers, and what they are like.
+        aligned_bytes: tensors begin at multiples of this, or one behind the other.
     """
 
     dtype: torch.dtype
     device: torch.device | None
     items: tuple[tuple[int, Form], ...]
+    aligned_bytes: int = 1
 
     @property
     def num_entries(self) -> int:
-        return sum(math.prod(form.size) for _, form in self.items)
+        return sum(self._num_entries_of(form) for _, form in self.items)
 
     def pieces(self, flat: torch.Tensor) -> dict[int, torch.Tensor]:
         """Return the tensors as views of `flat`, by number."""
         pieces, offset = {}, 0
         for number, form in self.items:
             pieces[number] = flat.as_strided(form.size, form.stride, flat.storage_offset() + offset)
-            offset += math.prod(form.size)
+            offset += self._num_entries_of(form)
         return pieces
 
+    def _num_entries_of(self, form: Form) -> int:
+        """Return how many entries there are from the beginning of a tensor to that of the next."""
+        unit = max(1, self.aligned_bytes // self.dtype.itemsize)
+        return -(-math.prod(form.size) // unit) * unit
+
     def flat(self, tensors: Sequence[torch.Tensor] | Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Return copies of its tensors, taken out of `tensors` by number, one behind the other."""
+        """Return copies of its tensors, taken out of `tensors` by number, each at its place."""
         flat = torch.empty(self.num_entries, dtype=self.dtype, device=tensors[self.items[0][0]].device)
         with torch.no_grad():
             pieces = self.pieces(flat)
@@ -186,7 +193,7 @@ class _Begun:
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of a copy: the tensor's own where it has no gaps, else in the same order of axes."""
-    if tensor.is_contiguous():
+    if tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)):
         return tuple(tensor.stride())
     return tuple(torch.empty_like(tensor, device="meta").stride())
 

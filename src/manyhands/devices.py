@@ -214,6 +214,11 @@ def computes_on_host(device: torch.device) -> bool:
     return kind is None or device.type != kind.type
 
 
+def has_streams(device: torch.device) -> bool:
+    """Return whether work on `device` is queued on streams, of which it can have several: Apple's devices have one."""
+    return device.type != "mps" and not computes_on_host(device)
+
+
 def exists_for_other_processes(device: torch.device) -> bool:
     """Return whether another process finds the device too: not a simulated one."""
     return device.type == "cpu" or not computes_on_host(device)

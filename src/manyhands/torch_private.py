@@ -279,23 +279,23 @@ def num_references(storage: torch.UntypedStorage) -> int | None:
 
 
 def add_all_in_place(targets: list[torch.Tensor], others: list[torch.Tensor]) -> None:
-    """Add each of `others` to its target. Fallback: one after the other."""
+    """Add each of `others` to its target. Fallback, also where a device lacks it for a dtype: one after the other."""
     if not targets:
         return
     try:
         torch._foreach_add_(targets, others)
-    except AttributeError:
+    except (AttributeError, NotImplementedError):
         for target, other in zip(targets, others, strict=True):
             target.add_(other)
 
 
 def copy_all_in_place(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each of `sources` into its target. Fallback: one after the other."""
+    """Copy each of `sources` into its target. Fallback, as above: one after the other."""
     if not targets:
         return
     try:
         torch._foreach_copy_(targets, sources)
-    except AttributeError:
+    except (AttributeError, NotImplementedError):
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
 
@@ -308,7 +308,7 @@ def is_batched(tensor: torch.Tensor) -> bool:
     try:
         functorch = torch._C._functorch
         return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
-    except AttributeError:
+    except (AttributeError, NotImplementedError):
         return False
 
 

@@ -22,9 +22,11 @@ import torch
 
 from manyhands import devices as _devices
 from manyhands import torch_private
-from manyhands.buckets import Bucket, Form, buckets_of
-from manyhands.copy_streams import Copies, is_plain
+from manyhands.buckets import Form, buckets_of
+from manyhands.copy_streams import Copies, current_stream, is_plain, join
 from manyhands.engines.early_sums import Emit, sum_in_place
+
+_ALIGNED_BYTES = 16  # what kernels ask for where they load several entries at once
 
 # For tests: replicas but the first stand apart even on the module's own device.
 always_apart = False
@@ -52,7 +54,8 @@ def copies_of(
     tensors = {number: tensor.detach() for number, tensor in tensors.items()}
     forms = {n: Form.of(tensor, tensor.device) for n, tensor in tensors.items() if is_plain(tensor) and tensor.numel()}
     for bucket in buckets_of(forms):
-        flat = _flat(bucket, tensors)
+        bucket = bucket._replace(aligned_bytes=_ALIGNED_BYTES)
+        flat = bucket.flat(tensors)  # of an only one too: the replica at home may write into it while it is sent
         for i, device in enumerate(devices):
             if is_apart(i, device, flat.device):
                 # Each by `data` a tensor of its own: what is written into one would else count as written into all.
@@ -62,15 +65,6 @@ def copies_of(
             if is_apart(i, device, tensors[number].device):
                 found[i][number] = copies.to(tensors[number], i)
     return found
-
-
-def _flat(bucket: Bucket, tensors: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """Return a bucket's tensors one behind the other; the memory of an only one itself, if it has no gaps."""
-    (number, form), *others = bucket.items
-    only = tensors[number]
-    if not others and tuple(only.stride()) == form.stride:
-        return only.detach().as_strided((bucket.num_entries,), (1,))
-    return bucket.flat(tensors)
 
 
 @contextlib.contextmanager
@@ -131,8 +125,10 @@ class _Homecoming:
         self._lock = threading.Lock()
         self._taken: set[tuple[int, int]] = set()  # of which parameter and replica a bucket has had a gradient
         self._waiting: dict[tuple[int, int], dict[int, torch.Tensor]] = {}  # by bucket and replica
+        self._made_on: dict[tuple[int, int], list[torch.Stream | None]] = {}  # the streams on which they were
         self._at_home: dict[int, dict[int, dict[int, torch.Tensor]]] = {}  # by bucket, then by replica
-        self._beside: dict[int, dict[int, list[torch.Tensor]]] = {}  # by parameter, then by replica
+        # By parameter, then by replica: gradients, and the streams on which they were made.
+        self._beside: dict[int, dict[int, list[tuple[torch.Tensor, torch.Stream | None]]]] = {}
         self._ending = False
 
     def take(self, k: int, replica: int, leaf: torch.Tensor) -> None:
@@ -143,12 +139,13 @@ class _Homecoming:
         with self._lock, torch.no_grad():
             b = self._bucket_of.get(k)
             if b is None or (k, replica) in self._taken or not is_plain(gradient):
-                self._beside.setdefault(k, {}).setdefault(replica, []).append(gradient)
+                self._beside.setdefault(k, {}).setdefault(replica, []).append((gradient, current_stream(leaf.device)))
                 return
             self._taken.add((k, replica))
             waiting = self._waiting.setdefault((b, replica), {})
             waiting[k] = gradient
             del gradient  # so that the sum may be made in its memory
+            self._made_on.setdefault((b, replica), []).append(current_stream(leaf.device))
             if len(waiting) == len(self._buckets[b].items):
                 self._bring(b, replica)
 
@@ -171,8 +168,10 @@ class _Homecoming:
         bucket, home = self._buckets[b], self._home(b)
         if len(gradients) < len(bucket.items):
             bucket = bucket._replace(items=tuple(item for item in bucket.items if item[0] in gradients))
-        if is_apart(replica, next(iter(gradients.values())).device, home):
-            parts = bucket.pieces(self._copies.to(_flat(bucket, gradients), self._reader[home]))
+        device = next(iter(gradients.values())).device
+        join(self._made_on.pop((b, replica)), gradients.values(), device)
+        if is_apart(replica, device, home):
+            parts = bucket.pieces(self._copies.to_add(bucket.flat(gradients), self._reader[home]))
         else:
             parts = {}
             for k in list(gradients):
@@ -197,6 +196,8 @@ class _Homecoming:
                 both = [k for k in parts if k in totals]
                 torch_private.add_all_in_place([totals[k] for k in both], [parts[k] for k in both])
                 totals.update((k, part) for k, part in parts.items() if k not in totals)
+        for total in totals.values():
+            self._copies.lend(total, reader)
         emitted = [] if self._ending else [k for k in totals if k in self._emitted]
         with self._copies.read(reader) if emitted else contextlib.nullcontext():
             for k in emitted:
@@ -206,10 +207,14 @@ class _Homecoming:
     def _home(self, b: int) -> torch.device:
         return self._homes[self._buckets[b].items[0][0]]
 
-    def _add_beside(self, k: int, of_parameter: Mapping[int, Sequence[torch.Tensor]]) -> None:
+    def _add_beside(
+        self, k: int, of_parameter: Mapping[int, Sequence[tuple[torch.Tensor, torch.Stream | None]]]
+    ) -> None:
         """Add what came by itself: each replica's first such gradient in replica order, then the second ones."""
         for number in range(max(map(len, of_parameter.values()))):
             for replica in sorted(of_parameter):
                 if number < len(of_parameter[replica]):
-                    part = _devices.copied_to(of_parameter[replica][number], self._homes[k])
+                    gradient, stream = of_parameter[replica][number]
+                    join([stream], [gradient] if is_plain(gradient) else [], gradient.device)
+                    part = _devices.copied_to(gradient, self._homes[k])
                     self.totals[k] = sum_in_place([self.totals[k], part]) if k in self.totals else part

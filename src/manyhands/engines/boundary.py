@@ -21,6 +21,7 @@ graph in the thread that asked). On accelerators one call walks all: torch's eng
 runs on such a thread, and waiting in it for another thread's backward on the same device would wait for ever.
 """
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,6 +32,7 @@ import torch
 
 from manyhands import devices as _devices
 from manyhands import torch_private
+from manyhands.copy_streams import follow_others
 from manyhands.engines.apart import brought_home
 from manyhands.engines.base import BeginPass, ReplicaTiming, one_pass
 from manyhands.engines.early_sums import NOTHING_EARLY, sum_in_place, summed_early
@@ -119,6 +121,7 @@ class Graphs:
     parameters: range = range(0)
     parameters_apart: bool = False
     released: bool = field(default=False, init=False)
+    _grad_is_free: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def release(self) -> None:
         """Let the replica graphs go; what only they held is freed here."""
@@ -151,12 +154,20 @@ class Graphs:
         Those of parameters are missing where they could be given to the sum over processes in the meantime.
         """
         together = _any_batched(output_grads) or modes_that_stay()  # neither can follow into other threads
-        if together or self.shared_leaves:
-            # A leaf's .grad cannot hold a batch of gradients, and .grad of a shared one is the caller's. Graphs that
-            # share a leaf may share nodes too, which must not be freed by the first who has walked them.
+        if together or self.shared_leaves or not self._grad_is_free.acquire(blocking=False):
+            # A leaf's .grad cannot hold a batch of gradients, that of a shared one is the caller's, and another walk of
+            # the same graphs may be filling it now. Graphs that share a leaf may share nodes too, which must not be
+            # freed by the first who has walked them.
             keep = keep or (self._walked_one_by_one() and not together)
             return self._gradients(*self._ends(output_grads), together=together, retain_graph=keep)
+        try:
+            return self._walk_into_grad(output_grads, keep, over_processes)
+        finally:
+            self._grad_is_free.release()
 
+    def _walk_into_grad(
+        self, output_grads: Sequence[torch.Tensor | None], keep: bool, over_processes: Sum | None
+    ) -> list[list[torch.Tensor | None]]:
         ends, grads = self._ends(output_grads)
 
         def walk_some(replicas: Sequence[int]) -> None:
@@ -192,6 +203,11 @@ class Graphs:
         if self._walked_one_by_one():
             return summed_early([edge.tensors for edge in self.inputs if isinstance(edge.layout, Whole)])
         return nullcontext()
+
+    def let_outputs_stream_wait(self) -> None:
+        """Have the inputs' gradients ready where autograd looks: on the stream of the boundary's first output."""
+        if not self._walked_one_by_one():
+            follow_others(self.outputs[0].device, [edge.device for edge in self.inputs])
 
     def take_leaf_gradients(self) -> list[list[torch.Tensor | None]]:
         """Return what the leaves hold in `.grad`, by edge and replica, and take it away from them."""
@@ -359,6 +375,7 @@ class Boundary(torch.autograd.Function):
             if over_processes is not None:
                 over_processes.failed(error)
             raise
+        graphs.let_outputs_stream_wait()
         if not keep:
             graphs.release()
         return (None, *joined)

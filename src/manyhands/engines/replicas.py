@@ -21,7 +21,7 @@ from manyhands.engines.boundary import Edge, Graphs
 from manyhands.layouts import Layout, Whole
 from manyhands.outputs import Group
 from manyhands.rebind import INERT
-from manyhands.replicate import Blueprint, constant_for
+from manyhands.replicate import Blueprint
 
 
 class Inputs:
@@ -75,32 +75,24 @@ def stamped(
     with_live_buffers: bool = True,
 ) -> list["Stamp"]:
     """Return a replica for each device, the first with the live module's buffers unless these are elsewhere."""
-    copied = copies_of({**blueprint.parameters, **blueprint.buffers}, devices, copies)
-    return [
-        Stamp(blueprint, source, device, of_device, tracked, with_live_buffers and i == 0)
-        for i, (device, of_device) in enumerate(zip(devices, copied, strict=True))
-    ]
+    # A plain tensor in an attribute goes with the module if it is where the module is.
+    constants = {key: c for key, c in blueprint.constants.items() if _devices.same_device(c.device, source)}
+    copied = copies_of({**blueprint.parameters, **blueprint.buffers, **constants}, devices, copies)
+    return [Stamp(blueprint, own, tracked, with_live_buffers and i == 0) for i, own in enumerate(copied)]
 
 
 class Stamp:
     """One replica, and the leaves that stand in it for the live parameters.
 
     Args:
-        blueprint, source: the live module, and where it is.
-        device: where the replica is.
-        copied: by id, copies of the parameters and buffers that have to be there and are not.
+        blueprint: of the live module.
+        copied: by id, copies of the tensors that have to be where the replica is and are not.
         tracked: whether a graph is built.
         shares_buffers: whether the replica has the live buffers themselves.
     """
 
     def __init__(
-        self,
-        blueprint: Blueprint,
-        source: torch.device,
-        device: torch.device,
-        copied: Mapping[int, torch.Tensor],
-        tracked: bool,
-        shares_buffers: bool,
+        self, blueprint: Blueprint, copied: Mapping[int, torch.Tensor], tracked: bool, shares_buffers: bool
     ) -> None:
         self.live_parameters: list[torch.Tensor] = []
         self.leaves: list[torch.Tensor] = []
@@ -117,7 +109,7 @@ class Stamp:
         self._buffers = [(blueprint.buffers[key], own) for key, own in own_buffers.items()]
         tensors.update(own_buffers)
         for key, constant in blueprint.constants.items():
-            tensors[key] = constant_for(constant, source, device)
+            tensors[key] = copied.get(key, constant)
         self._stamped = blueprint.stamp(tensors)
 
     @property
