@@ -668,6 +668,39 @@ def test_retain_graph(wrap: Callable[..., DataParallel]) -> None:
 
 
 @over_gloo_too
+def test_a_kept_graph_that_two_threads_walk_at_once(wrap: Callable[..., DataParallel]) -> None:
+    """N1, F5: each gets its own gradients, of a loss of its own."""
+    plain = mlp()
+    model = wrap(copy.deepcopy(plain))
+    x = torch.randn(7, 5)
+    outputs, roots = (plain(x), model(x)), (plain, model.module)
+    weights = torch.randn(2, *outputs[0].shape)
+    expected, _ = (
+        [torch.autograd.grad(output, list(root.parameters()), weight, retain_graph=True) for weight in weights]
+        for output, root in zip(outputs, roots, strict=True)
+    )
+    together = threading.Barrier(2)
+    wrong: list[str] = []
+
+    def walk(number: int) -> None:
+        together.wait(WAIT_S)
+        for _ in range(10):
+            found = torch.autograd.grad(outputs[1], list(model.module.parameters()), weights[number], retain_graph=True)
+            try:
+                torch.testing.assert_close(found, expected[number])
+            except AssertionError as error:
+                wrong.append(str(error))
+
+    threads = [threading.Thread(target=walk, args=(number,), daemon=True) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive(), "it hangs"
+    assert not wrong, wrong[0]
+
+
+@over_gloo_too
 def test_partial_gradients(wrap: Callable[..., DataParallel]) -> None:
     """N1: torch.autograd.grad of some parameters, of the input; nothing is accumulated anywhere."""
     plain = mlp()
