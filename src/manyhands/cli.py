@@ -63,6 +63,7 @@ examples:
   manyhands train --data path/to/idx/files --model mlp --devices 'cpu*4' --epochs 3
   manyhands train --devices 'cpu*4' --engine processes
   manyhands train --devices cuda:0,cuda:1 --precision bf16 --accumulate 2
+  manyhands train --data fashion-mnist --batch-size 256 --devices 1 --precision bf16 --compile
   manyhands train --resume runs/demo --epochs 20
 
 files in the output folder:
@@ -141,7 +142,7 @@ def _train(given: dict[str, Any], ranks: Ranks) -> int:
     options = replace(options, devices=given.get("devices", options.devices))
     os.environ["CUDA_DEVICE_ORDER"] = options.device_order  # read when CUDA is initialised, later than this
     if ranks.is_first:
-        print(f"manyhands {__version__}: {options.model} on {options.data}; results in {folder}", flush=True)
+        print(f"manyhands {__version__}: {options}; results in {folder}", flush=True)
 
     from manyhands.training import display
     from manyhands.training.data import DataError
@@ -274,8 +275,7 @@ def _add_train_options(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--engine",
         choices=ENGINES,
-        help="what runs the replicas: threads of this process, or a process for each, on the CPU (default: "
-        f"{default.engine})",
+        help=f"what runs the replicas: threads of this process, or a process for each (default: {default.engine})",
     )
     where.add_argument(
         "--device-order",
@@ -323,7 +323,18 @@ def _add_train_options(parser: argparse.ArgumentParser) -> None:
         help="batch norm over the rows of all devices, so that their number changes no loss; or over those of each "
         "device by itself, which is torch's rule for DataParallel (default: over all)",
     )
-    how.add_argument("--precision", choices=PRECISIONS, help=f"bf16 is torch.autocast (default: {default.precision})")
+    how.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        help="fp32: float32, exact; tf32: float32 whose products GPUs may round to TF32; bf16: torch.autocast to "
+        f"bfloat16 (default: {default.precision})",
+    )
+    how.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="compile the model with torch.compile; that takes up to some minutes at the first step, and needs a "
+        "compiler: a C++ compiler on the CPU, Triton and a C compiler on GPUs (default: not compiled)",
+    )
     how.add_argument("--seed", type=int, metavar="N", help=f"for weights and order (default: {default.seed})")
 
     results = parser.add_argument_group("results")
@@ -333,5 +344,6 @@ def _add_train_options(parser: argparse.ArgumentParser) -> None:
         "--resume",
         type=Path,
         metavar="DIR",
-        help="go on with the run in this folder, with its options; --devices, --engine and --epochs may be given anew",
+        help="go on with the run in this folder, with its options; --devices, --engine, --compile and "
+        "--epochs may be given anew",
     )

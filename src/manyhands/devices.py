@@ -402,3 +402,65 @@ def _what_is_there(present: Sequence[torch.device]) -> str:
         if variable in os.environ:
             there += f" ({variable}={os.environ[variable]!r} hides the others and numbers these from 0)"
     return there
+
+
+# ---- what training asks --------------------------------------------------------------------------
+
+
+def has_room_for(device: torch.device, num_bytes: int) -> bool:
+    """Return whether data of this size can stay on an accelerator comfortably: in a quarter of what is free there.
+
+    On the host there is nothing to ask: what is there stays where it is, and the answer is no.
+    """
+    if computes_on_host(device):
+        return False
+    free_bytes, _ = torch.accelerator.get_memory_info(device)
+    return num_bytes <= free_bytes // 4
+
+
+def begin_to_read(number: torch.Tensor) -> Callable[[], float]:
+    """Begin to copy a 0-dim tensor to the host; return what waits for it and gives the number."""
+    if computes_on_host(number.device):
+        value = number.item()
+        return lambda: value
+    copy, is_there = begin_copy_to_host(number)
+
+    def read() -> float:
+        is_there(True)
+        return copy.item()
+
+    return read
+
+
+def has_tf32(device: torch.device) -> bool:
+    """Return whether a device can compute float32 products in TF32: NVIDIA's GPUs from Ampere on."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@contextlib.contextmanager
+def float32_products(device: torch.device, *, rounded: bool) -> Iterator[None]:
+    """Compute float32 products and convolutions of CUDA devices exactly, or, `rounded`, in TF32 where they have it.
+
+    Rounded, cuDNN also tries its algorithms and takes the fastest. (torch's default is neither: it rounds convolutions
+    and computes products exactly.) The settings are the whole process's, and are put back when the context ends. Other
+    kinds of device have none.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    products, convolutions = torch.get_float32_matmul_precision(), convolution_flags()
+    try:
+        torch.set_float32_matmul_precision("high" if rounded else "highest")
+        torch.backends.cudnn.allow_tf32 = rounded
+        torch.backends.cudnn.benchmark = rounded
+        yield
+    finally:
+        torch.set_float32_matmul_precision(products)
+        set_convolution_flags(convolutions)
+
+
+def has_fused_optimizers(device: torch.device) -> bool:
+    """Return whether torch's optimizers have a fused form for an accelerator: one kernel for all parameters."""
+    return device.type in ("cuda", "xpu", "mps")

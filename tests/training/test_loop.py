@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from manyhands.training import data, loop, models
+from manyhands.training import data, loop, models, under_way
 from manyhands.training.errors import DivergedError, Interrupted, OptionError
 from manyhands.training.interrupts import StopRequest
 from manyhands.training.loop import evaluate, train
@@ -35,6 +35,9 @@ class Recorder:
 
     def say(self, line: str) -> None:
         self.said.append(line)
+
+    def busy(self, what: str) -> None:
+        self.said.append(what)
 
     def step(self, report: StepReport) -> None:
         self.reports.append(report)
@@ -346,7 +349,7 @@ def test_what_cannot_be_set_up_leaves_the_earlier_run_alone(uninterrupted: RunFo
 
 
 def test_long_epochs_are_saved_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "_SAVE_EVERY_S", 0.0)
+    monkeypatch.setattr(under_way, "_SAVE_EVERY_S", 0.0)
     folder = new_folder(tmp_path)
 
     def look(step: int) -> None:

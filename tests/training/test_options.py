@@ -1,5 +1,6 @@
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,3 +92,25 @@ def test_device_order_is_that_of_nvidia_smi_unless_someone_says_otherwise(monkey
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     assert Options.from_given({}).device_order == "FASTEST_FIRST"
     assert Options.from_given({"device_order": "PCI_BUS_ID"}).device_order == "PCI_BUS_ID"
+
+
+def test_what_is_compiled_stays_in_its_process() -> None:
+    with pytest.raises(OptionError, match=r"^--compile with --engine processes: .* leave one out$"):
+        Options(compile=True, engine="processes")
+
+
+def test_resuming_may_compile_or_not() -> None:
+    assert Options.from_saved(dataclasses.asdict(Options()), {"compile": True}).compile
+    assert not Options.from_saved(dataclasses.asdict(Options(compile=True)), {"compile": False}).compile
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "resnet18 on digits"),
+        ({"precision": "tf32"}, "resnet18 on digits, in tf32"),
+        ({"precision": "bf16", "compile": True, "model": "mlp"}, "mlp on digits, in bf16, compiled"),
+    ],
+)
+def test_options_in_words(changes: dict[str, Any], words: str) -> None:
+    assert str(Options(**changes)) == words

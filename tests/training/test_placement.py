@@ -1,9 +1,13 @@
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
 
 from manyhands import devices
 from manyhands.training.errors import OptionError
-from manyhands.training.placement import choose_devices
+from manyhands.training.options import Options
+from manyhands.training.placement import choose_devices, expect_combination
 
 CPU = torch.device("cpu")
 
@@ -53,11 +57,26 @@ def test_what_is_no_device_is_told_with_its_text(text: str) -> None:
         choose_devices(text)
 
 
-@pytest.mark.usefixtures("with_two_gpus")
-def test_processes_are_for_the_cpu() -> None:
-    assert choose_devices("cpu*3", "processes") == [CPU] * 3
-    with pytest.raises(OptionError, match=r"--devices auto is cuda:0, cuda:1: take --devices 'cpu\*2', or leave out"):
-        choose_devices("auto", "processes")
+CUDA = [torch.device("cuda", 0), torch.device("cuda", 1)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "places", "synchronised", "message"),
+    [
+        ({"engine": "processes"}, [CUDA], True, r"--devices auto is cuda:0, cuda:1, .*or take --no-sync-batch-norm$"),
+        ({"engine": "processes"}, [CUDA], False, None),
+        ({"engine": "processes"}, [[CPU] * 3], True, None),
+        ({"compile": True}, [[CPU] * 2], True, r"over 2 replicas \(cpu, cpu\).* --no-sync-batch-norm or --devices 1"),
+        ({"compile": True}, [[CPU], [CPU]], True, "over 2 replicas"),
+        ({"compile": True}, [[CPU] * 2], False, None),
+        ({"compile": True}, [[CPU]], True, None),
+    ],
+)
+def test_what_goes_together(
+    changes: dict[str, Any], places: list[list[torch.device]], synchronised: bool, message: str | None
+) -> None:
+    with nullcontext() if message is None else pytest.raises(OptionError, match=message):
+        expect_combination(Options(**changes), places, synchronised=synchronised)
 
 
 @pytest.mark.usefixtures("with_two_gpus")

@@ -40,6 +40,11 @@ class Bar:
         """Write a line above the bar."""
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
+    def busy(self, what: str) -> None:
+        """Let the bar move to and fro until the next step."""
+        self._bar.tasks[0].total = None  # what `update` is given as None it leaves alone
+        self._bar.update(self._task, description=what, figures="", visible=True)
+
     def step(self, report: StepReport) -> None:
         """Move the bar to a step."""
         self._replicas = report.replicas

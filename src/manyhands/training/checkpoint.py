@@ -79,12 +79,27 @@ def restore(
     """
     try:
         model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        _load_optimizer(optimizer, state["optimizer"])
         _set_random_state(state["random"], on)
         return Progress(steps=state["steps"], epochs=state["epochs"])
     except (KeyError, ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise FolderError(f"the checkpoint in {folder} does not fit the run in its config.json: {reason}") from error
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load an optimizer's state, but not how it computes and how its numbers lie in memory: the devices may be others.
+
+    A fused optimizer wants its numbers in the layout of the parameters.
+    """
+    how = [{name: group[name] for name in ("foreach", "fused")} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, own in zip(optimizer.param_groups, how, strict=True):
+        group.update(own)
+    for parameter, numbers in optimizer.state.items():
+        for name, value in numbers.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                numbers[name] = torch.empty_like(parameter).copy_(value)
 
 
 def read(folder: RunFolder, say: Callable[[str], None]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ Whatever is wrong with the data leaves here as a DataError: one line that says w
 what to do.
 """
 
+import dataclasses
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,6 +110,21 @@ class Dataset:
         """(channels, height, width) of one picture."""
         channels, height, width = self.train_images.shape[1:]
         return channels, height, width
+
+    @property
+    def num_bytes(self) -> int:
+        """What pictures and labels take in memory."""
+        return sum(t.nbytes for t in (self.train_images, self.train_labels, self.test_images, self.test_labels))
+
+    def on(self, device: torch.device) -> "Dataset":
+        """Return the same data on a device."""
+        return dataclasses.replace(
+            self,
+            train_images=self.train_images.to(device),
+            train_labels=self.train_labels.to(device),
+            test_images=self.test_images.to(device),
+            test_labels=self.test_labels.to(device),
+        )
 
 
 def load(

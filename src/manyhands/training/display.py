@@ -20,6 +20,9 @@ class Display(Protocol):
     def say(self, line: str) -> None:
         """Show a line that stays."""
 
+    def busy(self, what: str) -> None:
+        """Show that something has begun that may take long, and whose end is not known."""
+
     def step(self, report: StepReport) -> None:
         """Show a finished step, as long as nothing newer is there."""
 
@@ -51,6 +54,10 @@ class Lines:
         """Write a line."""
         print(line, file=self._out, flush=True)
 
+    def busy(self, what: str) -> None:
+        """Write a line."""
+        self.say(f"{what} ...")
+
     def step(self, report: StepReport) -> None:
         """Write a line for the first step, and when the last such line is some seconds old."""
         now = time.monotonic()
@@ -76,6 +83,9 @@ class Silent:
     """A display for processes other than the first: it shows nothing."""
 
     def say(self, line: str) -> None:
+        """Do nothing."""
+
+    def busy(self, what: str) -> None:
         """Do nothing."""
 
     def step(self, report: StepReport) -> None:

@@ -8,10 +8,14 @@
 A step is: rows, learning rate, forward, backward, update, record. An epoch is: steps, evaluation, record, picture,
 checkpoint. That the model runs on several devices cannot be seen here, which is the point. Of several processes each
 takes its part of every batch, and they add up their losses; otherwise all do the same.
+
+Nothing in a step waits for an accelerator: rows lie where they are needed, and losses are read a step later
+(under_way.py).
 """
 
 import contextlib
 import math
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,26 +24,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manyhands.training.checkpoint import Progress
+from manyhands import devices
+from manyhands.training.compiling import uncompiled
 from manyhands.training.display import Display
-from manyhands.training.errors import DivergedError, Interrupted, OptionError
+from manyhands.training.errors import Interrupted, OptionError
 from manyhands.training.interrupts import StopRequest
-from manyhands.training.metrics import EpochRecord, StepRecord
+from manyhands.training.metrics import EpochRecord
 from manyhands.training.options import Options
 from manyhands.training.ranks import ALONE, Ranks
 from manyhands.training.run import Run, describe
 from manyhands.training.run_folder import RunFolder
 from manyhands.training.schedule import epoch_batches, learning_rate
-from manyhands.training.work import StepReport, Work
-
-_SAVE_EVERY_S = 300.0  # within an epoch; each epoch ends with a checkpoint anyway
+from manyhands.training.under_way import Step, UnderWay
+from manyhands.training.work import Work
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to: the test accuracy after its last epoch, what an epoch of training took on average, and where.
+    """What a run came to: the test accuracy after its last epoch, what an epoch of training took, and where.
 
-    `places` are the devices of each process.
+    `seconds_per_epoch` is the median over the epochs; `places` are the devices of each process.
     """
 
     test_accuracy: float
@@ -64,27 +68,30 @@ def train(
         Interrupted: a signal asked it to stop, and the last finished step has been saved.
     """
     run = Run.begin(options, folder, display, resume=resume, ranks=ranks)
-    with contextlib.closing(run), StopRequest(ranks) as stop:
+    products = devices.float32_products(run.devices[0], rounded=options.precision != "fp32")
+    with contextlib.closing(run), products, StopRequest(ranks) as stop:
+        under_way = UnderWay(run, display)
         try:
             for epoch in range(run.progress.epochs, options.epochs):
-                _train_epoch(run, epoch, display, stop)
+                _train_epoch(run, epoch, under_way, display, stop)
                 _finish_epoch(run, epoch, display, stop)
         except Interrupted:
+            under_way.record()
             run.keep()
             display.say(f"stopped after step {run.progress.steps}; to go on: manyhands train --resume {folder}")
             raise
     return _outcome(run)
 
 
-def _train_epoch(run: Run, epoch: int, display: Display, stop: StopRequest) -> None:
+def _train_epoch(run: Run, epoch: int, under_way: UnderWay, display: Display, stop: StopRequest) -> None:
     """Take the steps of an epoch that have not been taken yet."""
     options, optimizer = run.options, run.optimizer
     images, labels = run.dataset.train_images, run.dataset.train_labels
-    batches = epoch_batches(run.num_rows, options.batch_size, seed=options.seed, epoch=epoch)
+    batches = epoch_batches(run.num_rows, options.batch_size, seed=options.seed, epoch=epoch, device=labels.device)
     first_step = epoch * run.steps_per_epoch
 
     run.model.train()
-    saved_at = began = time.perf_counter()
+    under_way.start_clock()
     for step in range(run.progress.steps, first_step + run.steps_per_epoch):
         stop.check()
 
@@ -102,6 +109,9 @@ def _train_epoch(run: Run, epoch: int, display: Display, stop: StopRequest) -> N
         # loss is a sum divided by the rows of the whole batch, so that losses and gradients add up to those of the
         # mean, however uneven the parts are.
         rows = batches[step - first_step]
+        if options.compile and len(rows) not in run.sizes_compiled:
+            display.busy(f"compiling the model for steps of {len(rows)} rows")
+            run.sizes_compiled.add(len(rows))
         loss_of_parts = torch.zeros((), device=run.devices[0])
         work = Work(run.devices)
         optimizer.zero_grad()
@@ -110,23 +120,18 @@ def _train_epoch(run: Run, epoch: int, display: Display, stop: StopRequest) -> N
             # What has to go to other processes goes there once, with the last part.
             to_others = contextlib.nullcontext() if is_last else run.model.no_sync()
             with _explained(run), to_others, work.of_part(run.model, len(mine)):
-                loss = _sum_of_losses(run, images[mine], labels[mine]) / len(rows)
-                loss.backward()  # type: ignore[no-untyped-call]
-            loss_of_parts += loss.detach()
-        (mean_loss,) = run.ranks.sum(loss_of_parts.item())  # waits for the accelerators, and for the other processes
-        if not math.isfinite(mean_loss):
-            raise _diverged(run, f"the training loss is {mean_loss} in step {step + 1} (epoch {epoch + 1})", rate)
+                loss_of_part = _sum_of_losses(run, images[mine], labels[mine]) / len(rows)
+                loss_of_part.backward()  # type: ignore[no-untyped-call]
+            loss_of_parts += loss_of_part.detach()
+        loss = devices.begin_to_read(loss_of_parts)
         optimizer.step()
 
-        now = time.perf_counter()
-        record = StepRecord(step + 1, epoch + 1, mean_loss, rate, len(rows), seconds=now - began)
-        began = now
-        run.progress = Progress(steps=step + 1, epochs=epoch)
-        run.metrics.add(record)
-        display.step(StepReport(record, options.epochs, step + 1 - first_step, run.steps_per_epoch, work.shares))
-        if now - saved_at > _SAVE_EVERY_S:
+        under_way.add(Step(step, epoch, rate, len(rows), loss, work.shares))
+        if under_way.long_unsaved:
+            under_way.record()
             run.keep()
-            saved_at = began = time.perf_counter()  # saving is not training
+            under_way.start_clock()  # saving is not training
+    under_way.record()
 
 
 def _finish_epoch(run: Run, epoch: int, display: Display, stop: StopRequest) -> None:
@@ -135,7 +140,7 @@ def _finish_epoch(run: Run, epoch: int, display: Display, stop: StopRequest) -> 
     test_loss, test_accuracy = evaluate(run, stop)
     test_seconds = time.perf_counter() - began
     if not math.isfinite(test_loss):
-        raise _diverged(run, f"the test loss is {test_loss} after epoch {epoch + 1}", run.options.lr)
+        raise run.diverged(f"the test loss is {test_loss} after epoch {epoch + 1}", run.options.lr)
 
     record = EpochRecord(
         epoch=epoch + 1,
@@ -159,21 +164,24 @@ def _finish_epoch(run: Run, epoch: int, display: Display, stop: StopRequest) -> 
 def evaluate(run: Run, stop: StopRequest) -> tuple[float, float]:
     """Return the mean loss and the accuracy over the test rows, each counted once, on all replicas of all processes."""
     images, labels = run.dataset.test_images, run.dataset.test_labels
-    total_loss = torch.zeros((), dtype=torch.float64)
-    num_correct = 0
+    first_device = run.devices[0]
+    of_batches = [torch.zeros(2, device=first_device)]  # loss and number of correct answers of each
+    as_written = uncompiled() if run.options.compile else contextlib.nullcontext()
     run.model.eval()
-    with torch.inference_mode(), _explained(run):
+    with torch.inference_mode(), as_written, _explained(run):
         for first in range(0, len(labels), run.options.batch_size):
             stop.check()
-            rows = run.ranks.part_of(torch.arange(first, min(first + run.options.batch_size, len(labels))))
+            last = min(first + run.options.batch_size, len(labels))
+            rows = run.ranks.part_of(torch.arange(first, last, device=labels.device))
             if not len(rows):
                 continue
             with _precision(run):
-                logits = run.model(images[rows].to(run.devices[0]))
-            on_host = logits.float().cpu()
-            total_loss += F.cross_entropy(on_host, labels[rows], reduction="sum")
-            num_correct += int((on_host.argmax(dim=1) == labels[rows]).sum())
-    loss, correct = run.ranks.sum(total_loss.item(), num_correct)
+                logits = run.model(images[rows].to(first_device)).float()
+            answers = labels[rows].to(first_device)
+            loss_of_batch = F.cross_entropy(logits, answers, reduction="sum")
+            of_batches.append(torch.stack([loss_of_batch, (logits.argmax(dim=1) == answers).sum().float()]))
+    # Read once: each reading waits for the device. Added up in Python, whose numbers have 64 bits on every machine.
+    loss, correct = run.ranks.sum(*map(sum, zip(*torch.stack(of_batches).tolist(), strict=True)))
     return loss / len(labels), correct / len(labels)
 
 
@@ -221,18 +229,7 @@ def _explained(run: Run) -> Iterator[None]:
         ) from error
 
 
-def _diverged(run: Run, what: str, rate: float) -> DivergedError:
-    options = run.options
-    saved = run.saved
-    kept = f"the checkpoint of step {saved.steps} stays in {run.folder}" if saved else "nothing had been saved yet"
-    longer = options.warmup_epochs + 2
-    warm_up = f"a longer warm-up (--warmup-epochs {longer:g}) or " if longer <= options.epochs else ""
-    return DivergedError(
-        f"{what}, at learning rate {rate:g}: start again with {warm_up}a lower rate (--lr {options.lr / 2:g}); {kept}"
-    )
-
-
 def _outcome(run: Run) -> Outcome:
     epochs = run.metrics.epochs
-    seconds = sum(record.train_seconds for record in epochs) / len(epochs)
+    seconds = statistics.median(record.train_seconds for record in epochs)  # the first one may have compiled
     return Outcome(epochs[-1].test_accuracy, seconds, run.places)

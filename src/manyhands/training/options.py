@@ -14,12 +14,12 @@ from typing import Any
 from manyhands.training.errors import OptionError
 
 SCHEDULES = ("constant", "cosine")
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = ("fp32", "tf32", "bf16")
 ENGINES = ("threads", "processes")
 DEVICE_ORDERS = ("PCI_BUS_ID", "FASTEST_FIRST")
 
 # A run can go on elsewhere and for longer; whatever else changes makes it another run.
-MAY_CHANGE_ON_RESUME = ("devices", "engine", "device_order", "epochs", "mirror")
+MAY_CHANGE_ON_RESUME = ("devices", "engine", "compile", "device_order", "epochs", "mirror")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,7 @@ class Options:
     accumulate: int = 1
     sync_batch_norm: bool = True
     precision: str = "fp32"
+    compile: bool = False
     seed: int = 0
     device_order: str = "PCI_BUS_ID"
 
@@ -74,6 +75,15 @@ class Options:
             self.accumulate <= self.batch_size,
             f"at most --batch-size {self.batch_size}, so that no part of a batch is empty",
         )
+        if self.compile and self.engine == "processes":
+            raise OptionError(
+                "--compile with --engine processes: what is compiled cannot be sent to other processes; leave one out"
+            )
+
+    def __str__(self) -> str:
+        """Return in words what is trained, and how it is computed."""
+        computed = {"fp32": "", "tf32": ", in tf32", "bf16": ", in bf16"}[self.precision]
+        return f"{self.model} on {self.data}{computed}{', compiled' if self.compile else ''}"
 
     def _expect(self, name: str, holds: bool, expected: str) -> None:
         if not holds:

@@ -1,19 +1,21 @@
-"""Where to train: what `--devices` says, as a list with one device for each replica of this process."""
+"""Where to train: what `--devices` says, and what of the other options goes together with it."""
 
 import os
 import re
+from collections.abc import Sequence
 
 import torch
 
 from manyhands import devices, launcher
 from manyhands.training.errors import OptionError
+from manyhands.training.options import Options
 
 _DIGITS = 4  # of a count or an index
 _FORMS = "auto, a count, or devices such as cpu,cpu or 'cpu*8' or cuda:0,cuda:1"
 
 
-def choose_devices(text: str, engine: str = "threads", *, among_several: bool = False) -> list[torch.device]:
-    """Return the devices that `--devices` names, one for each replica that the engine runs.
+def choose_devices(text: str, *, among_several: bool = False) -> list[torch.device]:
+    """Return the devices that `--devices` names, one for each replica.
 
     auto       every accelerator; two CPU replicas where there is none
     3          the first three accelerators; three CPU replicas where there is none
@@ -24,19 +26,8 @@ def choose_devices(text: str, engine: str = "threads", *, among_several: bool = 
     3 are three accelerators, those after the ones of this machine's processes before this one.
 
     Raises:
-        OptionError: it has none of these forms, or names what is not there, or what the engine does not know.
+        OptionError: it has none of these forms, or names what is not there.
     """
-    chosen = _named(text, among_several)
-    if engine == "processes" and any(device.type != "cpu" for device in chosen):
-        there = ", ".join(map(str, chosen))
-        raise OptionError(
-            f"--engine processes runs replicas on the CPU only, and --devices {text} is {there}: take --devices "
-            "'cpu*2', or leave out --engine"
-        )
-    return chosen
-
-
-def _named(text: str, among_several: bool) -> list[torch.device]:
     present = devices.accelerators()
     if text == "auto":
         return _own_device() if among_several else present or [torch.device("cpu")] * 2
@@ -48,6 +39,32 @@ def _named(text: str, among_several: bool) -> list[torch.device]:
     if len({device.type for device in named}) > 1:
         raise OptionError(f"--devices {text}: replicas must all be on one kind of device")
     return named
+
+
+def expect_combination(options: Options, places: Sequence[Sequence[torch.device]], *, synchronised: bool) -> None:
+    """Check that what is asked for goes together on these devices.
+
+    Args:
+        options: what is asked for.
+        places: the devices of each process.
+        synchronised: whether the model has batch norm, and that is to see the rows of all replicas.
+
+    Raises:
+        OptionError: it cannot be done; says what to leave out.
+    """
+    everywhere = [device for process in places for device in process]
+    there = ", ".join(map(str, everywhere))
+    if options.engine == "processes" and synchronised and any(device.type != "cpu" for device in everywhere):
+        raise OptionError(
+            f"--engine processes on accelerators, and --devices {options.devices} is {there}, cannot synchronise batch "
+            "norm: leave out --engine, or take --no-sync-batch-norm"
+        )
+    if options.compile and synchronised and len(everywhere) > 1:
+        raise OptionError(
+            f"--compile with batch norm synchronised over {len(everywhere)} replicas ({there}) would be compiled in "
+            "pieces between the batch norms, and be slower than without: take --no-sync-batch-norm or --devices 1, or "
+            "leave out --compile"
+        )
 
 
 def _own_device() -> list[torch.device]:

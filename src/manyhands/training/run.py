@@ -7,22 +7,25 @@ import importlib.metadata
 import random
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import safetensors.torch
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from manyhands import devices as _devices
 from manyhands.data_parallel import DataParallel
 from manyhands.launcher import launch
 from manyhands.training import checkpoint, curves, data, models
 from manyhands.training.checkpoint import Progress
+from manyhands.training.compiling import compiled, expect_compiler
 from manyhands.training.display import Display
-from manyhands.training.errors import FolderError, OptionError
+from manyhands.training.errors import DivergedError, FolderError, OptionError
 from manyhands.training.metrics import Metrics, Record
 from manyhands.training.options import Options
-from manyhands.training.placement import choose_devices
+from manyhands.training.placement import choose_devices, expect_combination
 from manyhands.training.ranks import ALONE, Ranks, is_first_of_its_host
 from manyhands.training.run_folder import RunFolder, replaced
 from manyhands.training.schedule import num_steps
@@ -33,17 +36,19 @@ class Run:
     """A training in progress.
 
     Args:
-        options, folder, dataset: what it does, where to, and on what.
+        options, folder, dataset: what it does, where to, and on what. The data are on the first device, if that is an
+            accelerator and has room for them.
         ranks: the processes that share it; the first one writes.
         devices: one for each replica of this process; the first one holds `live`, and the batches before they are
             split.
         places: the devices of each process.
         live: the module that is trained.
-        model: `live`, on every device.
+        model: `live`, on every device, compiled or not.
         optimizer: updates `live`.
         metrics: what has been measured.
         progress: how far it is.
         saved: how far the checkpoint is; None if there is none.
+        sizes_compiled: the numbers of rows of steps that the model has been compiled for.
     """
 
     options: Options
@@ -58,6 +63,7 @@ class Run:
     metrics: Metrics
     progress: Progress
     saved: Progress | None
+    sizes_compiled: set[int] = field(default_factory=set)
 
     @classmethod
     def begin(
@@ -69,28 +75,42 @@ class Run:
             TrainingError, DataError: it cannot be set up; the message is one line for the user.
         """
         _check_names(options)
-        devices = ranks.together(
-            lambda: choose_devices(options.devices, options.engine, among_several=ranks.world_size > 1)
-        )
+        devices = ranks.together(lambda: choose_devices(options.devices, among_several=ranks.world_size > 1))
+        places = ranks.everybodys(devices)
         dataset = _loaded(options, display, ranks)
 
         random.seed(options.seed)
         torch.manual_seed(options.seed)
         live = models.build(
             options.model, num_classes=dataset.num_classes, image_shape=dataset.image_shape, init=options.init
-        ).to(devices[0])
+        )
+        synchronised = options.sync_batch_norm and any(isinstance(module, _BatchNorm) for module in live.modules())
+        ranks.together(lambda: expect_combination(options, places, synchronised=synchronised))
+        if options.compile:
+            display.busy("seeing whether the compiler works")
+            ranks.together(lambda: expect_compiler(devices[0]))
+        live = live.to(devices[0])
+        if options.precision != "fp32" and not _devices.computes_on_host(devices[0]):
+            # Fewer bits are for speed, and so is this layout: the fast convolutions of GPUs want it.
+            live = live.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if _devices.has_room_for(devices[0], dataset.num_bytes):
+            dataset = dataset.on(devices[0])
         # Even shares: torch's rule may leave the last replica a single row, which batch norm cannot train on by itself.
         # Losses are sums over this process's part of a batch, divided by the rows of the whole.
         model = DataParallel(
-            live,
+            compiled(live) if options.compile else live,
             device_ids=devices,
             engine=options.engine,
             shares="even",
-            sync_batch_norm=options.sync_batch_norm,
+            sync_batch_norm=synchronised,
             loss="sum",
         )
         optimizer = torch.optim.SGD(
-            live.parameters(), lr=options.lr, momentum=options.momentum, weight_decay=options.weight_decay
+            live.parameters(),
+            lr=options.lr,
+            momentum=options.momentum,
+            weight_decay=options.weight_decay,
+            fused=_devices.has_fused_optimizers(devices[0]) or None,
         )
 
         records: list[Record] = []
@@ -106,7 +126,7 @@ class Run:
             dataset=dataset,
             ranks=ranks,
             devices=devices,
-            places=ranks.everybodys(devices),
+            places=places,
             live=live,
             model=model,
             optimizer=optimizer,
@@ -128,6 +148,22 @@ class Run:
     def steps_per_epoch(self) -> int:
         """How many optimizer steps an epoch has."""
         return num_steps(self.num_rows, self.options.batch_size)
+
+    @property
+    def steps_ahead(self) -> int:
+        """How many steps are queued before the loss of the one before them is read: none where nothing is queued."""
+        return int(not all(_devices.computes_on_host(device) for devices in self.places for device in devices))
+
+    def diverged(self, what: str, rate: float) -> DivergedError:
+        """Return the error that ends a run whose loss is no number, with what to do about it."""
+        options, saved = self.options, self.saved
+        kept = f"the checkpoint of step {saved.steps} stays in {self.folder}" if saved else "nothing had been saved yet"
+        longer = options.warmup_epochs + 2
+        warm_up = f"a longer warm-up (--warmup-epochs {longer:g}) or " if longer <= options.epochs else ""
+        return DivergedError(
+            f"{what}, at learning rate {rate:g}: start again with {warm_up}a lower rate (--lr {options.lr / 2:g}); "
+            f"{kept}"
+        )
 
     def keep(self) -> None:
         """Bring what is on the disk up to this moment: metrics, checkpoint, weights. The first process does it."""
@@ -173,6 +209,8 @@ class Run:
             f"{self._num_parameters():,} parameters on {describe(*self.places)}; "
             f"{self.num_rows:,} pictures to train on, {len(self.dataset.test_labels):,} to test on"
         )
+        if self.options.precision == "tf32" and not _devices.has_tf32(self.devices[0]):
+            say(f"{self.devices[0]} has no TF32: float32 stays exact, as with --precision fp32")
         progress = self.progress
         if progress.epochs >= self.options.epochs:
             say(f"nothing left to do, {progress.epochs} epochs are finished; --epochs {2 * progress.epochs} goes on")

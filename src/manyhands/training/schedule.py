@@ -15,8 +15,13 @@ def num_steps(rows: int, batch_size: int) -> int:
     return math.ceil(rows / batch_size)
 
 
-def epoch_batches(rows: int, batch_size: int, *, seed: int, epoch: int) -> tuple[Tensor, ...]:
-    """Return the row numbers of each step of an epoch, shuffled; every row once.
+_CPU = torch.device("cpu")
+
+
+def epoch_batches(
+    rows: int, batch_size: int, *, seed: int, epoch: int, device: torch.device = _CPU
+) -> tuple[Tensor, ...]:
+    """Return the row numbers of each step of an epoch, shuffled; every row once. They lie on `device`.
 
     All steps get as many rows, give or take one, rather than `batch_size` rows and a small rest at the end: the rate
     is made for the full batch, and a rest of a few rows would leave replicas with a single row, which batch norm
@@ -27,7 +32,7 @@ def epoch_batches(rows: int, batch_size: int, *, seed: int, epoch: int) -> tuple
         [120, 120, 120, 120, 120, 120, 120, 120, 120, 119, 119, 119]
     """
     order = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    return torch.randperm(rows, generator=order).tensor_split(num_steps(rows, batch_size))
+    return torch.randperm(rows, generator=order).to(device).tensor_split(num_steps(rows, batch_size))
 
 
 def learning_rate(step: int, *, peak: float, schedule: str, warmup_steps: int, total_steps: int) -> float:
