@@ -475,3 +475,45 @@ def test_where_the_link_is_bad_nothing_goes_straight(sim, monkeypatch, engine, s
     grad.pow(2).sum().backward()
     assert layers[0].weight.grad.device == sim[0]
     assert straight == []
+
+
+# ---- what training asks --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_bytes", "fits"), [(24, True), (25, True), (26, False)])
+def test_data_that_take_a_quarter_of_what_is_free_have_room(monkeypatch, num_bytes, fits):
+    monkeypatch.setattr(devices, "computes_on_host", lambda device: False)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (100, 1000))
+    assert devices.has_room_for(torch.device("cuda", 0), num_bytes) == fits
+
+
+def test_data_on_the_host_stay_where_they_are():
+    assert not devices.has_room_for(CPU, 0)
+
+
+def test_a_number_on_the_host_is_read_at_once():
+    number = torch.tensor(2.5)
+    read = devices.begin_to_read(number)
+    number.zero_()
+    assert read() == 2.5
+
+
+def test_the_cpu_has_no_tf32_and_its_optimizers_stay_as_they_are():
+    assert not devices.has_tf32(CPU)
+    assert not devices.has_fused_optimizers(CPU)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_float32_products_are_the_users_again_afterwards(rounded):
+    """The settings themselves can be read and written without a GPU."""
+
+    def settings():
+        return torch.get_float32_matmul_precision(), devices.convolution_flags()
+
+    before = settings()
+    with devices.float32_products(torch.device("cuda", 0), rounded=rounded):
+        assert devices.rounds_float32(torch.device("cuda", 0)) == rounded
+        assert torch.backends.cudnn.benchmark == rounded
+    assert settings() == before
+    with devices.float32_products(CPU, rounded=True):
+        assert settings() == before

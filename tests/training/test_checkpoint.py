@@ -127,3 +127,28 @@ def test_a_checkpoint_cannot_run_code(folder: RunFolder) -> None:
     torch.save({"format": 1, "steps": Harmful()}, folder.checkpoint)
     with pytest.raises(FolderError, match="can be used"):
         restore(folder, [])
+
+
+def test_the_optimizer_goes_on_in_its_own_way(folder: RunFolder) -> None:
+    """A checkpoint of an accelerator, with a fused optimizer and weights in channels_last, goes on where neither is."""
+
+    def conv(fused: bool | None, memory_format: torch.memory_format) -> tuple[nn.Module, torch.optim.SGD]:
+        model = nn.Conv2d(3, 4, 3).to(memory_format=memory_format)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
+
+    ways = [(True, torch.channels_last), (None, torch.contiguous_format)]
+    for saved, resumed in (ways, ways[::-1]):
+        model, optimizer = conv(*saved)
+        model(torch.randn(2, 3, 5, 5)).sum().backward()
+        optimizer.step()
+        checkpoint.save(folder, model, optimizer, Progress(steps=1), CPU)
+
+        other, other_optimizer = conv(*resumed)
+        checkpoint.restore(checkpoint.read(folder, print), folder, other, other_optimizer, CPU)
+        assert other_optimizer.param_groups[0]["fused"] == resumed[0]
+        assert other_optimizer.state[other.weight]["momentum_buffer"].is_contiguous(memory_format=resumed[1])
+        for again, what in ((model, optimizer), (other, other_optimizer)):
+            again.zero_grad()
+            again(torch.ones(2, 3, 5, 5)).sum().backward()
+            what.step()
+        torch.testing.assert_close(other.weight, model.weight)

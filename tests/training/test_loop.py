@@ -1,8 +1,11 @@
 """Trainings of a perceptron on digits, which take a second each."""
 
+import contextlib
 import json
+import math
+import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +15,17 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from manyhands.training import data, loop, models, under_way
+from manyhands.training import run as run_module
 from manyhands.training.errors import DivergedError, Interrupted, OptionError
 from manyhands.training.interrupts import StopRequest
 from manyhands.training.loop import evaluate, train
 from manyhands.training.options import Options
 from manyhands.training.run import Run, describe
 from manyhands.training.run_folder import RunFolder
+from manyhands.training.schedule import epoch_batches
 from manyhands.training.work import StepReport
 
 SMALL = Options(model="mlp", devices="cpu*2", epochs=2)  # 12 steps an epoch
@@ -276,6 +282,199 @@ def test_a_loss_that_is_no_number_stops_the_run(
     if folder.checkpoint.exists():
         weights = torch.load(folder.checkpoint, weights_only=True)["model"].values()
         assert all(tensor.isfinite().all() for tensor in weights)
+
+
+@pytest.fixture
+def one_step_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses are read a step later, as on accelerators."""
+    monkeypatch.setattr(Run, "steps_ahead", 1)
+
+
+@pytest.mark.usefixtures("one_step_ahead")
+def test_losses_that_are_read_a_step_later_are_the_same(uninterrupted: RunFolder, tmp_path: Path) -> None:
+    folder, display = new_folder(tmp_path), Recorder()
+    train(SMALL, folder, display)
+    assert metrics_of(folder) == metrics_of(uninterrupted)
+    assert folder.model.read_bytes() == uninterrupted.model.read_bytes()
+    assert [report.step_in_epoch for report in display.reports] == [*range(1, 13)] * 2
+
+
+@pytest.mark.usefixtures("one_step_ahead")
+@pytest.mark.parametrize(("told", "stopped"), [(1, 2), (7, 8), (11, 12), (12, 12), (22, 23)])
+def test_a_step_that_is_under_way_when_the_run_is_stopped_is_saved_too(
+    uninterrupted: RunFolder, tmp_path: Path, told: int, stopped: int
+) -> None:
+    """When step 1 is shown, step 2 has been taken; the signal comes then, and is seen before step 3.
+
+    Step 12 ends an epoch, and is shown when nothing is under way.
+    """
+    folder, display = new_folder(tmp_path), ctrl_c_after(told)
+    with pytest.raises(Interrupted):
+        train(SMALL, folder, display)
+    assert display.said[-1].startswith(f"stopped after step {stopped};")
+    assert len(losses_of(folder)) == stopped
+    train(SMALL, folder, Recorder(), resume=True)
+    assert metrics_of(folder) == metrics_of(uninterrupted)
+    assert folder.model.read_bytes() == uninterrupted.model.read_bytes()
+
+
+@pytest.mark.usefixtures("one_step_ahead")
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_loss_that_turns_out_to_be_no_number_a_step_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: bool
+) -> None:
+    """Nothing after it is recorded or saved, also where the run is stopped or saved before the loss has been read."""
+    monkeypatch.setattr(loop, "learning_rate", spoil_step(15))
+    monkeypatch.setattr(under_way, "_SAVE_EVERY_S", 0.0)
+    folder = new_folder(tmp_path)
+    with pytest.raises(
+        DivergedError, match=r"the training loss is (nan|inf) in step 16 \(epoch 2\).* of step \d+ stays"
+    ):
+        train(SMALL, folder, ctrl_c_after(15) if stop else Recorder())
+    assert [line["step"] for line in metrics_of(folder) if line["kind"] == "step"] == list(range(1, 16))
+    weights = torch.load(folder.checkpoint, weights_only=True)["model"].values()
+    assert all(tensor.isfinite().all() for tensor in weights)
+
+
+@pytest.mark.usefixtures("one_step_ahead")
+def test_long_epochs_are_saved_in_between_with_all_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(under_way, "_SAVE_EVERY_S", 0.0)
+    saved = []
+    keep = Run.keep
+
+    def note(run: Run) -> None:
+        keep(run)
+        saved.append((torch.load(run.folder.checkpoint, weights_only=True)["steps"], len(run.metrics.steps)))
+
+    monkeypatch.setattr(Run, "keep", note)
+    train(replace(SMALL, epochs=1), new_folder(tmp_path), Recorder())
+    assert saved[0] == (2, 2)
+    assert all(steps == recorded for steps, recorded in saved)
+
+
+def test_data_that_fit_are_trained_on_where_the_model_is(
+    uninterrupted: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sim: list[torch.device]
+) -> None:
+    """On a simulated accelerator: nothing is copied from the host within an epoch but the order of the rows."""
+    monkeypatch.setattr("manyhands.devices.has_room_for", lambda device, num_bytes: True)
+    run = Run.begin(replace(SMALL, devices="1"), new_folder(tmp_path), Recorder())
+    assert {tensor.device for tensor in (run.dataset.train_images, run.dataset.test_labels)} == {sim[0]}
+    with contextlib.closing(run), StopRequest() as stop:
+        loop._train_epoch(run, 0, under_way.UnderWay(run, Recorder()), Recorder(), stop)
+        loss, accuracy = evaluate(run, stop)
+    assert [record.loss for record in run.metrics.steps] == pytest.approx(losses_of(uninterrupted)[:12], rel=1e-4)
+    (told,) = [line for line in metrics_of(uninterrupted) if line["kind"] == "epoch" and line["epoch"] == 1]
+    assert (loss, accuracy) == pytest.approx((told["test_loss"], told["test_accuracy"]), rel=1e-4)
+
+
+def test_tf32_on_the_cpu_is_float32(uninterrupted: RunFolder, tmp_path: Path) -> None:
+    folder, display = new_folder(tmp_path), Recorder()
+    train(replace(SMALL, precision="tf32"), folder, display)
+    assert display.said[1] == "cpu has no TF32: float32 stays exact, as with --precision fp32"
+    assert metrics_of(folder) == metrics_of(uninterrupted)
+
+
+# ---- compiled ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
+    """What has been compiled, by a compiler that makes nothing faster and takes no time."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compile_it = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda what, **options: compile_it(what, backend=counter, **options))
+    monkeypatch.setattr(run_module, "expect_compiler", lambda device: None)
+    torch.compiler.reset()
+    yield counter
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(("devices", "sizes"), [("1", 2), ("cpu*2", 2), ("cpu*3", 2)])
+def test_a_model_is_compiled_for_each_size_once(
+    uninterrupted: RunFolder, tmp_path: Path, graphs: CompileCounterWithBackend, devices: str, sizes: int
+) -> None:
+    """Steps of 120 and 119 rows, shared by the replicas; test batches of other sizes are not compiled."""
+    folder, display = new_folder(tmp_path), Recorder()
+    train(replace(SMALL, devices=devices, compile=True), folder, display)
+    assert graphs.frame_count == sizes
+    assert losses_of(folder) == pytest.approx(losses_of(uninterrupted), rel=1e-4)
+    busy = [line for line in display.said if line.startswith("compiling")]
+    assert busy == [f"compiling the model for steps of {rows} rows" for rows in (120, 119)]
+    assert json.loads(folder.config.read_text())["options"]["compile"]
+    assert folder.model.stat().st_size == uninterrupted.model.stat().st_size
+
+
+def test_a_compiled_run_goes_on_uncompiled_and_the_reverse(
+    uninterrupted: RunFolder, tmp_path: Path, graphs: CompileCounterWithBackend
+) -> None:
+    folder = new_folder(tmp_path)
+    with pytest.raises(Interrupted):
+        train(replace(SMALL, compile=True), folder, ctrl_c_after(5))
+    assert graphs.frame_count == 1
+    with pytest.raises(Interrupted):
+        train(SMALL, folder, ctrl_c_after(13), resume=True)
+    assert graphs.frame_count == 1
+    train(replace(SMALL, compile=True), folder, Recorder(), resume=True)
+    assert losses_of(folder) == pytest.approx(losses_of(uninterrupted), rel=1e-4)
+
+
+def test_a_batch_norm_that_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: CompileCounterWithBackend
+) -> None:
+    """On one device there is nothing to synchronise; on two, synchronised, it is refused before anything is done."""
+    monkeypatch.setattr(models, "build", conv_with_batch_norm)
+    losses = {}
+    for compile_it in (False, True):
+        folder = new_folder(tmp_path / str(compile_it))
+        train(replace(SMALL, devices="1", epochs=1, compile=compile_it), folder, Recorder())
+        losses[compile_it] = losses_of(folder)
+    assert losses[True] == pytest.approx(losses[False], rel=1e-4)
+    assert graphs.frame_count == 2
+    with pytest.raises(OptionError, match="--no-sync-batch-norm or --devices 1, or leave out --compile"):
+        train(replace(SMALL, compile=True), new_folder(tmp_path / "two"), Recorder())
+    assert not (tmp_path / "two" / "metrics.jsonl").exists()
+    train(replace(SMALL, compile=True, sync_batch_norm=False, epochs=1), new_folder(tmp_path / "two"), Recorder())
+
+
+def plain_float32_loop(options: Options) -> tuple[list[float], float]:
+    """Return the losses and the test accuracy of training without manyhands' loop, wrapper or options."""
+    digits = data.load("digits")
+    torch.manual_seed(options.seed)
+    model = models.build(options.model, num_classes=10, image_shape=digits.image_shape)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, weight_decay=5e-4)
+    losses = []
+    for epoch in range(options.epochs):
+        for rows in epoch_batches(1437, options.batch_size, seed=options.seed, epoch=epoch):
+            step, steps = len(losses), 12 * options.epochs
+            warm_up, rest = (step + 1) / 12, 0.5 + 0.5 * math.cos(math.pi * (step - 12) / (steps - 12))
+            optimizer.param_groups[0]["lr"] = 0.05 * (warm_up if step < 12 else rest)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(digits.train_images[rows]), digits.train_labels[rows])
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    with torch.no_grad():
+        correct = model(digits.test_images).argmax(1) == digits.test_labels
+    return losses, correct.double().mean().item()
+
+
+def test_the_plain_loop_has_the_same_losses(uninterrupted: RunFolder) -> None:
+    losses, accuracy = plain_float32_loop(SMALL)
+    assert losses_of(uninterrupted) == pytest.approx(losses, rel=1e-5)
+    assert metrics_of(uninterrupted)[-1]["test_accuracy"] == accuracy
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_bfloat16_compiled_is_as_accurate_as_a_plain_float32_loop(tmp_path: Path) -> None:
+    torch.compiler.reset()
+    options = Options(model="mlp", devices="1", precision="bf16", compile=True)
+    folder = new_folder(tmp_path)
+    outcome = train(options, folder, Recorder())
+    losses, accuracy = plain_float32_loop(options)
+    assert losses_of(folder) == pytest.approx(losses, rel=0.1, abs=0.02)
+    assert outcome.test_accuracy == pytest.approx(accuracy, abs=0.005)
 
 
 def conv_with_batch_norm(*_: object, **__: object) -> nn.Module:
