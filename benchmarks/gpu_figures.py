@@ -1,31 +1,47 @@
-"""Figures on one GPU: the wrapper's cost, the floor, an epoch of ResNet-18, and a module that is all overhead.
+"""Figures on one GPU: the wrapper's cost, the floor, epochs of `manyhands train`, and a module that is all overhead.
 
-    PYTHONPATH=src python benchmarks/gpu_figures.py              on the first GPU
-    PYTHONPATH=src python benchmarks/gpu_figures.py --dry-run    tiny sizes on the CPU: it runs, and measures nothing
+    PYTHONPATH=src python benchmarks/gpu_figures.py                                on the first GPU
+    PYTHONPATH=src python benchmarks/gpu_figures.py --data path/to/fashion-mnist   with the accuracy on real pictures
+    PYTHONPATH=src python benchmarks/gpu_figures.py --dry-run                      tiny sizes on the CPU: it runs, and
+                                                                                   measures nothing
 
 `make gpu-check` measures them among its checks. Times of a device are taken by its own events, after a warm-up, and are
-medians. What is compared is run in turn. This has not been run on a GPU so far.
+medians; what is compared is run in turn. Epochs are those of the training command itself, on pictures made up for it,
+and the times are its own. This has not been run on a GPU so far.
 """
 
 import argparse
 import contextlib
 import copy
+import functools
+import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from manyhands import DataParallel
 from manyhands.bench import one_device
-from manyhands.training import models
+from manyhands.training import data, display, loop, models, schedule
+from manyhands.training.options import Options
+from manyhands.training.run import Run
+from manyhands.training.run_folder import RunFolder
+from manyhands.training.work import StepReport
 
 SEEDS_S = {"1 GPU": 14.0, "2 GPUs": 9.3}  # an epoch in the tutorials that the project starts from
 NUM_CLASSES = 10
+REPOSITORY = Path(__file__).resolve().parents[1]
+SUBSET = "shared/data/fashion-mnist-6k"  # 5,000 pictures of Fashion-MNIST to train on and 1,256 to test on
 
 
 class Figure(NamedTuple):
@@ -44,6 +60,9 @@ class Sizes(NamedTuple):
     side: int = 28
     batch_rows: int = 256
     num_epochs: int = 3
+    profiled_steps: int = 30
+    accuracy_epochs: int = 8
+    accuracy_seeds: int = 3
     matrix: int = 8192
     num_products: int = 20
     num_forwards: int = 500
@@ -52,7 +71,7 @@ class Sizes(NamedTuple):
     max_added_us: float | None = 20.0
 
 
-DRY = Sizes(4, 8, 2, 1, 32, 2, 5, 1, 1, None)
+DRY = Sizes(4, 8, 2, 1, 1, 1, 1, 32, 2, 5, 1, 1, None)
 
 
 class Bench(NamedTuple):
@@ -60,6 +79,7 @@ class Bench(NamedTuple):
 
     device: torch.device
     sizes: Sizes
+    data: Path | None = None  # real pictures; None: there are none
 
     @property
     def dry(self) -> bool:
@@ -68,6 +88,12 @@ class Bench(NamedTuple):
     def compiled(self, module: nn.Module, mode: str | None = None) -> nn.Module:
         """Return the module compiled; in a dry run by a compiler that does nothing."""
         return torch.compile(module, backend="eager") if self.dry else torch.compile(module, mode=mode)
+
+    @property
+    def compiler(self) -> contextlib.AbstractContextManager[object]:
+        """Return what `manyhands train --compile` runs under: in a dry run the compiler does nothing."""
+        does_nothing = functools.partial(torch.compile, backend="eager")
+        return mock.patch.object(torch, "compile", does_nothing) if self.dry else contextlib.nullcontext()
 
     def seconds(self, run: Callable[[], object]) -> float:
         """Return how long the device takes for what `run` has it do."""
@@ -133,68 +159,153 @@ def tflop_of_an_epoch(sizes: Sizes) -> float:
     return counter.get_total_flops() / rows * sizes.num_pictures / 1e12
 
 
-def epoch_fp32_tf32(bench: Bench) -> Iterator[Figure]:
-    """An epoch of the seeds' training in float32, with products in TF32."""
-    return _epoch(bench, "fp32/TF32", "TF32", goal_s=2.5)
-
-
-def epoch_bf16_compiled(bench: Bench) -> Iterator[Figure]:
-    """An epoch in bfloat16 (autocast), channels last, compiled."""
-    return _epoch(bench, "bf16, channels last, compiled", "bf16", goal_s=1.0)
-
-
 def resnet18(sizes: Sizes) -> nn.Module:
     return models.build("resnet18", num_classes=NUM_CLASSES, image_shape=(1, sizes.side, sizes.side))
 
 
-def _epoch(bench: Bench, name: str, precision: str, goal_s: float) -> Iterator[Figure]:
-    """Time epochs of the plain module and of the wrapper on one device, in turn; data are on the device."""
-    sizes, device = bench.sizes, bench.device
-    low = precision == "bf16"
-    pictures = torch.randn(sizes.num_pictures, 1, sizes.side, sizes.side, device=device)
-    labels = torch.randint(NUM_CLASSES, (sizes.num_pictures,), device=device)
-    plain = resnet18(sizes).to(device)
-    if low:
-        plain = bench.compiled(plain.to(memory_format=torch.channels_last))
-    wrapped = DataParallel(plain, [device])  # the same parameters: what they are does not matter to the time
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01, momentum=0.9, foreach=True)
+def epoch_tf32(bench: Bench) -> Iterator[Figure]:
+    """Epochs of `manyhands train --precision tf32`."""
+    return _epochs(bench, Options(precision="tf32"), goal_s=2.5)
 
-    def step(module: nn.Module, rows: torch.Tensor) -> None:
-        with torch.autocast(device.type, torch.bfloat16, enabled=low):
-            loss = F.cross_entropy(module(pictures[rows]), labels[rows])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
 
-    def epoch(module: nn.Module, num_rows: int = sizes.num_pictures) -> None:
-        order = torch.randperm(sizes.num_pictures, device=device)
-        num_steps = -(-num_rows // sizes.batch_rows)
-        order = torch.cat([order, order])  # the last batch is filled up, so that all shapes are equal
-        for rows in order[: num_steps * sizes.batch_rows].split(sizes.batch_rows):
-            step(module, rows)
+def epoch_bf16_compiled(bench: Bench) -> Iterator[Figure]:
+    """Epochs of `manyhands train --precision bf16 --compile`."""
+    return _epochs(bench, Options(precision="bf16", compile=True), goal_s=1.0)
 
-    with products_in(precision):
-        began = time.perf_counter()
-        for module in (plain, wrapped):
-            epoch(module, 20 * sizes.batch_rows if not bench.dry else sizes.batch_rows)
-        warm_up_s = bench.seconds(lambda: None) + time.perf_counter() - began
-        times = [[bench.seconds(lambda m=m: epoch(m)) for m in (plain, wrapped)] for _ in range(sizes.num_epochs)]
-    plain_s, wrapped_s = (statistics.median(column) for column in zip(*times, strict=True))
+
+def _epochs(bench: Bench, options: Options, goal_s: float) -> Iterator[Figure]:
+    """Train the seeds' model on as many pictures as theirs: some epochs to be timed, and one to be looked into."""
+    sizes = bench.sizes
+    name = f"an epoch of manyhands train --precision {options.precision}{' --compile' if options.compile else ''}"
+    num_epochs = sizes.num_epochs + 2  # the first one warms up, and the last one is looked into
+    options = replace(options, batch_size=sizes.batch_rows, epochs=num_epochs, lr=1e-4, schedule="constant")
+    look = KernelTime(bench.device, num_epochs, sizes.profiled_steps)
+    with made_up_pictures(sizes) as folder:
+        epochs = trained(bench, replace(options, data=str(folder)), look)
+    warm_up_s, *times_s = [epoch["train_seconds"] for epoch in epochs[:-1]]
     beside = ", ".join(f"{seconds} s on {where}" for where, seconds in SEEDS_S.items())
-    tflop, speed = tflop_of_an_epoch(sizes), tflops_per_s(bench, precision)
-    yield Figure(f"an epoch in {name}, plain module", plain_s, "s")
-    yield Figure(
-        f"an epoch in {name}, DataParallel on one device",
-        wrapped_s,
-        "s",
-        f"the tutorials: {beside}; goal on an H200: {goal_s} or less",
+    epoch_s = statistics.median(times_s)
+    yield Figure(name, epoch_s, "s", f"the tutorials: {beside}; goal on an H200: {goal_s} or less")
+    tflop, speed = tflop_of_an_epoch(sizes), tflops_per_s(bench, options.precision.replace("tf", "TF"))
+    floor_s = tflop / speed
+    yield Figure(f"{name}, floor", floor_s, "s", f"{tflop:.4g} TFLOP at the {speed:.4g} TFLOP/s of products")
+    yield Figure(f"{name}, in floors", epoch_s / floor_s, "")
+    yield Figure(f"{name}, without any kernel running", look.idle_percent(), "%", look.note)
+    yield Figure(f"{name}, the first one", warm_up_s, "s", "with all that is done once: compiling, choosing kernels")
+
+
+def trained(bench: Bench, options: Options, look: display.Display | None = None) -> list[dict[str, float]]:
+    """Run `manyhands train` on the device; return the records of its epochs. Its weights and pictures are not kept."""
+    not_kept = mock.patch.multiple(Run, keep=lambda run: None, draw=lambda run: None)
+    with tempfile.TemporaryDirectory() as folder, bench.compiler, not_kept:
+        results = RunFolder.for_new_run(Path(folder, "run"))
+        loop.train(replace(options, devices=str(bench.device)), results, look or display.Silent())
+        records = map(json.loads, results.metrics.read_text().splitlines())
+        return [record for record in records if record["kind"] == "epoch"]
+
+
+@contextlib.contextmanager
+def made_up_pictures(sizes: Sizes) -> Iterator[Path]:
+    """Write random pictures as the IDX files that the training command reads; yield their folder."""
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as name:
+        for split, num_rows in (("train", sizes.num_pictures), ("t10k", max(2, sizes.num_pictures // 6))):
+            shape = (num_rows, sizes.side, sizes.side)
+            pictures = torch.randint(256, shape, dtype=torch.uint8)
+            labels = (torch.arange(num_rows) % NUM_CLASSES).to(torch.uint8)
+            for kind, tensor in ((f"{split}-images-idx3-ubyte", pictures), (f"{split}-labels-idx1-ubyte", labels)):
+                head = bytes([0, 0, 8, tensor.dim()]) + b"".join(size.to_bytes(4, "big") for size in tensor.shape)
+                Path(name, kind).write_bytes(head + tensor.numpy().tobytes())
+        yield Path(name)
+
+
+class KernelTime(display.Silent):
+    """Watches some steps of one epoch: how long did the device run no kernel at all?
+
+    It is a display, because a display is told of each step; the profiler runs from the first of them on.
+    """
+
+    def __init__(self, device: torch.device, epoch: int, num_steps: int) -> None:
+        self._epoch, self._num_steps = epoch, num_steps
+        kind = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}.get(device.type)
+        self._profile = profile(activities=[kind]) if kind else None
+        self.note = f"from a profile of {num_steps} steps" if kind else "not run: the profiler sees no kernels here"
+
+    def step(self, report: StepReport) -> None:
+        if self._profile is None or report.record.epoch != self._epoch:
+            return
+        if report.step_in_epoch == 1:
+            self._profile.start()
+        elif report.step_in_epoch == 1 + self._num_steps:
+            self._profile.stop()
+
+    def idle_percent(self) -> float | None:
+        if self._profile is None:
+            return None
+        on_host = torch.autograd.DeviceType.CPU
+        ranges = [event.time_range for event in self._profile.events() if event.device_type != on_host]
+        spans = sorted((r.start, r.end) for r in ranges)
+        if not spans:
+            self.note = "not run: the profile has no kernels in it"
+            return None
+        busy, end = 0.0, spans[0][0]
+        for start, stop in spans:
+            busy += max(0.0, stop - max(start, end))
+            end = max(end, stop)
+        return 100 * (1 - busy / (end - spans[0][0]))
+
+
+def accuracy_bf16_compiled(bench: Bench) -> Iterator[Figure]:
+    """The test accuracy of `manyhands train --precision bf16 --compile`, less that of a plain float32 loop."""
+    name = "test accuracy of manyhands train --precision bf16 --compile, less that of a plain float32 loop"
+    sizes = bench.sizes
+    if bench.data is None and not bench.dry:
+        yield Figure(name, None, "points", f"not run: no data; --data DIR names a folder such as {SUBSET}")
+        return
+    with made_up_pictures(DRY) if bench.dry else contextlib.nullcontext(bench.data) as folder:
+        options = Options(data=str(folder), batch_size=sizes.batch_rows, epochs=sizes.accuracy_epochs)
+        if bench.dry:
+            options = replace(options, lr=1e-4)  # two rows a step would diverge
+        differences = []
+        for seed in range(sizes.accuracy_seeds):
+            seeded = replace(options, seed=seed)
+            plain = plain_accuracy(bench, seeded)
+            ours = trained(bench, replace(seeded, precision="bf16", compile=True))[-1]["test_accuracy"]
+            differences.append(100 * (ours - plain))
+            yield Figure(f"{name}, seed {seed}", differences[-1], "points", f"{ours:.4f} and {plain:.4f}")
+        yield Figure(f"{name}, mean", statistics.mean(differences), "points", "goal: from -0.5 to 0.5")
+
+
+def plain_accuracy(bench: Bench, options: Options) -> float:
+    """Train as the options say in exact float32, with torch alone; return the test accuracy."""
+    pictures = data.load(options.data).on(bench.device)
+    torch.manual_seed(options.seed)
+    shape, num_classes = pictures.image_shape, pictures.num_classes
+    model = models.build(options.model, num_classes=num_classes, image_shape=shape).to(bench.device)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=options.lr, momentum=options.momentum, weight_decay=options.weight_decay
     )
-    ratio = statistics.median(w / p for p, w in times)
-    yield Figure(f"an epoch in {name}, DataParallel / plain", ratio, "", "median over pairs of epochs")
-    yield Figure(
-        f"an epoch in {name}, floor", tflop / speed, "s", f"{tflop:.4g} TFLOP at the {speed:.4g} TFLOP/s of products"
-    )
-    yield Figure(f"an epoch in {name}, warm-up", warm_up_s, "s", "both modules, compilation included")
+    num_rows, step = len(pictures.train_labels), 0
+    num_steps = schedule.num_steps(num_rows, options.batch_size)
+    with products_in("fp32"):
+        for epoch in range(options.epochs):
+            for rows in schedule.epoch_batches(num_rows, options.batch_size, seed=options.seed, epoch=epoch):
+                optimizer.param_groups[0]["lr"] = schedule.learning_rate(
+                    step,
+                    peak=options.lr,
+                    schedule=options.schedule,
+                    warmup_steps=round(options.warmup_epochs * num_steps),
+                    total_steps=options.epochs * num_steps,
+                )
+                mine = rows.to(bench.device)
+                optimizer.zero_grad()
+                F.cross_entropy(model(pictures.train_images[mine]), pictures.train_labels[mine]).backward()
+                optimizer.step()
+                step += 1
+        model.eval()
+        with torch.no_grad():
+            found = torch.cat([model(part).argmax(1) for part in pictures.test_images.split(options.batch_size)])
+    return (found == pictures.test_labels).double().mean().item()
 
 
 def thin_layers(bench: Bench) -> Iterator[Figure]:
@@ -251,25 +362,38 @@ def thin_layers(bench: Bench) -> Iterator[Figure]:
 
 FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
     function.__name__: function
-    for function in (wrapper_on_one_device, matrix_products, epoch_fp32_tf32, thin_layers, epoch_bf16_compiled)
+    for function in (
+        wrapper_on_one_device,
+        matrix_products,
+        epoch_tf32,
+        epoch_bf16_compiled,
+        thin_layers,
+        accuracy_bf16_compiled,
+    )
 }
 
 
-def bench_on(device: str, *, dry: bool) -> Bench:
-    """Return where to measure, and how much: on the CPU only in a dry run."""
-    return Bench(torch.device(device), DRY if dry else Sizes())
+def bench_on(device: str, *, dry: bool, data: Path | None = None) -> Bench:
+    """Return where to measure, and how much: on the CPU only in a dry run.
+
+    Real pictures are looked for in the repository, and beside it, where they are not named.
+    """
+    folders = [data] if data else [REPOSITORY / SUBSET, REPOSITORY.parent / SUBSET]
+    return Bench(torch.device(device), DRY if dry else Sizes(), next(filter(Path.is_dir, folders), None))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU; not a measurement")
-    dry = parser.parse_args().dry_run
+    parser.add_argument("--data", type=Path, metavar="DIR", help=f"IDX files for the accuracy (default: {SUBSET})")
+    given = parser.parse_args()
+    dry = given.dry_run
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None and not dry:
         parser.exit(0, "There is no GPU here: nothing was measured. --dry-run shows that the code runs.\n")
     print("Dry run on the CPU: not a measurement." if dry else f"On {torch.cuda.get_device_name(0)}.")
     for name, measure in FIGURES.items():
-        for figure in measure(bench_on("cpu" if dry else f"{kind.type}:0", dry=dry)):
+        for figure in measure(bench_on("cpu" if dry else f"{kind.type}:0", dry=dry, data=given.data)):
             value = "-" if figure.value is None else f"{figure.value:.4g} {figure.unit}"
             print(f"{name}: {figure.name}: {value}  {figure.note}", flush=True)
 

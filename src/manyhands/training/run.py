@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -18,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from manyhands import devices as _devices
 from manyhands.data_parallel import DataParallel
 from manyhands.launcher import launch
-from manyhands.training import checkpoint, curves, data, models
+from manyhands.training import checkpoint, data, models
 from manyhands.training.checkpoint import Progress
 from manyhands.training.compiling import compiled, expect_compiler
 from manyhands.training.display import Display
@@ -168,6 +167,8 @@ class Run:
     def keep(self) -> None:
         """Bring what is on the disk up to this moment: metrics, checkpoint, weights. The first process does it."""
         if self.ranks.is_first:
+            import safetensors.torch  # here, because it may be missing where nothing is kept, as in `make gpu-check`
+
             self.metrics.sync()
             checkpoint.save(self.folder, self.live, self.optimizer, self.progress, self.devices)
             weights = {name: tensor.contiguous() for name, tensor in self.live.state_dict().items()}
@@ -178,6 +179,8 @@ class Run:
     def draw(self) -> None:
         """Draw the epochs so far. The first process does it."""
         if self.ranks.is_first:
+            from manyhands.training import curves  # as above, and slow to load
+
             curves.draw(
                 self.folder.curves,
                 self.metrics.epochs,
