@@ -147,6 +147,13 @@ def test_what_is_not_installed_is_named_with_the_remedy(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no limit on the size of files there")
+def test_the_first_line_says_how_it_is_computed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--precision", "tf32"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"manyhands {manyhands.__version__}: mlp on digits, in tf32; results in ")
+    assert lines[2] == "cpu has no TF32: float32 stays exact, as with --precision fp32"
+
+
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     """A limit on the size of files, which the checkpoint is the first to reach."""
     script = f"""
@@ -162,6 +169,38 @@ sys.exit(main({[*SMALL, "--output", "out"]}))
     assert done.stderr.startswith("manyhands train: error: out/checkpoint.pt cannot be written (File too large)")
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "out" / "checkpoint.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--engine", "processes"], "what is compiled cannot be sent to other processes; leave one out"),
+        (["--devices", "cpu*2"], "take --no-sync-batch-norm or --devices 1, or leave out --compile"),
+    ],
+)
+def test_what_cannot_be_compiled_is_one_line(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--compile", *arguments, "--output", "out"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("manyhands train: error: --compile with ")
+    assert error.endswith(f"{reason}\n")
+    assert error.count("\n") == 1
+    assert not Path("out/metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_a_missing_compiler_is_one_line(tmp_path: Path) -> None:
+    without = {"CXX": str(tmp_path / "g++"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "manyhands", "train", "--model", "mlp", "--devices", "1", "--compile"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, **without}, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 2
+    assert done.stdout.splitlines()[1] == "seeing whether the compiler works ..."
+    assert "--compile: torch.compile does not work for cpu here (InvalidCxxCompiler: No working C++" in done.stderr
+    assert done.stderr.endswith("mend that, or leave out --compile\n")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_run_is_not_resumed_on_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

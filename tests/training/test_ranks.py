@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import os
 import signal
 import sys
@@ -14,12 +15,13 @@ import pytest
 import torch
 
 from manyhands.cli import main
-from manyhands.training import data, loop
+from manyhands.training import data, loop, under_way
 from manyhands.training.display import Silent
 from manyhands.training.errors import FolderError, Interrupted, OptionError
 from manyhands.training.loop import train
 from manyhands.training.options import Options
 from manyhands.training.ranks import ALONE, Ranks
+from manyhands.training.run import Run
 from manyhands.training.run_folder import RunFolder
 from ranks import end_ranks, run_ranks
 
@@ -78,6 +80,19 @@ def test_processes_train_as_one_does(alone: Path, tmp_path: Path, world_size: in
     assert f"on {world_size} processes, " in ends[0][1]
     assert "see run/curves.png" in ends[0][1]
     assert [out + err for _, out, err in ends[1:]] == [""] * (world_size - 1), "the others are silent"
+
+
+def run_one_step_ahead(rank: int, folder: Path, *arguments: str) -> tuple[int, str, str]:
+    """Run with losses read a step later, as on accelerators; the first process finds it time to save all the time."""
+    Run.steps_ahead, under_way._SAVE_EVERY_S = 1, 0.0 if rank == 0 else math.inf
+    return run(rank, folder, *arguments)
+
+
+def test_processes_whose_losses_are_read_a_step_later(alone: Path, tmp_path: Path) -> None:
+    """They save after the same steps, whichever of them finds that it is time to."""
+    ends = run_ranks(2, run_one_step_ahead, tmp_path, *SMALL, "--output", "run")
+    assert [status for status, _, _ in ends] == [0, 0]
+    assert_same_metrics(tmp_path / "run", alone)
 
 
 def run_on_few(rank: int, folder: Path, *arguments: str) -> tuple[int, str, str]:
