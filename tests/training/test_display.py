@@ -52,6 +52,19 @@ def test_lines_show_each_download_once() -> None:
     assert out.getvalue() == "downloading images.gz (2.5 MB)\ndownloading labels.gz\n"
 
 
+def test_what_takes_long_is_shown_until_the_next_step() -> None:
+    out = io.StringIO()
+    Lines(out).busy("compiling the model")
+    assert out.getvalue() == "compiling the model ...\n"
+    bar = Bar(Console(file=io.StringIO(), force_terminal=True, color_system=None, width=100))
+    bar.busy("compiling the model")
+    (task,) = bar._bar.tasks
+    assert (task.description, task.total, task.visible) == ("compiling the model", None, True)
+    bar.step(report(7))
+    assert (task.description, task.total, task.completed) == ("epoch 1/3", 12, 7)
+    bar.close()
+
+
 def test_the_bar_shows_loss_speed_and_each_replica() -> None:
     out = io.StringIO()
     bar = Bar(Console(file=out, force_terminal=True, color_system=None, width=100))

@@ -13,7 +13,10 @@ from manyhands.training.metrics import StepRecord
 
 @dataclass(frozen=True)
 class Share:
-    """The rows of one replica, and the seconds it took for their forward and backward pass."""
+    """The rows of one replica, and the seconds it took for their forward and backward pass.
+
+    An accelerator's seconds end when its work has been queued: waiting for it would leave it idle.
+    """
 
     device: torch.device
     rows: int
