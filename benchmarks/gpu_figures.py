@@ -196,6 +196,7 @@ def _epochs(bench: Bench, options: Options, goal_s: float) -> Iterator[Figure]:
 
 def trained(bench: Bench, options: Options, look: display.Display | None = None) -> list[dict[str, float]]:
     """Run `manyhands train` on the device; return the records of its epochs. Its weights and pictures are not kept."""
+    torch.compiler.reset()  # it keeps few versions of a function, and those of other figures are not wanted any more
     not_kept = mock.patch.multiple(Run, keep=lambda run: None, draw=lambda run: None)
     with tempfile.TemporaryDirectory() as folder, bench.compiler, not_kept:
         results = RunFolder.for_new_run(Path(folder, "run"))

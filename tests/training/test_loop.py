@@ -469,9 +469,16 @@ def test_the_plain_loop_has_the_same_losses(uninterrupted: RunFolder) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_bfloat16_compiled_is_as_accurate_as_a_plain_float32_loop(tmp_path: Path) -> None:
     torch.compiler.reset()
-    options = Options(model="mlp", devices="1", precision="bf16", compile=True)
+    options = Options(model="mlp", devices="1", precision="bf16", compile=True, epochs=5)
     folder = new_folder(tmp_path)
-    outcome = train(options, folder, Recorder())
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(
+        1
+    )  # the code is compiled for this number; threads of so small a model only wait for each other
+    try:
+        outcome = train(options, folder, Recorder())
+    finally:
+        torch.set_num_threads(num_threads)
     losses, accuracy = plain_float32_loop(options)
     assert losses_of(folder) == pytest.approx(losses, rel=0.1, abs=0.02)
     assert outcome.test_accuracy == pytest.approx(accuracy, abs=0.005)

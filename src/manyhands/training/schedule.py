@@ -9,13 +9,12 @@ import math
 import torch
 from torch import Tensor
 
+_CPU = torch.device("cpu")
+
 
 def num_steps(rows: int, batch_size: int) -> int:
     """Return how many steps an epoch has: enough for every row, with no step above `batch_size` rows."""
     return math.ceil(rows / batch_size)
-
-
-_CPU = torch.device("cpu")
 
 
 def epoch_batches(
