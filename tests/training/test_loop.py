@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.training import data, loop, models, under_way
 from manyhands.training import run as run_module
@@ -367,6 +368,35 @@ def test_data_that_fit_are_trained_on_where_the_model_is(
     assert (loss, accuracy) == pytest.approx((told["test_loss"], told["test_accuracy"]), rel=1e-4)
 
 
+class Waits(TorchDispatchMode):
+    """Notes the operations that would wait for an accelerator: those whose result decides what the host does next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        by_mask = name.startswith("index") and any(
+            index.dtype is torch.bool for index in args[1] if isinstance(index, torch.Tensor)
+        )
+        if by_mask or name in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_reads_its_loss_and_nothing_else(tmp_path: Path) -> None:
+    run = Run.begin(replace(SMALL, devices="1", accumulate=3), new_folder(tmp_path), Recorder())
+    with contextlib.closing(run), StopRequest() as stop:
+        steps = under_way.UnderWay(run, Recorder())
+        with Waits() as waits:
+            loop._train_epoch(run, 0, steps, Recorder(), stop)
+        assert waits.names == ["_local_scalar_dense"] * 12
+        with Waits() as waits:
+            evaluate(run, stop)
+        assert waits.names == []
+
+
 def test_tf32_on_the_cpu_is_float32(uninterrupted: RunFolder, tmp_path: Path) -> None:
     folder, display = new_folder(tmp_path), Recorder()
     train(replace(SMALL, precision="tf32"), folder, display)
@@ -578,9 +608,43 @@ def test_describe(names: list[str], text: str) -> None:
     assert describe(list(map(torch.device, names))) == text
 
 
+class NoWaiting(Recorder):
+    """Makes whatever waits for the GPU an error, from the second step of an epoch to the last but one."""
+
+    def step(self, report: StepReport) -> None:
+        super().step(report)
+        within = 1 < report.step_in_epoch < report.steps_per_epoch - 1
+        torch.cuda.set_sync_debug_mode("error" if within else "default")
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@needs_gpu
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+def test_no_step_waits_for_the_gpu(tmp_path: Path, precision: str) -> None:
+    options = Options(devices="cuda:0", epochs=2, precision=precision)
+    try:
+        train(options, new_folder(tmp_path), NoWaiting())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_compiled_on_a_gpu_is_as_accurate_as_exact(tmp_path: Path) -> None:
+    accuracies = []
+    for changes in ({}, {"precision": "bf16", "compile": True}):
+        torch.compiler.reset()
+        options = replace(Options(devices="cuda:0", epochs=3), **changes)
+        accuracies.append(train(options, new_folder(tmp_path / str(len(accuracies))), Recorder()).test_accuracy)
+    assert accuracies[1] == pytest.approx(accuracies[0], abs=0.03)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 def test_two_replicas_on_one_gpu(tmp_path: Path, precision: str) -> None:
     options = Options(devices="cuda:0,cuda:0", epochs=3, precision=precision)
     folder = new_folder(tmp_path)
