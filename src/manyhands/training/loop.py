@@ -43,7 +43,7 @@ from manyhands.training.work import Work
 class Outcome:
     """What a run came to: the test accuracy after its last epoch, what an epoch of training took, and where.
 
-    `seconds_per_epoch` is the median over the epochs; `places` are the devices of each process.
+    `seconds_per_epoch` is the median over the epochs (the lower one of two); `places` are the devices of each process.
     """
 
     test_accuracy: float
@@ -231,5 +231,5 @@ def _explained(run: Run) -> Iterator[None]:
 
 def _outcome(run: Run) -> Outcome:
     epochs = run.metrics.epochs
-    seconds = statistics.median(record.train_seconds for record in epochs)  # the first one may have compiled
+    seconds = statistics.median_low(record.train_seconds for record in epochs)  # the first one may have compiled
     return Outcome(epochs[-1].test_accuracy, seconds, run.places)
