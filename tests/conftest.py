@@ -1,10 +1,22 @@
 """What every test gets, and fixtures for tests of several devices."""
 
 import contextlib
+import gc
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
+
+# Where pytest runs in several processes (-n), each has its part of the cores: with all of them, torch's intra-op
+# threads, which spin while they wait, would take the processor from the tests in the other processes; and the second
+# replica of every process would be bound to the same cores. This has to be said before torch is imported, and holds for
+# the programs that tests start, too. Tests of either (test_workers.py, test_processes.py, test_cores.py) set their own.
+if num_processes := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
+    if num_processes > 1:
+        os.environ.setdefault("MANYHANDS_BIND_CORES", "0")
+
 import torch
 
 from manyhands import errors
@@ -21,6 +33,16 @@ if importlib.util.find_spec("hypothesis"):  # `make gpu-check` runs without it, 
     )
     settings.register_profile("thorough", settings.get_profile("default"), max_examples=2000)
     settings.load_profile("default")  # the option is read later, and then its profile holds
+
+
+def pytest_collection_finish() -> None:
+    """Have the garbage collector leave alone what is there before the first test.
+
+    That is half a million objects, torch's and pytest's own, for which every collection that a test asks for would take
+    half a second. What tests make is collected, and counted, as ever.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,12 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="th
 _CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def _not_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As users have it; conftest.py switches it off where pytest runs in several processes."""
+    monkeypatch.delenv("MANYHANDS_BIND_CORES", raising=False)
+
+
 @pytest.fixture
 def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine of two nodes of two cores of two halves, numbered as they often are: 0-3, and once more 4-7."""

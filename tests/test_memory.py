@@ -31,12 +31,10 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _leave_what_is_there_alone() -> Iterator[None]:
-    """Count and collect only what is made from here on: all else takes the collector a second each time."""
+def _leave_what_is_there_alone() -> None:
+    """Count and collect only what is made from here on, not what other tests have left."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture
