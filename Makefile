@@ -25,8 +25,7 @@ test: $(READY)  ## run the test suite
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-all: $(READY)  ## what `make test` leaves out because it takes longer: slow tests, ten times the examples in property tests
-	$(BIN)/python -m pytest -n auto --dist worksteal -m slow
-	$(BIN)/python -m pytest tests/test_properties.py --hypothesis-profile=thorough
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow or property" --hypothesis-profile=thorough
 
 check: $(READY)  ## lint, format, types
 	$(BIN)/ruff check .

@@ -19,7 +19,7 @@ import textwrap
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,9 +52,47 @@ over_gloo_too = pytest.mark.parametrize("engine", ["threads", "processes", "proc
 if not ON_CPU:  # processes have tests of their own there: to start one takes seconds
     ENGINES = ["threads", "threads apart"]
     over_gloo_too = pytest.mark.parametrize("engine", ENGINES, indirect=True)
-# Replicas, rows; (4, 6) leaves one idle, (2, 1) runs one replica.
-SPLITS = [(2, 7), (4, 6), (2, 1), *(pytest.param(*split, marks=pytest.mark.slow) for split in ((3, 8), (4, 9)))]
+SPLITS = [(2, 7), (4, 6), (2, 1)]  # replicas, rows; (4, 6) leaves one idle, (2, 1) runs one replica
+MORE_SPLITS = [(3, 8)]
 WAIT_S = 15.0
+
+
+def over_engines(
+    names: str,
+    cases: Iterable[tuple[Any, ...]],
+    *,
+    slow: Iterable[tuple[Any, ...]] = (),
+    processes: Iterable[tuple[Any, ...]] | None = None,
+    gloo: Iterable[tuple[Any, ...]],
+) -> pytest.MarkDecorator:
+    """Parametrise a test whose axes multiply: with every case on threads, with fewer on processes and over gloo.
+
+    What a module computes, and which rows a replica has, do not depend on what carries them to another process; so
+    each value of each axis goes there, and not each with each.
+
+    Args:
+        names: the arguments of a case, in words.
+        cases: those on threads.
+        slow: more on threads, for `make test-all`.
+        processes: those on processes; all of `cases` unless given.
+        gloo: those on processes of which each has parameters of its own, for `make test-all`.
+    """
+    cases, slow_mark = list(cases), [pytest.mark.slow]
+    product = [pytest.param("threads", *case) for case in cases]
+    product += [pytest.param("threads", *case, marks=slow_mark) for case in slow]
+    if ON_CPU:
+        product += [pytest.param("processes", *case) for case in (cases if processes is None else processes)]
+        product += [pytest.param("processes over gloo", *case, marks=slow_mark) for case in gloo]
+    return pytest.mark.parametrize(f"engine, {names}", product, indirect=["engine"], ids=label)
+
+
+def label(value: Any) -> str | None:
+    """Return what a value is called in the name of a test, where pytest would give it a number."""
+    return type(value).__name__ if isinstance(value, BaseException) else str(value) if isinstance(value, list) else None
+
+
+def each_with(values: Iterable[Any], cases: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    return [(value, *case) for value in values for case in cases]
 
 
 @pytest.fixture(autouse=True)
@@ -336,8 +374,12 @@ def in_time(function: Callable[[], Any]) -> Any:
 # ---- outputs and gradients -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_replicas", "rows"), SPLITS)
-@pytest.mark.parametrize("name", MODELS)
+@over_engines(
+    "name, num_replicas, rows",
+    each_with(MODELS, SPLITS),
+    slow=each_with(MODELS, MORE_SPLITS),
+    gloo=[*each_with(MODELS, [(4, 6)]), ("nested outputs", 2, 7), ("nested outputs", 2, 1), ("nested outputs", 3, 8)],
+)
 def test_outputs_and_gradients_are_the_plain_modules(
     wrap: Callable[..., DataParallel], name: str, num_replicas: int, rows: int
 ) -> None:
@@ -362,8 +404,15 @@ def test_outputs_and_gradients_are_the_plain_modules(
     assert_same_state(model.module, plain)
 
 
-@pytest.mark.parametrize("num_replicas", [2, 3, 4])
-@pytest.mark.parametrize("name", [n for n in MODELS if n not in ("output is the input", "sparse embedding")])
+TRAINED = [name for name in MODELS if name not in ("output is the input", "sparse embedding")]
+
+
+@over_engines(
+    "name, num_replicas",
+    each_with(TRAINED, [(2,), (3,), (4,)]),
+    processes=[*each_with(TRAINED, [(3,)]), ("mlp", 2), ("mlp", 4)],
+    gloo=each_with(TRAINED, [(3,)]),
+)
 def test_five_steps_of_sgd(wrap: Callable[..., DataParallel], name: str, num_replicas: int) -> None:
     """N9: parameters after five steps are the plain module's; batches of different sizes."""
     make_model, make_batch = MODELS[name]
@@ -381,7 +430,7 @@ def test_five_steps_of_sgd(wrap: Callable[..., DataParallel], name: str, num_rep
     assert_same_state(model.module, plain)
 
 
-@pytest.mark.parametrize(("num_replicas", "rows"), SPLITS)
+@over_engines("num_replicas, rows", SPLITS, slow=MORE_SPLITS, gloo=[(4, 6)])
 def test_batch_norm_in_training_is_the_plain_compositions(
     wrap: Callable[..., DataParallel], num_replicas: int, rows: int
 ) -> None:
@@ -850,8 +899,12 @@ def penalty_loss(module: Callable[..., Any], x: torch.Tensor, between: Callable[
     return output.mean() + (grad.flatten(1).norm(dim=1) - 1).pow(2).mean()
 
 
-@pytest.mark.parametrize(("num_replicas", "rows"), [(2, 7), (3, 8), (4, 6), (2, 1)])
-@pytest.mark.parametrize("name", penalty_models())
+@over_engines(
+    "name, num_replicas, rows",
+    each_with(penalty_models(), [(2, 7), (3, 8), (4, 6), (2, 1)]),
+    processes=[*each_with(penalty_models(), [(4, 6)]), ("linear", 2, 7), ("linear", 3, 8), ("linear", 2, 1)],
+    gloo=each_with(penalty_models(), [(3, 8)]),
+)
 def test_gradient_penalty(wrap: Callable[..., DataParallel], name: str, num_replicas: int, rows: int) -> None:
     """N3: a loss of the output and of its gradient; parameters, their gradients and the buffers after three steps."""
     plain = penalty_models()[name]()
@@ -1491,7 +1544,7 @@ def busy() -> Iterator[None]:
 
 
 @of_the_host
-@pytest.mark.parametrize("num_replicas", [2, 3, 8])
+@over_engines("num_replicas", [(2,), (3,), (8,)], processes=[(3,)], gloo=[(3,)])  # each process draws by itself
 def test_equal_seeds_give_equal_runs_under_load(
     wrap: Callable[..., DataParallel], busy: None, caplog: pytest.LogCaptureFixture, num_replicas: int
 ) -> None:
@@ -1564,7 +1617,7 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @of_the_host
-@pytest.mark.parametrize("name", DRAWS)
+@over_engines("name", [(name,) for name in DRAWS], gloo=[("dropout",)])  # a module without parameters: none are sent
 def test_every_replica_draws_from_a_stream_of_its_own(
     wrap: Callable[..., DataParallel], caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
@@ -2046,9 +2099,14 @@ def test_buffers_are_as_before_when_outputs_do_not_fit_together(wrap: Callable[.
         assert torch.equal(value, before[name]), name
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=["KeyboardInterrupt", "SystemExit"])
-@pytest.mark.parametrize("first_row", [0.0, 3.0, 6.0])
-@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
+PLACES = [(first_row, in_backward) for first_row in (0.0, 3.0, 6.0) for in_backward in (False, True)]
+
+
+@over_engines(
+    "error, first_row, in_backward",
+    each_with([KeyboardInterrupt(), SystemExit(3)], PLACES),
+    gloo=each_with([KeyboardInterrupt()], PLACES),
+)
 def test_interrupts_in_a_replica(
     wrap: Callable[..., DataParallel], error: BaseException, first_row: float, in_backward: bool, engine: str
 ) -> None:
@@ -2186,8 +2244,14 @@ def test_dropping_the_output_frees_activations(
     assert model.module.alive() == 0
 
 
-@pytest.mark.parametrize("kind", [Watched, WithMethodAttribute, WithHiddenModule])
-@pytest.mark.parametrize("order", [0, 1, 2])
+ORDERS = [(0,), (1,), (2,)]
+
+
+@over_engines(
+    "kind, order",
+    each_with([Watched, WithMethodAttribute, WithHiddenModule], ORDERS),
+    gloo=each_with([WithHiddenModule], ORDERS),
+)
 def test_no_reference_cycles(
     wrap: Callable[..., DataParallel], collector_off: None, kind: type[Watched], order: int
 ) -> None:
@@ -2277,6 +2341,12 @@ def test_calls_from_several_threads_at_once(wrap: Callable[..., DataParallel]) -
     assert not wrong
 
 
+# A program of its own knows nothing of what `engine` has set here, so that gloo would be no case of its own.
+in_a_program_of_its_own = pytest.mark.parametrize(
+    "engine", ["threads", "processes"] if ON_CPU else ["threads"], indirect=True
+)
+
+
 def run_script(script: str, timeout_s: float = 100.0) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
@@ -2287,6 +2357,7 @@ def run_script(script: str, timeout_s: float = 100.0) -> subprocess.CompletedPro
     )
 
 
+@in_a_program_of_its_own
 def test_the_interpreter_exits_cleanly_after_training(engine: str) -> None:
     """F5: status 0, and nothing on stderr, with outputs and graphs still alive."""
     done = run_script(f"""
@@ -2301,6 +2372,7 @@ def test_the_interpreter_exits_cleanly_after_training(engine: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "trained\n", "")
 
 
+@in_a_program_of_its_own
 def test_sys_exit_inside_a_replica_ends_the_program(engine: str) -> None:
     """F3, F5: with its status, and with other replicas at work."""
     done = run_script(f"""
@@ -2333,9 +2405,16 @@ def same_results(model: nn.Module, wrapped: nn.Module, inputs: tuple[Any, ...], 
     torch.testing.assert_close(results(wrapped), results(model), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("n", "rows"), SPLITS)
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+HIDDEN_STATES = [(kind, batch_first) for kind in (nn.LSTM, nn.GRU) for batch_first in (True, False)]
+
+
+@over_engines(
+    "kind, batch_first, n, rows",
+    [(*kind, *split) for kind in HIDDEN_STATES for split in SPLITS],
+    slow=[(*kind, *split) for kind in HIDDEN_STATES for split in MORE_SPLITS],
+    processes=[*((*kind, 4, 6) for kind in HIDDEN_STATES), (nn.LSTM, False, 2, 7), (nn.LSTM, False, 2, 1)],
+    gloo=[(*kind, 4, 6) for kind in HIDDEN_STATES],
+)
 def test_hidden_states_in_and_out(wrap, kind, batch_first, n, rows):
     """S10, G6: they have their rows on axis 1."""
     model = kind(3, 4, num_layers=2, batch_first=batch_first)
@@ -2357,7 +2436,7 @@ class MaskedAttention(nn.Module):
         return {"y": output * scale, "weights": weights.transpose(0, 1), "mask": mask * 2}
 
 
-@pytest.mark.parametrize(("n", "rows"), SPLITS)
+@over_engines("n, rows", SPLITS, slow=MORE_SPLITS, gloo=[(4, 6)])
 def test_one_input_whole_and_outputs_on_other_axes(wrap, n, rows):
     """S5, S10, G6: a mask that belongs to no row goes whole to every replica, and its gradient is their sum."""
     model = MaskedAttention()
@@ -2367,8 +2446,10 @@ def test_one_input_whole_and_outputs_on_other_axes(wrap, n, rows):
     same_results(model, wrapped, (x, mask, scale), [x, mask, scale])
 
 
-@pytest.mark.parametrize("shares", ["chunk", "even", [3, 1, 2], [0, 1, 1]], ids=str)
-@pytest.mark.parametrize("rows", [1, 4, 7, 10])
+SHARES = ["chunk", "even", [3, 1, 2], [0, 1, 1]]
+
+
+@over_engines("shares, rows", each_with(SHARES, [(1,), (4,), (7,), (10,)]), gloo=each_with(SHARES, [(7,)]))
 def test_a_mean_over_rows_inside_forward_is_exact(wrap, shares, rows):
     """G2, N4: torch's mean of means counts the rows of a small shard several times."""
 
@@ -2389,8 +2470,10 @@ def test_a_mean_over_rows_inside_forward_is_exact(wrap, shares, rows):
     assert wrapped(x)["loss"].dim() == 0
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize("ignored", [0, 3, 6, 7], ids=lambda n: f"{n} ignored")
+IGNORED = [0, 3, 6, 7]  # of 8 targets
+
+
+@over_engines("ignored, n", each_with(IGNORED, [(2,), (3,), (4,)]), gloo=each_with(IGNORED, [(3,)]))
 def test_a_mean_over_tokens_is_weighted_by_the_output_that_counts_them(wrap, n, ignored):
     """N4: cross entropy with ignore_index; a replica whose targets are all ignored has a loss of NaN, and no part."""
 
@@ -2764,8 +2847,16 @@ def is_refused(name: str, step: Callable[[], Any]) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("num_replicas", "rows"), [(2, 7), (4, 4), (4, 6), (8, 9)])
-@pytest.mark.parametrize("name", BATCH_NORMS)
+ROWS_OF_BATCH_NORMS = [(2, 7), (4, 4), (4, 6), (8, 9)]
+EACH_ONCE = [*each_with(BATCH_NORMS, [(4, 6)]), *(("residual block", *split) for split in [(2, 7), (4, 4), (8, 9)])]
+
+
+@over_engines(
+    "name, num_replicas, rows",
+    each_with(BATCH_NORMS, ROWS_OF_BATCH_NORMS),
+    processes=EACH_ONCE,
+    gloo=EACH_ONCE,
+)
 def test_synchronised_batch_norm(wrap: Callable[..., DataParallel], name: str, num_replicas: int, rows: int) -> None:
     """N5: outputs, gradients and running statistics are the plain module's, in training and after it."""
     make_model, make_batch = BATCH_NORMS[name]
@@ -2792,7 +2883,7 @@ def test_synchronised_batch_norm_with_shares(wrap: Callable[..., DataParallel], 
         compare_with_plain(model, plain, torch.randn(rows, 2, 4, 4))
 
 
-@pytest.mark.parametrize("num_replicas", range(1, 9))
+@over_engines("num_replicas", [(n,) for n in range(1, 9)], processes=[(1,), (2,), (3,), (8,)], gloo=[(2,), (3,)])
 def test_synchronised_batch_norm_in_single_precision(wrap: Callable[..., DataParallel], num_replicas: int) -> None:
     """N5: within 1e-5, relative to the largest entry; NCHW and channels last. Sums take another order elsewhere."""
     tolerance = 1e-5 if ON_CPU else 3e-5
@@ -2978,8 +3069,15 @@ def test_gradgradcheck_of_synchronised_batch_norm(wrap: Callable[..., DataParall
     assert torch.autograd.gradgradcheck(run, (x, *model.parameters()))
 
 
-@pytest.mark.parametrize(("num_replicas", "rows"), [(2, 7), (3, 8), (4, 6)])
-@pytest.mark.parametrize("name", ["1d", "2d", "affine=False", "used twice", "residual block", "differentiates inside"])
+WITH_PENALTY = ["1d", "2d", "affine=False", "used twice", "residual block", "differentiates inside"]
+
+
+@over_engines(
+    "name, num_replicas, rows",
+    each_with(WITH_PENALTY, [(2, 7), (3, 8), (4, 6)]),
+    processes=[*each_with(WITH_PENALTY, [(4, 6)]), ("2d", 2, 7), ("2d", 3, 8)],
+    gloo=each_with(WITH_PENALTY, [(3, 8)]),
+)
 def test_gradient_penalty_with_synchronised_batch_norm(
     wrap: Callable[..., DataParallel], name: str, num_replicas: int, rows: int
 ) -> None:
@@ -3109,9 +3207,11 @@ def test_batch_norms_in_different_orders_do_not_hang(wrap: Callable[..., DataPar
         assert x.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("first_row", [0.0, 3.0, 6.0])
-@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("error", [FailureError(7, "as asked"), KeyboardInterrupt()], ids=["Exception", "Ctrl-C"])
+@over_engines(
+    "error, first_row, in_backward",
+    each_with([FailureError(7, "as asked"), KeyboardInterrupt()], PLACES),
+    gloo=each_with([FailureError(7, "as asked")], PLACES),
+)
 def test_a_failure_releases_who_waits_in_batch_norm(
     wrap: Callable[..., DataParallel], first_row: float, in_backward: bool, error: BaseException, engine: str
 ) -> None:

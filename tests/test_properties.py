@@ -25,6 +25,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 import manyhands
 
+pytestmark = pytest.mark.property
+
 Pair = namedtuple("Pair", "left right")
 
 
