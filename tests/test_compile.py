@@ -138,8 +138,7 @@ def train_both(plain: nn.Module, wrapped: nn.Module, rows: list[int]) -> None:
         torch.testing.assert_close(wrapped(x), plain(x), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("num_replicas", [2, 3])
-@pytest.mark.parametrize("way", ["torch.compile", "module.compile"])
+@pytest.mark.parametrize(("way", "num_replicas"), [("torch.compile", 2), ("module.compile", 3)])
 def test_many_steps(way: str, num_replicas: int, wrap: Callable[..., DataParallel]) -> None:
     """R13: outputs, gradients and parameters over 15 steps; the graphs are few and shared by the replicas."""
     graphs = CompileCounterWithBackend("aot_eager")
