@@ -356,8 +356,18 @@ TWO = {"device_ids": ["cpu"] * 2}
 PROCESSES = {**TWO, "engine": "processes"}
 
 
-@pytest.mark.parametrize("options", [{}, TWO, PROCESSES], ids=["one replica", "threads", "processes"])
-@pytest.mark.parametrize("where", ["forward", "backward", "loading"])
+def each_with_options(*where: str, with_processes: tuple[str, ...]) -> pytest.MarkDecorator:
+    """Parametrise over where a rank fails and how its replicas run.
+
+    Each rank with worker processes starts a fork server, which imports torch: three seconds of processor time. Where
+    nothing has failed inside of the engine, those who wait cannot tell, and wait as they do for the other failures.
+    """
+    ways = {"one replica": ({}, where), "threads": (TWO, where), "processes": (PROCESSES, with_processes)}
+    cases = [pytest.param(w, options, id=f"{w}-{name}") for name, (options, some) in ways.items() for w in some]
+    return pytest.mark.parametrize(("where", "options"), cases)
+
+
+@each_with_options("forward", "backward", "loading", with_processes=("forward", "backward"))
 def test_the_others_learn_why_one_has_failed(where, options):
     """C12"""
     ended = end_ranks(3, fails, where, options)
@@ -369,8 +379,7 @@ def test_the_others_learn_why_one_has_failed(where, options):
         assert ended[rank].exit_code == 1
 
 
-@pytest.mark.parametrize("options", [{}, TWO, PROCESSES], ids=["one replica", "threads", "processes"])
-@pytest.mark.parametrize("where", ["forward", "backward", "loading", "kill"])
+@each_with_options("forward", "backward", "loading", "kill", with_processes=("backward", "kill"))
 def test_who_waits_at_a_batch_norm_learns_it_too(where, options):
     """C12, C9: also replicas in worker processes, which wait for what the caller gets from the other processes."""
     ended = end_ranks(2, fails, where, {**options, "sync_batch_norm": True})

@@ -122,16 +122,19 @@ def step_and_compare(rank: int, model: nn.Module, oracle: nn.Module, seed: int =
 
 
 CASES = []
+OVER_PROCESSES = []
 
 
 def case(*options: dict) -> Callable[[Callable], Callable]:
     """Have a function run in two ranks, once for each of some options of the wrapper."""
-    names = {id(ONE): "one replica", id(TWO): "threads", id(PROCESSES): "processes"}
+    names = {id(ONE): "one replica", id(TWO): "threads"}
 
     def take(function: Callable) -> Callable:
         for each in options or (ONE, TWO):
-            marks = [pytest.mark.slow] if each is PROCESSES else []
-            CASES.append(pytest.param(function, each, id=f"{function.__name__}-{names[id(each)]}", marks=marks))
+            if each is PROCESSES:
+                OVER_PROCESSES.append(function)
+            else:
+                CASES.append(pytest.param(function, each, id=f"{function.__name__}-{names[id(each)]}"))
         return function
 
     return take
@@ -780,6 +783,22 @@ def a_forward_that_fails_is_tried_again(rank: int, options: dict) -> None:
 def test_case(function, options):
     """C1, C2, C3, C4, C5, C6, C7, C8, C10, C12, C15, C16: in two processes."""
     run_ranks(2, function, options)
+
+
+def in_turn(rank: int, functions: list[Callable], options: dict) -> None:
+    for function in functions:
+        torch.manual_seed(rank)
+        try:
+            function(rank, options)
+        except Exception as error:
+            error.add_note(f"in {function.__name__}")
+            raise
+
+
+@pytest.mark.slow
+def test_cases_over_processes():
+    """C1, C2, C3, C4, C5, C8: each rank has a worker. In one program: fork servers take longer than all cases."""
+    run_ranks(2, in_turn, OVER_PROCESSES, PROCESSES)
 
 
 # ---- many buckets
