@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import functools
 import io
 import itertools
 import os
@@ -10,7 +11,6 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -148,6 +148,7 @@ def in_order(output: str) -> str:
     return "".join("".join(sorted(b.splitlines(True))) if b.startswith("    In ") else b for b in blocks)
 
 
+@functools.cache
 def run_program(name: str, *, use_gpus: bool = False) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if not use_gpus:
@@ -157,13 +158,6 @@ def run_program(name: str, *, use_gpus: bool = False) -> subprocess.CompletedPro
     return subprocess.run(
         command, cwd=EXAMPLES.parent, env=environment, capture_output=True, text=True, timeout=100, check=False
     )
-
-
-@pytest.fixture(scope="module")
-def programs() -> dict[str, subprocess.CompletedProcess[str]]:
-    """Every example as a program; most of their time is the import of torch, so two run at once."""
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(CHECKS, pool.map(run_program, CHECKS), strict=True))
 
 
 class RecordedStdout(io.StringIO):
@@ -215,8 +209,8 @@ def test_docstring_gives_the_command(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_runs_as_a_program(name: str, programs: dict[str, subprocess.CompletedProcess[str]]) -> None:
-    done = programs[name]
+def test_runs_as_a_program(name: str) -> None:
+    done = run_program(name)
     assert (done.returncode, done.stderr) == (0, "")
     CHECKS[name][1](done.stdout, ("cpu",))
 
