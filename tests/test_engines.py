@@ -75,14 +75,16 @@ def over_engines(
         cases: those on threads.
         slow: more on threads, for `make test-all`.
         processes: those on processes; all of `cases` unless given.
-        gloo: those on processes of which each has parameters of its own, for `make test-all`.
+        gloo: those on processes of which each has parameters of its own, and on threads whose replicas stand apart,
+            for `make test-all`.
     """
-    cases, slow_mark = list(cases), [pytest.mark.slow]
+    cases, gloo, slow_mark = list(cases), list(gloo), [pytest.mark.slow]
     product = [pytest.param("threads", *case) for case in cases]
     product += [pytest.param("threads", *case, marks=slow_mark) for case in slow]
     if ON_CPU:
         product += [pytest.param("processes", *case) for case in (cases if processes is None else processes)]
         product += [pytest.param("processes over gloo", *case, marks=slow_mark) for case in gloo]
+    product += [pytest.param("threads apart", *case, marks=slow_mark if ON_CPU else ()) for case in gloo]
     return pytest.mark.parametrize(f"engine, {names}", product, indirect=["engine"], ids=label)
 
 
