@@ -70,20 +70,23 @@ class Group:
     check_limit_s: float = 90.0
 
 
+GPU_TESTS = (
+    "tests/test_gpu.py",
+    "tests/test_gpu_order.py",
+    "tests/test_gpu_processes.py",
+    "tests/training/test_loop.py",
+)
+
+
 def groups_for(kind: str, count: int) -> list[Group]:
     """Return what is run on a machine with `count` accelerators, the most telling first."""
     suite = ["tests/test_engines.py", "-m", "not slow"]
     every = ",".join(f"{kind}:{index}" for index in range(count))
     groups = [
-        Group(
-            "GPU tests",
-            "tests",
-            ["tests/test_gpu.py", "tests/test_gpu_order.py", "tests/test_gpu_processes.py", "-m", "gpu"],
-            190,
-        ),
-        Group("engine contract, replicas on one GPU", "tests", suite, 150, {"MANYHANDS_TEST_DEVICES": f"{kind}:0"}),
-        Group("figures", "figures", [f"{kind}:0"], 170, check_limit_s=150),  # torch.compile takes its time
-        Group("examples", "tests", ["tests/test_examples.py", "-m", "gpu"], 40),
+        Group("GPU tests", "tests", [*GPU_TESTS, "-m", "gpu"], 170),
+        Group("engine contract, replicas on one GPU", "tests", suite, 130, {"MANYHANDS_TEST_DEVICES": f"{kind}:0"}),
+        Group("figures", "figures", [f"{kind}:0"], 220, check_limit_s=150),  # torch.compile takes its time
+        Group("examples", "tests", ["tests/test_examples.py", "-m", "gpu"], 30),
     ]
     if count > 1:
         several = Group(

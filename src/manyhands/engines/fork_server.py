@@ -33,8 +33,9 @@ _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 def serve_forks(fd: int) -> None:
     """Fork a worker whenever asked to, until the caller goes; tell how workers ended. The fork server's whole life.
 
-    Messages, each answered: ("fork", environment, cores) with the worker's end of a channel, and what its standard
-    output and error are to be -> its process id; ("status", process id) -> its exit status, as `os.waitpid` has it.
+    Messages, each answered: ("fork", modules to import first, environment, cores, seed) with the worker's end of a
+    channel, and what its standard output and error are to be -> its process id; ("status", process id) -> its exit
+    status, as `os.waitpid` has it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=fd))
@@ -50,6 +51,9 @@ def serve_forks(fd: int) -> None:
             os._exit(0)
         request, *given = pickle.loads(body)
         if request == "fork":
+            modules, *given = given
+            for name in modules:
+                importlib.import_module(name)
             pid = os.fork()
             if not pid:
                 os.close(fd)

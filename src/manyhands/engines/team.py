@@ -39,6 +39,11 @@ _ENDING_TAKES_S = 1.0  # for all connections of a process that is killed to end
 _NAP_S = 0.001
 
 
+# What some of torch's functions import when they are called, activation checkpoints among them. It takes a second; so
+# where the caller has it, the fork server had better have it too than each worker by itself.
+_SLOW_TO_IMPORT = ("torch._dynamo",)
+
+
 class WorkerDiedError(RuntimeError):
     """A worker process ended by itself."""
 
@@ -57,7 +62,8 @@ class _ForkServer:
         fd = others.detach()
         try:
             environment = {name: value for name, value in os.environ.items() if not _is_a_launchers(name)}
-            request = ("fork", environment, list(own_cores), seed)
+            imported = [name for name in _SLOW_TO_IMPORT if name in sys.modules]
+            request = ("fork", imported, environment, list(own_cores), seed)
             pid = self._ask(request, [fd, _descriptor(sys.__stdout__, 1), _descriptor(sys.__stderr__, 2)])
         finally:
             os.close(fd)
