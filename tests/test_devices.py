@@ -333,6 +333,24 @@ def test_the_generators_of_a_process():
         torch.default_generator.set_state(before)
 
 
+def test_flags_of_products():
+    """R14: torch's older setting, and its newer ones, which the older one may know nothing of."""
+    before = devices.product_flags()
+    try:
+        torch.set_float32_matmul_precision("high")
+        older = devices.product_flags()
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        newer = devices.product_flags()
+        assert newer[0] is None
+        for flags in (older, newer):
+            devices.set_product_flags(flags)
+            assert devices.product_flags()[1:] == flags[1:]
+    finally:
+        devices.set_product_flags(before)
+        torch.set_float32_matmul_precision("highest")
+
+
 def test_flags_of_convolutions():
     before = devices.convolution_flags()
     enabled, benchmark, deterministic, conv, rnn = before

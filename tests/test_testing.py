@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
-from manyhands import devices
+from manyhands import DataParallel, devices
 from manyhands.testing import SimulatedTensor, simulated_accelerators
 
 SIM0, SIM1 = torch.device("sim:0"), torch.device("sim:1")
@@ -644,3 +644,21 @@ x = torch.ones(2, device="sim:7", requires_grad=True)
 print(x.grad)
 """)
     assert printed == "tensor([2., 2.], device='sim:7')"
+
+
+def test_views_in_inference_mode():
+    """Of ordinary tensors they are ordinary, as torch's; what is computed is not."""
+    for device in ("cpu", "sim:0"):
+        x = torch.ones(4, device=device)
+        with torch.inference_mode():
+            results = [x.view(2, 2), x.detach(), x[:2], x + 1]
+        assert [result.is_inference() for result in results] == [False, False, False, True]
+        assert [result.sum().item() for result in results] == [4.0, 4.0, 2.0, 8.0]
+
+
+def test_a_wrapper_in_inference_mode(sim):
+    """R14"""
+    model = DataParallel(torch.nn.Linear(3, 2).to(sim[0]))
+    x = torch.randn(9, 3, device=sim[0])
+    with torch.inference_mode():
+        assert torch.equal(model(x).cpu(), model.module(x).cpu())

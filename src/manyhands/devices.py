@@ -361,6 +361,30 @@ def set_convolution_flags(flags: tuple[Any, ...]) -> None:
         cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = flags
 
 
+def product_flags() -> tuple[str | None, str, str]:
+    """Return what the user has set of how float32 products of matrices are computed, on GPUs and on the CPU.
+
+    torch has an older setting for both and a newer one for each; where these do not fit together the older one cannot
+    be asked for, and is None here.
+    """
+    backends: Any = torch.backends
+    try:
+        both = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        both = None
+    return both, backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision
+
+
+def set_product_flags(flags: tuple[str | None, str, str]) -> None:
+    """Set what `product_flags` returned."""
+    if flags != product_flags():
+        backends: Any = torch.backends
+        both, on_gpus, on_cpu = flags
+        if both is not None:
+            torch.set_float32_matmul_precision(both)
+        backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision = on_gpus, on_cpu
+
+
 def warn_if_unequal(devices: Sequence[torch.device]) -> None:
     """Warn about accelerators that have less than 75 % of the memory or cores of the largest (torch's threshold)."""
     different = [device for device in dict.fromkeys(devices) if not computes_on_host(device)]
@@ -450,14 +474,14 @@ def float32_products(device: torch.device, *, rounded: bool) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    products, convolutions = torch.get_float32_matmul_precision(), convolution_flags()
+    products, convolutions = product_flags(), convolution_flags()
     try:
         torch.set_float32_matmul_precision("high" if rounded else "highest")
         torch.backends.cudnn.allow_tf32 = rounded
         torch.backends.cudnn.benchmark = rounded
         yield
     finally:
-        torch.set_float32_matmul_precision(products)
+        set_product_flags(products)
         set_convolution_flags(convolutions)
 
 

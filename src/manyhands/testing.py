@@ -111,10 +111,17 @@ class SimulatedTensor(torch.Tensor):
             for tensor in inputs:
                 _follow_host(tensor)
 
+        # In inference mode too, a view of an ordinary tensor is an ordinary tensor.
+        is_view = any(result.alias_info is not None for result in func._schema.returns)
+        as_ordinary = is_view and not any(tensor.is_inference() for tensor in inputs)
+
         def label_output(output: torch.Tensor) -> torch.Tensor:
             if id(output) in known:  # an in-place operation, or out=, returns its argument
                 return known[id(output)]
-            return SimulatedTensor(output, _index(label)) if label.type in _SIMULATED else output
+            if label.type not in _SIMULATED:
+                return output
+            with torch.inference_mode(False) if as_ordinary else contextlib.nullcontext():
+                return SimulatedTensor(output, _index(label))
 
         if func is _aten._pack_padded_sequence.default:
             return label_output(outputs[0]), outputs[1]  # torch keeps batch sizes on the CPU, whatever the device

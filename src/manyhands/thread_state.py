@@ -81,7 +81,7 @@ class ProcessState:
     default_dtype: torch.dtype
     deterministic: tuple[bool, bool, bool]
     anomaly: tuple[bool, bool]
-    matmul_precision: str
+    product_flags: tuple[str | None, str, str]
     keeps_freed_memory: bool
     convolution_flags: tuple[Any, ...]
 
@@ -93,7 +93,7 @@ class ProcessState:
             default_dtype=torch.get_default_dtype(),
             deterministic=_deterministic(),
             anomaly=(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-            matmul_precision=torch.get_float32_matmul_precision(),
+            product_flags=_devices.product_flags(),
             keeps_freed_memory=keeps_freed_memory(),
             convolution_flags=_devices.convolution_flags(),
         )
@@ -106,7 +106,7 @@ class ProcessState:
             torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
             torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         torch.autograd.set_detect_anomaly(*self.anomaly)
-        torch.set_float32_matmul_precision(self.matmul_precision)
+        _devices.set_product_flags(self.product_flags)
         if self.keeps_freed_memory and not keeps_freed_memory():
             keep_freed_memory()
         _devices.set_convolution_flags(self.convolution_flags)

@@ -143,7 +143,7 @@ def divided_intra_op_threads(devices: Sequence[torch.device]) -> Iterator[int]:
 
 def inside_replica() -> bool:
     """Return whether the calling thread is running a replica's task."""
-    return replica_device() is not None
+    return getattr(_thread, "replica_device", None) is not None
 
 
 def replica_device() -> torch.device | None:
