@@ -31,6 +31,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
+from in_time import in_time as _in_time
 from late_copies import send_late
 from manyhands import DataParallel, data_parallel, nested, register_batch_type
 from manyhands.buckets import buckets_of
@@ -352,25 +353,7 @@ def assert_same_state(actual: nn.Module, expected: nn.Module) -> None:
         torch.testing.assert_close(mine[name], theirs[name], rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def in_time(function: Callable[[], Any]) -> Any:
-    """Call `function` in a thread of its own, and fail, rather than hang, if it does not return."""
-    result: list[Any] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            with on_first_device():
-                result.append(function())
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(WAIT_S)
-    assert not thread.is_alive(), "it hangs"
-    if errors:
-        raise errors.pop()
-    return result.pop()
+in_time = functools.partial(_in_time, within=on_first_device)
 
 
 # ---- outputs and gradients -----------------------------------------------------------------------

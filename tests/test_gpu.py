@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from in_time import in_time as _in_time
 from manyhands import DataParallel, data_parallel, devices
 from manyhands.buckets import buckets_of
 from manyhands.engines import apart
@@ -84,24 +85,7 @@ def spread(request: pytest.FixtureRequest, first: torch.device) -> list[torch.de
     return devices_of(first, request.param)
 
 
-def in_time(function: Callable[[], Any]) -> Any:
-    """Call `function` in a thread of its own, and fail, rather than hang, if it does not return."""
-    result: list[Any] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            result.append(function())
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(WAIT_S)
-    assert not thread.is_alive(), "it hangs"
-    if errors:
-        raise errors.pop()
-    return result.pop()
+in_time = functools.partial(_in_time, limit_s=WAIT_S)
 
 
 def mlp(dtype: torch.dtype = torch.float64) -> nn.Module:

@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -232,19 +232,7 @@ class Graphs:
                     ends[i].append(end)
                     end_grads[i].append(part)
         together = _any_batched(output_grads) or modes_that_stay()
-        higher = Graphs(
-            timings=self.timings,
-            where=self.where,
-            inputs=[*self.inputs, *incoming],
-            outputs=[],
-            shared_leaves=self.shared_leaves,
-            keep=True,
-            keep_alive=self.keep_alive,
-            begin_walk=self.begin_walk,
-            around_walk=self.around_walk,
-            contribution=self.contribution,
-            parameters=self.parameters,
-        )
+        higher = replace(self, inputs=[*self.inputs, *incoming], outputs=[], live_inputs=(), keep=True)
         return higher, self._gradients(ends, end_grads, together=together, create_graph=True)
 
     def _ends(

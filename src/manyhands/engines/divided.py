@@ -11,7 +11,7 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -171,22 +171,14 @@ class Divided(Graphs):
             keys.append(key)
             own_grads.append(own)
             sent_grads.append((grad.detach(), key))
-        higher = Divided(
-            self.timings,
-            self.where,
+        higher = replace(
+            self,
             inputs=[*self.inputs, *incoming],
             outputs=[],
-            shared_leaves=self.shared_leaves,
+            live_inputs=(),
             keep=True,
-            keep_alive=self.keep_alive,
-            begin_walk=self.begin_walk,
-            team=self.team,
-            turns=self.turns,
-            mirror=self.mirror,
             number=next(self.turns.numbers),
             keys=[*self.keys, *keys],
-            contribution=self.contribution,
-            parameters=self.parameters,
         )
 
         def walk_own() -> list[torch.Tensor | None]:
