@@ -382,6 +382,57 @@ def test_the_callers_side_stream(placed: list[torch.device]) -> None:
     assert_same_gradients(model, plain)
 
 
+def test_a_buffer_that_forward_writes(placed: list[torch.device]) -> None:
+    """R5: the only one of its kind; the other replicas get what it was before the forward."""
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls.add_(1)
+            return self.linear(x) * 0 + self.calls
+
+    model = DataParallel(Counts().to(placed[0]), placed)
+    with torch.no_grad():
+        outputs = [model(torch.ones(24, 16, device=placed[0])) for _ in range(50)]
+    assert [output.unique().tolist() for output in outputs] == [[float(number)] for number in range(1, 51)]
+
+
+def test_branches_on_streams_of_their_own(placed: list[torch.device]) -> None:
+    """R14, N1: gradients of one bucket are made on several streams; an odd-sized parameter comes first."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+            self.left, self.right = mlp(), mlp()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            here, side = torch.accelerator.current_stream(x.device), torch.Stream(device=x.device)
+            side.wait_stream(here)
+            torch.accelerator.set_stream(side)
+            try:
+                right = self.right(x)
+            finally:
+                torch.accelerator.set_stream(here)
+            left = self.left(x)
+            here.wait_stream(side)
+            right.record_stream(here)
+            x.record_stream(side)
+            return (left + right) * self.scale
+
+    plain, model = wrapped(Branches().double(), placed)
+    for _ in range(20):
+        x = torch.randn(24, 16, dtype=torch.float64, device=placed[0])
+        for module in (plain, model):
+            module.zero_grad()
+            in_time(lambda module=module, x=x: module(x).pow(2).sum().backward())
+        assert_same_gradients(model, plain)
+
+
 def stress(placed: list[torch.device], *, waits: bool) -> list[torch.Tensor]:
     """Take 500 steps of random sizes on ever other streams; return all losses and the final parameters.
 

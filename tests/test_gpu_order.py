@@ -80,7 +80,10 @@ def layers(count: int) -> nn.Module:
 
 @pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "pageable"])
 def test_the_second_shard_travels_while_the_first_is_computed(tmp_path: Path, pinned: bool) -> None:
-    """S11: two replicas on one GPU; the copies are on a stream of their own."""
+    """S11: two replicas on one GPU; the copies are on a stream of their own.
+
+    From pageable memory the host has the second shard to copy first, into pinned memory, so only the order is certain.
+    """
     model = DataParallel(layers(8).cuda(), ["cuda:0", "cuda:0"])
     x = torch.randn(ROWS, WIDTH)
     x = x.pin_memory() if pinned else x
@@ -92,7 +95,9 @@ def test_the_second_shard_travels_while_the_first_is_computed(tmp_path: Path, pi
     kernels = [each for each in ran if each.kind == "kernel"]
     assert len(shards) == 2
     assert {shard.stream for shard in shards}.isdisjoint(kernel.stream for kernel in kernels)
-    assert any(kernel.overlaps(shards[1]) for kernel in kernels), (shards, kernels[:5])
+    assert shards[0].end <= shards[1].begin
+    if pinned:
+        assert any(kernel.overlaps(shards[1]) for kernel in kernels), (shards, kernels[:5])
 
 
 def test_gradients_travel_while_backward_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,21 +133,26 @@ def test_the_first_device_needs_no_more_memory() -> None:
     class WithLoss(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(16)))
+            self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(32)))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layers(x).pow(2).mean()
 
+    def active_bytes(device: int, which: str) -> int:
+        """Return what tensors have, and what is kept for streams that may still be reading it."""
+        return int(torch.accelerator.memory_stats(device)[f"active_bytes.all.{which}"])
+
     model = DataParallel(WithLoss().cuda(), scalars="mean")
-    x = torch.randn(8192 * len(model.device_ids), 512)
+    x = torch.randn(8192 * len(model.device_ids), 1024)
     for _ in range(2):
         model.zero_grad()
-        before = [torch.accelerator.memory_allocated(device) for device in model.device_ids]
         for device in model.device_ids:
+            torch.accelerator.synchronize(device)
             torch.accelerator.reset_peak_memory_stats(device)
+        before = [active_bytes(device, "current") for device in model.device_ids]
         model(x).backward()
         for device in model.device_ids:
             torch.accelerator.synchronize(device)
-        peaks = [torch.accelerator.max_memory_allocated(device) for device in model.device_ids]
+        peaks = [active_bytes(device, "peak") for device in model.device_ids]
     first, *others = (peak - then for peak, then in zip(peaks, before, strict=True))
     assert first <= 1.15 * max(others), (first, others)
