@@ -32,7 +32,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ GPU_TESTS = (
     "tests/test_gpu.py",
     "tests/test_gpu_order.py",
     "tests/test_gpu_processes.py",
-    "tests/training/test_loop.py",
+    "tests/training/test_on_a_gpu.py",
 )
 
 
@@ -83,9 +83,9 @@ def groups_for(kind: str, count: int) -> list[Group]:
     suite = ["tests/test_engines.py", "-m", "not slow"]
     every = ",".join(f"{kind}:{index}" for index in range(count))
     groups = [
-        Group("GPU tests", "tests", [*GPU_TESTS, "-m", "gpu"], 170),
+        Group("GPU tests", "tests", [*GPU_TESTS, "-m", "gpu"], 170, check_limit_s=150),  # torch.compile takes its time
         Group("engine contract, replicas on one GPU", "tests", suite, 130, {"MANYHANDS_TEST_DEVICES": f"{kind}:0"}),
-        Group("figures", "figures", [f"{kind}:0"], 220, check_limit_s=150),  # torch.compile takes its time
+        Group("figures", "figures", [f"{kind}:0"], 220, check_limit_s=150),
         Group("examples", "tests", ["tests/test_examples.py", "-m", "gpu"], 30),
     ]
     if count > 1:
@@ -93,7 +93,8 @@ def groups_for(kind: str, count: int) -> list[Group]:
             "engine contract, a replica on each GPU", "tests", suite, 100, {"MANYHANDS_TEST_DEVICES": every}
         )
         groups.insert(2, several)
-    return groups
+    budget_s = sum(group.budget_s for group in groups)
+    return [replace(group, budget_s=group.budget_s * min(1.0, BUDGET_S / budget_s)) for group in groups]
 
 
 def dry_groups() -> list[Group]:

@@ -521,12 +521,23 @@ def test_the_cpu_has_no_tf32_and_its_optimizers_stay_as_they_are():
     assert not devices.has_fused_optimizers(CPU)
 
 
+@pytest.mark.parametrize(
+    ("capability", "hip", "expected"),
+    [((7, 5), None, False), ((8, 0), None, True), ((9, 0), None, True), ((9, 4), "6.0", False)],
+)
+def test_who_has_tf32(monkeypatch, capability, hip, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert devices.has_tf32(torch.device("cuda", 0)) == expected
+
+
 @pytest.mark.parametrize("rounded", [False, True])
 def test_float32_products_are_the_users_again_afterwards(rounded):
     """The settings themselves can be read and written without a GPU."""
 
     def settings():
-        return torch.get_float32_matmul_precision(), devices.convolution_flags()
+        older = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32  # an error if they do not fit
+        return older, devices.convolution_flags()
 
     before = settings()
     with devices.float32_products(torch.device("cuda", 0), rounded=rounded):

@@ -600,3 +600,16 @@ def test_what_nccl_is_told_while_a_group_is_made(monkeypatch: pytest.MonkeyPatch
     }
     torch_private.end_process_group(group)
     assert group.aborted
+
+
+def test_compiler_errors(monkeypatch):
+    def fails(module, inputs):
+        raise ValueError("as asked")
+
+    compiled = torch.compile(lambda x: x + 1, backend=fails)  # this imports the compiler
+    with pytest.raises(Exception, match="as asked") as caught:
+        compiled(torch.ones(1))
+    assert isinstance(caught.value, torch_private.compiler_errors())
+    assert not issubclass(ValueError, torch_private.compiler_errors())
+    monkeypatch.delitem(sys.modules, "torch._dynamo")
+    assert torch_private.compiler_errors() == ()

@@ -358,6 +358,8 @@ def set_convolution_flags(flags: tuple[Any, ...]) -> None:
     """Set what `convolution_flags` returned."""
     if flags != convolution_flags():
         cudnn: Any = torch.backends.cudnn
+        if flags[3] == flags[4]:  # torch's older setting for both, which has to fit to the newer ones to be read
+            cudnn.allow_tf32 = flags[3] == "tf32"
         cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = flags
 
 

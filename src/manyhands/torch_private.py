@@ -9,6 +9,7 @@ import datetime
 import functools
 import importlib
 import os
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -276,6 +277,17 @@ def num_references(storage: torch.UntypedStorage) -> int | None:
         return int(torch._C._storage_Use_Count(storage._cdata))
     except (AttributeError, RuntimeError):
         return None
+
+
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """Return the classes of what torch.compile raises when it cannot compile; none where nothing has been compiled.
+
+    Fallback: none, so that such an error passes as it is.
+    """
+    try:
+        return (sys.modules["torch._dynamo"].exc.TorchDynamoException,)
+    except (KeyError, AttributeError):
+        return ()
 
 
 def add_all_in_place(targets: list[torch.Tensor], others: list[torch.Tensor]) -> None:

@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.exc import InternalTorchDynamoError
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -494,6 +495,37 @@ def test_the_plain_loop_has_the_same_losses(uninterrupted: RunFolder) -> None:
     assert metrics_of(uninterrupted)[-1]["test_accuracy"] == accuracy
 
 
+@pytest.mark.parametrize(("precision", "expected"), [("fp32", False), ("tf32", True), ("bf16", True)])
+def test_what_is_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, expected: bool) -> None:
+    """fp32 is exact; with bf16, what stays in float32 is computed as with tf32."""
+    asked: list[bool] = []
+
+    def noting(device: torch.device, *, rounded: bool) -> contextlib.AbstractContextManager[None]:
+        asked.append(rounded)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(loop.devices, "float32_products", noting)
+    train(replace(SMALL, precision=precision, epochs=1), new_folder(tmp_path), Recorder())
+    assert asked == [expected]
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_compiler_that_fails_in_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: bool) -> None:
+    """One line; after Ctrl-C, which reaches the programs that it has started too, as after any other Ctrl-C."""
+
+    def fails(*_: object) -> None:
+        if interrupted:
+            signal.raise_signal(signal.SIGINT)
+        raise InternalTorchDynamoError("g++ was ended")
+
+    monkeypatch.setattr(loop, "_train_epoch", fails)
+    display = Recorder()
+    expected = pytest.raises(Interrupted) if interrupted else pytest.raises(OptionError, match=r"g\+\+ was ended")
+    with expected:
+        train(SMALL, new_folder(tmp_path), display)
+    assert any("stopped while compiling" in line for line in display.said) == interrupted
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
@@ -502,9 +534,7 @@ def test_bfloat16_compiled_is_as_accurate_as_a_plain_float32_loop(tmp_path: Path
     options = Options(model="mlp", devices="1", precision="bf16", compile=True, epochs=5)
     folder = new_folder(tmp_path)
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(
-        1
-    )  # the code is compiled for this number; threads of so small a model only wait for each other
+    torch.set_num_threads(1)  # the code is compiled for this number; threads of so small a model only wait
     try:
         outcome = train(options, folder, Recorder())
     finally:
@@ -606,49 +636,3 @@ def test_long_epochs_are_saved_in_between(tmp_path: Path, monkeypatch: pytest.Mo
 )
 def test_describe(names: list[str], text: str) -> None:
     assert describe(list(map(torch.device, names))) == text
-
-
-class NoWaiting(Recorder):
-    """Makes whatever waits for the GPU an error, from the second step of an epoch to the last but one."""
-
-    def step(self, report: StepReport) -> None:
-        super().step(report)
-        within = 1 < report.step_in_epoch < report.steps_per_epoch - 1
-        torch.cuda.set_sync_debug_mode("error" if within else "default")
-
-
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
-def test_no_step_waits_for_the_gpu(tmp_path: Path, precision: str) -> None:
-    options = Options(devices="cuda:0", epochs=2, precision=precision)
-    try:
-        train(options, new_folder(tmp_path), NoWaiting())
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_compiled_on_a_gpu_is_as_accurate_as_exact(tmp_path: Path) -> None:
-    accuracies = []
-    for changes in ({}, {"precision": "bf16", "compile": True}):
-        torch.compiler.reset()
-        options = replace(Options(devices="cuda:0", epochs=3), **changes)
-        accuracies.append(train(options, new_folder(tmp_path / str(len(accuracies))), Recorder()).test_accuracy)
-    assert accuracies[1] == pytest.approx(accuracies[0], abs=0.03)
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
-def test_two_replicas_on_one_gpu(tmp_path: Path, precision: str) -> None:
-    options = Options(devices="cuda:0,cuda:0", epochs=3, precision=precision)
-    folder = new_folder(tmp_path)
-    with pytest.raises(Interrupted):
-        train(options, folder, ctrl_c_after(5))
-    outcome = train(options, folder, Recorder(), resume=True)
-    assert outcome.test_accuracy > 0.8

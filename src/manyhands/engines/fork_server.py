@@ -53,7 +53,8 @@ def serve_forks(fd: int) -> None:
         if request == "fork":
             modules, *given = given
             for name in modules:
-                importlib.import_module(name)
+                with contextlib.suppress(Exception):  # a worker that needs it will say what is wrong
+                    importlib.import_module(name)
             pid = os.fork()
             if not pid:
                 os.close(fd)

@@ -31,10 +31,15 @@ def expect_compiler(device: torch.device) -> None:
     try:
         torch.compile(lambda x: x + 1, dynamic=False)(torch.zeros(2, device=device))
     except Exception as error:  # whatever torch's compiler and the programs that it calls raise
-        reason = str(error).strip().splitlines()[0]
-        raise OptionError(
-            f"--compile: torch.compile does not work for {device} here ({reason}): mend that, or leave out --compile"
-        ) from error
+        raise cannot_compile(device, error) from error
+
+
+def cannot_compile(device: torch.device, error: Exception) -> OptionError:
+    """Return what to tell the user of an error of the compiler."""
+    reason = (str(error).strip() or repr(error)).splitlines()[0]
+    return OptionError(
+        f"--compile: torch.compile does not work for {device} here ({reason}): mend that, or leave out --compile"
+    )
 
 
 @contextlib.contextmanager

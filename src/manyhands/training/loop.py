@@ -9,8 +9,8 @@ A step is: rows, learning rate, forward, backward, update, record. An epoch is: 
 checkpoint. That the model runs on several devices cannot be seen here, which is the point. Of several processes each
 takes its part of every batch, and they add up their losses; otherwise all do the same.
 
-Nothing in a step waits for an accelerator: rows lie where they are needed, and losses are read a step later
-(under_way.py).
+Nothing in a step waits for an accelerator on which the data lie: rows are where they are needed, and losses are read a
+step later (under_way.py).
 """
 
 import contextlib
@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manyhands import devices
-from manyhands.training.compiling import uncompiled
+from manyhands import devices, torch_private
+from manyhands.training.compiling import cannot_compile, uncompiled
 from manyhands.training.display import Display
 from manyhands.training.errors import Interrupted, OptionError
 from manyhands.training.interrupts import StopRequest
@@ -80,6 +80,12 @@ def train(
             run.keep()
             display.say(f"stopped after step {run.progress.steps}; to go on: manyhands train --resume {folder}")
             raise
+        except torch_private.compiler_errors() as error:
+            if stop.received is None:
+                raise cannot_compile(run.devices[0], error) from error
+            # A signal from the terminal ends the programs of the compiler, too, in the middle of a step.
+            display.say(f"stopped while compiling; what had been saved stays in {folder}")
+            raise Interrupted(stop.received) from error
     return _outcome(run)
 
 
@@ -181,7 +187,7 @@ def evaluate(run: Run, stop: StopRequest) -> tuple[float, float]:
             loss_of_batch = F.cross_entropy(logits, answers, reduction="sum")
             of_batches.append(torch.stack([loss_of_batch, (logits.argmax(dim=1) == answers).sum().float()]))
     # Read once: each reading waits for the device. Added up in Python, whose numbers have 64 bits on every machine.
-    loss, correct = run.ranks.sum(*map(sum, zip(*torch.stack(of_batches).tolist(), strict=True)))
+    loss, correct = run.ranks.sum(*map(math.fsum, zip(*torch.stack(of_batches).tolist(), strict=True)))
     return loss / len(labels), correct / len(labels)
 
 

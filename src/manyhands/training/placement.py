@@ -60,9 +60,10 @@ def expect_combination(options: Options, places: Sequence[Sequence[torch.device]
             "norm: leave out --engine, or take --no-sync-batch-norm"
         )
     if options.compile and synchronised and len(everywhere) > 1:
+        one_device = " or --devices 1" if len(places) == 1 else ""
         raise OptionError(
             f"--compile with batch norm synchronised over {len(everywhere)} replicas ({there}) would be compiled in "
-            "pieces between the batch norms, and be slower than without: take --no-sync-batch-norm or --devices 1, or "
+            f"pieces between the batch norms, and be slower than without: take --no-sync-batch-norm{one_device}, or "
             "leave out --compile"
         )
 
