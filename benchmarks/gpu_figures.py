@@ -198,13 +198,41 @@ def _epochs(bench: Bench, options: Options, goal_s: float) -> Iterator[Figure]:
     yield Figure(f"{name}, the first one", warm_up_s, "s", "with all that is done once: compiling, choosing kernels")
 
 
+def epoch_on_every_gpu(bench: Bench) -> Iterator[Figure]:
+    """Epochs of `manyhands train --precision tf32` on all GPUs of the machine, batch norm synchronised."""
+    sizes = bench.sizes
+    count = 2 if bench.dry else torch.accelerator.device_count()
+    name = f"an epoch of manyhands train --precision tf32 on {count} devices"
+    if count < 2:
+        yield Figure("an epoch of manyhands train --precision tf32 on several GPUs", None, "s", "not run: there is one")
+        return
+    devices = ",".join("cpu" if bench.dry else f"{bench.device.type}:{index}" for index in range(count))
+    options = Options(
+        devices=devices,
+        precision="tf32",
+        batch_size=sizes.batch_rows * count,
+        epochs=sizes.num_epochs + 1,
+        lr=1e-4,
+        schedule="constant",
+    )
+    with made_up_pictures(sizes) as folder:
+        _, *times_s = [epoch["train_seconds"] for epoch in trained(bench, replace(options, data=str(folder)))]
+    beside = ", ".join(f"{seconds} s on {where}" for where, seconds in SEEDS_S.items())
+    note = f"{sizes.batch_rows} rows a device; the tutorials: {beside}"
+    yield Figure(name, statistics.median(times_s), "s", note)
+
+
 def trained(bench: Bench, options: Options, look: display.Display | None = None) -> list[dict[str, float]]:
-    """Run `manyhands train` on the device; return the records of its epochs. Its weights and pictures are not kept."""
+    """Run `manyhands train` on the device, if the options name no other; return the records of its epochs.
+
+    Its weights and pictures are not kept.
+    """
     torch.compiler.reset()  # it keeps few versions of a function, and those of other figures are not wanted any more
     not_kept = mock.patch.multiple(Run, keep=lambda run: None, draw=lambda run: None)
     with tempfile.TemporaryDirectory() as folder, bench.compiler, not_kept:
         results = RunFolder.for_new_run(Path(folder, "run"))
-        loop.train(replace(options, devices=str(bench.device)), results, look or display.Silent())
+        devices = str(bench.device) if options.devices == "auto" else options.devices
+        loop.train(replace(options, devices=devices), results, look or display.Silent())
         records = map(json.loads, results.metrics.read_text().splitlines())
         return [record for record in records if record["kind"] == "epoch"]
 
@@ -377,6 +405,7 @@ FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
         matrix_products,
         epoch_tf32,
         epoch_bf16_compiled,
+        epoch_on_every_gpu,
         accuracy_bf16_compiled,
         thin_layers,
     )

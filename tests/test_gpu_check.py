@@ -356,6 +356,13 @@ def test_an_epoch_can_be_taken(gpu_figures: ModuleType, name: str) -> None:
 
 
 @pytest.mark.slow
+def test_an_epoch_on_several_devices_can_be_taken(gpu_figures: ModuleType) -> None:
+    (figure,) = gpu_figures.FIGURES["epoch_on_every_gpu"](gpu_figures.bench_on("cpu", dry=True))
+    assert "on 2 devices" in figure.name
+    assert figure.value > 0
+
+
+@pytest.mark.slow
 def test_the_accuracy_can_be_compared(gpu_figures: ModuleType) -> None:
     seed, mean = gpu_figures.FIGURES["accuracy_bf16_compiled"](gpu_figures.bench_on("cpu", dry=True))
     assert seed.value == mean.value
@@ -398,5 +405,5 @@ def test_a_dry_run_from_end_to_end(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Complete: 8 checks passed, 1 not run." in done.stdout
+    assert "Complete: 9 checks passed, 1 not run." in done.stdout
     assert "not a measurement" in output.read_text()
