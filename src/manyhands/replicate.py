@@ -17,6 +17,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, islice
 from typing import Any, TypeVar
 
@@ -165,11 +166,19 @@ class Blueprint:
         That is: no module and no pointing attribute was exchanged, no mode switched, and the same parameters need
         gradients.
         """
+        return [*self.need_gradients(), *self._structure]
+
+    def need_gradients(self) -> list[bool]:
+        """Return for each of the parameters whether it needs a gradient now."""
+        return [parameter.requires_grad for parameter in self.parameters.values()]
+
+    @cached_property
+    def _structure(self) -> list[Any]:
+        """What is equal for two blueprints of one root but for parameters that have come to need gradients, or not."""
         return [
             *map(id, self.modules),
-            *(module.training for module in self.modules),
-            *(parameter.requires_grad for parameter in self.parameters.values()),
-            *((module, name, id(value)) for module, name, value in self._pointing_attributes()),
+            *[module.training for module in self.modules],
+            *[(module, name, id(value)) for module, name, value in self._pointing_attributes()],
         ]
 
     def stamp(self, tensors: Mapping[int, torch.Tensor]) -> "Stamped":

@@ -9,9 +9,8 @@ caller's thread, one after the other.
 """
 
 import contextlib
-import contextvars
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +34,6 @@ class ThreadState:
     saved_tensor_hooks_disabled: str | None
     default_device: torch.device | None
     flush_denormal: bool
-    context: contextvars.Context
 
     @classmethod
     def capture(cls) -> "ThreadState":
@@ -48,12 +46,11 @@ class ThreadState:
             saved_tensor_hooks_disabled=torch_private.saved_tensor_hooks_disabled(),
             default_device=torch.get_default_device() if torch_private.function_modes() else None,
             flush_denormal=_flushes_denormals(),
-            context=contextvars.copy_context(),
         )
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Set this state, all but `context`, in the calling thread for as long as the context lasts."""
+        """Set this state in the calling thread for as long as the context lasts."""
         with contextlib.ExitStack() as stack:
             if self.inference:
                 stack.enter_context(torch.inference_mode())
@@ -72,12 +69,8 @@ class ThreadState:
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """What another process must set to compute as this thread does: the thread's state, and that of the whole process.
+    """What another process must set, beside a thread's state, to compute as this one does."""
 
-    Context variables stay: they are objects of this process.
-    """
-
-    thread: ThreadState
     default_dtype: torch.dtype
     deterministic: tuple[bool, bool, bool]
     anomaly: tuple[bool, bool]
@@ -87,9 +80,8 @@ class ProcessState:
 
     @classmethod
     def capture(cls) -> "ProcessState":
-        """Return the calling thread's state, and the process's."""
+        """Return this process's state."""
         return cls(
-            thread=replace(ThreadState.capture(), context=None),  # type: ignore[arg-type]  # cannot be sent
             default_dtype=torch.get_default_dtype(),
             deterministic=_deterministic(),
             anomaly=(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
@@ -98,8 +90,8 @@ class ProcessState:
             convolution_flags=_devices.convolution_flags(),
         )
 
-    def set_process(self) -> None:
-        """Set, for good, all but the thread's state."""
+    def set(self) -> None:
+        """Set this state, for good."""
         torch.set_default_dtype(self.default_dtype)
         if self.deterministic != _deterministic():  # not for nothing: the call imports torch's compiler
             enabled, warn_only, fill = self.deterministic

@@ -19,6 +19,7 @@ Assumes that tasks do not touch each other's data.
 
 import atexit
 import contextlib
+import contextvars
 import ctypes
 import os
 import threading
@@ -81,7 +82,7 @@ def run_together(
     done: SimpleQueue[tuple[int, Outcome[T]]] = SimpleQueue()
 
     def job(index: int) -> Callable[[], Outcome[T]]:
-        context = state.context.copy()
+        context = contextvars.copy_context()
 
         def run() -> T:
             cores.bind(own_cores[index])

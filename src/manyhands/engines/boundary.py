@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,8 +48,7 @@ _BACKWARD_INSIDE = (
 )
 
 
-@dataclass(frozen=True)
-class Edge:
+class Edge(NamedTuple):
     """One input or output of the boundary: its layout, its device, and what each replica has of it.
 
     For an input the replicas have leaves (None where it needs no gradient, or the replica has nothing of it), for an
@@ -133,15 +132,16 @@ class Graphs:
         if self.contribution is not None:
             raise RuntimeError(_BACKWARD_INSIDE)
 
-    def begin_sum(self, nodes: Sequence[Any]) -> Sum | None:
+    def begin_sum(self, boundary: Any) -> Sum | None:
         """Begin to sum the parameters' gradients over processes; None if that is not wanted.
 
         Args:
-            nodes: where the running backward takes the gradient of each input.
+            boundary: the node whose backward runs.
         """
         if self.contribution is None:
             return None
-        nodes = [nodes[k] for k in self.parameters]
+        following = boundary.next_functions  # where the gradient of each input is taken
+        nodes = [following[k][0] for k in self.parameters]
         if not any(map(torch_private.backward_reaches, nodes)):
             return None
         return self.contribution.begin([self.live_inputs[k] for k in self.parameters], nodes)
@@ -338,7 +338,7 @@ class Boundary(torch.autograd.Function):
                 "Trying to backward through the replicas a second time: what they had saved was freed by the first "
                 "backward. Give the first one retain_graph=True, or add the losses up and call backward once."
             )
-        over_processes = graphs.begin_sum([node for node, _ in ctx.next_functions])
+        over_processes = graphs.begin_sum(ctx)
         if over_processes is None and all(grad is None for grad in grads):
             return (None, *(None for _ in graphs.inputs))
         keep = graphs.keep or torch_private.backward_keeps_graph()

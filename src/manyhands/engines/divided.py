@@ -34,7 +34,7 @@ from manyhands.errors import say_once
 from manyhands.layouts import Whole
 from manyhands.parallel_apply import values_or_raise
 from manyhands.random_streams import SeededStreams
-from manyhands.thread_state import ProcessState, modes_that_stay
+from manyhands.thread_state import ProcessState, ThreadState, modes_that_stay
 from manyhands.workers import Outcome, divided_intra_op_threads, run_together
 
 _registry: dict[Any, Any] = {}  # which of the workers' warnings have been given; the warnings module's own affair
@@ -51,6 +51,7 @@ class Divided(Graphs):
         team, turns, mirror: the engine's.
         number: what the workers call their graphs.
         keys: what they call the leaf of each input edge; None where they have none.
+        in_workers: something of the size of each of the module's tensors that they have leaves for, by number.
     """
 
     team: Team = field(kw_only=True)
@@ -58,6 +59,7 @@ class Divided(Graphs):
     mirror: Mirror = field(kw_only=True)
     number: int = field(kw_only=True)
     keys: list[int | None] = field(default_factory=list, kw_only=True)
+    in_workers: Mapping[int, torch.Tensor] = field(default_factory=dict, kw_only=True)
     _output_numbers: dict[int, int] = field(default_factory=dict, init=False)  # id of what stands for an output
 
     def __del__(self) -> None:
@@ -66,6 +68,7 @@ class Divided(Graphs):
     def release(self) -> None:
         if not self.released:
             self.team.forget_graph(self.number)
+        self.in_workers = {}
         Graphs.release(self)
 
     # ---- after a forward ----
@@ -125,11 +128,12 @@ class Divided(Graphs):
     ) -> list[list[torch.Tensor | None]]:
         torch_private.import_what_backward_imports()
         with self._step() as num_threads:
-            state, streams = ProcessState.capture(), SeededStreams(len(self.where))
+            state = ThreadState.capture(), ProcessState.capture()
+            streams = SeededStreams(len(self.where))
             sent_grads: list[tuple[torch.Tensor | None, int | None]] = [(grad, None) for grad in output_grads]
             asked = {i: parts for i in range(len(self.where) - 1) if (parts := self._parts(i, sent_grads))}
             transport, replicas = self.team.transport, (0, *(i + 1 for i in asked))
-            has_work = bool(asked) and transport.begin_walk(self._leaves_in_workers(), replicas)
+            has_work = bool(asked) and transport.begin_walk(self.in_workers, replicas)
             for i, parts in asked.items():
                 telling = transport.telling(i + 1) if has_work else None
                 self._ask(i, parts, keep, None, num_threads, state, streams.seeds[i + 1], telling)
@@ -196,7 +200,8 @@ class Divided(Graphs):
             return [None if leaf is None else next(results) for leaf in leaves]
 
         with self._step() as num_threads:
-            state, streams = ProcessState.capture(), SeededStreams(len(self.where))
+            state = ThreadState.capture(), ProcessState.capture()
+            streams = SeededStreams(len(self.where))
             for i in range(len(self.where) - 1):
                 if sent_parts := self._parts(i, sent_grads):
                     self._ask(i, sent_parts, True, higher.number, num_threads, state, streams.seeds[i + 1], None)
@@ -235,11 +240,12 @@ class Divided(Graphs):
         keep: bool,
         derive: int | None,
         num_threads: int,
-        state: ProcessState,
+        state: tuple[ThreadState, ProcessState],
         seed: int,
         walk: Summing | Reducing | None,
     ) -> None:
         """Have a worker walk its graph."""
+        thread, process = state
         member = self.team.members[index]
         segments = [*self.team.transport.segments] if walk is not None else []
         places = None
@@ -256,7 +262,8 @@ class Divided(Graphs):
             segments=[],
             gone=[],
             forgotten=[],
-            state=None,
+            process=None,
+            thread=thread,
             seed=seed,
             graph=self.number,
             keep=keep,
@@ -266,15 +273,7 @@ class Divided(Graphs):
             num_threads=num_threads,
             walk=walk,
         )
-        self.team.ask(index, message, segments, state, self.where[index + 1])
-
-    def _leaves_in_workers(self) -> dict[int, torch.Tensor]:
-        """Return something of the size of each of the module's tensors that the workers have leaves for, by number."""
-        leaves: dict[int, torch.Tensor] = {}
-        for key, edge in zip(self.keys, self.inputs, strict=True):
-            if key is not None and key >= 0:
-                leaves[key] = next(tensor for tensor in edge.tensors if tensor is not None)
-        return leaves
+        self.team.ask(index, message, segments, process, self.where[index + 1])
 
     def _own_and_answers(
         self, walk_own: Callable[[], list[torch.Tensor | None]], streams: SeededStreams, part: Part | None = None

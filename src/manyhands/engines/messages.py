@@ -17,6 +17,7 @@ from manyhands.engines.mirror import Update
 from manyhands.engines.pickling import dumps, loads
 from manyhands.engines.shared_memory import Outbox, Place, can_lie_in_memory
 from manyhands.engines.shared_sums import Summing
+from manyhands.thread_state import ProcessState, ThreadState
 
 
 class Sent(NamedTuple):
@@ -54,7 +55,8 @@ class Message:
         segments: (number, size in bytes) of the segments whose file descriptors come with it.
         gone: numbers of segments that nobody needs any more.
         forgotten: graphs that nobody can ask for any more.
-        state: the caller's `ProcessState`, pickled; None if it is what it was.
+        process: the state of the caller's process; None if it is what it was.
+        thread: the state of the caller's thread.
         seed: for torch's generator.
     """
 
@@ -62,7 +64,8 @@ class Message:
     segments: list[tuple[int, int]]
     gone: list[int]
     forgotten: list[int]
-    state: bytes | None
+    process: ProcessState | None
+    thread: ThreadState
     seed: int
 
 

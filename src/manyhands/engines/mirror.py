@@ -166,8 +166,7 @@ class Mirror:
         changes = self._changes if self._has(blueprint) else None
         if changes is None:
             return self._everything(blueprint, source, shares_parameters)
-        parameters = blueprint.parameters.values()
-        flags = tuple([parameter.requires_grad for parameter in parameters])
+        flags = tuple(blueprint.need_gradients())
         changed_flags = None if flags == self._requires_grad else flags
         self._requires_grad = flags
         versions = _versions(self._copied)
@@ -261,7 +260,7 @@ class Mirror:
         parameters = blueprint.parameters.values()
         self.tensors = [*parameters, *blueprint.buffers.values(), *blueprint.constants.values()]
         self._number = {id(tensor): number for number, tensor in enumerate(self.tensors)}
-        self._requires_grad = tuple([parameter.requires_grad for parameter in parameters])
+        self._requires_grad = tuple(blueprint.need_gradients())
 
     def _pickled(self, blueprint: Blueprint) -> bytes:
         """Return the modules without their tensors; further ones that turn up in them get numbers too."""

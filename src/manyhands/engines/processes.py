@@ -51,7 +51,7 @@ from manyhands.outputs import Outputs
 from manyhands.parallel_apply import values_or_raise
 from manyhands.random_streams import SeededStreams
 from manyhands.replicate import Blueprint, check_device, unchanged_on_failure
-from manyhands.thread_state import ProcessState
+from manyhands.thread_state import ProcessState, ThreadState
 from manyhands.workers import divided_intra_op_threads, inside_replica, run_together
 
 _HOOKS_OF_EVERY_MODULE = (
@@ -183,8 +183,8 @@ class ProcessesEngine(Engine):
                 member.gradients = None
         if update.says_something:
             team.num_told = num_workers
-        state = ProcessState.capture()
-        tracked = state.thread.grad_enabled
+        thread, process = ThreadState.capture(), ProcessState.capture()
+        tracked = thread.grad_enabled
         leaves = {id(leaf): ~k for k, edge in enumerate(inputs.edges) for leaf in edge.tensors if leaf is not None}
         objects: list[torch.Tensor] = []
         replicas = tuple(range(num_workers + 1))
@@ -208,7 +208,8 @@ class ProcessesEngine(Engine):
                 segments=[],
                 gone=[],
                 forgotten=[],
-                state=None,
+                process=None,
+                thread=thread,
                 graph=graphs.number,
                 update=update,
                 method=call.method,
@@ -222,7 +223,7 @@ class ProcessesEngine(Engine):
                 replicas=replicas,
             )
             segments = [*mirror.segments, *team.transport.segments] if update.sent else mirror.segments
-            team.ask(i, message, segments, state, graphs.where[i + 1])
+            team.ask(i, message, segments, process, graphs.where[i + 1])
         with team.in_step():
             team.transport.begin_sending(mirror.take_flats(), replicas, lambda: team.attend(graphs.where))
         return objects
@@ -237,18 +238,21 @@ class ProcessesEngine(Engine):
         edges = [*inputs.edges]
         for tensor in objects:  # the first replica's graph leads through it by itself
             edges.append(Edge(Whole(), tensor.device, [None, *[tensor.detach()] * others]))
-        graphs.keys = [~k for k in range(len(edges))]
+        graphs.parameters = range(len(edges), len(edges) + len(stamp.leaves))
+        numbers = mirror.numbers(stamp.live_parameters)
+        graphs.keys = [*(~k for k in range(len(edges))), *numbers]
+        whole = Whole()
         for tensor, leaf in zip(stamp.live_parameters, stamp.leaves, strict=True):
-            edges.append(Edge(Whole(), tensor.device, [leaf, *[leaf] * others]))
-        graphs.parameters = range(len(edges) - len(stamp.leaves), len(edges))
-        graphs.keys += mirror.numbers(stamp.live_parameters)
+            edges.append(Edge(whole, tensor.device, [leaf] * (1 + others)))
         theirs = {id(mirror.tensors[number]): number for number in mirror.outside}
         here = set(map(id, self._outside))
         outside = {id(tensor): tensor for tensor in (*(mirror.tensors[n] for n in mirror.outside), *self._outside)}
         for key, tensor in outside.items():
             stand_in = tensor if key in theirs else None
-            edges.append(Edge(Whole(), tensor.device, [tensor if key in here else None, *[stand_in] * others]))
+            edges.append(Edge(whole, tensor.device, [tensor if key in here else None, *[stand_in] * others]))
             graphs.keys.append(theirs.get(key))
+        of_the_module = [*zip(numbers, stamp.live_parameters, strict=True)]
+        graphs.in_workers = dict(of_the_module + [(n, mirror.tensors[n]) for n in mirror.outside])
         graphs.inputs = edges
         graphs.shared_leaves = bool(self._outside)
         graphs.keep = bool(objects)

@@ -32,6 +32,7 @@ from manyhands.buckets import dense_stride
 _ALIGNMENT = 64  # bytes; what torch's own allocator gives
 _PAGE = mmap.PAGESIZE
 _CPU = torch.device("cpu")
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _numbers = itertools.count()
 _moved_into: "weakref.WeakSet[Segment]" = weakref.WeakSet()  # segments that tensors have been moved into
 
@@ -109,9 +110,9 @@ def can_lie_in_memory(tensor: torch.Tensor) -> bool:
     Where it is does not matter: what lies in memory of the host is then a copy of it.
     """
     return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        type(tensor) in _PLAIN
         and tensor.layout is torch.strided
-        and tensor.device.type != "meta"
+        and not tensor.is_meta
         and not tensor.is_quantized
         and not tensor.is_conj()
         and not tensor.is_neg()

@@ -7,7 +7,6 @@ it. Starting one is a few forks of the fork server, which is shared by all teams
 
 import atexit
 import contextlib
-import functools
 import itertools
 import os
 import pickle
@@ -159,9 +158,11 @@ class Member:
         self.forgotten: list[int] = []
         self.inbox: dict[int, Segment] = {}
         self.gradients: dict[int, torch.Tensor] | None = None
-        self._state: ProcessState | None = None
+        self._process: ProcessState | None = None
 
-    def send(self, message: Message, segments: Sequence[Segment], state: ProcessState, kept: Sequence[Segment]) -> None:
+    def send(
+        self, message: Message, segments: Sequence[Segment], process: ProcessState, kept: Sequence[Segment]
+    ) -> None:
         """Send a message, with what it speaks of and the worker does not have.
 
         Args:
@@ -175,8 +176,8 @@ class Member:
         new = [segment for segment in spoken_of if segment.number not in self.known]
         message.forgotten = self.forgotten[:]
         del self.forgotten[: len(message.forgotten)]
-        if state != self._state:
-            message.state, self._state = _pickled(state), state
+        if process != self._process:
+            message.process = self._process = process
         message.segments = [(segment.number, segment.num_bytes) for segment in new]
         self.channel.send(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL), [segment.fd for segment in new])
         self.known.update(segment.number for segment in new)
@@ -257,7 +258,7 @@ class Team:
         for member in self.members:
             member.forgotten.append(graph)
 
-    def ask(self, index: int, message: Message, segments: Sequence[Segment], state: ProcessState, where: str) -> None:
+    def ask(self, index: int, message: Message, segments: Sequence[Segment], process: ProcessState, where: str) -> None:
         """Send a worker a message; what it has to know besides is put into it.
 
         Raises:
@@ -265,7 +266,7 @@ class Team:
         """
         self._awaited.add(index)  # before it is sent: what Ctrl-C breaks off in the middle must end the team
         try:
-            self.members[index].send(message, segments, state, kept=self.transport.segments)
+            self.members[index].send(message, segments, process, kept=self.transport.segments)
         except ChannelClosedError:
             raise self.died(index, where) from None
 
@@ -419,11 +420,6 @@ def _transport_for(devices: Sequence[torch.device]) -> Transport:
     if always_send or any(device.type != "cpu" for device in devices):
         return Collectives(devices)
     return SharedSums()
-
-
-@functools.lru_cache(maxsize=8)
-def _pickled(state: ProcessState) -> bytes:
-    return pickle.dumps(state, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def _stops(answer: Answer) -> bool:

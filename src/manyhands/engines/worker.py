@@ -39,7 +39,6 @@ from manyhands.engines.worker_module import Module
 from manyhands.errors import log
 from manyhands.layouts import Only
 from manyhands.outputs import Group
-from manyhands.thread_state import ProcessState
 from manyhands.workers import run_together
 
 Around: TypeAlias = Callable[[], AbstractContextManager[None]]
@@ -74,7 +73,6 @@ class Worker:
         self._of_parameters: Sequence[Bucket] = ()  # the buckets in which they are sent
         self._of_gradients: Sequence[Bucket] = ()  # those in which they are reduced
         self._is_awaited = False  # by the others: it has not done its part yet in what all do together
-        self._state: ProcessState | None = None
         self._looked: list[Any] = []  # the signature of the module whose replicas' graphs have been looked at
         self._num_looks = 0
         self._strangers: list[weakref.ref[torch.Tensor]] = []  # leaves found there that are not the module's
@@ -95,8 +93,7 @@ class Worker:
                 answer = self._answer(message)
                 answer.warnings = [(str(w.message), _builtin(w.category), w.filename, w.lineno) for w in said]
                 answer.said, self._to_be_said[:] = self._to_be_said[:], []
-            assert self._state is not None
-            tracked = self._state.thread.grad_enabled or isinstance(message, Backward)
+            tracked = message.thread.grad_enabled or isinstance(message, Backward)
             del message, said
             segment = self._outbox.segment
             new = segment.number != self._known_segment
@@ -117,9 +114,8 @@ class Worker:
             del self._segments[number]
         for graph in message.forgotten:
             self._graphs.pop(graph, None)
-        if message.state is not None:
-            self._state = pickle.loads(message.state)
-            self._state.set_process()
+        if message.process is not None:
+            message.process.set()
 
     def _answer(self, message: Forward | Backward) -> Answer:
         answer = Answer(None, [], 0.0, None, [], [], False, [], [])
@@ -166,10 +162,9 @@ class Worker:
         self._module.change(update)
         self._module.take(buckets, flats)
         del flats
-        assert self._state is not None
-        tracked = self._state.thread.grad_enabled
+        tracked = message.thread.grad_enabled
         module = self._module
-        with self._state.thread.applied():
+        with message.thread.applied():
             stamp, leaves = module.stamp(tracked)
             call = [self._shard(message, leaves)]
             around = self._around(message, stamp)
@@ -256,7 +251,6 @@ class Worker:
             grad = self._received(standing, message).to(graph.outputs[output].device, copy=True)
             received.append((output, grad, standing.leaf))
         ends = [graph.outputs[output] for output, _, _ in received]
-        assert self._state is not None
         if message.derive is None:
             if not message.keep:
                 del self._graphs[message.graph]
@@ -265,7 +259,7 @@ class Worker:
             del graph, received
             part = self._part(message)
             try:
-                with self._state.thread.applied(), part.hooked(leaves) if part else contextlib.nullcontext():
+                with message.thread.applied(), part.hooked(leaves) if part else contextlib.nullcontext():
                     _run(lambda: torch.autograd.backward(ends, grads, retain_graph=message.keep), self._device, around)
             except BaseException:
                 if part:
@@ -289,7 +283,7 @@ class Worker:
         def differentiate() -> None:
             results.extend(torch.autograd.grad(ends, inputs, grads, create_graph=True, allow_unused=True))
 
-        with self._state.thread.applied(), torch.enable_grad():
+        with message.thread.applied(), torch.enable_grad():
             _run(differentiate, self._device, graph.around)
         outputs: list[torch.Tensor] = []
         for key, result in zip(keys, results, strict=True):
