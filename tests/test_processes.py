@@ -825,6 +825,46 @@ def test_ctrl_c_in_the_middle_of_a_message_ends_the_workers(wrap, monkeypatch):
     assert set(workers_of(model)).isdisjoint(before)
 
 
+def test_ctrl_c_while_the_fork_server_starts(monkeypatch, capfd):
+    """F3: that takes seconds, in the first step of a program, and nobody waits for them or reads of them."""
+    server, sent, processes = team._ForkServer(), Channel.send, []
+
+    def send(self, body, fds=()):
+        sent(self, body, fds)
+        processes.append(server._process)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Channel, "send", send)
+    with pytest.raises(KeyboardInterrupt):
+        server.fork([0], seed=0)
+    assert processes[0].returncode == -signal.SIGKILL, "it was waited for"
+    assert capfd.readouterr().err == ""
+
+
+def test_a_fork_server_whose_caller_goes_before_the_answer(monkeypatch, capfd):
+    """F3: a program that is killed while its first workers start leaves nothing, nor is there anything to read."""
+    server = team._ForkServer()
+    server._start()
+    own, workers = Channel.pair()
+    server._channel.send(pickle.dumps(("fork", [], dict(os.environ), [0], 0)), [workers.fileno(), 1, 2])
+    for end in (own, workers, server._channel):
+        end.close()
+    assert server._process.wait(WAIT_S) == 0
+    assert capfd.readouterr().err == ""
+
+
+def test_ctrl_c_before_a_team_has_workers(monkeypatch):
+    """F3: what is not there yet is not ended."""
+
+    def interrupted(devices):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(team, "_transport_for", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        team.Team([torch.device("cpu")] * 2)
+    gc.collect()  # an error in `__del__` would be noticed by pytest
+
+
 def listeners(pids: list[int]) -> set[tuple[str, int]]:
     """Return the addresses and ports at which processes listen."""
     connections = [c for pid in pids for c in psutil.Process(pid).net_connections("inet")]

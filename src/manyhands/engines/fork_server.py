@@ -44,30 +44,34 @@ def serve_forks(fd: int) -> None:
     gc.freeze()  # workers share these objects' memory as long as nobody writes into it
     statuses: dict[int, int] = {}
     signal.signal(signal.SIGCHLD, lambda *_: _collect(statuses))
-    while True:
-        try:
-            body, fds = channel.receive()
-        except ChannelClosedError:
-            os._exit(0)
-        request, *given = pickle.loads(body)
-        if request == "fork":
-            modules, *given = given
-            for name in modules:
-                with contextlib.suppress(Exception):  # a worker that needs it will say what is wrong
-                    importlib.import_module(name)
-            pid = os.fork()
-            if not pid:
-                os.close(fd)
-                _be_a_worker(fds, *given)
-            for received in fds:
-                os.close(received)
-            channel.send(pickle.dumps(pid))
-        else:
-            (pid,) = given
-            if pid not in statuses:
-                with contextlib.suppress(ChildProcessError):
-                    statuses[pid] = os.waitpid(pid, 0)[1]
-            channel.send(pickle.dumps(statuses.pop(pid, None)))
+    try:
+        while True:
+            _answer(channel, fd, statuses)
+    except ChannelClosedError:  # the caller has gone, perhaps without waiting for its answer: Ctrl-C
+        os._exit(0)
+
+
+def _answer(channel: Channel, fd: int, statuses: dict[int, int]) -> None:
+    body, fds = channel.receive()
+    request, *given = pickle.loads(body)
+    if request == "fork":
+        modules, *given = given
+        for name in modules:
+            with contextlib.suppress(Exception):  # a worker that needs it will say what is wrong
+                importlib.import_module(name)
+        pid = os.fork()
+        if not pid:
+            os.close(fd)
+            _be_a_worker(fds, *given)
+        for received in fds:
+            os.close(received)
+        channel.send(pickle.dumps(pid))
+    else:
+        (pid,) = given
+        if pid not in statuses:
+            with contextlib.suppress(ChildProcessError):
+                statuses[pid] = os.waitpid(pid, 0)[1]
+        channel.send(pickle.dumps(statuses.pop(pid, None)))
 
 
 def _collect(statuses: dict[int, int]) -> None:

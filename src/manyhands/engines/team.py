@@ -33,7 +33,6 @@ from manyhands.meeting import Beyond, MeetingHere, Met, Visit
 from manyhands.thread_state import ProcessState
 
 _SPIN_S = 0.0005
-_EXIT_WAIT_S = 5.0
 _ENDING_TAKES_S = 1.0  # for all connections of a process that is killed to end
 _NAP_S = 0.001
 
@@ -64,6 +63,9 @@ class _ForkServer:
             imported = [name for name in _SLOW_TO_IMPORT if name in sys.modules]
             request = ("fork", imported, environment, list(own_cores), seed)
             pid = self._ask(request, [fd, _descriptor(sys.__stdout__, 1), _descriptor(sys.__stderr__, 2)])
+        except BaseException:
+            own.close()
+            raise
         finally:
             os.close(fd)
         assert isinstance(pid, int)
@@ -120,11 +122,8 @@ class _ForkServer:
         if channel is not None:
             channel.close()
         if process is not None:
-            try:
-                process.wait(_EXIT_WAIT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.kill()  # it has nothing to lose, and while it imports torch it does not see that the channel closed
+            process.wait()
 
     def end(self) -> None:
         with self._lock:
@@ -241,13 +240,13 @@ class Team:
         self.devices = list(devices)
         self.transport = _transport_for(devices)
         num_workers = len(devices) - 1
-        self.members: list[Member] = []
         self._awaited: set[int] = set()
         self._lost: set[int] = set()  # those of them whose channel has closed
         self._behind: set[int] = set()  # replicas that have not done their part in what all do together
         self._answers: dict[int, Answer] = {}  # of those that were asked and are not awaited any more
         self._meeting: MeetingHere | None = None
         parts = cores.divided(num_workers + 1)
+        self.members: list[Member] = []  # the last of what `end` needs
         _teams.add(self)
         for i in range(num_workers):
             pid, channel = _server.fork(parts[i + 1], (torch.initial_seed() + i + 1) & 0xFFFFFFFF)
@@ -405,7 +404,8 @@ class Team:
         self.transport.end()
 
     def __del__(self) -> None:  # neither the engine nor a graph needs it any more
-        self.end(patient=True)
+        if hasattr(self, "members"):  # Ctrl-C can come before there is anything to end
+            self.end(patient=True)
 
     def forget(self) -> None:
         """Let go of the parent's workers, in the child of a fork."""
