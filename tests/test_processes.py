@@ -1001,6 +1001,50 @@ def test_a_script_on_standard_input_runs_once_and_listens_to_nothing():
     assert sorted(lines) == sorted(["the script runs", *[f"replica 2 says {i}" for i in range(50)] * 12])
 
 
+def test_what_a_class_of_main_holds_that_pickle_looks_up_by_name():
+    """R7: functions that keep their results, also recursive ones, and properties that do; and weak proxies."""
+    script = """
+        import functools, weakref, torch, manyhands
+
+        @functools.cache
+        def fibonacci(n):
+            return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(2, 2)
+                self.layers = [weakref.proxy(self.layer)]
+                self.gone = [weakref.proxy(torch.nn.Linear(2, 2))]
+
+            @functools.cached_property
+            def factor(self):
+                return 2.0
+
+            @functools.lru_cache(maxsize=3)
+            def positions(self, n):
+                return torch.arange(n)
+
+            @staticmethod
+            @functools.cache
+            def number(n):
+                return n + 1
+
+            def forward(self, x):
+                return self.layers[0](x) * self.factor + self.positions(2) + fibonacci(7) + self.number(1)
+
+        model, x = Model(), torch.randn(4, 2)
+        results = []
+        for wrapped in (model, manyhands.DataParallel(model, ["cpu"] * 2, engine="processes")):
+            model.zero_grad()
+            output = wrapped(x)
+            output.square().sum().backward()
+            results.append([output, model.layer.weight.grad.clone()])
+        torch.testing.assert_close(results[1], results[0])
+    """
+    assert run(script, "-") == (0, "", "")
+
+
 _WAITING = """
     import os, sys, time, torch, manyhands
 

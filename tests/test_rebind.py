@@ -84,6 +84,8 @@ PLACES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "default": (function_with_default, lambda v: v()),
     "keyword default": (function_with_keyword_default, lambda v: v()),
     "weak reference": (weakref.ref, lambda v: v()),
+    "weak proxy": (weakref.proxy, lambda v: v.__repr__.__self__),
+    "list of weak proxies": (lambda m: [weakref.proxy(m)], lambda v: v[0].__repr__.__self__),
     "deep": (lambda m: [{"a": (Pair([deque([lambda: m])], 0),)}], lambda v: v[0]["a"][0].first[0][0]()),
 }
 
@@ -130,6 +132,13 @@ def test_what_leads_nowhere_stays_the_same_object(place: str) -> None:
     other = Live()
     value = put(other)
     assert rebind(value, REPLACED) is value
+
+
+def test_a_weak_proxy_whose_module_has_gone() -> None:
+    """R7: it leads nowhere, and stays as it is."""
+    proxy = weakref.proxy(Live())
+    assert references([proxy]) == []
+    assert rebind(proxy, REPLACED) is proxy
 
 
 def test_containers_keep_their_properties() -> None:

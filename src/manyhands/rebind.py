@@ -6,8 +6,8 @@ closes over `self`, a hook, the flat weights of an RNN. Used as it is, such an a
 inside a replica: on the wrong device, and with gradients that never arrive.
 
 `references` finds what a value points at; `rebind` returns the value with each live object replaced by the replica's.
-Both look into the same places: containers, bound methods, partials, functions' closures and defaults, and weak
-references. They do not look into objects of other classes, into containers of more than `_LARGE` items (a vocabulary,
+Both look into the same places: containers, bound methods, partials, functions' closures and defaults, weak references
+and proxies. They do not look into objects of other classes, into containers of more than `_LARGE` items (a vocabulary,
 say), or deeper than `_DEEP` levels; what hides there is found when the output's graph is walked (engines/threads.py).
 """
 
@@ -39,6 +39,8 @@ INERT = frozenset(
     | {types.BuiltinFunctionType, types.ModuleType}
 )
 
+PROXIES = frozenset({weakref.ProxyType, weakref.CallableProxyType})
+
 
 def is_inert(value: Any) -> bool:
     """Return whether `value` surely points at nothing, as most attributes do; a quick look."""
@@ -65,7 +67,7 @@ def references(value: Any) -> list[nn.Module | torch.Tensor]:
             if type(part) in INERT or id(part) in seen:
                 continue
             seen.add(id(part))
-            if isinstance(part, nn.Module | torch.Tensor):
+            if _is_live(part):
                 found.append(part)
             else:
                 below.extend(_parts(part))
@@ -87,7 +89,7 @@ def rebind(value: Any, replacements: Mapping[int, Any], memo: dict[int, Any] | N
         return value
     if id(value) in replacements:
         return replacements[id(value)]
-    if isinstance(value, nn.Module | torch.Tensor):
+    if _is_live(value):
         return value
     memo = {} if memo is None else memo
     if id(value) not in memo:
@@ -97,8 +99,22 @@ def rebind(value: Any, replacements: Mapping[int, Any], memo: dict[int, Any] | N
     return memo[id(value)]
 
 
+def referent(proxy: Any) -> Any:
+    """Return what a weak proxy stands for; None if it has gone, or cannot be told."""
+    try:
+        return proxy.__repr__.__self__  # nothing but a bound method tells
+    except (ReferenceError, AttributeError):
+        return None
+
+
+def _is_live(value: Any) -> bool:
+    return type(value) not in PROXIES and isinstance(value, nn.Module | torch.Tensor)  # proxies say they are instances
+
+
 def _parts(value: Any) -> list[Any]:
     """Return the values directly inside `value`, where it is of a kind that we look into."""
+    if type(value) in PROXIES:
+        return [referent(value)]
     if isinstance(value, dict):
         return [*value, *value.values()] if len(value) <= _LARGE else []
     if isinstance(value, list | tuple | set | frozenset | deque):
@@ -126,6 +142,8 @@ def _rebuilt(value: Any, replacements: Mapping[int, Any], memo: dict[int, Any]) 
     def new(part: Any) -> Any:
         return rebind(part, replacements, memo)
 
+    if type(value) in PROXIES:
+        return weakref.proxy(new(referent(value)))
     if isinstance(value, dict):
         memo[id(value)] = table = copy.copy(value)  # keeps the class, and what it has beside its items
         try:

@@ -47,7 +47,7 @@ class Watch:
             for container in containers
             if isinstance(container, dict)
             for name, value in container.items()
-            if isinstance(value, torch.Tensor) and value.numel() == 1
+            if issubclass(type(value), torch.Tensor) and value.numel() == 1  # `isinstance` asks a dead weak proxy
         ]
 
     def changes(self) -> list[tuple[int, str, Any]] | None:
@@ -79,12 +79,12 @@ class Watch:
 
     def _find(self, value: Any, seen: set[int], depth: int) -> None:
         """Add the containers that a value is or leads to."""
-        if type(value) not in _WATCHED and not isinstance(value, tuple):
+        if type(value) not in _WATCHED and not issubclass(type(value), tuple):
             return
         if id(value) in seen or len(value) > _LARGE or depth > 20:
             return
         seen.add(id(value))
-        if not isinstance(value, tuple):
+        if not issubclass(type(value), tuple):
             self._containers.append(value)
         for item in value.values() if isinstance(value, dict) else value:
             self._find(item, seen, depth + 1)

@@ -6,6 +6,7 @@ are handed to a function that says what is to stand for them. Modules are taken 
 and slots, nothing of theirs is called, so a module that refuses to be pickled comes along too.
 """
 
+import functools
 import io
 import pickle
 import sys
@@ -18,6 +19,7 @@ import cloudpickle
 import torch
 from torch import nn
 
+from manyhands.rebind import PROXIES, referent
 from manyhands.replicate import slot_names
 
 Take = Callable[[torch.Tensor], Any]  # from a tensor to what stands for it; None: it is pickled as it is
@@ -39,6 +41,8 @@ class _ModulePickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._modules = set(map(id, modules))
 
     def persistent_id(self, value: Any) -> Any:
+        if type(value) in PROXIES:  # it says that it is what it stands for, and raises if that has gone
+            return None
         if isinstance(value, torch.Tensor):
             return self._take(value)
         if isinstance(value, type) and value in self._known and (tracker := _tracker_of(value)) is not None:
@@ -46,6 +50,9 @@ class _ModulePickler(cloudpickle.Pickler):  # type: ignore[misc]
         return None
 
     def reducer_override(self, value: Any) -> Any:
+        if type(value) in PROXIES:
+            target = referent(value)
+            return (weakref.proxy, (target,)) if id(target) in self._modules else (_dead_proxy, ())
         if isinstance(value, nn.Module):
             slots = {name: getattr(value, name) for name in slot_names(type(value)) if hasattr(value, name)}
             return _new_module, (type(value),), (value.__dict__, slots), None, None, _fill_module
@@ -53,11 +60,21 @@ class _ModulePickler(cloudpickle.Pickler):  # type: ignore[misc]
             target = value()
             return (weakref.ref, (target,)) if id(target) in self._modules else (_dead_reference, ())
         if isinstance(value, type | types.FunctionType):
-            module = sys.modules.get(getattr(value, "__module__", None) or "")
-            if module is not None and not _can_be_imported(module) and module not in self.by_value:
-                cloudpickle.register_pickle_by_value(module)
-                self.by_value.append(module)
+            self._send_by_value_if_needed(value)
+        if type(value) is functools.cached_property:  # before Python 3.12 it has a lock
+            return _cached_property, (value.func, value.attrname)
+        if isinstance(value, functools._lru_cache_wrapper) and isinstance(value.__wrapped__, types.FunctionType):
+            self._send_by_value_if_needed(value)
+            if _goes_by_value(value):
+                return _cached_function, (value.__wrapped__, value.cache_parameters())
         return super().reducer_override(value)
+
+    def _send_by_value_if_needed(self, value: Any) -> None:
+        """Have what the module of a class or function defines go by value, if the other process cannot import it."""
+        module = sys.modules.get(getattr(value, "__module__", None) or "")
+        if module is not None and not _can_be_imported(module) and module not in self.by_value:
+            cloudpickle.register_pickle_by_value(module)
+            self.by_value.append(module)
 
 
 class _TensorPickler(pickle.Pickler):
@@ -153,6 +170,28 @@ class _Nothing:
 
 def _dead_reference() -> "weakref.ref[Any]":
     return weakref.ref(_Nothing())
+
+
+def _dead_proxy() -> Any:
+    return weakref.proxy(_Nothing())
+
+
+def _cached_property(function: Callable[[Any], Any], name: str | None) -> "functools.cached_property[Any]":
+    made = functools.cached_property(function)
+    made.attrname = name
+    return made
+
+
+def _cached_function(function: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:
+    """Return a function that keeps its results, and has none as yet."""
+    made: Callable[..., Any] = functools.lru_cache(**parameters)(function)
+    return made
+
+
+def _goes_by_value(function: Any) -> bool:
+    """Return whether pickle would not find a function by its name in the other process."""
+    found = cloudpickle.cloudpickle._lookup_module_and_qualname(function)
+    return found is None or cloudpickle.cloudpickle._is_registered_pickle_by_value(found[0])
 
 
 def _can_be_imported(module: types.ModuleType) -> bool:
