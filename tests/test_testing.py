@@ -368,6 +368,24 @@ def test_double_backward():
     assert torch.autograd.gradgradcheck(torch.sin, points)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch's own, for forward derivatives
+def test_derivatives_that_are_known_to_be_zero():
+    """Second derivatives of a linear layer, and forward derivatives: torch makes their zeros in a way of its own."""
+
+    def results(device):
+        torch.manual_seed(0)
+        layer, x = nn.Linear(3, 2).to(device), torch.randn(4, 3).to(device)
+        weight = torch.ones((), requires_grad=True, device=device)
+        (gradient,) = torch.autograd.grad(layer(x).square().mean() * weight, layer.weight, create_graph=True)
+        torch.stack([gradient.norm(), gradient.norm() * 2]).var().backward()
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+            tangent = torch.autograd.forward_ad.unpack_dual(layer(dual)).tangent
+        return weight.grad.cpu(), layer.weight.grad.cpu(), tangent.cpu()
+
+    torch.testing.assert_close(results("sim:0"), results("cpu"))
+
+
 def test_custom_functions_hooks_and_no_grad():
     class Scale(torch.autograd.Function):
         @staticmethod

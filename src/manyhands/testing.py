@@ -343,6 +343,13 @@ def _empty_strided(
     return SimulatedTensor(torch.empty_strided(size, stride, dtype=dtype, device="cpu"), _index(device))
 
 
+def _zeros(
+    size: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
+) -> torch.Tensor:
+    """Take the place of a tensor that is known to be zeros, which derivatives of derivatives are made of."""
+    return SimulatedTensor(torch.zeros(size, dtype=dtype, device="cpu"), _index(device))
+
+
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     _host_of(target).copy_(_host_of(source))
     return target
@@ -373,6 +380,7 @@ def _register() -> Any:
     for key in ("PrivateUse1", "Lazy"):  # the dispatch keys of the two names in _SIMULATED
         library.impl("empty.memory_format", _empty, key)
         library.impl("empty_strided", _empty_strided, key)
+        library.impl("_efficientzerotensor", _zeros, key)
     library.impl("_copy_from", _copy_from, "Lazy")  # torch.tensor([1.0], device="sim:0") fills its result with it
     return library
 
