@@ -2633,6 +2633,40 @@ def test_memory_formats_and_strides_of_gradients(wrap, n):
     assert set(seen) == {x.stride()}
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors(wrap: Callable[..., DataParallel], layout: torch.layout) -> None:
+    """S15: errors that say which, and what to do."""
+
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nested.nested_tensor(list(self.linear(x).unbind()), layout=layout)
+
+    model = wrap(Rows())
+    with pytest.raises(TypeError, match=r"cannot gather output, a nested tensor: .*to_padded_tensor"):
+        model(torch.randn(4, 5))
+    nested = torch.nested.nested_tensor([torch.randn(n, 5) for n in (3, 1, 2)], layout=layout)
+    with pytest.raises(TypeError, match=r"cannot scatter inputs\[0\], a nested tensor: .*to_padded_tensor"):
+        model(nested)
+    model = wrap(nn.Linear(5, 3))
+    compare_with_plain(model, copy.deepcopy(model.module), torch.randn(4, 5))
+
+
+class _YieldsRows(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return (row for row in super().forward(x))
+
+
+def test_an_output_that_is_a_generator(wrap: Callable[..., DataParallel]) -> None:
+    """G5: it cannot be joined, nor leave a worker process."""
+    with pytest.raises(TypeError, match=r"cannot gather .*output.* Return tensors, numbers or strings"):
+        wrap(_YieldsRows(5, 3))(torch.randn(4, 5))
+
+
 @pytest.mark.parametrize("n", [2, 3])
 def test_sparse_outputs(wrap, n):
     """G7: joined along the rows, with gradients."""
@@ -2930,6 +2964,14 @@ def test_one_value_a_channel(wrap: Callable[..., DataParallel]) -> None:
     assert str(caught.value) == str(expected.value)
     for name, value in model.module.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+def test_one_row_for_a_replica_with_batch_norm_of_its_own(wrap: Callable[..., DataParallel]) -> None:
+    """N5, F1: torch's error says what is wrong; a note says what to do about it here."""
+    model = wrap(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)))
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel") as caught:
+        model(torch.randn(3, 5))
+    assert any("sync_batch_norm=True" in note for note in caught.value.__notes__)
 
 
 def test_one_value_a_channel_where_rows_are_selected(wrap: Callable[..., DataParallel]) -> None:

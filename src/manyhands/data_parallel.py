@@ -54,6 +54,11 @@ _COMPILED_OUTSIDE = (
     "torch.compile stops at a DataParallel: to have its replicas compiled, compile the module in it, "
     "DataParallel(torch.compile(model))."
 )
+_TOO_FEW_FOR_BATCH_NORM = "Expected more than 1 value per channel"  # torch's words
+_ONE_ROW = (
+    "batch norm in training cannot do with one row, and normalises each replica's rows by themselves: with "
+    "sync_batch_norm=True it takes those of all replicas. Or leave a short last batch out (drop_last=True)."
+)
 _LOSSES = ("mean", "sum")
 _VERBS = ("replicate", "scatter", "parallel_apply", "gather")
 
@@ -519,7 +524,12 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             return self._run_plain_composition(method, inputs, kwargs)
         if modes_that_stay():
             return self._run_plain_composition(method, inputs, kwargs)
-        return self._engine.forward(self.module, self._plan(method, inputs, kwargs))
+        try:
+            return self._engine.forward(self.module, self._plan(method, inputs, kwargs))
+        except ValueError as error:
+            if _TOO_FEW_FOR_BATCH_NORM in str(error) and not self.sync_batch_norm:
+                error.add_note(_ONE_ROW)
+            raise
 
     def _run_on_one_device(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # What this adds to a forward is mostly the reading of code that no cache holds, so it calls little.

@@ -25,6 +25,7 @@ class Arguments:
 
     Raises:
         ValueError: tensors with different numbers of rows, or one without its axis; names each.
+        TypeError: a nested tensor.
     """
 
     def __init__(
@@ -46,6 +47,11 @@ class Arguments:
             if (batch_type := batch_type_of(leaf)) is not None:
                 counts[path] = batch_type.rows(leaf)
             elif isinstance(leaf, torch.Tensor) and leaf.dim():
+                if leaf.is_nested:
+                    raise TypeError(
+                        f"cannot scatter {path}, a nested tensor: it has no axis along which it could be split. Give "
+                        "it padded (torch.nested.to_padded_tensor) with its lengths, or as a PackedSequence."
+                    )
                 if not -leaf.dim() <= axis < leaf.dim():
                     raise ValueError(
                         f"cannot scatter {path} of shape {tuple(leaf.shape)} along dim={axis}: it has no such axis"

@@ -171,6 +171,11 @@ def gathered(
 def _check_alike(path: str, given: tuple[Any, ...]) -> None:
     if not all(isinstance(value, torch.Tensor) for value in given):
         raise nested.disagreement(path, "types", [type(value).__name__ for value in given])
+    if any(tensor.is_nested for tensor in given):
+        raise TypeError(
+            f"cannot gather {path}, a nested tensor: it has no axis along which the replicas' could be joined. Return "
+            "it padded (torch.nested.to_padded_tensor) with its lengths, or as a PackedSequence."
+        )
     if len({tensor.dim() for tensor in given}) > 1:
         raise nested.disagreement(path, "numbers of axes", [tuple(tensor.shape) for tensor in given])
     if len({tensor.dtype for tensor in given}) > 1:

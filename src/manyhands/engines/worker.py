@@ -184,7 +184,13 @@ class Worker:
                 numbers[id(tensor)] = standing._replace(output=len(outputs) - 1, requires_grad=tensor.requires_grad)
             return numbers[id(tensor)]
 
-        answer.value = dumps(output, take, known=set(classes_by_value()) - self._own_classes)
+        try:
+            answer.value = dumps(output, take, known=set(classes_by_value()) - self._own_classes)
+        except Exception as error:
+            raise TypeError(
+                f"cannot gather the output, which cannot leave the worker process ({error}). Return tensors, numbers "
+                "or strings, in tuples, lists, dicts or dataclasses."
+            ) from error
         del output
         if not tracked:
             return
