@@ -1045,6 +1045,25 @@ def test_what_a_class_of_main_holds_that_pickle_looks_up_by_name():
     assert run(script, "-") == (0, "", "")
 
 
+def test_what_torch_puts_in_a_modules_place_goes_by_name():
+    """F6: torch.backends.cudnn and its like are objects, which a class of `__main__` takes along."""
+    script = """
+        import torch, manyhands
+
+        settings, operators = torch.backends.cudnn, torch.ops.aten
+
+        class Model(torch.nn.Module):
+            def forward(self, x):
+                assert torch.backends.cudnn is settings and torch.ops.aten is operators
+                return x * (1 + settings.enabled + torch.backends.mkldnn.is_available())
+
+        model = manyhands.DataParallel(Model(), ["cpu"] * 2, engine="processes")
+        x = torch.randn(4, 2)
+        print(torch.equal(model(x), model.module(x)))
+        """
+    assert run(script) == (0, "True\n", "")
+
+
 _WAITING = """
     import os, sys, time, torch, manyhands
 

@@ -7,6 +7,7 @@ and slots, nothing of theirs is called, so a module that refuses to be pickled c
 """
 
 import functools
+import importlib
 import io
 import pickle
 import sys
@@ -59,6 +60,13 @@ class _ModulePickler(cloudpickle.Pickler):  # type: ignore[misc]
         if type(value) is weakref.ref:
             target = value()
             return (weakref.ref, (target,)) if id(target) in self._modules else (_dead_reference, ())
+        if isinstance(value, types.ModuleType) and type(value) is not types.ModuleType:
+            # An object in a module's place, as torch.backends.cudnn, torch.ops and torch.ops.aten are.
+            parent, _, name = value.__name__.rpartition(".")
+            if sys.modules.get(value.__name__) is value:
+                return importlib.import_module, (value.__name__,)
+            if getattr(sys.modules.get(parent), name, None) is value:
+                return getattr, (sys.modules[parent], name)
         if isinstance(value, type | types.FunctionType):
             self._send_by_value_if_needed(value)
         if type(value) is functools.cached_property:  # before Python 3.12 it has a lock
