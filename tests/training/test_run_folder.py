@@ -1,3 +1,7 @@
+import gc
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,14 +31,14 @@ def test_a_run_is_replaced_only_when_asked_and_alone(tmp_path: Path) -> None:
     folder = RunFolder.for_new_run(tmp_path, overwrite=True)
     assert folder.model.exists(), "nothing is deleted until the new run is ready to begin"
     folder.make_empty()
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert {path.name for path in tmp_path.iterdir()} - {".lock"} == {"notes.txt"}
 
 
 def test_a_run_that_failed_before_anything_was_saved_is_nothing_to_lose(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"manyhands": "0.1.0"}')
     (tmp_path / "metrics.jsonl").write_text("")
     RunFolder.for_new_run(tmp_path).make_empty()
-    assert list(tmp_path.iterdir()) == []
+    assert {path.name for path in tmp_path.iterdir()} - {".lock"} == set()
 
 
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "curves.png"])
@@ -52,6 +56,68 @@ def test_a_default_folder_that_another_run_has_just_taken(tmp_path: Path, monkey
     first.make_empty()
     with pytest.raises(FolderError, match="exists"):
         second.make_empty()
+
+
+IN_USE = r"another run is using {} \(process \d+ on .+\): wait .*--output DIR\)$"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no locks of this kind")
+def test_one_run_at_a_time(tmp_path: Path) -> None:
+    first = RunFolder.for_new_run(tmp_path)
+    first.make_empty()
+    first.checkpoint.write_bytes(b"a run")
+    with pytest.raises(FolderError, match=IN_USE.format(tmp_path)) as refused:
+        RunFolder.for_new_run(tmp_path)
+    assert f"(process {os.getpid()} on" in str(refused.value)
+    with pytest.raises(FolderError, match=IN_USE.format(tmp_path)):
+        RunFolder.for_new_run(tmp_path, overwrite=True).make_empty()
+    with pytest.raises(FolderError, match=IN_USE.format(tmp_path)):
+        RunFolder.reopen(tmp_path).claim()
+    assert first.checkpoint.read_bytes() == b"a run"
+    first.release()
+    RunFolder.reopen(tmp_path).claim()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no locks of this kind")
+def test_a_run_that_was_killed_leaves_its_folder_to_others(tmp_path: Path) -> None:
+    code = f"""
+from pathlib import Path
+from manyhands.training.run_folder import RunFolder
+folder = RunFolder.for_new_run(Path({str(tmp_path)!r}))
+folder.make_empty()
+print("begun", flush=True)
+input()
+"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as other:  # type: ignore[call-overload]
+        try:
+            assert other.stdout.readline() == "begun\n"
+            with pytest.raises(FolderError, match=rf"\(process {other.pid} on .+\)"):
+                RunFolder.for_new_run(tmp_path).make_empty()
+        finally:
+            other.kill()
+    RunFolder.for_new_run(tmp_path).make_empty()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no locks of this kind")
+def test_a_run_that_could_not_begin_leaves_its_folder_to_others(tmp_path: Path) -> None:
+    folder = RunFolder.for_new_run(tmp_path)
+    folder.make_empty()
+    del folder
+    gc.collect()
+    RunFolder.for_new_run(tmp_path).make_empty()
+
+
+def test_a_file_system_without_locks_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fcntl = pytest.importorskip("fcntl")
+
+    def refuse(lock: int, how: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    first, second = RunFolder.for_new_run(tmp_path), RunFolder.for_new_run(tmp_path)
+    first.make_empty()
+    second.make_empty()
 
 
 def test_other_files_in_the_folder_do_not_matter(tmp_path: Path) -> None:

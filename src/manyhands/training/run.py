@@ -189,9 +189,10 @@ class Run:
             )
 
     def close(self) -> None:
-        """Close the files; end what runs the replicas."""
+        """Close the files; end what runs the replicas; leave the folder to other runs."""
         self.metrics.close()
         self.model.close()
+        self.folder.release()
 
     def _write_config(self) -> None:
         self.folder.write_config(
@@ -270,7 +271,8 @@ def _checksum(dataset: data.Dataset) -> int:
 
 
 def _found(folder: RunFolder, dataset: data.Dataset, display: Display) -> tuple[dict[str, Any], list[Record]]:
-    """Return the checkpoint of a run that is resumed, and the records up to it."""
+    """Claim the folder of a run that is resumed; return its checkpoint, and the records up to it."""
+    folder.claim()
     _check_same_data(folder, dataset)
     state = checkpoint.read(folder, display.say)
     return state, Metrics.read(folder.metrics, steps=state["steps"], epochs=state["epochs"])

@@ -6,22 +6,29 @@
     model.safetensors        the weights of the last checkpoint
     checkpoint.pt            what resuming needs
     checkpoint.previous.pt   the one before
+    .lock                    the process that writes here, or was the last to
 
 Everything but metrics.jsonl, which is appended to, is replaced whole: at every moment, and whatever stops the
-program or the machine, a file under one of these names is a complete one. It is assumed that one process at a time
-writes into a folder; of several that train together it is the first.
+program or the machine, a file under one of these names is a complete one. One process at a time writes into a folder;
+of several that train together it is the first. It holds a lock of the system's on `.lock`, which goes with the process
+however it ends. (Windows, and file systems that know no locks, do without.)
 """
 
 import contextlib
 import json
 import os
+import socket
 import sys
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from manyhands.training.errors import FolderError
+
+if sys.platform != "win32":
+    import fcntl
 
 
 class RunFolder:
@@ -36,6 +43,8 @@ class RunFolder:
         self.model = path / "model.safetensors"
         self.checkpoint = path / "checkpoint.pt"
         self.previous_checkpoint = path / "checkpoint.previous.pt"
+        self._lock = path / ".lock"
+        self._claim: weakref.finalize[Any, Any] | None = None  # unlocks, at the latest when the folder is forgotten
 
     def __str__(self) -> str:
         return str(self.path)
@@ -52,6 +61,7 @@ class RunFolder:
         folder = cls(path or Path("runs") / time.strftime("%Y-%m-%d-%H-%M-%S"))
         folder.must_be_new = path is None  # two runs begun in one second must not share one
         if folder.holds_a_run() and not overwrite:
+            folder.claim()  # raises where that run is going on; it could be neither gone on with nor replaced
             raise FolderError(
                 f"{folder} holds a run already: go on with it (--resume {folder}), replace it (--overwrite), or name "
                 "another folder (--output DIR)"
@@ -110,14 +120,49 @@ class RunFolder:
             is_ours = False
         return not is_ours and any(path.exists() for path in self._files())
 
-    def make_empty(self) -> None:
-        """Make the folder, and delete the run in it, but nothing else that may lie there.
+    def claim(self) -> None:
+        """Keep other runs out of the folder, until `release` is called or this process ends.
 
         Raises:
-            FolderError: the system does not let us.
+            FolderError: another run is using it.
+        """
+        if sys.platform == "win32":
+            return
+        try:
+            lock = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError:  # nothing can be written here, which is for others to say
+            return
+        claim = weakref.finalize(self, os.close, lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(lock, 1000).decode(errors="replace")
+            claim()
+            raise FolderError(
+                f"another run is using {self} ({holder or 'it has just begun'}): wait until it has ended, stop it, or "
+                "name another folder (--output DIR)"
+            ) from None
+        except OSError:  # no locks here
+            claim()
+            return
+        os.ftruncate(lock, 0)
+        os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        self._claim = claim
+
+    def release(self) -> None:
+        """Let other runs write into the folder again."""
+        if self._claim is not None:
+            self._claim()
+
+    def make_empty(self) -> None:
+        """Make the folder, claim it, and delete the run in it, but nothing else that may lie there.
+
+        Raises:
+            FolderError: another run is using it, or the system does not let us.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=not self.must_be_new)
+            self.claim()
             for path in self._files():
                 path.unlink(missing_ok=True)
         except OSError as error:
