@@ -5,6 +5,7 @@ import doctest
 import importlib
 import importlib.metadata
 import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -216,6 +217,30 @@ def test_imports_run_in_one_direction(module):
     for imported, line in imported_by(module):
         other = layer_of(imported)
         assert other < own or (other == own and isinstance(LAYERS[own], list)), f"{module}:{line} imports {imported}"
+
+
+NEEDED = {"torch", "cloudpickle"}
+
+
+@pytest.mark.parametrize("module", [name for name in LIBRARY if ".plan" not in name])
+def test_the_library_needs_nothing_but_what_pip_install_brings(module):
+    """Imports in functions too, and numpy, which torch does not bring either, by way of a tensor."""
+    for node in ast.walk(tree_of(module)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [str(node.module)]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "numpy":
+            names = ["numpy"] * (module != "manyhands.testing")  # there it is the tensor's own method
+        else:
+            continue
+        other = {name.split(".")[0] for name in names} - set(sys.stdlib_module_names) - NEEDED - {"manyhands"}
+        assert not other, f"{module}:{node.lineno} needs {other}"
+
+
+def test_what_the_library_needs_is_what_the_package_asks_for():
+    required = [r for r in importlib.metadata.requires("manyhands") if "extra ==" not in r]
+    assert {re.split(r"[^\w.-]", requirement)[0] for requirement in required} == NEEDED
 
 
 @pytest.mark.parametrize("layer", [layer[0].removesuffix(".*") for layer in LAYERS if isinstance(layer, list)])

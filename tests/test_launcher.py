@@ -256,13 +256,3 @@ def join_twice(rank: int, port: int) -> list[float]:
 def test_processes_that_are_started_anew_find_each_other(launchers_store) -> None:
     for _ in range(2):
         assert run_ranks(2, join_twice, launchers_store.port, join=False) == [[2.0, 2.0]] * 2
-
-
-def test_the_name_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert launcher.launch() is None
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 7")
-    assert launcher.launch() == "job 7"
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # as torchrun says where nobody has named it
-    assert launcher.launch() == launcher.launch()
-    assert f"process {os.getppid()} of " in launcher.launch()

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from manyhands import __version__, bench_command, keep_freed_memory, plan_command, verify_command
-from manyhands.launcher import launch
 from manyhands.targets import TargetError
 from manyhands.training.errors import DivergedError, Interrupted, OptionError, TrainingError
 from manyhands.training.options import DEVICE_ORDERS, ENGINES, PRECISIONS, SCHEDULES, Options, flag
-from manyhands.training.ranks import ALONE, Ranks
+from manyhands.training.ranks import ALONE, Ranks, launch
 from manyhands.training.run_folder import RunFolder
 
 _DONE = 0

@@ -15,6 +15,7 @@ not, and it can be seen, the error names the first difference.
 
 import atexit
 import contextlib
+import ctypes
 import datetime
 import hashlib
 import os
@@ -212,18 +213,17 @@ class Cluster:
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         lengths = [int(length) for (length,) in self.gather([len(mine)], doing)()]
         everybody = self._all_of_lengths(lengths, mine, self._control, doing)
-        return [pickle.loads(tensor.numpy().tobytes()) for tensor in everybody]
+        return [pickle.loads(ctypes.string_at(tensor.data_ptr(), len(tensor))) for tensor in everybody]
 
     def value_of_first(self, value: Any, doing: str) -> Any:
         """Return what the first process gives. For rare occasions: it is pickled."""
         pickled = bytearray(pickle.dumps(value) if self.rank == 0 else b"")
         (length,), *_ = self.gather([len(pickled)], doing)()
-        octets = (
-            torch.frombuffer(pickled, dtype=torch.uint8) if pickled else torch.empty(int(length), dtype=torch.uint8)
-        )
+        pickled = pickled or bytearray(int(length))
+        octets = torch.frombuffer(pickled, dtype=torch.uint8)
         first = self._ranks[0]
         self.wait(self.start(lambda: distributed.broadcast(octets, first, self._control, async_op=True)), doing)
-        return pickle.loads(octets.numpy().tobytes())
+        return pickle.loads(pickled)
 
     def begin_to_send_from(
         self, source: int, tensors: Sequence[torch.Tensor], group: Any, doing: str

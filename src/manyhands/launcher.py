@@ -7,7 +7,6 @@ and MASTER_ADDR and MASTER_PORT, where they find each other. Everything else is 
 
 import atexit
 import os
-import socket
 import time
 import uuid
 from collections.abc import Sequence
@@ -80,21 +79,6 @@ def devices_of_process(device_ids: Sequence[_devices.DeviceLike] | None) -> list
         TypeError, ValueError: as `devices.resolve` and `local_device`.
     """
     return (_devices.resolve(device_ids) if device_ids is not None else []) or [local_device()]
-
-
-def launch() -> str | None:
-    """Return the name of the launch that this process is part of; None if there is no launcher that starts anew.
-
-    It is the same in all its processes, and in those that take their places after a failure: torchrun's `--rdzv-id`,
-    or the one that `--standalone` makes up. Where nobody has named it, it is the launcher's process on this machine.
-    """
-    name = os.environ.get("TORCHELASTIC_RUN_ID")
-    if name != "none":
-        return name
-    import psutil  # part of the extra [train]
-
-    parent = psutil.Process(os.getppid())
-    return f"process {parent.pid} of {socket.gethostname()}, started at {parent.create_time():.2f}"
 
 
 def start_default_group() -> bool:

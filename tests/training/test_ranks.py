@@ -20,7 +20,7 @@ from manyhands.training.display import Silent
 from manyhands.training.errors import FolderError, Interrupted, OptionError
 from manyhands.training.loop import train
 from manyhands.training.options import Options
-from manyhands.training.ranks import ALONE, Ranks
+from manyhands.training.ranks import ALONE, Ranks, launch
 from manyhands.training.run import Run
 from manyhands.training.run_folder import RunFolder
 from ranks import end_ranks, run_ranks
@@ -350,6 +350,16 @@ def test_a_launch_without_a_checkpoint_begins_again_in_its_folder(launched: Path
     assert run(0, launched, *SMALL)[0] == 0
     assert list((launched / "runs").iterdir()) == [folder]
     assert len(metrics_of(folder)) == 26
+
+
+def test_the_name_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert launch() is None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 7")
+    assert launch() == "job 7"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # as torchrun says where nobody has named it
+    assert launch() == launch()
+    assert f"process {os.getppid()} of " in launch()
 
 
 # ---- alone ---------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ Assumes that all processes call these methods in the same order.
 import contextlib
 import datetime
 import os
+import socket
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -168,6 +169,21 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+def launch() -> str | None:
+    """Return the name of the launch that this process is part of; None if there is no launcher that starts anew.
+
+    It is the same in all its processes, and in those that take their places after a failure: torchrun's `--rdzv-id`,
+    or the one that `--standalone` makes up. Where nobody has named it, it is the launcher's process on this machine.
+    """
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    if name != "none":
+        return name
+    import psutil  # here: what is missing is said in one line, later than this file is loaded
+
+    parent = psutil.Process(os.getppid())
+    return f"process {parent.pid} of {socket.gethostname()}, started at {parent.create_time():.2f}"
 
 
 def is_first_of_its_host() -> bool:
