@@ -509,6 +509,31 @@ def test_data_on_the_host_stay_where_they_are():
     assert not devices.has_room_for(CPU, 0)
 
 
+ROWS = torch.tensor([4, 0, 4, 2])
+
+
+@pytest.mark.parametrize("numbers", [torch.arange(5), torch.rand(5, 1, 3, 2)], ids=["labels", "pictures"])
+@pytest.mark.parametrize("rows", [ROWS, ROWS[:1], ROWS[:0]], ids=len)
+def test_rows_for_a_device(sim, monkeypatch, numbers, rows):
+    for device in (CPU, sim[1]):
+        found = devices.rows_on(device, numbers, rows)
+        assert found.device == device
+        assert torch.equal(found.cpu(), numbers[rows])
+    there = numbers.to(sim[1])
+    assert torch.equal(devices.rows_on(sim[1], there, rows.to(sim[1])).cpu(), numbers[rows])
+
+    asked = []
+
+    def empty(*sizes, dtype, pin_memory):
+        asked.append(pin_memory)
+        return torch.zeros(sizes, dtype=dtype)
+
+    monkeypatch.setattr(devices, "has_streams", lambda device: True)
+    monkeypatch.setattr(devices.torch, "empty", empty)
+    assert torch.equal(devices.rows_on(CPU, numbers, rows), numbers[rows])
+    assert asked == [True]
+
+
 def test_a_number_on_the_host_is_read_at_once():
     number = torch.tensor(2.5)
     read = devices.begin_to_read(number)

@@ -444,6 +444,18 @@ def has_room_for(device: torch.device, num_bytes: int) -> bool:
     return num_bytes <= free_bytes // 4
 
 
+def rows_on(device: torch.device, tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return the rows of these numbers on `device`, queued there if the tensor is on the host, and not waited for.
+
+    That takes pinned memory: a copy from any other is made by the thread that asks for it. torch keeps what was pinned
+    until it has been copied, and then for the next rows.
+    """
+    if tensor.device != _CPU or not has_streams(device):
+        return tensor[rows].to(device)
+    pinned = torch.empty(len(rows), *tensor.shape[1:], dtype=tensor.dtype, pin_memory=True)
+    return torch.index_select(tensor, 0, rows, out=pinned).to(device, non_blocking=True)
+
+
 def begin_to_read(number: torch.Tensor) -> Callable[[], float]:
     """Begin to copy a 0-dim tensor to the host; return what waits for it and gives the number."""
     if computes_on_host(number.device):

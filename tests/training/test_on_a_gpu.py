@@ -124,11 +124,16 @@ def test_what_makes_it_fast(tmp_path: Path, runs: list[Run], pictures: Path, pre
     assert all(weight.is_contiguous(memory_format=torch.channels_last) == expected for weight in inner)
 
 
-def test_losses_are_those_of_torch_alone(tmp_path: Path, runs: list[Run], pictures: Path) -> None:
-    """In exact float32: neither rounded, nor read before they are there. Rows and rates are the same."""
+@pytest.mark.parametrize("fits", [True, False], ids=["pictures there", "pictures on the host"])
+def test_losses_are_those_of_torch_alone(
+    tmp_path: Path, runs: list[Run], pictures: Path, monkeypatch: pytest.MonkeyPatch, fits: bool
+) -> None:
+    """In exact float32: neither rounded, nor read before they are there. Rows and rates are the same; nothing waits."""
+    monkeypatch.setattr("manyhands.devices.has_room_for", lambda device, num_bytes: fits)
     options = options_for(pictures, model="mlp", lr=0.01)
     folder = RunFolder.for_new_run(tmp_path / "run")
-    train(options, folder, Silent())
+    train(options, folder, NoWaiting())
+    assert runs[-1].dataset.train_images.is_cuda == fits
     assert losses_of(folder) == pytest.approx(plain_losses(options), rel=1e-4)
 
 

@@ -9,8 +9,8 @@ A step is: rows, learning rate, forward, backward, update, record. An epoch is: 
 checkpoint. That the model runs on several devices cannot be seen here, which is the point. Of several processes each
 takes its part of every batch, and they add up their losses; otherwise all do the same.
 
-Nothing in a step waits for an accelerator on which the data lie: rows are where they are needed, and losses are read a
-step later (under_way.py).
+Nothing in a step waits for an accelerator: rows are where they are needed, or are queued to go there, and losses are
+read a step later (under_way.py).
 """
 
 import contextlib
@@ -92,8 +92,8 @@ def train(
 def _train_epoch(run: Run, epoch: int, under_way: UnderWay, display: Display, stop: StopRequest) -> None:
     """Take the steps of an epoch that have not been taken yet."""
     options, optimizer = run.options, run.optimizer
-    images, labels = run.dataset.train_images, run.dataset.train_labels
-    batches = epoch_batches(run.num_rows, options.batch_size, seed=options.seed, epoch=epoch, device=labels.device)
+    where = run.dataset.train_labels.device
+    batches = epoch_batches(run.num_rows, options.batch_size, seed=options.seed, epoch=epoch, device=where)
     first_step = epoch * run.steps_per_epoch
 
     run.model.train()
@@ -126,7 +126,7 @@ def _train_epoch(run: Run, epoch: int, under_way: UnderWay, display: Display, st
             # What has to go to other processes goes there once, with the last part.
             to_others = contextlib.nullcontext() if is_last else run.model.no_sync()
             with _explained(run), to_others, work.of_part(run.model, len(mine)):
-                loss_of_part = _sum_of_losses(run, images[mine], labels[mine]) / len(rows)
+                loss_of_part = _sum_of_losses(run, mine) / len(rows)
                 loss_of_part.backward()  # type: ignore[no-untyped-call]
             loss_of_parts += loss_of_part.detach()
         loss = devices.begin_to_read(loss_of_parts)
@@ -182,8 +182,8 @@ def evaluate(run: Run, stop: StopRequest) -> tuple[float, float]:
             if not len(rows):
                 continue
             with _precision(run):
-                logits = run.model(images[rows].to(first_device)).float()
-            answers = labels[rows].to(first_device)
+                logits = run.model(devices.rows_on(first_device, images, rows)).float()
+            answers = devices.rows_on(first_device, labels, rows)
             loss_of_batch = F.cross_entropy(logits, answers, reduction="sum")
             of_batches.append(torch.stack([loss_of_batch, (logits.argmax(dim=1) == answers).sum().float()]))
     # Read once: each reading waits for the device. Added up in Python, whose numbers have 64 bits on every machine.
@@ -198,11 +198,13 @@ def _parts(rows: Tensor, num_parts: int) -> Iterator[tuple[Tensor, bool]]:
         yield part, number == len(parts)
 
 
-def _sum_of_losses(run: Run, images: Tensor, labels: Tensor) -> Tensor:
-    """Return the sum of the losses of some rows, with the graph to walk backward."""
+def _sum_of_losses(run: Run, rows: Tensor) -> Tensor:
+    """Return the sum of the losses of some training rows, with the graph to walk backward."""
+    dataset, first_device = run.dataset, run.devices[0]
+    images, labels = (devices.rows_on(first_device, t, rows) for t in (dataset.train_images, dataset.train_labels))
     with _precision(run):
-        logits = run.model(images.to(run.devices[0]))
-    return F.cross_entropy(logits.float(), labels.to(logits.device), reduction="sum")
+        logits = run.model(images)
+    return F.cross_entropy(logits.float(), labels, reduction="sum")
 
 
 def _precision(run: Run) -> contextlib.AbstractContextManager[object]:
