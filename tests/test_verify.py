@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import math
 import random
 import threading
 import warnings
@@ -732,6 +733,8 @@ def test_inputs_are_left_alone() -> None:
         ({"shares": "odd"}, ValueError, "shares='odd'"),
         ({"share": "even"}, TypeError, "share"),
         ({"device_ids": ["cpu:nowhere"]}, ValueError, "names no device"),
+        ({"rtol": math.nan}, ValueError, "rtol=nan: expected a finite number, 0 or more"),
+        ({"atol": -1.0}, ValueError, "atol=-1.0: expected a finite number, 0 or more"),
         ({"inputs": (ROWS, ROWS)}, TypeError, "positional argument"),
     ],
 )

@@ -147,7 +147,14 @@ def test_arguments_by_name_and_options_that_count_more(capsys: pytest.CaptureFix
         (["theirs:build", "--device", "2"], "there is no option --device"),
         (["theirs:build", "--devices", "gpu"], "--devices gpu: gpu is no device; expected auto, a count, or"),
         (["theirs:build", "--shares", "2,x"], "argument --shares: expected chunk, even, or weights such as 2,1"),
-        (["theirs:build", "--shares", "odd"], "shares='odd': expected"),
+        (["theirs:build", "--shares", "odd"], "--shares: expected chunk, even, or weights such as 2,1"),
+        (["theirs:build", "--shares", "nan,1"], "--shares: expected chunk, even, or weights such as 2,1"),
+        (["theirs:build", "--shares=-1,2"], "--shares: expected chunk, even, or weights such as 2,1"),
+        (["theirs:build", "--shares", "0,0"], "--shares: expected chunk, even, or weights such as 2,1"),
+        *(
+            (["theirs:build", f"--rtol={rtol}"], f"--rtol: expected a finite number, 0 or more; got '{rtol}'")
+            for rtol in ("nan", "inf", "-1", "x")
+        ),
         (["theirs:build", *TWO, "--shares", "1,2,3"], "3 weights for 2 devices"),
         (["theirs:build", "--dim", "x"], "argument --dim: invalid int value"),
         (["theirs:build", "--scalars", "median"], "scalars='median': expected"),

@@ -95,6 +95,9 @@ def verify(
         raise ValueError("target without criterion: give a criterion(output, target) that returns the loss")
     if criterion is not None and not callable(criterion):
         raise TypeError(f"criterion: expected a function of output and target, got {criterion!r}")
+    for name, given in (("rtol", rtol), ("atol", atol)):
+        if given is not None and not 0 <= given < math.inf:
+            raise ValueError(f"{name}={given}: expected a finite number, 0 or more")
     example = Example(inputs, target, criterion)
     devices = wrapped.devices
     gathered_on = _devices.resolve_output(wrapped.output_device, devices)

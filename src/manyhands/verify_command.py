@@ -5,6 +5,7 @@ of the caller's own code is shown when it is asked for.
 """
 
 import argparse
+import math
 import traceback
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from manyhands.data_parallel import DataParallel
 from manyhands.devices import resolve
+from manyhands.shares import check_shares
 from manyhands.targets import TargetError, build_arguments, current_folder_first, said_by
 from manyhands.training.placement import choose_devices
 from manyhands.verification.report import Report
@@ -74,7 +76,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--rtol",
-        type=float,
+        type=_tolerance,
         metavar="R",
         help="how large a difference may be, relative to the largest value (default: 1e-5 for float32)",
     )
@@ -113,7 +115,23 @@ def _compare(arguments: dict[str, Any]) -> Report:
 
 
 def _shares(text: str) -> str | list[float]:
+    if text in ("chunk", "even"):
+        return text
     try:
-        return [float(weight) for weight in text.split(",")] if text[:1].isdigit() else text
+        weights = [float(weight) for weight in text.split(",")]
+        check_shares(weights, None)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected chunk, even, or weights such as 2,1; got {text!r}") from None
+        raise argparse.ArgumentTypeError(
+            f"expected chunk, even, or weights such as 2,1, 0 or more and not all of them 0; got {text!r}"
+        ) from None
+    return weights
+
+
+def _tolerance(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a finite number, 0 or more; got {text!r}")
+    return value
