@@ -38,13 +38,13 @@ LAYERS: list[str | list[str]] = [
     "manyhands.cores",
     "manyhands.freed_memory",
     "manyhands.thread_state",
-    "manyhands.rebind",
     "manyhands.workers",
     "manyhands.meeting",
     "manyhands.random_streams",
     "manyhands.inputs",
     "manyhands.outputs",
     "manyhands.scatter_gather",
+    "manyhands.rebind",
     "manyhands.replicate",
     "manyhands.parallel_apply",
     "manyhands.moments",
@@ -325,9 +325,17 @@ def test_the_package_tells_type_checkers_that_it_is_typed():
     assert (PACKAGE / "py.typed").is_file()
 
 
-# ---- docs/behaviour.md ---------------------------------------------------------------------------
+# ---- docs ----------------------------------------------------------------------------------------
 
 DOCS = PACKAGE.parent.parent / "docs"
+
+
+def test_the_plan_of_the_code_lists_the_same_files_in_the_same_order():
+    document = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| [^|]*\| `([\w/]+)(?:\.py|/)` \|", document, re.MULTILINE)
+    layers = [layer if isinstance(layer, str) else layer[0].removesuffix(".*") for layer in LAYERS]
+    files = [layer for layer in layers if SOURCES.get(layer, PACKAGE).name != "__init__.py" or [f"{layer}.*"] in LAYERS]
+    assert [f"manyhands.{name.replace('/', '.')}" for name in listed] == [f for f in files if f != "manyhands.__main__"]
 
 
 def test_every_row_of_the_behaviour_table_has_its_tests():
