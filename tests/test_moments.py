@@ -28,8 +28,9 @@ def test_statistics_of_parts_are_those_of_the_whole(sizes: list[int], offset: fl
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_normalised_like_torchs_batch_norm(dtype: torch.dtype, layout: torch.memory_format) -> None:
-    """Values, gradients, running statistics, and the layout."""
+@pytest.mark.parametrize("at_once", [False, True])
+def test_normalised_like_torchs_batch_norm(dtype: torch.dtype, layout: torch.memory_format, at_once: bool) -> None:
+    """Values, gradients, running statistics, and the layout; linked to the rows before, or as they are normalised."""
     x = torch.randn(6, 3, 4, 4).to(dtype).to(memory_format=layout)
     weight, bias = torch.rand(3).to(dtype), torch.randn(3).to(dtype)
     results = []
@@ -37,9 +38,11 @@ def test_normalised_like_torchs_batch_norm(dtype: torch.dtype, layout: torch.mem
         leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
         running = [torch.zeros(3, dtype=dtype), torch.ones(3, dtype=dtype)]
         if mine:
-            statistics = Statistics.of(leaves[0]).with_history(leaves[0], lambda grad: grad)
+            statistics = Statistics.of(leaves[0])
+            if not at_once:
+                statistics = statistics.with_history(leaves[0], lambda grad: grad)
             statistics.update(*running, 0.3)
-            output = statistics.normalise(*leaves, 1e-5)
+            output = statistics.normalise(*leaves, 1e-5, (lambda grad: grad) if at_once else None)
         else:
             output = F.batch_norm(leaves[0], *running, *leaves[1:], training=True, momentum=0.3)
         (output.double().pow(2) * torch.linspace(0, 1, x.numel()).view_as(x)).sum().backward()
@@ -53,10 +56,13 @@ def test_normalised_like_torchs_batch_norm(dtype: torch.dtype, layout: torch.mem
 
 
 @pytest.mark.parametrize("affine", [False, True])
-def test_derivatives_of_any_order(affine: bool) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_derivatives_of_any_order(affine: bool, at_once: bool) -> None:
     def normalised(
         x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
+        if at_once:
+            return Statistics.of(x).normalise(x, weight, bias, 1e-3, lambda grad: grad)
         parts = [Statistics.of(part).with_history(part, lambda grad: grad) for part in x.split([1, 3])]
         return Statistics.of_all(parts, CPU).normalise(x, weight, bias, 1e-3)
 
@@ -67,6 +73,30 @@ def test_derivatives_of_any_order(affine: bool) -> None:
         return torch.autograd.grad(normalised(x, *others).pow(3).sum(), x, create_graph=True)[0]
 
     assert torch.autograd.gradgradcheck(gradient, leaves)
+
+
+@pytest.mark.parametrize("needed", [(True, False, False), (False, True, True), (True, True, False)])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_gradients_that_nobody_asks_for(needed: tuple[bool, ...], create_graph: bool) -> None:
+    """Of rows that need none, the statistics' gradient goes nowhere, so that nobody waits for it."""
+    leaves = [torch.randn(shape) for shape in ((4, 2, 3), (2,), (2,))]
+    asked: list[torch.Tensor] = []
+
+    def of_gradient(grad: torch.Tensor) -> torch.Tensor:
+        asked.append(grad)
+        return grad
+
+    results = []
+    for mine in (True, False):
+        own = [leaf.clone().requires_grad_(flag) for leaf, flag in zip(leaves, needed, strict=True)]
+        if mine:
+            output = Statistics.of(own[0]).normalise(*own, 1e-5, of_gradient)
+        else:
+            output = F.batch_norm(own[0], None, None, *own[1:], training=True)
+        wanted = [leaf for leaf in own if leaf.requires_grad]
+        results.append(torch.autograd.grad(output.pow(3).sum(), wanted, create_graph=create_graph))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-10, atol=1e-10)
+    assert len(asked) == needed[0]
 
 
 def test_detached_statistics_are_leaves() -> None:

@@ -48,7 +48,7 @@ from manyhands import devices as _devices
 from manyhands import torch_private
 from manyhands.errors import say_once
 from manyhands.meeting import Meeting, MeetingHere, Met
-from manyhands.moments import Statistics
+from manyhands.moments import OfGradient, Statistics
 from manyhands.workers import inside_replica
 
 _CANNOT_MEET = (
@@ -237,13 +237,16 @@ class _Seat:
         self._tracked = tracked
         self._num_checkpoints_around = _num_checkpoints()
 
-    def parts_of_all(self, x: torch.Tensor, tensors: Tensors) -> tuple[dict[int, Part], Statistics]:
-        """Return every replica's part in the batch norm of `x` that has `tensors`, and the statistics of all rows."""
+    def parts_of_all(self, x: torch.Tensor, tensors: Tensors) -> tuple[dict[int, Part], Statistics, OfGradient | None]:
+        """Return every replica's part in the batch norm of `x` that has `tensors`, and the statistics of all rows.
+
+        Where these have no history: also what links them to x.
+        """
         if self.over.walk is Walk.APART:
             met = self._exchange(Part(Statistics.of(x), x.size(0)), x, tensors)
             link = _Link(self.over.identity, met.number, met.among)
             whole = put_together(met.values, x.device)
-            return met.values, whole.with_history(x, lambda grad: _SumOverReplicas.apply(grad, link))  # type: ignore[no-untyped-call]
+            return met.values, whole, lambda grad: _SumOverReplicas.apply(grad, link)  # type: ignore[no-untyped-call]
 
         repeated = self._tracked and _num_checkpoints() > self._num_checkpoints_around
         if repeated and (
@@ -262,7 +265,7 @@ class _Seat:
         met = self._exchange(Part(Statistics.of(x).with_history(x, known_when_all_are_done), x.size(0)), x, tensors)
         if repeated:
             self.over.note(self.index, self._name(x, tensors)[0], met.values)
-        return met.values, put_together(met.values, x.device)
+        return met.values, put_together(met.values, x.device), None
 
     def _exchange(self, part: Part, x: torch.Tensor, tensors: Tensors) -> Met:
         name, place = self._name(x, tensors)
@@ -288,13 +291,13 @@ class _Repetition:
             raise RuntimeError(_CHECKPOINT)
         self.index = owner
 
-    def parts_of_all(self, x: torch.Tensor, tensors: Tensors) -> tuple[dict[int, Part], Statistics]:
+    def parts_of_all(self, x: torch.Tensor, tensors: Tensors) -> tuple[dict[int, Part], Statistics, OfGradient | None]:
         """Return every replica's part as it was noted, its own with the history of now."""
         name = self.over.name_of(self.index, tensors)
         mine = Statistics.of(x).with_history(x, lambda grad: grad)
         noted = self.over.noted(self.index, name[0] if name else "", mine)
         parts = {**noted, self.index: Part(mine, x.size(0))}
-        return parts, put_together(parts, x.device)
+        return parts, put_together(parts, x.device), None
 
 
 def sum_of(gradients: Mapping[int, Gradients], device: torch.device) -> torch.Tensor:
@@ -399,14 +402,14 @@ class _TakesOverBatchNorm(TorchFunctionMode):
         seat = self._seat_of(tensors)
         if seat is None:
             raise RuntimeError(_CANNOT_MEET)
-        parts, whole = seat.parts_of_all(input, tensors)
+        parts, whole, of_gradient = seat.parts_of_all(input, tensors)
         if whole.count == 0:
             return by_itself()
         if whole.count == 1 and not (isinstance(seat, _Seat) and seat.meeting.failed):
             size = torch.Size([sum(part.rows for part in parts.values()), *input.shape[1:]])
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
         whole.update(running_mean, running_var, momentum)
-        return whole.normalise(input, weight, bias, eps)
+        return whole.normalise(input, weight, bias, eps, of_gradient)
 
     def _stay_on(self, func: Any, ends: Any, *inputs: Any, **kwargs: Any) -> Any:
         """Run a backward pass under this mode: activation checkpoints call batch norms in it.

@@ -2,16 +2,21 @@
 
 The arithmetic of a batch norm whose rows are in several places, differentiable to any order. `Statistics` are computed
 by a kernel that knows no history; `with_history` links them to the rows afterwards, so that what becomes of their
-gradient on its way to the rows can be said there.
+gradient on its way to the rows can be said there. Where rows are normalised by statistics that are linked to these rows
+only, `normalise` does both at once, in fewer passes over them.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from manyhands import devices as _devices
+
+# From the gradients of mean and variance, as one tensor of shape (2, channels), to what counts for each row: theirs, or
+# their sum over several places. Differentiable.
+OfGradient: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -57,13 +62,12 @@ class Statistics:
         mean = (shares * means).sum(0)
         return cls(count, mean, (shares * (variances + (means - mean).square())).sum(0))
 
-    def with_history(self, x: torch.Tensor, of_gradient: Callable[[torch.Tensor], torch.Tensor]) -> "Statistics":
+    def with_history(self, x: torch.Tensor, of_gradient: OfGradient) -> "Statistics":
         """Return the same statistics as a function of x, some of the rows that they are of.
 
         Args:
             x: the rows.
-            of_gradient: what the gradient goes through before it is that of each row; differentiable. It is given the
-                gradients of mean and variance as one tensor of shape (2, channels).
+            of_gradient: what the gradient goes through before it is that of each row.
         """
         mean, var = _Moments.apply(x, self, of_gradient)  # type: ignore[no-untyped-call]
         return Statistics(self.count, mean, var)
@@ -82,13 +86,24 @@ class Statistics:
                     running.copy_(running.to(new.dtype) * (1 - momentum) + new * momentum)
 
     def normalise(
-        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        of_gradient: OfGradient | None = None,
     ) -> torch.Tensor:
         """Return (x - mean) / sqrt(variance + eps) * weight + bias; differentiable, in these statistics too.
 
         The graph holds x and some numbers a channel.
+
+        Args:
+            of_gradient: links the statistics to x, as `with_history` would do; None: they have their history.
         """
-        output: torch.Tensor = _Normalise.apply(x, self.mean, self.var, weight, bias, eps)  # type: ignore[no-untyped-call]
+        if of_gradient is not None:
+            output: torch.Tensor = _LinkedNormalise.apply(x, self, weight, bias, eps, of_gradient)  # type: ignore[no-untyped-call]
+        else:
+            output = _Normalise.apply(x, self.mean, self.var, weight, bias, eps)  # type: ignore[no-untyped-call]
         return output
 
 
@@ -97,7 +112,7 @@ class _Moments(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, known: Statistics, of_gradient: Callable[[torch.Tensor], torch.Tensor]
+        ctx: Any, x: torch.Tensor, known: Statistics, of_gradient: OfGradient
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(x, known.mean)
         ctx.count, ctx.of_gradient = known.count, of_gradient
@@ -106,12 +121,7 @@ class _Moments(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_mean: torch.Tensor, grad_var: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, mean = ctx.saved_tensors
-        grad_mean, grad_var = ctx.of_gradient(torch.stack([grad_mean, grad_var])).unbind()
-        # grad_mean / count + 2 grad_var (x - mean) / count. The difference first: where the mean is large, a product
-        # with x would lose what small differences say.
-        slope = 2 / max(ctx.count, 1) * grad_var
-        centred = x - _a_channel(mean, x)
-        grad = torch.addcmul(_a_channel(grad_mean / max(ctx.count, 1), x), centred, _a_channel(slope, x))
+        grad = _of_rows(x, mean, ctx.count, ctx.of_gradient(torch.stack([grad_mean, grad_var])))
         return grad.to(x.dtype), None, None
 
 
@@ -130,24 +140,96 @@ class _Normalise(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, mean, var, weight)
         ctx.eps, ctx.bias_dtype = eps, bias.dtype if bias is not None else None
-        weight, bias = (None if tensor is None else tensor.to(mean.dtype) for tensor in (weight, bias))
-        return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, False)
+        return _normalised(x, mean, var, weight, bias, eps)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, mean, var, weight = ctx.saved_tensors
-        inverse_std = torch.rsqrt(var + ctx.eps)
-        scale = inverse_std if weight is None else inverse_std * weight
+        scale, of_statistics, grad_weight, grad_bias = _backward(grad, x, mean, var, weight, ctx.bias_dtype, ctx.eps)
         grad_x = (grad * _a_channel(scale, x)).to(x.dtype) if ctx.needs_input_grad[0] else None
-        grad_scaled, grad_shift = _sums(grad, x, mean, var, inverse_std, ctx.eps)
-        return (
-            grad_x,
-            -scale * grad_shift,
-            -0.5 * scale * inverse_std * grad_scaled,
-            grad_scaled.to(weight.dtype) if weight is not None else None,
-            grad_shift.to(ctx.bias_dtype) if ctx.bias_dtype is not None else None,
-            None,
-        )
+        return grad_x, *of_statistics.unbind(), grad_weight, grad_bias, None
+
+
+class _LinkedNormalise(torch.autograd.Function):
+    """`_Normalise` by statistics that are linked to x as by `_Moments`: one node for both."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        known: Statistics,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        of_gradient: OfGradient,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, known.mean, known.var, weight, bias)
+        ctx.count, ctx.eps, ctx.of_gradient = known.count, eps, of_gradient
+        return _normalised(x, known.mean, known.var, weight, bias, eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, mean, var, weight, bias = ctx.saved_tensors
+        if torch.is_grad_enabled():  # derivatives of higher order need the statistics' history
+            linked = Statistics(ctx.count, mean, var).with_history(x, ctx.of_gradient)
+            output = linked.normalise(x, weight, bias, ctx.eps)
+            wanted = [tensor for tensor in (x, weight, bias) if tensor is not None and tensor.requires_grad]
+            found = iter(torch.autograd.grad(output, wanted, grad, create_graph=True))
+            grads = [next(found) if t is not None and t.requires_grad else None for t in (x, weight, bias)]
+            return grads[0], None, *grads[1:], None, None
+        bias_dtype = bias.dtype if bias is not None else None
+        scale, of_statistics, grad_weight, grad_bias = _backward(grad, x, mean, var, weight, bias_dtype, ctx.eps)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _of_rows(x, mean, ctx.count, ctx.of_gradient(of_statistics))
+            grad_x = grad_x.addcmul_(grad, _a_channel(scale, x)).to(x.dtype)
+        return grad_x, None, grad_weight, grad_bias, None, None
+
+
+def _normalised(
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    var: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    weight, bias = (None if tensor is None else tensor.to(mean.dtype) for tensor in (weight, bias))
+    return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, False)
+
+
+def _backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    var: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias_dtype: torch.dtype | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return by what `grad` is that of x, and the gradients of mean and variance (as one tensor), weight and bias."""
+    inverse_std = torch.rsqrt(var + eps)
+    scale = inverse_std if weight is None else inverse_std * weight
+    grad_scaled, grad_shift = _sums(grad, x, mean, var, inverse_std, eps)
+    return (
+        scale,
+        torch.stack([-scale * grad_shift, -0.5 * scale * inverse_std * grad_scaled]),
+        grad_scaled.to(weight.dtype) if weight is not None else None,
+        grad_shift.to(bias_dtype) if bias_dtype is not None else None,
+    )
+
+
+def _of_rows(x: torch.Tensor, mean: torch.Tensor, count: int, of_statistics: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of x from those of mean and variance: grad_mean / count + 2 grad_var (x - mean) / count.
+
+    It is a tensor of its own, in the type of the statistics.
+    """
+    shift, slope = (_a_channel(each, x) for each in (of_statistics / max(count, 1)).unbind())
+    # The difference first: where the mean is large, a product with x would lose what small differences say.
+    centred = x - _a_channel(mean, x)
+    if torch.is_grad_enabled():
+        return torch.addcmul(shift, centred, 2 * slope)
+    return centred.mul_(2 * slope).add_(shift)  # in place: passes over memory are what this takes
 
 
 def _sums(
