@@ -572,14 +572,15 @@ def test_batch_norm_sees_the_rows_of_all_devices(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("model", ["mlp", "resnet18"])
 def test_processes_train_as_one_device_does(model: str, tmp_path: Path) -> None:
+    """Three steps: after them what rounding has flipped at the kinks of ReLU can be seen (2e-4, then 6e-3)."""
     losses = {}
     for name, changes in {"one device": {"devices": "cpu"}, "processes": {"engine": "processes"}}.items():
         folder = new_folder(tmp_path / name)
         with pytest.raises(Interrupted):
-            train(replace(SMALL, model=model, batch_size=32, **changes), folder, ctrl_c_after(4))
+            train(replace(SMALL, model=model, batch_size=32, **changes), folder, ctrl_c_after(3))
         losses[name] = losses_of(folder)
-    assert len(losses["processes"]) == 4
-    assert losses["processes"] == pytest.approx(losses["one device"], rel=1e-4)
+    assert len(losses["processes"]) == 3
+    assert losses["processes"] == pytest.approx(losses["one device"], rel=1e-5)
 
 
 def test_a_single_row_for_batch_norm_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
