@@ -1426,13 +1426,16 @@ def test_objects_that_carry_tensors_with_a_history(wrap: Callable[..., DataParal
 
     plain = AddsFeature()
     model = wrap(copy.deepcopy(plain))
-    x, grads = torch.randn(7, 5), []
-    for module in (plain, model):
-        weight = fresh(torch.arange(3.0))
-        loss_of(module(x, Holder(torch.exp(weight) * 2))).backward()
-        grads.append(weight.grad)
-    assert_same(grads[1], grads[0])
-    assert_same_gradients(model.module, plain)
+    for _ in range(3):  # other objects in each step, whose tensors have not been met before
+        x, grads = torch.randn(7, 5), []
+        for module in (plain, model):
+            weight, leaf = fresh(torch.arange(3.0)), fresh(torch.ones(3))
+            loss_of(module(x, Holder(torch.exp(weight) * 2))).backward()
+            loss_of(module(x, Holder(leaf))).backward()
+            grads.append([weight.grad, leaf.grad])
+        for mine, theirs in zip(grads[1], grads[0], strict=True):
+            assert_same(mine, theirs)
+        assert_same_gradients(model.module, plain)
 
 
 # ---- activation checkpointing --------------------------------------------------------------------

@@ -41,7 +41,7 @@ from manyhands.engines.divided import Divided, warn
 from manyhands.engines.messages import Answer, Forward, Sent, sent
 from manyhands.engines.mirror import Mirror
 from manyhands.engines.pickling import dumps
-from manyhands.engines.replicas import Inputs, Stamp, look_for_live_tensors, stamped
+from manyhands.engines.replicas import Inputs, Stamp, carries_objects, look_for_live_tensors, stamped
 from manyhands.engines.shared_memory import Outbox
 from manyhands.engines.team import Team, Turns
 from manyhands.engines.threads import ThreadsEngine
@@ -139,10 +139,11 @@ class ProcessesEngine(Engine):
             matched = Outputs(outputs, call.rules, call.sizes)
             del outputs
             own_leaves = [edge.tensors[0] for edge in inputs.edges if edge.tensors[0] is not None] + stamp.leaves
-            if structure is not None and self._checked != structure:
+            with_objects = carries_objects(call)
+            if structure is not None and (with_objects or self._checked != structure):
                 of_first = [replace(group, tensors=group.tensors[:1]) for group in matched.groups]
                 self._outside = look_for_live_tensors(blueprint, of_first, where[:1], own_leaves)
-                self._checked = structure
+                self._checked = [] if with_objects else structure  # the next call's objects are others
             graphs.outputs = [Edge(group.layout, call.output_device, group.tensors) for group in matched.groups]
             output = matched.put_together(self._joined(graphs, inputs, objects, stamp, answers, tracked))
         stamp.commit_buffers()
