@@ -53,7 +53,7 @@ class Replicas:
         self.replicas = tuple(range(num_replicas))
         self.caller = Collectives([CPU] * num_replicas)
         (store,) = self.caller.segments
-        self.groups = [Groups(store, self.caller.meeting(replica), CPU) for replica in self.replicas]
+        self.groups = [Groups(store, self.caller.rendezvous(replica), CPU) for replica in self.replicas]
         self.buckets: list[Sequence[Bucket]] = [()] * num_replicas
 
     def part_of(self, replica: int, told: Reducing) -> Any:

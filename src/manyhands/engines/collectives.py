@@ -40,7 +40,7 @@ _ENDING_TAKES_S = 1.0
 Watch = Callable[[], None]
 
 
-class Meeting(NamedTuple):
+class Rendezvous(NamedTuple):
     """Where processes find each other, and by what they talk.
 
     Attributes:
@@ -59,15 +59,15 @@ class Reducing(NamedTuple):
     """What a worker is told about one walk: the buckets (None: those that it was told before), and who takes part."""
 
     buckets: tuple[Bucket, ...] | None
-    meeting: Meeting
+    rendezvous: Rendezvous
     replicas: tuple[int, ...]
 
 
 class Groups:
     """One process's groups: one for each set of replicas that have had something to exchange."""
 
-    def __init__(self, store: Segment, meeting: Meeting, device: torch.device) -> None:
-        self._store, self._meeting, self._device = store, meeting, device
+    def __init__(self, store: Segment, rendezvous: Rendezvous, device: torch.device) -> None:
+        self._store, self._rendezvous, self._device = store, rendezvous, device
         self._groups: dict[tuple[int, ...], Any] = {}
 
     def of(self, replicas: tuple[int, ...], watch: Watch = lambda: None) -> Any:
@@ -75,19 +75,21 @@ class Groups:
         if replicas not in self._groups:
             distributed: Any = torch.distributed
             file = distributed.FileStore(f"/proc/self/fd/{self._store.fd}", -1)
-            store = distributed.PrefixStore(f"{self._meeting.team}{replicas}", file)
+            store = distributed.PrefixStore(f"{self._rendezvous.team}{replicas}", file)
             # Making a group waits for the others where nobody can look whether they are there: so they come first.
-            store.set(str(self._meeting.replica), "is here")
+            store.set(str(self._rendezvous.replica), "is here")
             everybody = [str(replica) for replica in replicas]
             wait_until(lambda: bool(store.check(everybody)), watch)
-            rank = replicas.index(self._meeting.replica)
+            rank = replicas.index(self._rendezvous.replica)
             with _devices.using(self._device, []):
-                self._groups[replicas] = torch_private.process_group(self._meeting.backend, store, rank, len(replicas))
+                self._groups[replicas] = torch_private.process_group(
+                    self._rendezvous.backend, store, rank, len(replicas)
+                )
         return self._groups[replicas]
 
     def place(self) -> torch.device:
         """Return where a bucket has to be."""
-        return self._device if self._meeting.backend == "nccl" else torch.device("cpu")
+        return self._device if self._rendezvous.backend == "nccl" else torch.device("cpu")
 
     def receive(self, buckets: Iterable[Bucket], replicas: tuple[int, ...]) -> list[torch.Tensor]:
         """Return the buckets that the first replica sends, flat, on this replica's device."""
@@ -182,8 +184,8 @@ class Collectives(Transport):
         self._device = devices[0]
         self.segments = [_store()]
         backend = _devices.collective_backend(devices)
-        self._meeting = Meeting(_store().number, secrets.token_hex(8), backend, 0)
-        self._groups = Groups(_store(), self._meeting, self._device)
+        self._rendezvous = Rendezvous(_store().number, secrets.token_hex(8), backend, 0)
+        self._groups = Groups(_store(), self._rendezvous, self._device)
         self._like: list[Any] = []  # what the tensors are like that the buckets are for
         self._forms: dict[int, Form] = {}
         self._order_is_known = False
@@ -207,7 +209,7 @@ class Collectives(Transport):
     def telling(self, replica: int) -> Reducing:
         known = self._told.get(replica) is self._buckets
         self._told[replica] = self._buckets
-        return Reducing(None if known else self._buckets, self.meeting(replica), self._replicas)
+        return Reducing(None if known else self._buckets, self.rendezvous(replica), self._replicas)
 
     def part(self, watch: Watch) -> Part:
         group = self._groups.of(self._replicas, watch)
@@ -223,8 +225,8 @@ class Collectives(Transport):
             self._buckets = buckets_of({number: self._forms[number] for number in order})
         return part.results()
 
-    def meeting(self, replica: int) -> Meeting:
-        return self._meeting._replace(replica=replica)
+    def rendezvous(self, replica: int) -> Rendezvous:
+        return self._rendezvous._replace(replica=replica)
 
     def begin_sending(self, flats: Sequence[torch.Tensor], replicas: tuple[int, ...], watch: Watch) -> None:
         group = self._groups.of(replicas, watch) if flats else None

@@ -28,7 +28,7 @@ from manyhands.engines.pickling import loads
 from manyhands.engines.reduction import Sum
 from manyhands.engines.shared_memory import Packing, Segment, can_lie_in_memory
 from manyhands.engines.shared_sums import LARGE_BYTES, Summing
-from manyhands.engines.team import Team, Turns
+from manyhands.engines.team import Steps, Team
 from manyhands.engines.transport import Part
 from manyhands.errors import say_once
 from manyhands.layouts import Whole
@@ -48,14 +48,14 @@ class Divided(Graphs):
     its leaf is any tensor of that size.
 
     Attributes:
-        team, turns, mirror: the engine's.
+        team, steps, mirror: the engine's.
         number: what the workers call their graphs.
         keys: what they call the leaf of each input edge; None where they have none.
         in_workers: something of the size of each of the module's tensors that they have leaves for, by number.
     """
 
     team: Team = field(kw_only=True)
-    turns: Turns = field(kw_only=True)
+    steps: Steps = field(kw_only=True)
     mirror: Mirror = field(kw_only=True)
     number: int = field(kw_only=True)
     keys: list[int | None] = field(default_factory=list, kw_only=True)
@@ -181,7 +181,7 @@ class Divided(Graphs):
             outputs=[],
             live_inputs=(),
             keep=True,
-            number=next(self.turns.numbers),
+            number=next(self.steps.graph_numbers),
             keys=[*self.keys, *keys],
         )
 
@@ -408,7 +408,7 @@ class Divided(Graphs):
     @contextlib.contextmanager
     def _step(self) -> Iterator[int]:
         """Take the engine's turn for a walk; yield how many intra-op threads each replica has."""
-        with self.turns.step() as mine:
+        with self.steps.begin() as mine:
             if not mine:
                 raise RuntimeError(
                     'backward through a model with engine="processes" was called from inside a step of the same model '

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from manyhands.engines.collectives import Meeting, Reducing
+from manyhands.engines.collectives import Reducing, Rendezvous
 from manyhands.engines.mirror import Update
 from manyhands.engines.pickling import dumps, loads
 from manyhands.engines.shared_memory import Outbox, Place, can_lie_in_memory
@@ -78,7 +78,7 @@ class Forward(Message):
         num_threads: intra-op threads.
         seat: where batch norm is over all replicas: which of them this is, and of how many.
         device: the replica's.
-        meeting: how parameters come that are sent; None if they are shared.
+        rendezvous: where it finds the others, for parameters that are sent; None if none are.
         replicas: who takes part.
     """
 
@@ -90,7 +90,7 @@ class Forward(Message):
     where: str
     seat: tuple[int, int] | None
     device: torch.device
-    meeting: Meeting | None
+    rendezvous: Rendezvous | None
     replicas: tuple[int, ...]
 
 

@@ -43,7 +43,7 @@ from manyhands.engines.mirror import Mirror
 from manyhands.engines.pickling import dumps
 from manyhands.engines.replicas import Inputs, Stamp, carries_objects, look_for_live_tensors, stamped
 from manyhands.engines.shared_memory import Outbox
-from manyhands.engines.team import Team, Turns
+from manyhands.engines.team import Steps, Team
 from manyhands.engines.threads import ThreadsEngine
 from manyhands.errors import say_once
 from manyhands.layouts import Whole
@@ -65,7 +65,7 @@ class ProcessesEngine(Engine):
 
     def __init__(self) -> None:
         self._here = ThreadsEngine()  # for calls that cannot leave this thread
-        self._turns = Turns()
+        self._steps = Steps()
         self._mirror = Mirror()
         self._team: Team | None = None
         self._timings: list[ReplicaTiming] = []
@@ -75,7 +75,7 @@ class ProcessesEngine(Engine):
     def forward(self, module: nn.Module, call: Call) -> Any:
         if inside_replica() or len(call.devices) == 1:
             return self._here.forward(module, call)
-        with self._turns.step() as mine:
+        with self._steps.begin() as mine:
             if not mine:
                 return self._here.forward(module, call)
             if torch_private.hooks_of_every_module():
@@ -94,8 +94,8 @@ class ProcessesEngine(Engine):
         blueprint = self._mirror.look(module)
         check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], call.source)
         structure = [call.method, *blueprint.signature()] if tracked else None
-        number = next(self._turns.numbers)
-        graphs = Divided(timings, where, [], [], team=team, turns=self._turns, mirror=self._mirror, number=number)
+        number = next(self._steps.graph_numbers)
+        graphs = Divided(timings, where, [], [], team=team, steps=self._steps, mirror=self._mirror, number=number)
         with (
             divided_intra_op_threads(call.devices) as num_threads,
             unchanged_on_failure(blueprint.buffers.values()),
@@ -220,7 +220,7 @@ class ProcessesEngine(Engine):
                 where=graphs.where[i + 1],
                 seat=(i + 1, num_workers + 1) if call.sync_batch_norm else None,
                 device=call.devices[i + 1],
-                meeting=team.transport.meeting(i + 1) if update.sent else None,
+                rendezvous=team.transport.rendezvous(i + 1) if update.sent else None,
                 replicas=replicas,
             )
             segments = [*mirror.segments, *team.transport.segments] if update.sent else mirror.segments
@@ -263,12 +263,12 @@ class ProcessesEngine(Engine):
         return self._timings or self._here.timings()
 
     def refresh(self) -> None:
-        with self._turns.step():
+        with self._steps.begin():
             self._mirror.forget()
             self._checked = []
 
     def close(self) -> None:
-        with self._turns.step():
+        with self._steps.begin():
             self._timings = []
             self._here.close()
             self._end_team()

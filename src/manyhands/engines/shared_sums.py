@@ -260,7 +260,7 @@ class SharedSums(Transport):
         assert self._ground is not None
         return {number: slot.tensor() for number, slot in self._used.items() if self._ground.has_sum(number)}
 
-    def meeting(self, replica: int) -> None:
+    def rendezvous(self, replica: int) -> None:
         return None
 
     def begin_sending(

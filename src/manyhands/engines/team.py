@@ -197,20 +197,20 @@ class Member:
             self.channel.send(packed((met, failed)))
 
 
-class Turns:
-    """One step of an engine at a time.
+class Steps:
+    """The steps of an engine, of which there is one at a time.
 
     Attributes:
-        numbers: for graphs, each used once.
+        graph_numbers: what the engine calls the graphs of its steps, each used once.
     """
 
     def __init__(self) -> None:
-        self.numbers = itertools.count()
+        self.graph_numbers = itertools.count()
         self._lock = threading.RLock()
         self._busy = False
 
     @contextlib.contextmanager
-    def step(self) -> Iterator[bool]:
+    def begin(self) -> Iterator[bool]:
         """Wait for the turn; yield False where this very thread is in the middle of a step already."""
         with self._lock:
             if self._busy:

@@ -106,8 +106,8 @@ class Transport(abc.ABC):
         """Return the sums of the gradients, by number of the tensor, after a walk in which no replica has failed."""
 
     @abc.abstractmethod
-    def meeting(self, replica: int) -> Any:
-        """Return what a worker has to be told about how parameters come that are sent."""
+    def rendezvous(self, replica: int) -> Any:
+        """Return where a worker finds the others, from whom parameters come that are sent; None if they are shared."""
 
     @abc.abstractmethod
     def begin_sending(

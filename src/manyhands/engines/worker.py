@@ -27,7 +27,7 @@ from manyhands.batch_norm import BatchNormOverReplicas, Walk
 from manyhands.buckets import Bucket
 from manyhands.engines.base import called
 from manyhands.engines.channel import Channel
-from manyhands.engines.collectives import Groups, Meeting, ReducedPart
+from manyhands.engines.collectives import Groups, ReducedPart, Rendezvous
 from manyhands.engines.far_meeting import MeetingElsewhere
 from manyhands.engines.messages import Answer, Backward, Failed, Forward, Message, Sent, sent
 from manyhands.engines.pickling import classes_by_value, dumps, loads
@@ -119,7 +119,7 @@ class Worker:
 
     def _answer(self, message: Forward | Backward) -> Answer:
         answer = Answer(None, [], 0.0, None, [], [], False, [], [])
-        together = message.meeting if isinstance(message, Forward) else message.walk
+        together = message.rendezvous if isinstance(message, Forward) else message.walk
         self._is_awaited = together is not None
         try:
             if torch.get_num_threads() != message.num_threads:
@@ -150,8 +150,8 @@ class Worker:
         if update.buckets is not None:
             self._of_parameters = update.buckets
         buckets, flats = [self._of_parameters[b] for b in update.sent], []
-        if message.meeting is not None:  # before anything that may fail: the others count on it
-            flats = self._groups_of(message.meeting).receive(buckets, message.replicas)
+        if message.rendezvous is not None:  # before anything that may fail: the others count on it
+            flats = self._groups_of(message.rendezvous).receive(buckets, message.replicas)
             self._is_awaited = False
         if update.module is not None:
             sys.path[:] = update.path
@@ -315,12 +315,12 @@ class Worker:
             return SummedPart(self._ground, walk.replica, walk.replicas)
         if walk.buckets is not None:
             self._of_gradients = walk.buckets
-        groups = self._groups_of(walk.meeting)
+        groups = self._groups_of(walk.rendezvous)
         return ReducedPart(self._of_gradients, groups.of(walk.replicas), groups.place(), self._device)
 
-    def _groups_of(self, meeting: Meeting) -> Groups:
+    def _groups_of(self, rendezvous: Rendezvous) -> Groups:
         if self._groups is None:
-            self._groups = Groups(self._segments[meeting.store], meeting, self._device)
+            self._groups = Groups(self._segments[rendezvous.store], rendezvous, self._device)
         return self._groups
 
     def _take_gradients(self, leaves: dict[int, torch.Tensor], answer: Answer) -> None:
