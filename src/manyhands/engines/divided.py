@@ -22,7 +22,7 @@ from manyhands import torch_private
 from manyhands.engines.base import one_pass
 from manyhands.engines.boundary import Edge, Graphs, take_grad
 from manyhands.engines.collectives import Reducing
-from manyhands.engines.messages import Answer, Backward, Sent, sent
+from manyhands.engines.messages import Answer, Backward, Sent
 from manyhands.engines.mirror import Mirror
 from manyhands.engines.pickling import loads
 from manyhands.engines.reduction import Sum
@@ -230,7 +230,7 @@ class Divided(Graphs):
             part = edge.layout.part(grad, index + 1)
             if part is not None:
                 outbox = self.team.members[index].outbox
-                parts.append((self._output_numbers[id(end)], sent(part, outbox)._replace(leaf=leaf)))
+                parts.append((self._output_numbers[id(end)], Sent.by(outbox, part)._replace(leaf=leaf)))
         return parts
 
     def _ask(
@@ -259,10 +259,6 @@ class Divided(Graphs):
             segments.append(segment)
         message = Backward(
             places=member.outbox.flush(),
-            segments=[],
-            gone=[],
-            forgotten=[],
-            process=None,
             thread=thread,
             seed=seed,
             graph=self.number,
@@ -287,8 +283,7 @@ class Divided(Graphs):
                         (part.end if outcomes[0].error is None else part.fail)(self._watch)
                 answers = self.team.answers(self.where)
                 streams.others_drew = any(answer.drew for answer in answers.values())
-                for _, answer in sorted(answers.items()):
-                    _warn(answer)
+                warn(answers)
                 outcomes += [Outcome() for _ in self.where[1:]]
                 for i, answer in answers.items():
                     if answer.error is not None:
@@ -427,11 +422,7 @@ class Divided(Graphs):
 def warn(answers: dict[int, Answer]) -> None:
     """Give the warnings that workers have given, and say what they have to say, here."""
     for _, answer in sorted(answers.items()):
-        _warn(answer)
-
-
-def _warn(answer: Answer) -> None:
-    for text in answer.said:
-        say_once(text)
-    for text, category, filename, line in answer.warnings:
-        warnings.warn_explicit(text, category, filename, line, registry=_registry)
+        for text in answer.said:
+            say_once(text)
+        for text, category, filename, line in answer.warnings:
+            warnings.warn_explicit(text, category, filename, line, registry=_registry)

@@ -7,7 +7,7 @@ tensor n is n, the k-th tensor of a call that needs a gradient is ~k.
 """
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -37,45 +37,48 @@ class Sent(NamedTuple):
     requires_grad: bool = False
     device: torch.device | None = None
 
+    @classmethod
+    def by(cls, outbox: Outbox, tensor: torch.Tensor) -> "Sent":
+        """Put a tensor into an outbox; return what stands for it in the message."""
+        tensor = tensor.detach()
+        if can_lie_in_memory(tensor):
+            return cls(place=outbox.add(tensor))
+        return cls(inline=dumps(tensor.cpu(), lambda tensor: None))
 
-def sent(tensor: torch.Tensor, outbox: Outbox) -> Sent:
-    """Put a tensor into an outbox; return what stands for it in the message."""
-    tensor = tensor.detach()
-    if can_lie_in_memory(tensor):
-        return Sent(place=outbox.add(tensor))
-    return Sent(inline=dumps(tensor.cpu(), lambda tensor: None))
 
-
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Message:
     """What every message to a worker carries.
 
+    What has a default depends on what the worker was told before, and is filled in where a message leaves (team.py).
+
     Attributes:
         places: of the tensors in it.
+        thread: the state of the caller's thread.
+        num_threads: intra-op threads.
+        seed: for torch's generator.
         segments: (number, size in bytes) of the segments whose file descriptors come with it.
         gone: numbers of segments that nobody needs any more.
         forgotten: graphs that nobody can ask for any more.
         process: the state of the caller's process; None if it is what it was.
-        thread: the state of the caller's thread.
-        seed: for torch's generator.
     """
 
     places: list[Place]
-    segments: list[tuple[int, int]]
-    gone: list[int]
-    forgotten: list[int]
-    process: ProcessState | None
     thread: ThreadState
+    num_threads: int
     seed: int
+    segments: list[tuple[int, int]] = field(default_factory=list)
+    gone: list[int] = field(default_factory=list)
+    forgotten: list[int] = field(default_factory=list)
+    process: ProcessState | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Forward(Message):
     """Call the module, and keep the graph as `graph`.
 
     Attributes:
         shard: the replica's positional and keyword inputs, pickled.
-        num_threads: intra-op threads.
         seat: where batch norm is over all replicas: which of them this is, and of how many.
         device: the replica's.
         rendezvous: where it finds the others, for parameters that are sent; None if none are.
@@ -86,7 +89,6 @@ class Forward(Message):
     update: Update
     method: str | None
     shard: bytes
-    num_threads: int
     where: str
     seat: tuple[int, int] | None
     device: torch.device
@@ -94,7 +96,7 @@ class Forward(Message):
     replicas: tuple[int, ...]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Backward(Message):
     """Walk a graph from outputs; with `derive`, keep the graph of the gradients as that.
 
@@ -110,7 +112,6 @@ class Backward(Message):
     grads: list[tuple[int, Sent]]
     derive: int | None
     gradients: dict[int, Place] | None
-    num_threads: int
     walk: Summing | Reducing | None
 
 
@@ -131,15 +132,15 @@ class Answer:
             others would wait for it for ever.
     """
 
-    value: bytes | None
-    gradients: list[tuple[int, Sent | None]]
-    seconds: float
-    error: "Failed | None"
-    places: list[Place]
-    segments: list[tuple[int, int]]
-    drew: bool
-    warnings: list[tuple[str, type[Warning], str, int]]
-    said: list[str]
+    value: bytes | None = None
+    gradients: list[tuple[int, Sent | None]] = field(default_factory=list)
+    seconds: float = 0.0
+    error: "Failed | None" = None
+    places: list[Place] = field(default_factory=list)
+    segments: list[tuple[int, int]] = field(default_factory=list)
+    drew: bool = False
+    warnings: list[tuple[str, type[Warning], str, int]] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
     out_of_step: bool = False
 
 

@@ -38,7 +38,7 @@ from manyhands.copy_streams import Copies
 from manyhands.engines.base import Call, Engine, ReplicaTiming, beyond_this_process, called, one_pass
 from manyhands.engines.boundary import Alias, Boundary, Edge
 from manyhands.engines.divided import Divided, warn
-from manyhands.engines.messages import Answer, Forward, Sent, sent
+from manyhands.engines.messages import Answer, Forward, Sent
 from manyhands.engines.mirror import Mirror
 from manyhands.engines.pickling import dumps
 from manyhands.engines.replicas import Inputs, Stamp, carries_objects, look_for_live_tensors, stamped
@@ -200,16 +200,12 @@ class ProcessesEngine(Engine):
                         leaf = leaves[id(tensor)] = ~(len(inputs.edges) + len(objects))
                         objects.append(tensor)
                 there = device if id(tensor) in inputs.parts_elsewhere else tensor.device
-                standing = sent(tensor, outbox)
+                standing = Sent.by(outbox, tensor)
                 return standing._replace(leaf=leaf, requires_grad=tensor.requires_grad, device=there)
 
             shard = dumps(inputs.shards[i + 1], take)
             message = Forward(
                 places=outbox.flush(),
-                segments=[],
-                gone=[],
-                forgotten=[],
-                process=None,
                 thread=thread,
                 graph=graphs.number,
                 update=update,

@@ -29,7 +29,7 @@ from manyhands.engines.base import called
 from manyhands.engines.channel import Channel
 from manyhands.engines.collectives import Groups, ReducedPart, Rendezvous
 from manyhands.engines.far_meeting import MeetingElsewhere
-from manyhands.engines.messages import Answer, Backward, Failed, Forward, Message, Sent, sent
+from manyhands.engines.messages import Answer, Backward, Failed, Forward, Message, Sent
 from manyhands.engines.pickling import classes_by_value, dumps, loads
 from manyhands.engines.replicas import Stamp, look_for_live_tensors
 from manyhands.engines.shared_memory import Outbox, Segment, can_lie_in_memory
@@ -118,7 +118,7 @@ class Worker:
             message.process.set()
 
     def _answer(self, message: Forward | Backward) -> Answer:
-        answer = Answer(None, [], 0.0, None, [], [], False, [], [])
+        answer = Answer()
         together = message.rendezvous if isinstance(message, Forward) else message.walk
         self._is_awaited = together is not None
         try:
@@ -180,7 +180,7 @@ class Worker:
         def take(tensor: torch.Tensor) -> Sent:
             if id(tensor) not in numbers:
                 outputs.append(tensor)
-                standing = sent(tensor, self._outbox)
+                standing = Sent.by(self._outbox, tensor)
                 numbers[id(tensor)] = standing._replace(output=len(outputs) - 1, requires_grad=tensor.requires_grad)
             return numbers[id(tensor)]
 
@@ -294,7 +294,7 @@ class Worker:
         outputs: list[torch.Tensor] = []
         for key, result in zip(keys, results, strict=True):
             if result is not None:
-                standing = sent(result, self._outbox)
+                standing = Sent.by(self._outbox, result)
                 answer.gradients.append(
                     (key, standing._replace(output=len(outputs), requires_grad=result.requires_grad))
                 )
@@ -336,7 +336,7 @@ class Worker:
                 sources.append(grad)
                 answer.gradients.append((number, None))
             else:
-                answer.gradients.append((number, sent(grad, self._outbox)))
+                answer.gradients.append((number, Sent.by(self._outbox, grad)))
         with torch.no_grad():
             torch_private.copy_all_in_place(targets, sources)
 
