@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from manyhands import copy_streams
+from manyhands.buckets import is_plain
 from manyhands.copy_streams import Copies
 from manyhands.engines import apart, threads
 
@@ -30,7 +30,7 @@ class LateCopies(Copies):
         self._pending: list[tuple[int, torch.Tensor, torch.Tensor]] = []
 
     def to_add(self, tensor: torch.Tensor, reader: int) -> torch.Tensor:
-        if not copy_streams.is_plain(tensor) or tensor.is_inference():
+        if not is_plain(tensor) or tensor.is_inference():
             return super().to_add(tensor, reader)
         copy = torch.empty_like(tensor)
         copy.fill_(float("nan") if copy.is_floating_point() or copy.is_complex() else 77)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from manyhands.buckets import Bucket, Filling, Form, buckets_of, fingerprint
+from manyhands.buckets import Bucket, Filling, Form, buckets_of, fingerprint, is_plain
 
 META = torch.device("meta")
 
@@ -155,3 +155,14 @@ def test_a_fingerprint_of_several_chunks():
     assert not torch.equal(fingerprint(halves_exchanged), before)
     flat[-1] += 1
     assert not torch.equal(fingerprint(flat), before)
+
+
+def test_what_is_plain() -> None:
+    class Own(torch.Tensor):
+        pass
+
+    assert is_plain(torch.ones(2))
+    assert is_plain(torch.nn.Parameter(torch.ones(2)))
+    assert not is_plain(torch.ones(2).as_subclass(Own))
+    assert not is_plain(torch.ones(2, 2).to_sparse())
+    assert not is_plain(torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged))

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from manyhands import copy_streams
-from manyhands.copy_streams import Copies, follow_others, is_plain, join
+from manyhands.copy_streams import Copies, follow_others, join
 
 CPU = torch.device("cpu")
 A, B = torch.device("cuda", 0), torch.device("cuda", 1)  # names only
@@ -292,14 +292,3 @@ def test_on_the_host_a_copy_is_made_at_once() -> None:
             copies.arrive(0)
     x.zero_()
     assert copy.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
-
-
-def test_what_is_plain() -> None:
-    class Own(torch.Tensor):
-        pass
-
-    assert is_plain(torch.ones(2))
-    assert is_plain(torch.nn.Parameter(torch.ones(2)))
-    assert not is_plain(torch.ones(2).as_subclass(Own))
-    assert not is_plain(torch.ones(2, 2).to_sparse())
-    assert not is_plain(torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged))

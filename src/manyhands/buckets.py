@@ -2,11 +2,10 @@
 
 Sending a tensor costs about the same whether it is small or large, up to some size; so gradients and parameters are
 exchanged a bucket at a time. A plan (`buckets_of`) says which tensors share a bucket, and is plain data that another
-process can be sent; `Filling` is what becomes of it in one backward; `fingerprint` tells whether what a bucket holds
-has changed. Nothing here communicates.
+process can be sent; `Filling` fills its buckets in one backward, where nothing is scaled on the way; `fingerprint`
+tells whether what a bucket holds has changed. Nothing here communicates.
 
-Tensors are called by numbers, whatever these mean to the caller. They have to be strided ones whose bytes are all there
-is to them: not sparse, quantized or nested, and without a class of their own.
+Tensors are called by numbers, whatever these mean to the caller. They have to be plain ones (`is_plain`).
 """
 
 import functools
@@ -189,6 +188,15 @@ class _Begun:
                 self._pieces[number].zero_()
                 self.flat[place] = 0
         self.missing.clear()
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's entries, as they lie in memory, are all there is to it.
+
+    That is: it is not sparse, quantized or nested, and has no class of its own.
+    """
+    of_no_class = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return of_no_class and tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from manyhands import devices as _devices
+from manyhands.buckets import is_plain
 
 
 class Copies:
@@ -162,12 +163,6 @@ def follow_others(device: torch.device, others: Iterable[torch.device]) -> None:
         stream = current_stream(other)
         if stream is not None:
             here.wait_stream(stream)  # type: ignore[union-attr]
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's entries, as they lie in memory, are all there is to it."""
-    of_no_class = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    return of_no_class and tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
 _streams: dict[tuple[torch.device, bool], torch.Stream] = {}

@@ -22,8 +22,8 @@ import torch
 
 from manyhands import devices as _devices
 from manyhands import torch_private
-from manyhands.buckets import Form, buckets_of
-from manyhands.copy_streams import Copies, current_stream, is_plain, join
+from manyhands.buckets import Form, buckets_of, is_plain
+from manyhands.copy_streams import Copies, current_stream, join
 from manyhands.engines.early_sums import Emit, sum_in_place
 
 _ALIGNED_BYTES = 16  # what kernels ask for where they load several entries at once

@@ -27,12 +27,11 @@ from typing import NamedTuple
 import torch
 
 from manyhands import torch_private
-from manyhands.buckets import dense_stride
+from manyhands.buckets import dense_stride, is_plain
 
 _ALIGNMENT = 64  # bytes; what torch's own allocator gives
 _PAGE = mmap.PAGESIZE
 _CPU = torch.device("cpu")
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _numbers = itertools.count()
 _moved_into: "weakref.WeakSet[Segment]" = weakref.WeakSet()  # segments that tensors have been moved into
 
@@ -109,15 +108,7 @@ def can_lie_in_memory(tensor: torch.Tensor) -> bool:
 
     Where it is does not matter: what lies in memory of the host is then a copy of it.
     """
-    return (
-        type(tensor) in _PLAIN
-        and tensor.layout is torch.strided
-        and not tensor.is_meta
-        and not tensor.is_quantized
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-        and not tensor.is_nested
-    )
+    return is_plain(tensor) and not (tensor.is_meta or tensor.is_conj() or tensor.is_neg())
 
 
 @dataclass
