@@ -33,11 +33,9 @@ from manyhands import devices as _devices
 from manyhands import torch_private
 from manyhands.buckets import Bucket, Filling, Form, buckets_of
 from manyhands.engines.shared_memory import Segment, can_lie_in_memory
-from manyhands.engines.transport import Part, Transport, wait_until
+from manyhands.engines.transport import Part, Transport, Watch, wait_until
 
 _ENDING_TAKES_S = 1.0
-
-Watch = Callable[[], None]
 
 
 class Rendezvous(NamedTuple):
@@ -260,7 +258,7 @@ def _store() -> Segment:
 
 
 def wait_for(work: Any, watch: Watch = lambda: None) -> None:
-    """Wait for something that a group does; `watch` as in `Part.end`."""
+    """Wait for something that a group does."""
     wait_until(work.is_completed, watch)
     try:
         work.wait()

@@ -48,9 +48,7 @@ def summed_early(
     for k, of_tensor in enumerate(tensors):
         leaves = [leaf for leaf in of_tensor if leaf is not None]
         worth_it = k in emitted or (len(leaves) > 1 and leaves[0].nbytes >= _LARGE_BYTES)
-        if k in emitted and len(leaves) == 1:
-            handles.append(leaves[0].register_post_accumulate_grad_hook(_emitting(emit, k)))  # type: ignore[no-untyped-call]
-        elif leaves and worth_it and len({leaf.device for leaf in leaves}) == 1:
+        if leaves and worth_it and len({leaf.device for leaf in leaves}) == 1:
             running = _RunningSum(len(leaves), partial(emit, k) if k in emitted else None)
             sums.append((leaves, running))
             for i, leaf in enumerate(leaves):
@@ -62,17 +60,6 @@ def summed_early(
             handle.remove()
     for leaves, running in sums:
         leaves[0].grad = running.end()
-
-
-def _emitting(emit: Emit, k: int) -> Callable[[torch.Tensor], None]:
-    """Return a hook that emits what an only leaf has just received."""
-
-    def take(leaf: torch.Tensor) -> None:
-        gradient, leaf.grad = leaf.grad, None
-        if gradient is not None:  # a hook of the user's may have taken it
-            emit(k, gradient)
-
-    return take
 
 
 def sum_in_place(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

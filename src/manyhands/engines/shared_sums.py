@@ -22,7 +22,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -30,7 +30,7 @@ import torch
 from manyhands import torch_private
 from manyhands.buckets import dense_stride
 from manyhands.engines.shared_memory import Packing, Place, Segment, can_lie_in_memory, num_bytes
-from manyhands.engines.transport import Part, Transport, wait_until
+from manyhands.engines.transport import Part, Transport, Watch, wait_until
 
 LARGE_BYTES = 1 << 16  # smaller gradients are not worth a call into Python in the middle of backward
 _CHUNK_BYTES = 1 << 20  # small enough for what one replica has written to be in a cache when the next one adds
@@ -126,7 +126,7 @@ class SummedPart(Part):
             self._pending.append(late)
         return True
 
-    def end(self, watch: Callable[[], None] = lambda: None) -> float:
+    def end(self, watch: Watch = lambda: None) -> float:
         for number, chunks in self._ground.chunks.items():
             if number not in self._given:
                 self._given.add(number)
@@ -138,7 +138,7 @@ class SummedPart(Part):
         self._pending.clear()
         return waited_s
 
-    def fail(self, watch: Callable[[], None] = lambda: None) -> None:
+    def fail(self, watch: Watch = lambda: None) -> None:
         self._turns[0] = 1
         self._pending.clear()
 
@@ -149,7 +149,7 @@ class SummedPart(Part):
             self._pending = [late for late in self._pending if late]
         return any(done)
 
-    def _wait(self, watch: Callable[[], None]) -> float:
+    def _wait(self, watch: Watch) -> float:
         """Wait until there is something to do; return for how many seconds."""
         started = time.perf_counter()
         wait_until(lambda: self._turns[0] != 0 or any(self._is_my_turn(late[0][0]) for late in self._pending), watch)
@@ -242,7 +242,7 @@ class SharedSums(Transport):
         self._ground.begin()
         return True
 
-    def part(self, watch: Callable[[], None]) -> Part:
+    def part(self, watch: Watch) -> Part:
         assert self._ground is not None
         return SummedPart(self._ground, 0, self._replicas)
 
@@ -263,12 +263,10 @@ class SharedSums(Transport):
     def rendezvous(self, replica: int) -> None:
         return None
 
-    def begin_sending(
-        self, flats: Sequence[torch.Tensor], replicas: tuple[int, ...], watch: Callable[[], None]
-    ) -> None:
+    def begin_sending(self, flats: Sequence[torch.Tensor], replicas: tuple[int, ...], watch: Watch) -> None:
         pass  # the workers have them
 
-    def end_sending(self, watch: Callable[[], None]) -> None:
+    def end_sending(self, watch: Watch) -> None:
         pass
 
     def end(self) -> None:

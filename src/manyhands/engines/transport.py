@@ -6,9 +6,11 @@ from process to process (collectives.py). What each replica does in one walk of 
 """
 
 import abc
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 
@@ -16,6 +18,9 @@ from manyhands.engines.shared_memory import Segment
 
 _SPIN_S = 0.0002
 _NAP_S = (0.0001, 0.001)  # the first nap, and the longest
+
+# What whoever waits for the others calls now and then; it raises what ends the wait.
+Watch: TypeAlias = Callable[[], None]
 
 
 class Part(abc.ABC):
@@ -31,46 +36,31 @@ class Part(abc.ABC):
         """Take a tensor's gradient; return whether it was taken: the first one, and of the kind that was expected."""
 
     @abc.abstractmethod
-    def end(self, watch: Callable[[], None] = lambda: None) -> float:
-        """Do what is still to do; return for how many seconds others were waited for.
-
-        Args:
-            watch: is called now and then while waiting; it raises what ends the wait.
-        """
+    def end(self, watch: Watch = lambda: None) -> float:
+        """Do what is still to do; return for how many seconds others were waited for."""
 
     @abc.abstractmethod
-    def fail(self, watch: Callable[[], None] = lambda: None) -> None:
+    def fail(self, watch: Watch = lambda: None) -> None:
         """See to it that nobody waits for this replica, which has failed; there will be no results."""
 
-    def hooked(self, leaves: Mapping[int, torch.Tensor]) -> "Hooks":
-        """Take leaves' gradients as soon as they are there, for as long as the context lasts."""
-        return Hooks(self, leaves)
+    @contextlib.contextmanager
+    def hooked(self, leaves: Mapping[int, torch.Tensor]) -> Iterator[None]:
+        """Take leaves' gradients, by number, as soon as they are there, for as long as the context lasts."""
+        found = [(number, leaf) for number in self.numbers if (leaf := leaves.get(number)) is not None]
+        handles = [
+            leaf.register_post_accumulate_grad_hook(partial(self._take, number))  # type: ignore[no-untyped-call]
+            for number, leaf in found
+            if leaf.is_leaf and leaf.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
-
-class Hooks:
-    """Hands leaves' gradients to a `Part` as soon as they are there."""
-
-    def __init__(self, part: Part, leaves: Mapping[int, torch.Tensor]) -> None:
-        self._part, self._leaves = part, leaves
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-
-    def __enter__(self) -> None:
-        for number in self._part.numbers:
-            leaf = self._leaves.get(number)
-            if leaf is not None and leaf.is_leaf and leaf.requires_grad:
-                handle = leaf.register_post_accumulate_grad_hook(self._taking(number))  # type: ignore[no-untyped-call]
-                self._handles.append(handle)
-
-    def __exit__(self, *exception: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _taking(self, number: int) -> Callable[[torch.Tensor], None]:
-        def take(leaf: torch.Tensor) -> None:
-            if leaf.grad is not None and self._part.give(number, leaf.grad):
-                leaf.grad = None
-
-        return take
+    def _take(self, number: int, leaf: torch.Tensor) -> None:
+        if leaf.grad is not None and self.give(number, leaf.grad):
+            leaf.grad = None
 
 
 class Transport(abc.ABC):
@@ -98,8 +88,8 @@ class Transport(abc.ABC):
         """Return what a worker has to be told about the walk that has begun; take it as told."""
 
     @abc.abstractmethod
-    def part(self, watch: Callable[[], None]) -> Part:
-        """Return the first replica's part in the walk, when all workers have been told; `watch` as in `Part.end`."""
+    def part(self, watch: Watch) -> Part:
+        """Return the first replica's part in the walk, when all workers have been told."""
 
     @abc.abstractmethod
     def results(self) -> dict[int, torch.Tensor]:
@@ -110,20 +100,17 @@ class Transport(abc.ABC):
         """Return where a worker finds the others, from whom parameters come that are sent; None if they are shared."""
 
     @abc.abstractmethod
-    def begin_sending(
-        self, flats: Sequence[torch.Tensor], replicas: tuple[int, ...], watch: Callable[[], None]
-    ) -> None:
+    def begin_sending(self, flats: Sequence[torch.Tensor], replicas: tuple[int, ...], watch: Watch) -> None:
         """Begin to send parameters, when all workers have been told.
 
         Args:
             flats: buckets of them.
             replicas: who takes part.
-            watch: as in `Part.end`.
         """
 
     @abc.abstractmethod
-    def end_sending(self, watch: Callable[[], None]) -> None:
-        """Wait until everything is sent; `watch` as in `Part.end`."""
+    def end_sending(self, watch: Watch) -> None:
+        """Wait until everything is sent."""
 
     @abc.abstractmethod
     def end(self) -> None:
@@ -134,8 +121,8 @@ class Transport(abc.ABC):
         """Let go of the parent's, in the child of a fork."""
 
 
-def wait_until(is_so: Callable[[], bool], watch: Callable[[], None]) -> None:
-    """Wait until something is so; spin at first, then sleep, and call `watch` (as in `Part.end`) before each nap."""
+def wait_until(is_so: Callable[[], bool], watch: Watch) -> None:
+    """Wait until something is so; spin at first, then sleep, and call `watch` before each nap."""
     started = time.perf_counter()
     nap_s, longest_s = _NAP_S
     while not is_so():
