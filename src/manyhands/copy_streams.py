@@ -64,7 +64,7 @@ class Copies:
         target, source = self._devices[reader], tensor.device
         if not _devices.has_streams(target) or not is_plain(tensor):
             return _devices.copied_to(tensor, target)
-        from_host = source.type == "cpu"
+        from_host = _devices.is_cpu(source)
         of_caller = from_host and tensor.is_pinned()
         if from_host:
             if not of_caller:

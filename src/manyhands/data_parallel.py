@@ -162,18 +162,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         check_scalars(scalars)
         check_dims(in_dims, "in_dims")
         check_dims(out_dims, "out_dims")
-        if not isinstance(engine, str) or engine not in _ENGINES:
-            raise ValueError(f"engine={engine!r}: expected one of {list(_ENGINES)}")
-        if engine == "processes" and not all(map(_devices.exists_for_other_processes, _devices.resolve(device_ids))):
-            raise ValueError(
-                f'engine="processes" with device_ids={device_ids!r}: simulated devices exist in this process only. Use '
-                'engine="threads".'
-            )
-        if engine == "processes" and sync_batch_norm and any(d.type != "cpu" for d in _devices.resolve(device_ids)):
-            raise ValueError(
-                f'sync_batch_norm=True with engine="processes" and device_ids={device_ids!r}: replicas in other '
-                'processes can meet on the CPU only, as yet. Use engine="threads".'
-            )
+        _check_engine(engine, device_ids, sync_batch_norm)
         if output_device is not None and not isinstance(output_device, int | str | torch.device):
             raise TypeError(f"output_device: expected an int, a string or a torch.device, got {output_device!r}")
         if loss not in _LOSSES:
@@ -194,7 +183,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         if self.devices:
             self._gather_on = _devices.resolve_output(output_device, self.devices)
             self.output_device = _devices.public_id(self._gather_on)
-            self.src_device_obj = self.devices[0]
+            self.src_device_obj = self.devices[0]  # torch's, for code that reads it off a wrapper
         self.register_load_state_dict_pre_hook(accept_clean_names)  # type: ignore[no-untyped-call]
         self._reduction: Reduction | Unjoined | None = None
         self.module = module  # the last one: from here on, what is assigned and only the module has is the module's
@@ -269,8 +258,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         if torch.compiler.is_compiling():
             again = torch.compiler.disable(self._run_across_processes)  # type: ignore[no-untyped-call]
             return again(reduction, method, inputs, kwargs)
-        if self._verbs_overridden():
-            verb = next(filter(self._overrides, _VERBS))
+        if verb := self._overridden_verb():
             raise RuntimeError(
                 f"{type(self).__name__}.{verb} is overridden, and its gradients cannot be summed over processes: leave "
                 "it as it is, or keep the model to this process with process_group=False."
@@ -519,10 +507,13 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         return self._run_on_devices(method, inputs, kwargs)
 
     def _run_on_devices(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._verbs_overridden():
-            self._check_that_verbs_can_be_used()
-            return self._run_plain_composition(method, inputs, kwargs)
-        if modes_that_stay():
+        verb = self._overridden_verb()
+        if verb and not isinstance(self._engine, ThreadsEngine):
+            raise RuntimeError(
+                f'{type(self).__name__}.{verb} is overridden, and engine="processes" does not call it: replicas are in '
+                'other processes. Use engine="threads".'
+            )
+        if verb or modes_that_stay():
             return self._run_plain_composition(method, inputs, kwargs)
         try:
             return self._engine.forward(self.module, self._plan(method, inputs, kwargs))
@@ -563,16 +554,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
     def _overrides(self, verb: str) -> bool:
         return verb in self.__dict__ or getattr(type(self), verb) is not getattr(DataParallel, verb)
 
-    def _verbs_overridden(self) -> bool:
-        return any(map(self._overrides, _VERBS))
-
-    def _check_that_verbs_can_be_used(self) -> None:
-        if not isinstance(self._engine, ThreadsEngine):
-            verb = next(filter(self._overrides, _VERBS))
-            raise RuntimeError(
-                f'{type(self).__name__}.{verb} is overridden, and engine="processes" does not call it: replicas are in '
-                'other processes. Use engine="threads".'
-            )
+    def _overridden_verb(self) -> str | None:
+        return next(filter(self._overrides, _VERBS), None)
 
     def _run_plain_composition(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         here = self._here()
@@ -666,6 +649,24 @@ def _check_arguments(module: object, dim: object) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected a torch.nn.Module, got {module!r}")
     check_dim(dim)
+
+
+def _check_engine(engine: object, device_ids: Sequence[DeviceLike] | None, sync_batch_norm: bool) -> None:
+    if not isinstance(engine, str) or engine not in _ENGINES:
+        raise ValueError(f"engine={engine!r}: expected one of {list(_ENGINES)}")
+    if engine != "processes":
+        return
+    devices = _devices.resolve(device_ids)
+    if not all(map(_devices.exists_for_other_processes, devices)):
+        raise ValueError(
+            f'engine="processes" with device_ids={device_ids!r}: simulated devices exist in this process only. Use '
+            'engine="threads".'
+        )
+    if sync_batch_norm and not all(map(_devices.is_cpu, devices)):
+        raise ValueError(
+            f'sync_batch_norm=True with engine="processes" and device_ids={device_ids!r}: replicas in other '
+            'processes can meet on the CPU only, as yet. Use engine="threads".'
+        )
 
 
 def _check_flag(value: object, argument: str) -> bool:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from manyhands import cores
+from manyhands import devices as _devices
 from manyhands.engines.channel import Channel, ChannelClosedError, ready
 from manyhands.engines.collectives import Collectives
 from manyhands.engines.far_meeting import Left, packed
@@ -417,7 +418,7 @@ always_send = False  # for tests: have parameters and gradients sent where they 
 
 
 def _transport_for(devices: Sequence[torch.device]) -> Transport:
-    if always_send or any(device.type != "cpu" for device in devices):
+    if always_send or not all(map(_devices.is_cpu, devices)):
         return Collectives(devices)
     return SharedSums()
 
