@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -46,6 +46,10 @@ _BACKWARD_INSIDE = (
     "the module calls backward inside forward, and its gradients cannot be summed over the processes there. Return the "
     "loss and call backward outside, or keep the model to this process: DataParallel(..., process_group=False)."
 )
+
+
+# What surrounds a walk of all replica graphs by one call.
+AroundWalk: TypeAlias = Callable[[], AbstractContextManager[Any]]
 
 
 class Edge(NamedTuple):
@@ -114,7 +118,7 @@ class Graphs:
     keep: bool = False
     keep_alive: Any = None
     begin_walk: Sequence[BeginPass] = ()
-    around_walk: Callable[[], AbstractContextManager[Any]] = nullcontext
+    around_walk: AroundWalk = nullcontext
     live_inputs: tuple[torch.Tensor, ...] = ()
     contribution: Contribution | None = None
     parameters: range = range(0)

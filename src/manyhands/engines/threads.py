@@ -18,7 +18,7 @@ of its own.
 
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -30,9 +30,10 @@ from manyhands import nested
 from manyhands.batch_norm import BatchNormOverReplicas, Walk
 from manyhands.copy_streams import Copies
 from manyhands.engines.base import BeginPass, Call, Engine, ReplicaTiming, beyond_this_process, called, one_pass
-from manyhands.engines.boundary import Alias, Boundary, Edge, Graphs
+from manyhands.engines.boundary import Alias, AroundWalk, Boundary, Edge, Graphs
 from manyhands.engines.replicas import (
     Inputs,
+    Stamp,
     carries_objects,
     look_for_live_tensors,
     parameter_edges,
@@ -72,7 +73,7 @@ class ThreadsEngine(Engine):
         tracked = torch.is_grad_enabled()
         where = call.where()
         timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
-        with collector_paused:
+        with collector_paused:  # steps 1 to 3
             blueprint = Blueprint(module)
             check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], call.source)
             inputs = Inputs(call, tracked, copies)
@@ -83,19 +84,11 @@ class ThreadsEngine(Engine):
             self._timings = timings
 
         begin_pass: list[BeginPass] = [partial(own_streams, type(module).__name__, call.devices)]
-        around_walk: Callable[[], AbstractContextManager[Any]] = nullcontext
-        beyond = beyond_this_process(call)
-        if call.sync_batch_norm and (len(stamps) > 1 or beyond is not None):
-            on_host = all(map(_devices.computes_on_host, call.devices))
-            if beyond is not None and len(stamps) > 1 and not on_host:
-                raise RuntimeError(_TOO_MANY_ACCELERATORS)
-            walk = Walk.APART if on_host or len(stamps) == 1 else Walk.TOGETHER
-            new_meeting = partial(MeetingHere, beyond=beyond)
-            batch_norm = BatchNormOverReplicas([stamp.replica for stamp in stamps], walk, new_meeting)
-            begin_pass.append(batch_norm.one_pass)
-            if not on_host:
-                around_walk = batch_norm.repeating if walk is Walk.TOGETHER else batch_norm.only_replica
-        if blueprint.compiled and not call.sync_batch_norm:  # there replicas wait for each other, and cannot take turns
+        around_walk: AroundWalk = nullcontext
+        if call.sync_batch_norm:
+            begin_batch_norm, around_walk = _batch_norm_over_replicas(call, stamps)
+            begin_pass += begin_batch_norm
+        elif blueprint.compiled:  # with batch norm over all replicas they wait for each other, and cannot take turns
             begin_pass += self._turns.if_new([(tracked, module.training, *_kind(shard)) for shard in inputs.shards])
 
         def task(index: int) -> Callable[[], Any]:
@@ -112,9 +105,9 @@ class ThreadsEngine(Engine):
         own_leaves = [leaf for edge in inputs.edges for leaf in edge.tensors if leaf is not None]
         own_leaves += [leaf for stamp in stamps for leaf in stamp.leaves]
         with unchanged_on_failure(blueprint.buffers.values()), one_pass(begin_pass) as surroundings:
-            tasks = [task(i) for i in range(len(call.devices))]
+            tasks = [task(i) for i in range(len(call.devices))]  # step 4
             outputs = values_or_raise(run_together(tasks, call.devices, surroundings), where)
-            matched = Outputs(outputs, call.rules, call.sizes)
+            matched = Outputs(outputs, call.rules, call.sizes)  # step 5
             edges = [Edge(group.layout, call.output_device, group.tensors) for group in matched.groups]
             if structure is None:
                 joined: Sequence[torch.Tensor] = [edge.join(edge.tensors) for edge in edges]
@@ -122,7 +115,8 @@ class ThreadsEngine(Engine):
                 outside: list[torch.Tensor] = []
                 if with_objects or structure not in self._self_contained:
                     outside = look_for_live_tensors(blueprint, matched.groups, where, own_leaves)
-                    self._remember(structure, self_contained=not outside and not with_objects)
+                    if not outside and not with_objects:
+                        self._remember(structure)
                 live_parameters = stamps[0].live_parameters
                 graphs = Graphs(
                     timings=timings,
@@ -142,16 +136,15 @@ class ThreadsEngine(Engine):
                     parameters=range(len(inputs.edges), len(inputs.edges) + len(live_parameters)),
                     parameters_apart=any(stamp.is_apart for stamp in stamps),
                 )
-                joined = _join(graphs, [*inputs.live, *live_parameters, *outside], own_leaves)
+                joined = _join(graphs, [*inputs.live, *live_parameters, *outside], own_leaves)  # step 6
             output = matched.put_together(joined)
         stamps[0].commit_buffers()
         return output
 
-    def _remember(self, structure: tuple[Any, ...], *, self_contained: bool) -> None:
-        if self_contained:
-            if len(self._self_contained) >= _MOST_STRUCTURES:
-                self._self_contained.clear()
-            self._self_contained.add(structure)
+    def _remember(self, structure: tuple[Any, ...]) -> None:
+        if len(self._self_contained) >= _MOST_STRUCTURES:
+            self._self_contained.clear()
+        self._self_contained.add(structure)
 
     def timings(self) -> list[ReplicaTiming]:
         return self._timings
@@ -161,6 +154,25 @@ class ThreadsEngine(Engine):
 
     def close(self) -> None:
         self._timings = []
+
+
+def _batch_norm_over_replicas(call: Call, stamps: Sequence[Stamp]) -> tuple[list[BeginPass], AroundWalk]:
+    """Return what surrounds the passes, and a walk of all graphs by one call, where batch norm sees all rows.
+
+    Raises:
+        RuntimeError: replicas would have to wait for other processes where nothing may wait.
+    """
+    beyond = beyond_this_process(call)
+    if len(stamps) == 1 and beyond is None:
+        return [], nullcontext
+    on_host = all(map(_devices.computes_on_host, call.devices))
+    if beyond is not None and len(stamps) > 1 and not on_host:
+        raise RuntimeError(_TOO_MANY_ACCELERATORS)
+    walk = Walk.APART if on_host or len(stamps) == 1 else Walk.TOGETHER
+    batch_norm = BatchNormOverReplicas([stamp.replica for stamp in stamps], walk, partial(MeetingHere, beyond=beyond))
+    if on_host:
+        return [batch_norm.one_pass], nullcontext
+    return [batch_norm.one_pass], batch_norm.repeating if walk is Walk.TOGETHER else batch_norm.only_replica
 
 
 def _join(graphs: Graphs, live: Sequence[torch.Tensor], own_leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
