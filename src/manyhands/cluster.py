@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -40,6 +40,7 @@ from manyhands.notices import STORE_ERRORS, Notices, machine
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.00005, 0.002
 _LOOK_EVERY_S = 0.2  # how often one who waits asks the store about failures; with many processes, less often
 _LAST_WORDS_S = 2.0  # how long to wait for the reason, when a connection has been lost
+_LAST_WORDS_NAP_S = 0.05
 _MARGIN_S = 5.0
 _MOST_TEXT = 2000
 _LENGTH = 16  # of what is gathered
@@ -371,7 +372,7 @@ class Cluster:
             gone = [rank for rank in range(self.world_size) if rank != self.rank and self._notices.has_gone(rank)]
             if gone:
                 return self._failure(f"{ranks_of(gone)} {_has(gone)} ended while this one was at {doing}")
-            time.sleep(0.05)
+            time.sleep(_LAST_WORDS_NAP_S)
         return self._failure(f"{doing} has failed, and no other process says why: {_brief(error)}")
 
     def raise_different(self, doing: str) -> None:
@@ -410,15 +411,14 @@ class Cluster:
             )
 
     def _raise_if_somebody_failed(self, doing: str) -> None:
-        text = self._notices.text("failed")
-        if text:
-            rank, _, reason = text.partition("\n")
-            if int(rank) != self.rank:
-                # A launcher takes whoever ends first for the cause: that is to be the one that has failed.
-                deadline = time.monotonic() + _LAST_WORDS_S
-                while time.monotonic() < deadline and not self._notices.has_gone(int(rank)):
-                    time.sleep(0.05)
-                raise self._failure(f"rank {rank} has failed while this one was at {doing}. Rank {rank} says: {reason}")
+        rank, _, reason = self._notices.text("failed").partition("\n")
+        if not rank or int(rank) == self.rank:
+            return
+        # A launcher takes whoever ends first for the cause: that is to be the one that has failed.
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while time.monotonic() < deadline and not self._notices.has_gone(int(rank)):
+            time.sleep(_LAST_WORDS_NAP_S)
+        raise self._failure(f"rank {rank} has failed while this one was at {doing}. Rank {rank} says: {reason}")
 
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
@@ -524,12 +524,3 @@ def _has(ranks: Sequence[int]) -> str:
 
 def _brief(error: BaseException) -> str:
     return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
-
-
-def first_difference(mine: Sequence[Any], theirs: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield pairs of entries that differ, None where one has no more."""
-    for k in range(max(len(mine), len(theirs))):
-        a = mine[k] if k < len(mine) else None
-        b = theirs[k] if k < len(theirs) else None
-        if a != b:
-            yield a, b

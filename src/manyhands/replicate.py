@@ -36,7 +36,7 @@ _OWN_ATTRIBUTES = list(nn.Module().__dict__)
 _FIRST_OWN, _LAST_OWN = _OWN_ATTRIBUTES[0], _OWN_ATTRIBUTES[-1]
 _NUM_BEFORE_LAST = len(_OWN_ATTRIBUTES) - 1
 _UNINITIALIZED = {nn.UninitializedParameter, nn.UninitializedBuffer}
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class _CollectorPause:
@@ -124,10 +124,9 @@ class Blueprint:
             if self._slots:
                 for name in self._slots.get(type(module), ()):
                     found.update((id(reference), reference) for reference in references(getattr(module, name, None)))
+            # Nearly always nn.Module's own attributes are the first; then the others are what comes behind them.
             others: Iterator[tuple[str, Any]] = islice(attributes.items(), _NUM_BEFORE_LAST, None)
-            if (
-                next(iter(attributes)) != _FIRST_OWN or next(others, ("",))[0] != _LAST_OWN
-            ):  # not nn.Module's own ones first
+            if next(iter(attributes)) != _FIRST_OWN or next(others, ("",))[0] != _LAST_OWN:
                 others = ((name, value) for name, value in attributes.items() if name not in _OWN_ATTRIBUTES)
             for name, value in others:
                 # What the garbage collector does not track refers to nothing that it does track, as modules are.
@@ -139,7 +138,7 @@ class Blueprint:
                 or attributes["_backward_hooks"]
                 or attributes["_backward_pre_hooks"]
             ):
-                for name in _HOOKS:
+                for name in HOOKS:
                     self._look_at_attribute(module, name, found)
             if module is modules[-1]:  # the tree is complete: now what is only reachable through attributes
                 self._num_registered = self._num_registered or len(modules)

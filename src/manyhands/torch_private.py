@@ -5,7 +5,6 @@ Nothing else in the package may name a `torch._C` function; tests/test_torch_pri
 
 import contextlib
 import copy
-import datetime
 import functools
 import importlib
 import os
@@ -168,13 +167,6 @@ def keep_compiled_code_in_order() -> None:
         importlib.import_module("torch._C._dynamo.eval_frame")._set_lru_cache(False)
 
 
-# ---- TorchScript -----------------------------------------------------------------------------------
-#
-# What a ScriptModule has lies in a TorchScript object, its `_c`; the Python object around that has views of it in the
-# places where other modules have dicts. A traced module, or one of a user's own subclass of ScriptModule, is one more
-# Python object around that one: it has nothing but `_actual_script_module`.
-
-
 def hooks_of_every_module() -> bool:
     """Return whether hooks are registered that act on every module of the process. Fallback: no."""
     registries = (
@@ -184,6 +176,13 @@ def hooks_of_every_module() -> bool:
         "_global_backward_pre_hooks",
     )
     return any(getattr(torch.nn.modules.module, registry, None) for registry in registries)
+
+
+# ---- TorchScript -----------------------------------------------------------------------------------
+#
+# What a ScriptModule has lies in a TorchScript object, its `_c`; the Python object around that has views of it in the
+# places where other modules have dicts. A traced module, or one of a user's own subclass of ScriptModule, is one more
+# Python object around that one: it has nothing but `_actual_script_module`.
 
 
 def is_scripted(module: torch.nn.Module) -> bool:
@@ -264,7 +263,7 @@ def owns_its_memory(tensor: torch.Tensor) -> bool:
     """
     try:
         return num_references(tensor.untyped_storage()) == 2  # the tensor's reference, and the storage object's
-    except RuntimeError:  # RuntimeError: a tensor without storage
+    except RuntimeError:  # a tensor without storage
         return False
 
 
@@ -354,9 +353,8 @@ def _vmap_level() -> int:
 def taken_apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any] | None:
     """Return a container's children, what rebuilds it from others, and what it has beside them.
 
-    As registered with torch's pytree by its library.
-
-    None for what is not registered. Fallback: None; such a container is then an object like any other.
+    That is what its library has registered with torch's pytree; None for a class that nobody has registered. Fallback:
+    None; such a container is then an object like any other.
     """
     try:
         from torch.utils import _pytree
@@ -568,12 +566,12 @@ def parametrizations_not_cached() -> Iterator[None]:
         parametrize._cache_enabled += cached
 
 
-def timeout_of_group(group: Any) -> datetime.timedelta:
+def timeout_of_group(group: Any) -> timedelta:
     """Return how long a process group waits. Fallback: 30 minutes, which is gloo's default."""
-    default = datetime.timedelta(minutes=30)
+    default = timedelta(minutes=30)
     for kind in getattr(group, "_device_types", ()):
         with contextlib.suppress(AttributeError, RuntimeError):
             timeout = group._get_backend(kind).options._timeout
-            if isinstance(timeout, datetime.timedelta):
+            if isinstance(timeout, timedelta):
                 return timeout
     return default

@@ -6,12 +6,13 @@ are exchanged, and every process raises an error that names the first difference
 """
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from manyhands.cluster import Cluster, digest_of, first_difference, ranks_of
+from manyhands.cluster import Cluster, digest_of, ranks_of
 
 
 class Step(NamedTuple):
@@ -57,7 +58,7 @@ def check_alike(cluster: Cluster, module: nn.Module) -> None:
     if not different:
         return
     lists = cluster.exchange(said, doing)
-    mine, theirs = next(first_difference(lists[0], lists[different[0]]))
+    mine, theirs = _differences(lists[0], lists[different[0]])[0]
     raise RuntimeError(
         f"the models of the processes differ: rank 0 has {_shown(mine)}, {ranks_of(different)} {_shown(theirs)}. "
         "Every process has to make the same model, layer by layer; the values may differ, and are then rank 0's."
@@ -93,7 +94,7 @@ def _difference(steps: Sequence[Step], tensors: Sequence[Sequence[Any]], rank: i
             "the order in which they were wrapped"
         )
     if first.digest != other.digest:
-        differences = list(first_difference(tensors[0], tensors[rank]))
+        differences = _differences(tensors[0], tensors[rank])
         if not differences:
             return f"ranks 0 and {rank} have seen sparse gradients for different parameters"
         mine, theirs = differences[0]
@@ -123,6 +124,11 @@ def described(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return what a tensor is like, as far as it has to be the same in all processes."""
     stride = tuple(tensor.stride()) if tensor.layout == torch.strided else ()
     return str(tensor.dtype), tuple(tensor.shape), stride
+
+
+def _differences(mine: Sequence[Any], theirs: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Return the pairs of entries that differ, None where one has no more."""
+    return [(a, b) for a, b in zip_longest(mine, theirs) if a != b]
 
 
 def _shown(said: Any) -> str:

@@ -5,8 +5,8 @@
     waits ◄── what the exchange came to ◄────────── when everybody who can still come has come
 
 The channel is the worker's only one. Visits, and that it has left the meeting, go before the answer to the message that
-the worker is at. Values are small, some numbers a channel of a batch
-norm: tensors in them travel as their bytes, inside the message.
+the worker is at. Values are small, some numbers for each channel of a batch norm: tensors in them travel as their
+bytes, inside the message.
 """
 
 import ctypes

@@ -31,15 +31,11 @@ _COMMON = frozenset({torch.Tensor, nn.Parameter, bool, int, float, complex, str,
 
 
 class _ModulePickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, stream: io.BytesIO, take: Take, known: Set[type]) -> None:
+    def __init__(self, stream: io.BytesIO, take: Take, modules: list[nn.Module], known: Set[type]) -> None:
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
         self._take, self._known = take, known
+        self._modules = set(map(id, modules))  # weak references to these stay alive
         self.by_value: list[types.ModuleType] = []
-        self._modules: set[int] = set()
-
-    def reach(self, modules: list[nn.Module]) -> None:
-        """Say which modules are pickled, so that weak references to them stay alive."""
-        self._modules = set(map(id, modules))
 
     def persistent_id(self, value: Any) -> Any:
         if type(value) in PROXIES:  # it says that it is what it stands for, and raises if that has gone
@@ -115,8 +111,7 @@ def dumps(value: Any, take: Take, modules: list[nn.Module] | None = None, known:
     if _is_common(value):
         _TensorPickler(stream, take).dump(value)
         return stream.getvalue()
-    pickler = _ModulePickler(stream, take, known)
-    pickler.reach(modules or [])
+    pickler = _ModulePickler(stream, take, modules or [], known)
     try:
         pickler.dump(value)
     finally:
@@ -127,7 +122,6 @@ def dumps(value: Any, take: Take, modules: list[nn.Module] | None = None, known:
 
 def loads(data: bytes, give: Give) -> Any:
     """Return what `dumps` was given; `give` returns the tensor for what stands for it."""
-
     return _ModuleUnpickler(io.BytesIO(data), give).load()
 
 

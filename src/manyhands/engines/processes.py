@@ -50,7 +50,7 @@ from manyhands.layouts import Whole
 from manyhands.outputs import Outputs
 from manyhands.parallel_apply import values_or_raise
 from manyhands.random_streams import SeededStreams
-from manyhands.replicate import Blueprint, check_device, unchanged_on_failure
+from manyhands.replicate import HOOKS, Blueprint, check_device, unchanged_on_failure
 from manyhands.thread_state import ProcessState, ThreadState
 from manyhands.workers import divided_intra_op_threads, inside_replica, run_together
 
@@ -285,7 +285,7 @@ class ProcessesEngine(Engine):
 
 def _say_if_hooks(blueprint: Blueprint) -> None:
     for module in blueprint.modules:
-        for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
+        for name in HOOKS:
             for hook in module.__dict__[name].values():
                 if not (getattr(hook, "__module__", None) or "").startswith("torch."):
                     say_once(
