@@ -71,6 +71,17 @@ class Divided(Graphs):
         self.in_workers = {}
         Graphs.release(self)
 
+    def take_answers(self, streams: SeededStreams) -> dict[int, Answer]:
+        """Wait for the workers' answers; warn and say here what they have, and note whether they drew."""
+        answers = self.team.answers(self.where)
+        streams.others_drew = any(answer.drew for answer in answers.values())
+        for _, answer in sorted(answers.items()):
+            for text in answer.said:
+                say_once(text)
+            for text, category, filename, line in answer.warnings:
+                warnings.warn_explicit(text, category, filename, line, registry=_registry)
+        return answers
+
     # ---- after a forward ----
 
     def outcomes(self, answers: dict[int, Answer]) -> list[Outcome[Any]]:
@@ -281,9 +292,7 @@ class Divided(Graphs):
                 if part is not None:
                     with self.team.in_step():
                         (part.end if outcomes[0].error is None else part.fail)(self._watch)
-                answers = self.team.answers(self.where)
-                streams.others_drew = any(answer.drew for answer in answers.values())
-                warn(answers)
+                answers = self.take_answers(streams)
                 outcomes += [Outcome() for _ in self.where[1:]]
                 for i, answer in answers.items():
                     if answer.error is not None:
@@ -417,12 +426,3 @@ class Divided(Graphs):
             devices = [timing.device for timing in self.timings]
             with divided_intra_op_threads(devices) as num_threads, self.team.whole_or_ended():
                 yield num_threads
-
-
-def warn(answers: dict[int, Answer]) -> None:
-    """Give the warnings that workers have given, and say what they have to say, here."""
-    for _, answer in sorted(answers.items()):
-        for text in answer.said:
-            say_once(text)
-        for text, category, filename, line in answer.warnings:
-            warnings.warn_explicit(text, category, filename, line, registry=_registry)

@@ -37,7 +37,7 @@ from manyhands.batch_norm import BatchNormOverReplicas, Walk
 from manyhands.copy_streams import Copies
 from manyhands.engines.base import Call, Engine, ReplicaTiming, beyond_this_process, called, one_pass
 from manyhands.engines.boundary import Alias, Boundary, Edge
-from manyhands.engines.divided import Divided, warn
+from manyhands.engines.divided import Divided
 from manyhands.engines.messages import Answer, Forward, Sent
 from manyhands.engines.mirror import Mirror
 from manyhands.engines.pickling import dumps
@@ -91,7 +91,7 @@ class ProcessesEngine(Engine):
         team = self._team_of(call.devices)
         if len(where) - 1 > team.num_told:
             self._mirror.forget()  # some workers have missed something
-        blueprint = self._mirror.look(module)
+        blueprint = self._mirror.look(module)  # step 1
         check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], call.source)
         structure = [call.method, *blueprint.signature()] if tracked else None
         number = next(self._steps.graph_numbers)
@@ -102,10 +102,10 @@ class ProcessesEngine(Engine):
             team.whole_or_ended(),
             Copies(call.devices[:1]) as copies,
         ):
-            inputs = Inputs(call, tracked, copies, num_here=1)
+            inputs = Inputs(call, tracked, copies, num_here=1)  # step 2
             streams = SeededStreams(len(where))
             objects = self._send(graphs, blueprint, call, inputs, num_threads, streams.seeds)
-            (stamp,) = stamped(blueprint, call.source, call.devices[:1], tracked, copies)
+            (stamp,) = stamped(blueprint, call.source, call.devices[:1], tracked, copies)  # step 3
             graphs.keep_alive = stamp
             graphs.contribution = call.contribution
             if call.sync_batch_norm:
@@ -127,27 +127,32 @@ class ProcessesEngine(Engine):
                     self._mirror.settle()
                     with team.in_step():
                         team.transport.end_sending(lambda: team.attend(where))
-                    answers = team.answers(where)
-                    warn(answers)
+                    answers = graphs.take_answers(streams)  # step 4
                     for i, answer in answers.items():
                         timings[i + 1].forward_s = answer.seconds
-                    streams.others_drew = any(answer.drew for answer in answers.values())
                     outcomes += graphs.outcomes(answers)
                     outputs = values_or_raise(outcomes, [where[0], *(where[i + 1] for i in sorted(answers))])
                 finally:
                     outcomes.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
-            matched = Outputs(outputs, call.rules, call.sizes)
+            matched = Outputs(outputs, call.rules, call.sizes)  # step 5
             del outputs
-            own_leaves = [edge.tensors[0] for edge in inputs.edges if edge.tensors[0] is not None] + stamp.leaves
-            with_objects = carries_objects(call)
-            if structure is not None and (with_objects or self._checked != structure):
-                of_first = [replace(group, tensors=group.tensors[:1]) for group in matched.groups]
-                self._outside = look_for_live_tensors(blueprint, of_first, where[:1], own_leaves)
-                self._checked = [] if with_objects else structure  # the next call's objects are others
+            if structure is not None:
+                own_leaves = [edge.tensors[0] for edge in inputs.edges if edge.tensors[0] is not None] + stamp.leaves
+                self._look_at_first_graph(structure, blueprint, call, matched, own_leaves)
             graphs.outputs = [Edge(group.layout, call.output_device, group.tensors) for group in matched.groups]
             output = matched.put_together(self._joined(graphs, inputs, objects, stamp, answers, tracked))
         stamp.commit_buffers()
         return output
+
+    def _look_at_first_graph(
+        self, structure: list[Any], blueprint: Blueprint, call: Call, matched: Outputs, own_leaves: list[torch.Tensor]
+    ) -> None:
+        """See which leaves the first replica's graph has that are not its own, where that is not known."""
+        with_objects = carries_objects(call)
+        if with_objects or self._checked != structure:
+            of_first = [replace(group, tensors=group.tensors[:1]) for group in matched.groups]
+            self._outside = look_for_live_tensors(blueprint, of_first, call.where()[:1], own_leaves)
+            self._checked = [] if with_objects else structure  # the next call's objects are others
 
     def _joined(
         self,

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -256,33 +257,49 @@ class Worker:
         for output, standing in message.grads:
             grad = self._received(standing, message).to(graph.outputs[output].device, copy=True)
             received.append((output, grad, standing.leaf))
-        ends = [graph.outputs[output] for output, _, _ in received]
-        if message.derive is None:
-            if not message.keep:
-                del self._graphs[message.graph]
-            leaves, keep_alive, around = graph.leaves, graph.keep_alive, graph.around
-            grads = [grad for _, grad, _ in received]
-            del graph, received
-            part = self._part(message)
-            try:
-                with message.thread.applied(), part.hooked(leaves) if part else contextlib.nullcontext():
-                    _run(lambda: torch.autograd.backward(ends, grads, retain_graph=message.keep), self._device, around)
-            except BaseException:
-                if part:
-                    part.fail()
-                    self._is_awaited = False
-                raise
-            del ends, grads, keep_alive, around
-            if part:
-                answer.seconds -= part.end()
-                self._is_awaited = False
-            self._take_gradients(leaves, answer)
+        if message.derive is not None:
+            self._differentiate(message.derive, graph, received, message, answer)
             return
+        if not message.keep:
+            del self._graphs[message.graph]
+        leaves, keep_alive, around = graph.leaves, graph.keep_alive, graph.around
+        ends, grads = [graph.outputs[output] for output, _, _ in received], [grad for _, grad, _ in received]
+        walk = partial(torch.autograd.backward, ends, grads, retain_graph=message.keep)
+        del graph, received, ends, grads
+        part = self._part(message)
+        try:
+            with message.thread.applied(), part.hooked(leaves) if part else contextlib.nullcontext():
+                _run(walk, self._device, around)
+        except BaseException:
+            if part:
+                part.fail()
+                self._is_awaited = False
+            raise
+        del walk, keep_alive, around
+        if part:
+            answer.seconds -= part.end()
+            self._is_awaited = False
+        self._take_gradients(leaves, answer)
+
+    def _differentiate(
+        self,
+        number: int,
+        graph: Graph,
+        received: Sequence[tuple[int, torch.Tensor, int | None]],
+        message: Backward,
+        answer: Answer,
+    ) -> None:
+        """Walk a graph so that the gradients have one, and keep that as `number`.
+
+        Args:
+            received: (number of the output, its gradient, the leaf that is to stand before that).
+        """
         leaves = dict(graph.leaves)
         for _, grad, leaf in received:
             if leaf is not None:
                 leaves[leaf] = grad.requires_grad_()
         keys, inputs = list(graph.leaves), list(graph.leaves.values())
+        ends = [graph.outputs[output] for output, _, _ in received]
         grads = [grad for _, grad, _ in received]
         results: list[torch.Tensor | None] = []
 
@@ -299,7 +316,7 @@ class Worker:
                     (key, standing._replace(output=len(outputs), requires_grad=result.requires_grad))
                 )
                 outputs.append(result)
-        self._graphs[message.derive] = Graph(leaves, outputs, graph.keep_alive, graph.around)
+        self._graphs[number] = Graph(leaves, outputs, graph.keep_alive, graph.around)
 
     def _part(self, message: Backward) -> Part | None:
         """Return this replica's part in what is done with gradients; None if there is none."""
