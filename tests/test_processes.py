@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from manyhands import DataParallel
-from manyhands.engines import team, worker
+from manyhands.engines import fork_server, team, worker
 from manyhands.engines.channel import _HEADER, Channel
 from manyhands.engines.far_meeting import packed
 from manyhands.engines.processes import ProcessesEngine
@@ -751,9 +751,7 @@ def test_a_forked_child_has_parameters_of_its_own(wrap):
             model(x).sum().backward()
             status = 0 if model.module.bias.grad.item() == 8.0 and model.module.weight.grad[0, 0].item() == 8.0 else 2
             model.close()
-            from manyhands.engines import team
-
-            team._server.end()
+            fork_server.server.end()
         finally:
             os._exit(status)
     assert os.waitpid(pid, 0)[1] == 0
@@ -827,7 +825,7 @@ def test_ctrl_c_in_the_middle_of_a_message_ends_the_workers(wrap, monkeypatch):
 
 def test_ctrl_c_while_the_fork_server_starts(monkeypatch, capfd):
     """F3: that takes seconds, in the first step of a program, and nobody waits for them or reads of them."""
-    server, sent, processes = team._ForkServer(), Channel.send, []
+    server, sent, processes = fork_server.ForkServer(), Channel.send, []
 
     def send(self, body, fds=()):
         sent(self, body, fds)
@@ -843,7 +841,7 @@ def test_ctrl_c_while_the_fork_server_starts(monkeypatch, capfd):
 
 def test_a_fork_server_whose_caller_goes_before_the_answer(monkeypatch, capfd):
     """F3: a program that is killed while its first workers start leaves nothing, nor is there anything to read."""
-    server = team._ForkServer()
+    server = fork_server.ForkServer()
     server._start()
     own, workers = Channel.pair()
     server._channel.send(pickle.dumps(("fork", [], dict(os.environ), [0], 0)), [workers.fileno(), 1, 2])
@@ -876,7 +874,7 @@ def test_no_socket_listens_but_on_the_loopback_device_where_gloo_has_to(wrap, tr
     before = listeners([os.getpid()])
     model = wrap(large(), 3)
     model(torch.randn(6, 200)).sum().backward()
-    found = listeners([os.getpid(), *workers_of(model), team._server._process.pid]) - before
+    found = listeners([os.getpid(), *workers_of(model), fork_server.server._process.pid]) - before
     assert {address for address, _ in found} == (set() if transport == "shared memory" else {"127.0.0.1"})
     assert bool(found) == (transport == "gloo"), "what is looked for would be found"
     model.close()

@@ -11,8 +11,6 @@ import itertools
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -22,6 +20,7 @@ import torch
 
 from manyhands import cores
 from manyhands import devices as _devices
+from manyhands.engines import fork_server
 from manyhands.engines.channel import Channel, ChannelClosedError, ready
 from manyhands.engines.collectives import Collectives
 from manyhands.engines.far_meeting import Left, packed
@@ -38,105 +37,8 @@ _ENDING_TAKES_S = 1.0  # for all connections of a process that is killed to end
 _NAP_S = 0.001
 
 
-# What some of torch's functions import when they are called, activation checkpoints among them. It takes a second; so
-# where the caller has it, the fork server had better have it too than each worker by itself.
-_SLOW_TO_IMPORT = ("torch._dynamo",)
-
-
 class WorkerDiedError(RuntimeError):
     """A worker process ended by itself."""
-
-
-class _ForkServer:
-    """This process's fork server, started when first needed."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._channel: Channel | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def fork(self, own_cores: Sequence[int], seed: int) -> tuple[int, Channel]:
-        """Start a worker; return its process id and the channel to it."""
-        own, others = Channel.pair()
-        fd = others.detach()
-        try:
-            environment = {name: value for name, value in os.environ.items() if not _is_a_launchers(name)}
-            imported = [name for name in _SLOW_TO_IMPORT if name in sys.modules]
-            request = ("fork", imported, environment, list(own_cores), seed)
-            pid = self._ask(request, [fd, _descriptor(sys.__stdout__, 1), _descriptor(sys.__stderr__, 2)])
-        except BaseException:
-            own.close()
-            raise
-        finally:
-            os.close(fd)
-        assert isinstance(pid, int)
-        return pid, own
-
-    def status(self, pid: int) -> int | None:
-        """Return how a worker ended, as `os.waitpid` has it, once it has; None if nobody knows."""
-        try:
-            status = self._ask(("status", pid), [], start=False)
-        except ChannelClosedError:
-            return None
-        return status if isinstance(status, int) else None
-
-    def _ask(self, request: object, fds: Sequence[int], start: bool = True) -> object:
-        with self._lock:
-            for last_try in (False, True):
-                if self._channel is None:
-                    if not start:
-                        raise ChannelClosedError
-                    self._start()
-                assert self._channel is not None
-                try:
-                    self._channel.send(pickle.dumps(request), fds)
-                    body, _ = self._channel.receive()
-                    return pickle.loads(body)
-                except ChannelClosedError:
-                    self._end()
-                    if last_try or not start:
-                        raise
-                except BaseException:
-                    self._end()  # half an answer may be on its way
-                    raise
-            raise AssertionError("unreachable")
-
-    def _start(self) -> None:
-        own, others = Channel.pair()
-        fd = others.detach()
-        code = (
-            f"import sys; sys.path[:] = {sys.path!r}; from manyhands.engines.fork_server import serve_forks; "
-            f"serve_forks({fd})"
-        )
-        try:
-            # A process group of its own, so that Ctrl-C in a terminal reaches the caller only.
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code], pass_fds=[fd], stdin=subprocess.DEVNULL, process_group=0
-            )
-        finally:
-            os.close(fd)
-        self._channel = own
-
-    def _end(self) -> None:
-        channel, process = self._channel, self._process
-        self._channel = self._process = None
-        if channel is not None:
-            channel.close()
-        if process is not None:
-            process.kill()  # it has nothing to lose, and while it imports torch it does not see that the channel closed
-            process.wait()
-
-    def end(self) -> None:
-        with self._lock:
-            self._end()
-
-    def forget(self) -> None:
-        """Let go of the parent's, in the child of a fork."""
-        if self._channel is not None:
-            self._channel.close()
-        if self._process is not None:
-            self._process.returncode = 0  # not this process's child: nothing to wait for, nothing to warn of
-        self.__init__()  # type: ignore[misc]
 
 
 class Member:
@@ -250,7 +152,7 @@ class Team:
         self.members: list[Member] = []  # the last of what `end` needs
         _teams.add(self)
         for i in range(num_workers):
-            pid, channel = _server.fork(parts[i + 1], (torch.initial_seed() + i + 1) & 0xFFFFFFFF)
+            pid, channel = fork_server.server.fork(parts[i + 1], (torch.initial_seed() + i + 1) & 0xFFFFFFFF)
             self.members.append(Member(pid, channel))
 
     def forget_graph(self, graph: int) -> None:
@@ -385,7 +287,7 @@ class Team:
         """End the team, one of whose workers has died; return the error that says how."""
         pid = self.members[index].pid
         self.members[index].channel.close()
-        how = _how_it_ended(_server.status(pid))
+        how = _how_it_ended(fork_server.server.status(pid))
         self.end()
         return WorkerDiedError(
             f"{where}: its worker process {pid} {how}. This step is lost; the module is as it was, and the next "
@@ -442,37 +344,18 @@ def _how_it_ended(status: int | None) -> str:
     return f"was ended by {name}{often}"
 
 
-def _is_a_launchers(variable: str) -> bool:
-    """Return whether an environment variable says what part a process has in a launcher's job: not the workers'."""
-    return variable in _LAUNCHERS or variable.startswith("TORCHELASTIC_")
-
-
-_LAUNCHERS = {
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
-    *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
-}
-
-
-def _descriptor(stream: object, otherwise: int) -> int:
-    try:
-        return int(stream.fileno())  # type: ignore[attr-defined]
-    except (AttributeError, OSError, ValueError):
-        return otherwise
-
-
 def _end_all() -> None:
     for team in list(_teams):
         team.end()
-    _server.end()
+    fork_server.server.end()
 
 
 def _after_fork() -> None:
     for team in list(_teams):
         team.forget()
-    _server.forget()
+    fork_server.server.forget()
 
 
 _teams: "weakref.WeakSet[Team]" = weakref.WeakSet()
-_server = _ForkServer()
 atexit.register(_end_all)
 os.register_at_fork(after_in_child=_after_fork)
