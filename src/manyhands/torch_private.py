@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.nn.utils.parametrize
 
+# ---- backward ------------------------------------------------------------------------------------
+
 
 def backward_keeps_graph() -> bool:
     """Return whether the backward pass that is running was asked to keep its graph (`retain_graph=True`).
@@ -72,6 +74,65 @@ def import_what_backward_imports() -> None:
     importer = threading.Thread(target=run, name="manyhands-importer")
     importer.start()
     importer.join()
+
+
+@contextlib.contextmanager
+def without_post_accumulate_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Keep what `register_post_accumulate_grad_hook` was given, such as an optimizer's step, from being called.
+
+    Fallback: they are called.
+    """
+    registered = [hooks for tensor in tensors if (hooks := getattr(tensor, "_post_accumulate_grad_hooks", None))]
+    held = [dict(hooks) for hooks in registered]
+    for hooks in registered:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in zip(registered, held, strict=True):
+            hooks.update(before)
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Return whether vmap has hidden an axis of `tensor`, as it does when many gradients are asked for at once.
+
+    Fallback: False. Then such a backward raises torch's own error.
+    """
+    try:
+        functorch = torch._C._functorch
+        return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+    except (AttributeError, NotImplementedError):
+        return False
+
+
+def without_batch(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the axis that vmap hides as its first.
+
+    Raises:
+        NotImplementedError: it is one of torch.func's, or torch has no such call.
+    """
+    try:
+        if not torch._C._functorch.is_legacy_batchedtensor(tensor):
+            raise NotImplementedError
+        return torch._remove_batch_dim(tensor, _vmap_level(), 0, 0)
+    except (AttributeError, NotImplementedError):
+        raise NotImplementedError(
+            'a backward under torch.func.vmap cannot be taken to other processes: use engine="threads"'
+        ) from None
+
+
+def with_batch(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with its first axis hidden, as the vmap that is running has it. Inverse of `without_batch`."""
+    return torch._add_batch_dim(tensor, 0, _vmap_level())
+
+
+def _vmap_level() -> int:
+    level = torch._C._vmapmode_increment_nesting()
+    torch._C._vmapmode_decrement_nesting()
+    return int(level) - 1
+
+
+# ---- what is active in a thread ------------------------------------------------------------------
 
 
 def has_saved_tensor_hooks() -> bool:
@@ -129,21 +190,21 @@ def has_transforms() -> bool:
         return False
 
 
-@contextlib.contextmanager
-def without_post_accumulate_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Keep what `register_post_accumulate_grad_hook` was given, such as an optimizer's step, from being called.
+def is_tracing() -> bool:
+    """Return whether operations are recorded in this thread, by torch.compile or export, rather than carried out.
 
-    Fallback: they are called.
+    Fallback: False.
     """
-    registered = [hooks for tensor in tensors if (hooks := getattr(tensor, "_post_accumulate_grad_hooks", None))]
-    held = [dict(hooks) for hooks in registered]
-    for hooks in registered:
-        hooks.clear()
     try:
-        yield
-    finally:
-        for hooks, before in zip(registered, held, strict=True):
-            hooks.update(before)
+        kinds = torch._C._TorchDispatchModeKey
+        found = torch._C._get_dispatch_mode
+        recording = (kinds.FAKE, kinds.PROXY, kinds.FUNCTIONAL)
+        return has_dispatch_modes() and any(found(kind) is not None for kind in recording)
+    except AttributeError:
+        return False
+
+
+# ---- torch.compile -------------------------------------------------------------------------------
 
 
 def is_compiled(function: object) -> bool:
@@ -167,6 +228,20 @@ def keep_compiled_code_in_order() -> None:
         importlib.import_module("torch._C._dynamo.eval_frame")._set_lru_cache(False)
 
 
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """Return the classes of what torch.compile raises when it cannot compile; none where nothing has been compiled.
+
+    Fallback: none, so that such an error passes as it is.
+    """
+    try:
+        return (sys.modules["torch._dynamo"].exc.TorchDynamoException,)
+    except (KeyError, AttributeError):
+        return ()
+
+
+# ---- modules and containers ----------------------------------------------------------------------
+
+
 def hooks_of_every_module() -> bool:
     """Return whether hooks are registered that act on every module of the process. Fallback: no."""
     registries = (
@@ -178,7 +253,43 @@ def hooks_of_every_module() -> bool:
     return any(getattr(torch.nn.modules.module, registry, None) for registry in registries)
 
 
-# ---- TorchScript -----------------------------------------------------------------------------------
+@contextlib.contextmanager
+def parametrizations_not_cached() -> Iterator[None]:
+    """Switch `torch.nn.utils.parametrize.cached()` off: its cache is keyed by the live module, for all replicas alike.
+
+    Fallback: nothing happens.
+    """
+    parametrize: Any = torch.nn.utils.parametrize
+    cached = getattr(parametrize, "_cache_enabled", 0)  # how many `cached()` are open, in whatever thread
+    if not cached:
+        yield
+        return
+    parametrize._cache_enabled -= cached
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled += cached
+
+
+def taken_apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any] | None:
+    """Return a container's children, what rebuilds it from others, and what it has beside them.
+
+    That is what its library has registered with torch's pytree; None for a class that nobody has registered. Fallback:
+    None; such a container is then an object like any other.
+    """
+    try:
+        from torch.utils import _pytree
+
+        node = _pytree.SUPPORTED_NODES.get(type(value))
+        if node is None:
+            return None
+        children, context = node.flatten_fn(value)
+        return list(children), lambda others: node.unflatten_fn(others, context), context
+    except (ImportError, AttributeError):
+        return None
+
+
+# ---- TorchScript ---------------------------------------------------------------------------------
 #
 # What a ScriptModule has lies in a TorchScript object, its `_c`; the Python object around that has views of it in the
 # places where other modules have dicts. A traced module, or one of a user's own subclass of ScriptModule, is one more
@@ -253,7 +364,7 @@ def set_script_attribute(module: torch.nn.Module, name: str, value: Any) -> None
     module.__dict__["_c"].setattr(name, value)
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- memory, and many tensors at once ------------------------------------------------------------
 
 
 def owns_its_memory(tensor: torch.Tensor) -> bool:
@@ -278,17 +389,6 @@ def num_references(storage: torch.UntypedStorage) -> int | None:
         return None
 
 
-def compiler_errors() -> tuple[type[Exception], ...]:
-    """Return the classes of what torch.compile raises when it cannot compile; none where nothing has been compiled.
-
-    Fallback: none, so that such an error passes as it is.
-    """
-    try:
-        return (sys.modules["torch._dynamo"].exc.TorchDynamoException,)
-    except (KeyError, AttributeError):
-        return ()
-
-
 def add_all_in_place(targets: list[torch.Tensor], others: list[torch.Tensor]) -> None:
     """Add each of `others` to its target. Fallback, also where a device lacks it for a dtype: one after the other."""
     if not targets:
@@ -311,69 +411,15 @@ def copy_all_in_place(targets: list[torch.Tensor], sources: list[torch.Tensor]) 
             target.copy_(source)
 
 
-def is_batched(tensor: torch.Tensor) -> bool:
-    """Return whether vmap has hidden an axis of `tensor`, as it does when many gradients are asked for at once.
-
-    Fallback: False. Then such a backward raises torch's own error.
-    """
-    try:
-        functorch = torch._C._functorch
-        return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
-    except (AttributeError, NotImplementedError):
-        return False
-
-
-def without_batch(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the axis that vmap hides as its first.
-
-    Raises:
-        NotImplementedError: it is one of torch.func's, or torch has no such call.
-    """
-    try:
-        if not torch._C._functorch.is_legacy_batchedtensor(tensor):
-            raise NotImplementedError
-        return torch._remove_batch_dim(tensor, _vmap_level(), 0, 0)
-    except (AttributeError, NotImplementedError):
-        raise NotImplementedError(
-            'a backward under torch.func.vmap cannot be taken to other processes: use engine="threads"'
-        ) from None
-
-
-def with_batch(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with its first axis hidden, as the vmap that is running has it. Inverse of `without_batch`."""
-    return torch._add_batch_dim(tensor, 0, _vmap_level())
-
-
-def _vmap_level() -> int:
-    level = torch._C._vmapmode_increment_nesting()
-    torch._C._vmapmode_decrement_nesting()
-    return int(level) - 1
-
-
-def taken_apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any] | None:
-    """Return a container's children, what rebuilds it from others, and what it has beside them.
-
-    That is what its library has registered with torch's pytree; None for a class that nobody has registered. Fallback:
-    None; such a container is then an object like any other.
-    """
-    try:
-        from torch.utils import _pytree
-
-        node = _pytree.SUPPORTED_NODES.get(type(value))
-        if node is None:
-            return None
-        children, context = node.flatten_fn(value)
-        return list(children), lambda others: node.unflatten_fn(others, context), context
-    except (ImportError, AttributeError):
-        return None
-
-
 def clones(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return a clone of each tensor, in one call instead of one for each. Fallback: one for each."""
     if tensors and {torch.Tensor}.issuperset(map(type, tensors)):
         with contextlib.suppress(AttributeError):
             return list(torch._foreach_clone(tensors))
     return [tensor.clone() for tensor in tensors]
+
+
+# ---- random numbers ------------------------------------------------------------------------------
 
 
 def catch_operations(handlers: Mapping[Any, Callable[..., Any]]) -> Callable[[], AbstractContextManager[None]] | None:
@@ -419,18 +465,36 @@ def _on_remaining_keys(handler: Callable[..., Any], keys_after: Any) -> Callable
     return lambda keys, *args, **kwargs: handler(keys & keys_after, *args, **kwargs)
 
 
-def is_tracing() -> bool:
-    """Return whether operations are recorded in this thread, by torch.compile or export, rather than carried out.
-
-    Fallback: False.
-    """
+def is_default_generator(generator: torch.Generator) -> bool:
+    """Return whether `generator` is the CPU's default one; several Python objects may stand for it. Fallback: False."""
     try:
-        kinds = torch._C._TorchDispatchModeKey
-        found = torch._C._get_dispatch_mode
-        recording = (kinds.FAKE, kinds.PROXY, kinds.FUNCTIONAL)
-        return has_dispatch_modes() and any(found(kind) is not None for kind in recording)
+        return bool(generator._cdata == torch.default_generator._cdata)  # type: ignore[attr-defined]
     except AttributeError:
         return False
+
+
+def redirect_random_state(generator_of_thread: Callable[[], torch.Generator]) -> None:
+    """Make `torch.manual_seed`, `get_rng_state`, `set_rng_state`, `fork_rng` and their like act on another generator.
+
+    From now on they ask `generator_of_thread` which, each time. Fallback: nothing happens.
+    """
+    if hasattr(torch.random, "default_generator"):
+        torch.random.default_generator = _GeneratorOfThread(generator_of_thread)
+
+
+class _GeneratorOfThread:
+    """Has the methods of a generator that is looked up at each use."""
+
+    def __init__(self, look_up: Callable[[], torch.Generator]) -> None:
+        self._look_up = look_up
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_look_up":  # a copy that is being made: it has no attributes yet
+            raise AttributeError(name)
+        return getattr(self._look_up(), name)
+
+
+# ---- process groups ------------------------------------------------------------------------------
 
 
 def process_group(backend: str, store: Any, rank: int, size: int) -> Any:
@@ -517,53 +581,6 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def is_default_generator(generator: torch.Generator) -> bool:
-    """Return whether `generator` is the CPU's default one; several Python objects may stand for it. Fallback: False."""
-    try:
-        return bool(generator._cdata == torch.default_generator._cdata)  # type: ignore[attr-defined]
-    except AttributeError:
-        return False
-
-
-def redirect_random_state(generator_of_thread: Callable[[], torch.Generator]) -> None:
-    """Make `torch.manual_seed`, `get_rng_state`, `set_rng_state`, `fork_rng` and their like act on another generator.
-
-    From now on they ask `generator_of_thread` which, each time. Fallback: nothing happens.
-    """
-    if hasattr(torch.random, "default_generator"):
-        torch.random.default_generator = _GeneratorOfThread(generator_of_thread)
-
-
-class _GeneratorOfThread:
-    """Has the methods of a generator that is looked up at each use."""
-
-    def __init__(self, look_up: Callable[[], torch.Generator]) -> None:
-        self._look_up = look_up
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_look_up":  # a copy that is being made: it has no attributes yet
-            raise AttributeError(name)
-        return getattr(self._look_up(), name)
-
-
-@contextlib.contextmanager
-def parametrizations_not_cached() -> Iterator[None]:
-    """Switch `torch.nn.utils.parametrize.cached()` off: its cache is keyed by the live module, for all replicas alike.
-
-    Fallback: nothing happens.
-    """
-    parametrize: Any = torch.nn.utils.parametrize
-    cached = getattr(parametrize, "_cache_enabled", 0)  # how many `cached()` are open, in whatever thread
-    if not cached:
-        yield
-        return
-    parametrize._cache_enabled -= cached
-    try:
-        yield
-    finally:
-        parametrize._cache_enabled += cached
 
 
 def timeout_of_group(group: Any) -> timedelta:
