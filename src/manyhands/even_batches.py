@@ -5,6 +5,7 @@ whether they have a batch left; who has none while others do goes on with batche
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def even_batches(cluster: Cluster | None, loader: Iterable[Any], dim: int) -> It
     is_first, has_more = True, True
     while True:
         # Who has come to the end is not asked again: there are iterators that would begin anew.
-        batch = list(_next(following)) if has_more else []
+        batch = list(islice(following, 1)) if has_more else []
         has_more = bool(batch)
         left = [bool(has) for (has,) in cluster.gather([len(batch)], _DOING)()]
         if not any(left):
@@ -80,10 +81,3 @@ def without_rows(batch: Any, dim: int) -> Any:
         return leaf.narrow(dim, 0, 0).clone() if leaf.size(dim) == rows else leaf
 
     return nested.map_leaves(cut, batch)
-
-
-def _next(following: Iterator[Any]) -> Iterator[Any]:
-    """Yield the next item, if there is one."""
-    for item in following:
-        yield item
-        return
