@@ -839,6 +839,23 @@ def test_ctrl_c_while_the_fork_server_starts(monkeypatch, capfd):
     assert capfd.readouterr().err == ""
 
 
+def test_ctrl_c_while_workers_of_another_model_start(wrap, monkeypatch):
+    """F3: the fork server is ended, and with it the workers of all models; those that were idle are replaced."""
+    model, other, x = wrap(nn.Linear(3, 2)), wrap(nn.Linear(3, 2)), torch.randn(4, 3)
+    model(x)
+    receive = Channel.receive
+
+    def interrupted(self):
+        monkeypatch.setattr(Channel, "receive", receive)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Channel, "receive", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        other(x)
+    for wrapped in (model, other):
+        torch.testing.assert_close(wrapped(x), wrapped.module(x))
+
+
 def test_a_fork_server_whose_caller_goes_before_the_answer(monkeypatch, capfd):
     """F3: a program that is killed while its first workers start leaves nothing, nor is there anything to read."""
     server = fork_server.ForkServer()
@@ -1014,6 +1031,7 @@ def test_what_a_class_of_main_holds_that_pickle_looks_up_by_name():
                 self.layer = torch.nn.Linear(2, 2)
                 self.layers = [weakref.proxy(self.layer)]
                 self.gone = [weakref.proxy(torch.nn.Linear(2, 2))]
+                self.owner = weakref.proxy(owner)
 
             @functools.cached_property
             def factor(self):
@@ -1031,6 +1049,10 @@ def test_what_a_class_of_main_holds_that_pickle_looks_up_by_name():
             def forward(self, x):
                 return self.layers[0](x) * self.factor + self.positions(2) + fibonacci(7) + self.number(1)
 
+        class Owner:
+            pass
+
+        owner = Owner()
         model, x = Model(), torch.randn(4, 2)
         results = []
         for wrapped in (model, manyhands.DataParallel(model, ["cpu"] * 2, engine="processes")):

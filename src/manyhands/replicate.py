@@ -262,7 +262,7 @@ class Blueprint:
     def _look_at_script_attributes(self, module: nn.Module, found: dict[int, nn.Module | torch.Tensor]) -> None:
         for name, value in torch_private.script_attributes(module).items():
             led_to = references(value)
-            if isinstance(value, torch.Tensor) and not value.requires_grad:
+            if issubclass(type(value), torch.Tensor) and not value.requires_grad:
                 self.constants[id(value)] = value
             if led_to:
                 self._script_attributes.append((id(module), name, value))
@@ -272,7 +272,7 @@ class Blueprint:
         """Add what an attribute leads to to `found`; remember the attribute if it leads anywhere."""
         value = module.__dict__[name]
         self.compiled = self.compiled or torch_private.is_compiled(value)
-        if isinstance(value, torch.Tensor) and not value.requires_grad:
+        if issubclass(type(value), torch.Tensor) and not value.requires_grad:
             self.constants[id(value)] = value
         led_to = references(value)
         if led_to:

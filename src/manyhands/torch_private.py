@@ -209,7 +209,7 @@ def is_tracing() -> bool:
 
 def is_compiled(function: object) -> bool:
     """Return whether `function` is one that torch.compile returned. Fallback: False."""
-    return isinstance(function, types.FunctionType) and "_torchdynamo_orig_callable" in function.__dict__
+    return issubclass(type(function), types.FunctionType) and "_torchdynamo_orig_callable" in function.__dict__
 
 
 def has_compiled_call(module: torch.nn.Module) -> bool:

@@ -45,6 +45,10 @@ class ForkServer:
         self._channel: Channel | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
+    @property
+    def is_running(self) -> bool:
+        return self._channel is not None
+
     def fork(self, own_cores: Sequence[int], seed: int) -> tuple[int, Channel]:
         """Start a worker; return its process id and the channel to it."""
         own, others = Channel.pair()

@@ -152,7 +152,13 @@ class Team:
         self.members: list[Member] = []  # the last of what `end` needs
         _teams.add(self)
         for i in range(num_workers):
-            pid, channel = fork_server.server.fork(parts[i + 1], (torch.initial_seed() + i + 1) & 0xFFFFFFFF)
+            try:
+                pid, channel = fork_server.server.fork(parts[i + 1], (torch.initial_seed() + i + 1) & 0xFFFFFFFF)
+            except BaseException:
+                if not fork_server.server.is_running:  # Ctrl-C has ended it, and so the workers of all teams
+                    for team in list(_teams):
+                        team.ended = True
+                raise
             self.members.append(Member(pid, channel))
 
     def forget_graph(self, graph: int) -> None:
