@@ -93,6 +93,8 @@ def test_a_run_goes_on_with_its_own_options() -> None:
         (["--schedule", "linear"], "argument --schedule: invalid choice: 'linear'"),
         (["--output", "file"], "is not a folder; name another one (--output DIR)"),
         (["--resume", "absent"], "--resume absent: there is no such folder"),
+        (["--output", ""], "argument --output: expected the name of a folder, got ''"),
+        (["--resume", ""], "argument --resume: expected the name of a folder, got ''"),
         (["--resume", "empty"], "--resume empty: no checkpoint.pt in it"),
         (["--resume", "empty", "--output", "x"], "--resume empty goes on in the same folder: leave out --output"),
         (["--batchsize", "3"], "there is no option --batchsize"),
@@ -154,6 +156,28 @@ def test_the_first_line_says_how_it_is_computed(capsys: pytest.CaptureFixture[st
     assert lines[2] == "cpu has no TF32: float32 stays exact, as with --precision fp32"
 
 
+def test_an_option_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--quiet"]) == 2
+    assert (
+        capsys.readouterr().err == "manyhands: error: there is no option --quiet (manyhands --help lists the options)\n"
+    )
+
+
+def test_this_folder_is_a_folder() -> None:
+    assert main([*SMALL, "--output", "."]) == 0
+    assert Path("checkpoint.pt").exists()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell's way to close them")
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&- 2>&-"])
+def test_standard_streams_that_are_closed(closed: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", "-m", "manyhands", *SMALL, "--output", "out"]
+    shell = ["sh", "-c", f'exec "$0" "$@" {closed}', *command]
+    done = subprocess.run(shell, cwd=tmp_path, capture_output=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert (tmp_path / "out" / "checkpoint.pt").exists()
+
+
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     """A limit on the size of files, which the checkpoint is the first to reach."""
     script = f"""
@@ -167,6 +191,7 @@ sys.exit(main({[*SMALL, "--output", "out"]}))
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith("manyhands train: error: out/checkpoint.pt cannot be written (File too large)")
+    assert done.stderr.endswith("; nothing had been saved before\n")
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "out" / "checkpoint.pt").exists()
 

@@ -77,6 +77,7 @@ files in the output folder:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with these arguments (None: those of the process), and return its exit status."""
     argv = sys.argv[1:] if argv is None else argv
+    _open_what_is_closed()
     ranks, command = ALONE, " ".join(["manyhands", *(name for name in argv[:1] if name in _COMMANDS)])
 
     def fail(reason: object, status: int) -> int:
@@ -115,6 +116,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
 
 
+def _open_what_is_closed() -> None:
+    """Open the standard streams that were closed (`>&-`) to nothing, so that nothing else comes to have their numbers.
+
+    Python has None for these, and the system would give the next file that is opened the number of the first of them.
+    """
+    if sys.stdin is None:
+        os.open(os.devnull, os.O_RDONLY)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process lasts
+
+
 def _parsed(argv: Sequence[str]) -> dict[str, Any] | None:
     """Return what was given, with the parser and the function of the subcommand; None, and help, without one.
 
@@ -125,6 +138,8 @@ def _parsed(argv: Sequence[str]) -> dict[str, Any] | None:
     arguments, unknown = parser.parse_known_args(argv)
     given = vars(arguments)
     if given.pop("command") is None:
+        if unknown:
+            parser.error(f"there is no option {unknown[0]}")
         parser.print_help()
         return None
     subparser = given.pop("parser")
@@ -246,6 +261,12 @@ def _parser() -> _Parser:
     return parser
 
 
+def _folder(name: str) -> Path:
+    if not name:  # which a path would take for "."
+        raise argparse.ArgumentTypeError("expected the name of a folder, got ''")
+    return Path(name)
+
+
 def _add_train_options(parser: argparse.ArgumentParser) -> None:
     default = Options()
 
@@ -337,11 +358,13 @@ def _add_train_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--seed", type=int, metavar="N", help=f"for weights and order (default: {default.seed})")
 
     results = parser.add_argument_group("results")
-    results.add_argument("--output", type=Path, metavar="DIR", help="the folder for them (default: runs/ and the time)")
+    results.add_argument(
+        "--output", type=_folder, metavar="DIR", help="the folder for them (default: runs/ and the time)"
+    )
     results.add_argument("--overwrite", action="store_true", help="replace the run that is in the folder")
     results.add_argument(
         "--resume",
-        type=Path,
+        type=_folder,
         metavar="DIR",
         help="go on with the run in this folder, with its options; --devices, --engine, --compile and "
         "--epochs may be given anew",

@@ -47,6 +47,7 @@ def test_files_of_others_by_the_same_names_are_not_deleted(tmp_path: Path, name:
     with pytest.raises(FolderError, match="holds a run already"):
         RunFolder.for_new_run(tmp_path)
     assert (tmp_path / name).read_text() == '{"mine": 1}'
+    assert [path.name for path in tmp_path.iterdir()] == [name], "something of ours was left there"
 
 
 def test_a_default_folder_that_another_run_has_just_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

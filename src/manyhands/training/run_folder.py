@@ -56,12 +56,12 @@ class RunFolder:
         Raises:
             FolderError: the folder cannot be made, or holds a run and `overwrite` is false.
         """
-        if path is not None and not path.name:
-            raise FolderError("--output is empty: name a folder (--output DIR)")
         folder = cls(path or Path("runs") / time.strftime("%Y-%m-%d-%H-%M-%S"))
         folder.must_be_new = path is None  # two runs begun in one second must not share one
         if folder.holds_a_run() and not overwrite:
-            folder.claim()  # raises where that run is going on; it could be neither gone on with nor replaced
+            if folder._lock.exists():  # nothing is left in a folder that is not ours
+                folder.claim()  # raises where that run is going on; it could be neither gone on with nor replaced
+                folder.release()
             raise FolderError(
                 f"{folder} holds a run already: go on with it (--resume {folder}), replace it (--overwrite), or name "
                 "another folder (--output DIR)"
@@ -224,10 +224,10 @@ def replaced(path: Path, *, keep_as: Path | None = None) -> Iterator[Path]:
             path.replace(keep_as)
         unfinished.replace(path)
     except OSError as error:
-        raise OSError(
-            f"{path} cannot be written ({error.strerror or error}); what was saved before stays, and manyhands train "
-            f"--resume {path.parent} goes on from there"
-        ) from error
+        saved = "nothing had been saved before"
+        if RunFolder(path.parent).can_be_resumed():
+            saved = f"what was saved before stays, and manyhands train --resume {path.parent} goes on from there"
+        raise OSError(f"{path} cannot be written ({error.strerror or error}); {saved}") from error
     finally:
         unfinished.unlink(missing_ok=True)
     if sys.platform != "win32":  # the names themselves; Windows has no way to ask for it
