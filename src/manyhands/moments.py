@@ -100,10 +100,7 @@ class Statistics:
         Args:
             of_gradient: links the statistics to x, as `with_history` would do; None: they have their history.
         """
-        if of_gradient is not None:
-            output: torch.Tensor = _LinkedNormalise.apply(x, self, weight, bias, eps, of_gradient)  # type: ignore[no-untyped-call]
-        else:
-            output = _Normalise.apply(x, self.mean, self.var, weight, bias, eps)  # type: ignore[no-untyped-call]
+        output: torch.Tensor = _Normalise.apply(x, self.mean, self.var, weight, bias, eps, self.count, of_gradient)  # type: ignore[no-untyped-call]
         return output
 
 
@@ -126,7 +123,10 @@ class _Moments(torch.autograd.Function):
 
 
 class _Normalise(torch.autograd.Function):
-    """Batch norm with a given mean and variance, differentiable in these too."""
+    """Batch norm with a given mean and variance, differentiable in these too.
+
+    Where they have no history, and are linked to x instead, what goes to x by way of them is part of its gradient.
+    """
 
     @staticmethod
     def forward(
@@ -137,86 +137,38 @@ class _Normalise(torch.autograd.Function):
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
+        count: int,
+        of_gradient: OfGradient | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, mean, var, weight)
         ctx.eps, ctx.bias_dtype = eps, bias.dtype if bias is not None else None
-        return _normalised(x, mean, var, weight, bias, eps)
+        ctx.count, ctx.of_gradient = count, of_gradient
+        weight, bias = (None if tensor is None else tensor.to(mean.dtype) for tensor in (weight, bias))
+        return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, False)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, mean, var, weight = ctx.saved_tensors
-        scale, of_statistics, grad_weight, grad_bias = _backward(grad, x, mean, var, weight, ctx.bias_dtype, ctx.eps)
-        grad_x = (grad * _a_channel(scale, x)).to(x.dtype) if ctx.needs_input_grad[0] else None
-        return grad_x, *of_statistics.unbind(), grad_weight, grad_bias, None
-
-
-class _LinkedNormalise(torch.autograd.Function):
-    """`_Normalise` by statistics that are linked to x as by `_Moments`: one node for both."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        known: Statistics,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        eps: float,
-        of_gradient: OfGradient,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, known.mean, known.var, weight, bias)
-        ctx.count, ctx.eps, ctx.of_gradient = known.count, eps, of_gradient
-        return _normalised(x, known.mean, known.var, weight, bias, eps)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, mean, var, weight, bias = ctx.saved_tensors
-        if torch.is_grad_enabled():  # derivatives of higher order need the statistics' history
+        if ctx.of_gradient is not None and torch.is_grad_enabled():  # for derivatives of higher order
             linked = Statistics(ctx.count, mean, var).with_history(x, ctx.of_gradient)
-            output = linked.normalise(x, weight, bias, ctx.eps)
-            wanted = [tensor for tensor in (x, weight, bias) if tensor is not None and tensor.requires_grad]
-            found = iter(torch.autograd.grad(output, wanted, grad, create_graph=True))
-            grads = [next(found) if t is not None and t.requires_grad else None for t in (x, weight, bias)]
-            return grads[0], None, *grads[1:], None, None
-        bias_dtype = bias.dtype if bias is not None else None
-        scale, of_statistics, grad_weight, grad_bias = _backward(grad, x, mean, var, weight, bias_dtype, ctx.eps)
+            mean, var = linked.mean, linked.var
+        inverse_std = torch.rsqrt(var + ctx.eps)
+        scale = inverse_std if weight is None else inverse_std * weight
+        grad_scaled, grad_shift = _sums(grad, x, mean, var, inverse_std, ctx.eps)
+        of_statistics = torch.stack([-scale * grad_shift, -0.5 * scale * inverse_std * grad_scaled])
         grad_x = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0] and ctx.of_gradient is None:
+            grad_x = (grad * _a_channel(scale, x)).to(x.dtype)
+        elif ctx.needs_input_grad[0]:
             grad_x = _of_rows(x, mean, ctx.count, ctx.of_gradient(of_statistics))
             grad_x = grad_x.addcmul_(grad, _a_channel(scale, x)).to(x.dtype)
-        return grad_x, None, grad_weight, grad_bias, None, None
-
-
-def _normalised(
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    var: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-) -> torch.Tensor:
-    weight, bias = (None if tensor is None else tensor.to(mean.dtype) for tensor in (weight, bias))
-    return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, False)
-
-
-def _backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    var: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias_dtype: torch.dtype | None,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return by what `grad` is that of x, and the gradients of mean and variance (as one tensor), weight and bias."""
-    inverse_std = torch.rsqrt(var + eps)
-    scale = inverse_std if weight is None else inverse_std * weight
-    grad_scaled, grad_shift = _sums(grad, x, mean, var, inverse_std, eps)
-    return (
-        scale,
-        torch.stack([-scale * grad_shift, -0.5 * scale * inverse_std * grad_scaled]),
-        grad_scaled.to(weight.dtype) if weight is not None else None,
-        grad_shift.to(bias_dtype) if bias_dtype is not None else None,
-    )
+        return (
+            grad_x,
+            *(of_statistics.unbind() if ctx.of_gradient is None else (None, None)),
+            grad_scaled.to(weight.dtype) if weight is not None else None,
+            grad_shift.to(ctx.bias_dtype) if ctx.bias_dtype is not None else None,
+            *(None, None, None),
+        )
 
 
 def _of_rows(x: torch.Tensor, mean: torch.Tensor, count: int, of_statistics: torch.Tensor) -> torch.Tensor:
@@ -227,8 +179,6 @@ def _of_rows(x: torch.Tensor, mean: torch.Tensor, count: int, of_statistics: tor
     shift, slope = (_a_channel(each, x) for each in (of_statistics / max(count, 1)).unbind())
     # The difference first: where the mean is large, a product with x would lose what small differences say.
     centred = x - _a_channel(mean, x)
-    if torch.is_grad_enabled():
-        return torch.addcmul(shift, centred, 2 * slope)
     return centred.mul_(2 * slope).add_(shift)  # in place: passes over memory are what this takes
 
 
