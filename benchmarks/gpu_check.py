@@ -71,16 +71,16 @@ class Group:
 
 
 GPU_TESTS = (
-    "tests/test_gpu.py",
-    "tests/test_gpu_order.py",
-    "tests/test_gpu_processes.py",
-    "tests/training/test_on_a_gpu.py",
+    "tests/gpu/test_gpu.py",
+    "tests/gpu/test_order.py",
+    "tests/gpu/test_processes.py",
+    "tests/gpu/test_training.py",
 )
 
 
 def groups_for(kind: str, count: int) -> list[Group]:
     """Return what is run on a machine with `count` accelerators, the most telling first."""
-    suite = ["tests/test_engines.py", "-m", "not slow"]
+    suite = ["tests/contract/test_engines.py", "-m", "not slow"]
     every = ",".join(f"{kind}:{index}" for index in range(count))
     groups = [
         Group("GPU tests", "tests", [*GPU_TESTS, "-m", "gpu"], 170, check_limit_s=150),  # torch.compile takes its time
@@ -99,9 +99,9 @@ def groups_for(kind: str, count: int) -> list[Group]:
 
 def dry_groups() -> list[Group]:
     """Return a few checks of each kind on the CPU, to show that this program works."""
-    suite = ["tests/test_engines.py", "-m", "not slow", "-k", "accumulate and threads"]
+    suite = ["tests/contract/test_engines.py", "-m", "not slow", "-k", "accumulate and threads"]
     return [
-        Group("GPU tests", "tests", ["tests/test_gpu_processes.py", "-k", "sparse"], 60),
+        Group("GPU tests", "tests", ["tests/gpu/test_processes.py", "-k", "sparse"], 60),
         Group("engine contract", "tests", suite, 60, {"MANYHANDS_TEST_DEVICES": "cpu"}),
         Group("figures", "figures", ["cpu", "--dry"], 120),
     ]

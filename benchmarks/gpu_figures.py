@@ -32,10 +32,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from manyhands import DataParallel
 from manyhands.bench import one_device
-from manyhands.devices import float32_products
+from manyhands.console.errors import OptionError
+from manyhands.runtime.devices import float32_products
 from manyhands.training import data, display, loop, models, schedule
 from manyhands.training.compiling import expect_compiler
-from manyhands.training.errors import OptionError
 from manyhands.training.options import Options
 from manyhands.training.run import Run
 from manyhands.training.run_folder import RunFolder

@@ -43,7 +43,7 @@ def rows_of(document: str) -> list[str]:
 def tests_by_row() -> dict[str, dict[str, list[str]]]:
     """Return row -> test file -> names of the tests that it belongs to."""
     found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for path in sorted(TESTS.glob("test_*.py")):
+    for path in sorted(TESTS.rglob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 for row in rows_named(ast.get_docstring(node) or ""):

@@ -19,7 +19,7 @@ if num_processes := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
 
 import torch
 
-from manyhands import errors
+from manyhands.runtime import errors
 
 # How many examples the property tests draw: 200 in `make test`, and with --hypothesis-profile=thorough, as in `make
 # test-all`, 2,000. They are drawn from a fixed seed, one a test: a commit that was green stays green, and whoever runs
@@ -64,7 +64,7 @@ def float64() -> Iterator[None]:
 @pytest.fixture
 def no_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without accelerators, whatever this one has."""
-    monkeypatch.setattr("manyhands.devices.accelerators", list)
+    monkeypatch.setattr("manyhands.runtime.devices.accelerators", list)
 
 
 @pytest.fixture

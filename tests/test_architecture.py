@@ -18,88 +18,25 @@ import manyhands
 
 PACKAGE = Path(manyhands.__file__).parent
 
-# The files from the lowest to the highest: each imports only from files before it, except within a layer that is in
-# brackets, which only has to be free of cycles. `manyhands` and `manyhands.engines` are the packages' __init__.py.
-LAYERS: list[str | list[str]] = [
-    "manyhands.errors",
-    "manyhands.torch_private",
-    "manyhands.batch_types",
-    "manyhands.nested",
-    "manyhands.shares",
-    "manyhands.layouts",
-    "manyhands.buckets",
-    "manyhands.rules",
-    "manyhands.devices",
-    "manyhands.copy_streams",
-    "manyhands.launcher",
-    "manyhands.notices",
-    "manyhands.cluster",
-    "manyhands.even_batches",
-    "manyhands.cores",
-    "manyhands.freed_memory",
-    "manyhands.thread_state",
-    "manyhands.workers",
-    "manyhands.meeting",
-    "manyhands.random_streams",
-    "manyhands.inputs",
-    "manyhands.outputs",
-    "manyhands.scatter_gather",
-    "manyhands.rebind",
-    "manyhands.replicate",
-    "manyhands.parallel_apply",
-    "manyhands.moments",
-    "manyhands.batch_norm",
-    "manyhands.batch_norm_over_processes",
-    "manyhands.engines",
-    "manyhands.engines.agreement",
-    "manyhands.engines.comm_hooks",
-    "manyhands.engines.bucketed_sum",
-    "manyhands.engines.reduction",
-    "manyhands.engines.base",
-    "manyhands.engines.early_sums",
-    "manyhands.engines.apart",
-    "manyhands.engines.boundary",
-    "manyhands.engines.turns",
-    "manyhands.engines.replicas",
-    "manyhands.engines.joined",
-    "manyhands.engines.threads",
-    "manyhands.engines.shared_memory",
-    "manyhands.engines.transport",
-    "manyhands.engines.shared_sums",
-    "manyhands.engines.collectives",
-    "manyhands.engines.channel",
-    "manyhands.engines.far_meeting",
-    "manyhands.engines.pickling",
-    "manyhands.engines.changes",
-    "manyhands.engines.mirror",
-    "manyhands.engines.messages",
-    "manyhands.engines.worker_module",
-    "manyhands.engines.worker",
-    "manyhands.engines.fork_server",
-    "manyhands.engines.team",
-    "manyhands.engines.divided",
-    "manyhands.engines.processes",
-    "manyhands.wrapper",
-    "manyhands.data_parallel",
-    "manyhands.verification",
-    "manyhands.verification.report",
-    "manyhands.verification.compare",
-    "manyhands.verification.state",
-    "manyhands.verification.watch",
-    "manyhands.verification.step",
-    "manyhands.verification.causes",
-    "manyhands.verify",
+# The packages, lowest first: each imports only from those before it. `manyhands` is what a user imports.
+PACKAGES = [
+    "runtime",
+    "primitives",
+    "distributed",
+    "sync_batch_norm",
+    "autograd",
+    "engines",
+    "wrapper",
+    "data_parallel",
+    "console",
+    "verification",
     "manyhands",
-    "manyhands.testing",
-    ["manyhands.training.*"],
-    "manyhands.targets",
-    "manyhands.verify_command",
-    ["manyhands.bench.*"],
-    "manyhands.bench_command",
-    ["manyhands.plan.*"],
-    "manyhands.plan_command",
-    "manyhands.cli",
-    "manyhands.__main__",
+    "testing",
+    "training",
+    "bench",
+    "plan",
+    "cli",
+    "__main__",
 ]
 
 
@@ -109,24 +46,20 @@ def name_of(path: Path) -> str:
 
 
 SOURCES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
-LIBRARY = [
-    name
-    for name in SOURCES
-    if "training" not in name
-    and ".bench" not in name
-    and name not in ("manyhands.cli", "manyhands.__main__", "manyhands.verify_command", "manyhands.bench_command")
-]
+
+
+def package_of(module: str) -> str:
+    """Return the package or the file at the root that a module belongs to: `manyhands.runtime.rng` -> "runtime"."""
+    return module.split(".")[min(1, module.count("."))]
+
+
+# What `import manyhands` can lead to; the commands need more than torch.
+COMMANDS = ("console", "training", "bench", "plan", "cli", "__main__")
+LIBRARY = [name for name in SOURCES if package_of(name) not in COMMANDS and name != "manyhands.verification.command"]
 
 
 def tree_of(module: str) -> ast.Module:
     return ast.parse(SOURCES[module].read_text(encoding="utf-8"))
-
-
-def layer_of(module: str) -> int:
-    for number, layer in enumerate(LAYERS):
-        if layer == module or (isinstance(layer, list) and f"{module}.".startswith(layer[0].removesuffix("*"))):
-            return number
-    pytest.fail(f"{module} has no place in LAYERS: add it there and to docs/architecture.md")
 
 
 def imported_by(module: str) -> Iterator[tuple[str, int]]:
@@ -212,17 +145,28 @@ def test_examples_in_the_sources_run(module):
 
 
 @pytest.mark.parametrize("module", SOURCES)
-def test_imports_run_in_one_direction(module):
-    own = layer_of(module)
+def test_packages_import_from_lower_packages(module):
+    own = PACKAGES.index(package_of(module))
     for imported, line in imported_by(module):
-        other = layer_of(imported)
-        assert other < own or (other == own and isinstance(LAYERS[own], list)), f"{module}:{line} imports {imported}"
+        other = PACKAGES.index(package_of(imported))
+        assert other <= own, f"{module}:{line} imports {imported}, which is above it"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_files_of_a_package_have_no_import_cycle(package):
+    waiting = {name: {imported for imported, _ in imported_by(name)} for name in SOURCES if package_of(name) == package}
+    assert waiting, f"there is no {package}"
+    while waiting:
+        done = [name for name, needs in waiting.items() if not (needs - {name}) & waiting.keys()]
+        assert done, f"these import each other: {sorted(waiting)}"
+        for name in done:
+            del waiting[name]
 
 
 NEEDED = {"torch", "cloudpickle"}
 
 
-@pytest.mark.parametrize("module", [name for name in LIBRARY if ".plan" not in name])
+@pytest.mark.parametrize("module", LIBRARY)
 def test_the_library_needs_nothing_but_what_pip_install_brings(module):
     """Imports in functions too, and numpy, which torch does not bring either, by way of a tensor."""
     for node in ast.walk(tree_of(module)):
@@ -243,26 +187,9 @@ def test_what_the_library_needs_is_what_the_package_asks_for():
     assert {re.split(r"[^\w.-]", requirement)[0] for requirement in required} == NEEDED
 
 
-@pytest.mark.parametrize("layer", [layer[0].removesuffix(".*") for layer in LAYERS if isinstance(layer, list)])
-def test_imports_within_a_layer_have_no_cycle(layer):
-    waiting = {m: {name for name, _ in imported_by(m)} for m in SOURCES if m.startswith(f"{layer}.")}
-    while waiting:
-        needed = set().union(*waiting.values())
-        done = [module for module, needs in waiting.items() if not needs & waiting.keys() or module not in needed]
-        assert done, f"these import each other: {sorted(waiting)}"
-        for module in done:
-            del waiting[module]
-
-
-def test_every_layer_is_there():
-    """The list does not name files that have gone."""
-    used = {layer_of(module) for module in SOURCES}
-    assert used == set(range(len(LAYERS)))
-
-
 # testing.py is left out: a device of its own needs torch's device registry, which is private in places of its own.
 @pytest.mark.parametrize(
-    "module", [name for name in SOURCES if name not in ("manyhands.torch_private", "manyhands.testing")]
+    "module", [name for name in SOURCES if name not in ("manyhands.runtime.torch_private", "manyhands.testing")]
 )
 def test_private_calls_of_torch_are_in_one_file(module):
     for node in ast.walk(tree_of(module)):
@@ -318,7 +245,7 @@ print(*sorted(set(sys.modules) - before))
     loaded = done.stdout.split()
     assert {name.split(".")[0] for name in loaded} - set(sys.stdlib_module_names) == {"manyhands"}
     own = [name for name in loaded if name.startswith("manyhands")]
-    assert {layer_of(name) for name in own} <= set(range(layer_of("manyhands") + 1))
+    assert {package_of(name) for name in own} <= set(PACKAGES[: PACKAGES.index("manyhands") + 1])
 
 
 def test_the_package_tells_type_checkers_that_it_is_typed():
@@ -328,14 +255,6 @@ def test_the_package_tells_type_checkers_that_it_is_typed():
 # ---- docs ----------------------------------------------------------------------------------------
 
 DOCS = PACKAGE.parent.parent / "docs"
-
-
-def test_the_plan_of_the_code_lists_the_same_files_in_the_same_order():
-    document = (DOCS / "architecture.md").read_text(encoding="utf-8")
-    listed = re.findall(r"^\| [^|]*\| `([\w/]+)(?:\.py|/)` \|", document, re.MULTILINE)
-    layers = [layer if isinstance(layer, str) else layer[0].removesuffix(".*") for layer in LAYERS]
-    files = [layer for layer in layers if SOURCES.get(layer, PACKAGE).name != "__init__.py" or [f"{layer}.*"] in LAYERS]
-    assert [f"manyhands.{name.replace('/', '.')}" for name in listed] == [f for f in files if f != "manyhands.__main__"]
 
 
 def test_every_row_of_the_behaviour_table_has_its_tests():

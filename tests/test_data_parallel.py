@@ -256,7 +256,7 @@ def test_unequal_devices_are_warned_about(sim, monkeypatch):
     smaller = SimpleNamespace(total_memory=4, multi_processor_count=8)
     module = SimpleNamespace(get_device_properties=lambda device: properties.get(device.index, smaller))
     monkeypatch.setattr(torch, "get_device_module", lambda device=None: module)
-    monkeypatch.setattr("manyhands.devices.computes_on_host", lambda device: device.type == "cpu")
+    monkeypatch.setattr("manyhands.runtime.devices.computes_on_host", lambda device: device.type == "cpu")
     layer = mlp().to("sim:0")
     with pytest.warns(UserWarning, match=r"less than 75 % of the memory of sim:0.*shares=\[1.0, 0.25\]") as warned:
         DataParallel(layer, [0, 1])

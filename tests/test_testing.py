@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
-from manyhands import DataParallel, devices
+from manyhands import DataParallel
+from manyhands.runtime import devices
 from manyhands.testing import SimulatedTensor, simulated_accelerators
 
 SIM0, SIM1 = torch.device("sim:0"), torch.device("sim:1")

@@ -3,13 +3,13 @@
 model = manyhands.DataParallel(model)
 """
 
-from manyhands.batch_types import register_batch_type
 from manyhands.data_parallel import DataParallel, data_parallel
-from manyhands.freed_memory import keep_freed_memory
-from manyhands.parallel_apply import parallel_apply
-from manyhands.replicate import replicate
-from manyhands.scatter_gather import gather, scatter, scatter_kwargs
-from manyhands.verify import verify
+from manyhands.primitives.batch_types import register_batch_type
+from manyhands.primitives.parallel_apply import parallel_apply
+from manyhands.primitives.replicate import replicate
+from manyhands.primitives.scatter_gather import gather, scatter, scatter_kwargs
+from manyhands.runtime.malloc import keep_freed_memory
+from manyhands.verification.verify import verify
 
 __version__ = "0.1.0"
 

@@ -14,12 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from manyhands import __version__, bench_command, keep_freed_memory, plan_command, verify_command
-from manyhands.targets import TargetError
-from manyhands.training.errors import DivergedError, Interrupted, OptionError, TrainingError
+from manyhands import __version__, keep_freed_memory
+from manyhands.bench import command as bench_command
+from manyhands.console.errors import DivergedError, Interrupted, OptionError, TrainingError
+from manyhands.plan import command as plan_command
 from manyhands.training.options import DEVICE_ORDERS, ENGINES, PRECISIONS, SCHEDULES, Options, flag
 from manyhands.training.ranks import ALONE, Ranks, launch
 from manyhands.training.run_folder import RunFolder
+from manyhands.verification import command as verify_command
+from manyhands.verification.targets import TargetError
 
 _DONE = 0
 _FAILED = 1

@@ -15,29 +15,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands import devices as _devices
-from manyhands import nested
-from manyhands.batch_norm import inside_synchronised_replica, run_synchronised
-from manyhands.batch_types import batch_type_of
-from manyhands.cluster import join
-from manyhands.devices import DeviceLike
-from manyhands.engines.base import Call, Engine, ReplicaTiming, called
-from manyhands.engines.comm_hooks import CommHook
-from manyhands.engines.joined import forward_over_processes
-from manyhands.engines.reduction import Reduction, Unjoined
+from manyhands.distributed.comm_hooks import CommHook
+from manyhands.distributed.environment import devices_of_process, started_by_launcher
+from manyhands.distributed.gradient_sync import Reduction, Unjoined
+from manyhands.distributed.process_group import join
+from manyhands.distributed.uneven_inputs import even_batches
+from manyhands.engines.base import Call, Engine, called
+from manyhands.engines.distributed import forward_over_processes
 from manyhands.engines.threads import ThreadsEngine
-from manyhands.errors import say_once
-from manyhands.even_batches import even_batches
-from manyhands.inputs import Arguments, scattered
-from manyhands.launcher import devices_of_process, started_by_launcher
-from manyhands.outputs import gathered
-from manyhands.parallel_apply import parallel_apply
-from manyhands.replicate import check_device, replicate, unchanged_on_failure
-from manyhands.rules import OutputRules, check_dim, check_dims, check_scalars
-from manyhands.scatter_gather import check_kwargs, gather
-from manyhands.shares import Shares, check_shares, split_rows
-from manyhands.thread_state import modes_that_stay
-from manyhands.workers import inside_replica, replica_device
+from manyhands.primitives import pytree
+from manyhands.primitives.batch_types import batch_type_of
+from manyhands.primitives.dims import OutputRules, check_dim, check_dims, check_scalars
+from manyhands.primitives.inputs import Arguments, scattered
+from manyhands.primitives.outputs import gathered
+from manyhands.primitives.parallel_apply import parallel_apply
+from manyhands.primitives.replicate import check_device, replicate, unchanged_on_failure
+from manyhands.primitives.scatter_gather import check_kwargs, gather
+from manyhands.primitives.split_sizes import Shares, check_shares, split_rows
+from manyhands.runtime import devices as _devices
+from manyhands.runtime.devices import DeviceLike
+from manyhands.runtime.errors import say_once
+from manyhands.runtime.thread_pool import ReplicaTiming, inside_replica, replica_device
+from manyhands.runtime.thread_state import modes_that_stay
+from manyhands.sync_batch_norm.function_mode import inside_synchronised_replica, run_synchronised
 from manyhands.wrapper import Wrapper, accept_clean_names
 
 _ENGINES = ("threads", "processes")
@@ -66,7 +66,7 @@ _VERBS = ("replicate", "scatter", "parallel_apply", "gather")
 def _new_engine(name: str) -> Engine:
     if name == "threads":
         return ThreadsEngine()
-    from manyhands.engines.processes import ProcessesEngine  # only now: it needs more than torch
+    from manyhands.engines.processes.engine import ProcessesEngine  # only now: it needs more than torch
 
     return ProcessesEngine()
 
@@ -594,7 +594,7 @@ def _moved(value: Any, device: torch.device) -> Any:
     """Return a value with its tensors on `device`, each itself if it is there already."""
     if isinstance(value, torch.Tensor):  # the common case, without a walk
         return value if value.device == device else _devices.copy_to(value, device)
-    return nested.map_tensors(lambda tensor: _devices.copy_to(tensor, device), value)
+    return pytree.map_tensors(lambda tensor: _devices.copy_to(tensor, device), value)
 
 
 def data_parallel(

@@ -39,7 +39,7 @@ from typing import Any
 
 import torch
 
-from manyhands import devices
+from manyhands.runtime import devices
 
 __all__ = ["SimulatedTensor", "simulated_accelerators"]
 
@@ -205,8 +205,8 @@ class SimulatedTensor(torch.Tensor):
 def simulated_accelerators(count: int) -> Iterator[list[torch.device]]:
     """Make manyhands believe that this machine has `count` accelerators, `sim:0` to `sim:{count - 1}`.
 
-    It replaces `manyhands.devices.accelerators`, for all threads of the process, until the context ends; of contexts
-    that are open at once, the one opened last counts.
+    It replaces `manyhands.runtime.devices.accelerators`, for all threads of the process, until the context ends; of
+    contexts that are open at once, the one opened last counts.
 
     >>> import manyhands
     >>> with simulated_accelerators(2):

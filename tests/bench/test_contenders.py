@@ -9,7 +9,7 @@ from torch import nn
 from manyhands.bench import contenders, workloads
 from manyhands.bench.contenders import Contender, Task, is_installed, step_of
 from manyhands.bench.results import mean_over_rows
-from manyhands.targets import TargetError
+from manyhands.verification.targets import TargetError
 
 SCRIPT = """\
 import torch

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from manyhands.console.errors import FolderError
 from manyhands.training import checkpoint
 from manyhands.training.checkpoint import Progress
-from manyhands.training.errors import FolderError
 from manyhands.training.run_folder import RunFolder
 
 CPU = [torch.device("cpu")]

@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from manyhands.training.errors import Interrupted
+from manyhands.console.errors import Interrupted
 from manyhands.training.interrupts import StopRequest
 
 

@@ -19,9 +19,9 @@ from torch._dynamo.exc import InternalTorchDynamoError
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from manyhands.console.errors import DivergedError, Interrupted, OptionError
 from manyhands.training import data, loop, models, under_way
 from manyhands.training import run as run_module
-from manyhands.training.errors import DivergedError, Interrupted, OptionError
 from manyhands.training.interrupts import StopRequest
 from manyhands.training.loop import evaluate, train
 from manyhands.training.options import Options
@@ -358,7 +358,7 @@ def test_data_that_fit_are_trained_on_where_the_model_is(
     uninterrupted: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sim: list[torch.device]
 ) -> None:
     """On a simulated accelerator: nothing is copied from the host within an epoch but the order of the rows."""
-    monkeypatch.setattr("manyhands.devices.has_room_for", lambda device, num_bytes: True)
+    monkeypatch.setattr("manyhands.runtime.devices.has_room_for", lambda device, num_bytes: True)
     run = Run.begin(replace(SMALL, devices="1"), new_folder(tmp_path), Recorder())
     assert {tensor.device for tensor in (run.dataset.train_images, run.dataset.test_labels)} == {sim[0]}
     with contextlib.closing(run), StopRequest() as stop:

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.training.errors import FolderError
+from manyhands.console.errors import FolderError
 from manyhands.training.metrics import EpochRecord, Metrics, StepRecord
 
 

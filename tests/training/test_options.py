@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.training.errors import OptionError
+from manyhands.console.errors import OptionError
 from manyhands.training.options import Options, flag
 
 

@@ -4,10 +4,11 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands import devices
-from manyhands.training.errors import OptionError
+from manyhands.console.device_option import choose_devices
+from manyhands.console.errors import OptionError
+from manyhands.runtime import devices
 from manyhands.training.options import Options
-from manyhands.training.placement import choose_devices, expect_combination
+from manyhands.training.placement import expect_combination
 
 CPU = torch.device("cpu")
 

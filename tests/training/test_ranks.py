@@ -14,16 +14,16 @@ import cloudpickle
 import pytest
 import torch
 
+from helpers.ranks import end_ranks, run_ranks
 from manyhands.cli import main
+from manyhands.console.errors import FolderError, Interrupted, OptionError
 from manyhands.training import data, loop, under_way
 from manyhands.training.display import Silent
-from manyhands.training.errors import FolderError, Interrupted, OptionError
 from manyhands.training.loop import train
 from manyhands.training.options import Options
 from manyhands.training.ranks import ALONE, Ranks, launch
 from manyhands.training.run import Run
 from manyhands.training.run_folder import RunFolder
-from ranks import end_ranks, run_ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

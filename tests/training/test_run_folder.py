@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.training.errors import FolderError
+from manyhands.console.errors import FolderError
 from manyhands.training.run_folder import RunFolder, replaced
 
 

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.data_parallel import DataParallel
-from manyhands.inputs import Arguments, scattered
-from manyhands.scatter_gather import scatter
-from manyhands.shares import split_rows
-from manyhands.targets import TargetError, build_arguments, current_folder_first
+from manyhands.primitives.inputs import Arguments, scattered
+from manyhands.primitives.scatter_gather import scatter
+from manyhands.primitives.split_sizes import split_rows
 from manyhands.verification.compare import tensors_in
+from manyhands.verification.targets import TargetError, build_arguments, current_folder_first
 
 LIBRARIES = {"accelerate": ("accelerate",), "fabric": ("lightning_fabric", "lightning")}
 OURS = ("threads", "processes")

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from manyhands.bench.contenders import Contender, Task, step_of, take_part_of_cores
-from manyhands.freed_memory import keep_freed_memory
-from manyhands.targets import TargetError, said_by
+from manyhands.runtime.malloc import keep_freed_memory
+from manyhands.verification.targets import TargetError, said_by
 
 
 @dataclass(frozen=True)

@@ -1,63 +1,23 @@
 """The engine contract: run the replicas of one forward over their shards, and be closed.
 
 An engine is asked for the gathered output of one forward. If it needs a backward, it is part of that output's graph;
-nobody calls it. tests/test_engines.py is the contract's test suite, and runs over every engine there is.
+nobody calls it. tests/contract/test_engines.py is the contract's test suite, and runs over every engine there is.
 """
 
 import abc
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
 
-from manyhands.batch_norm_over_processes import BeyondThisProcess
-from manyhands.engines.reduction import Contribution
-from manyhands.inputs import Arguments
-from manyhands.meeting import Beyond
-from manyhands.rules import OutputRules
-
-# What surrounds replica i in its own thread, for one pass over all replicas: the forward, or one walk of their graphs.
-# It is entered before the caller's thread state is taken over, and left even if that fails.
-Surroundings: TypeAlias = Callable[[int], AbstractContextManager[None]]
-# What surrounds the whole pass, in the caller's thread, and gives the replicas their surroundings. It is left with an
-# exception where the pass has failed.
-BeginPass: TypeAlias = Callable[[], AbstractContextManager[Surroundings]]
-
-
-@contextlib.contextmanager
-def one_pass(begin: Sequence[BeginPass]) -> Iterator[Surroundings]:
-    """Surround one pass over all replicas; yield what surrounds each of them in it, the first outermost."""
-    with contextlib.ExitStack() as stack:
-        yield partial(_all_of, [stack.enter_context(begin_one()) for begin_one in begin])
-
-
-@contextlib.contextmanager
-def _all_of(each: Sequence[Surroundings], index: int) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for surroundings in each:
-            stack.enter_context(surroundings(index))
-        yield
-
-
-@dataclass
-class ReplicaTiming:
-    """What one replica did in the last step.
-
-    Attributes:
-        device: where it stood.
-        rows: its share of the batch.
-        forward_s, backward_s: seconds it took; on an accelerator, to queue the work. 0 until it has ended.
-    """
-
-    device: torch.device
-    rows: int
-    forward_s: float = 0.0
-    backward_s: float = 0.0
+from manyhands.distributed.gradient_sync import Contribution
+from manyhands.primitives.dims import OutputRules
+from manyhands.primitives.inputs import Arguments
+from manyhands.runtime.thread_pool import ReplicaTiming
+from manyhands.sync_batch_norm.across_processes import BeyondThisProcess
+from manyhands.sync_batch_norm.exchange import Beyond
 
 
 @dataclass(frozen=True)

@@ -25,13 +25,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands import devices as _devices
-from manyhands import nested
-from manyhands.batch_norm import BatchNormOverReplicas, Walk
-from manyhands.copy_streams import Copies
-from manyhands.engines.base import BeginPass, Call, Engine, ReplicaTiming, beyond_this_process, called, one_pass
-from manyhands.engines.boundary import Alias, AroundWalk, Boundary, Edge, Graphs
-from manyhands.engines.replicas import (
+from manyhands.autograd.boundary import Alias, BackwardContext, Boundary, Edge, Graphs
+from manyhands.engines.base import Call, Engine, beyond_this_process, called
+from manyhands.engines.compile_lock import Turns
+from manyhands.engines.replica import (
     Inputs,
     Stamp,
     carries_objects,
@@ -40,14 +37,17 @@ from manyhands.engines.replicas import (
     pass_on_gradients,
     stamped,
 )
-from manyhands.engines.turns import Turns
-from manyhands.layouts import Whole
-from manyhands.meeting import MeetingHere
-from manyhands.outputs import Outputs
-from manyhands.parallel_apply import values_or_raise
-from manyhands.random_streams import own_streams
-from manyhands.replicate import Blueprint, check_device, collector_paused, unchanged_on_failure
-from manyhands.workers import inside_replica, run_together
+from manyhands.primitives import pytree
+from manyhands.primitives.outputs import Outputs
+from manyhands.primitives.parallel_apply import values_or_raise
+from manyhands.primitives.placements import Whole
+from manyhands.primitives.replicate import Blueprint, check_device, collector_paused, unchanged_on_failure
+from manyhands.runtime import devices as _devices
+from manyhands.runtime.rng import own_streams
+from manyhands.runtime.streams import Copies
+from manyhands.runtime.thread_pool import PassContext, ReplicaTiming, inside_replica, one_pass, run_together
+from manyhands.sync_batch_norm.exchange import MeetingHere
+from manyhands.sync_batch_norm.function_mode import BatchNormOverReplicas, Walk
 
 _MOST_STRUCTURES = 64
 _TOO_MANY_ACCELERATORS = (
@@ -83,8 +83,8 @@ class ThreadsEngine(Engine):
         if not inside_replica():
             self._timings = timings
 
-        begin_pass: list[BeginPass] = [partial(own_streams, type(module).__name__, call.devices)]
-        around_walk: AroundWalk = nullcontext
+        begin_pass: list[PassContext] = [partial(own_streams, type(module).__name__, call.devices)]
+        around_walk: BackwardContext = nullcontext
         if call.sync_batch_norm:
             begin_batch_norm, around_walk = _batch_norm_over_replicas(call, stamps)
             begin_pass += begin_batch_norm
@@ -156,7 +156,7 @@ class ThreadsEngine(Engine):
         self._timings = []
 
 
-def _batch_norm_over_replicas(call: Call, stamps: Sequence[Stamp]) -> tuple[list[BeginPass], AroundWalk]:
+def _batch_norm_over_replicas(call: Call, stamps: Sequence[Stamp]) -> tuple[list[PassContext], BackwardContext]:
     """Return what surrounds the passes, and a walk of all graphs by one call, where batch norm sees all rows.
 
     Raises:
@@ -188,5 +188,5 @@ def _join(graphs: Graphs, live: Sequence[torch.Tensor], own_leaves: Sequence[tor
 
 def _kind(shard: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[Hashable]:
     """Yield what torch.compile looks at in inputs, more or less."""
-    for _, tensor in nested.tensors(shard):
+    for _, tensor in pytree.tensors(shard):
         yield tensor.shape, tensor.dtype, tensor.requires_grad

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from manyhands import keep_freed_memory
 from manyhands.bench.contenders import Task
-from manyhands.devices import accelerators
 from manyhands.plan.prediction import Step
-from manyhands.targets import TargetError, current_folder_first, said_by
+from manyhands.runtime.devices import accelerators
+from manyhands.verification.targets import TargetError, current_folder_first, said_by
 
 _WARM_UP_STEPS = 3
 _FEWEST_STEPS, _MOST_STEPS = 5, 100

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands import devices
-from manyhands.training.errors import FolderError
+from manyhands.console.errors import FolderError
+from manyhands.runtime import devices
 from manyhands.training.run_folder import RunFolder, replaced
 
 _FORMAT = 1

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from manyhands.training.errors import OptionError
+from manyhands.console.errors import OptionError
 
 
 def compiled(live: nn.Module) -> nn.Module:

@@ -11,7 +11,7 @@ import signal
 import threading
 from types import FrameType, TracebackType
 
-from manyhands.training.errors import Interrupted
+from manyhands.console.errors import Interrupted
 from manyhands.training.ranks import ALONE, Ranks
 
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))

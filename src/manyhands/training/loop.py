@@ -24,10 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manyhands import devices, torch_private
+from manyhands.console.errors import Interrupted, OptionError
+from manyhands.runtime import devices, torch_private
 from manyhands.training.compiling import cannot_compile, uncompiled
 from manyhands.training.display import Display
-from manyhands.training.errors import Interrupted, OptionError
 from manyhands.training.interrupts import StopRequest
 from manyhands.training.metrics import EpochRecord
 from manyhands.training.options import Options

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias
 
-from manyhands.training.errors import FolderError
+from manyhands.console.errors import FolderError
 from manyhands.training.run_folder import replaced
 
 

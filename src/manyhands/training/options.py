@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manyhands.training.errors import OptionError
+from manyhands.console.errors import OptionError
 
 SCHEDULES = ("constant", "cosine")
 PRECISIONS = ("fp32", "tf32", "bf16")

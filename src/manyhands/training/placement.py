@@ -1,44 +1,11 @@
-"""Where to train: what `--devices` says, and what of the other options goes together with it."""
+"""Which options of the training command go together on which devices."""
 
-import os
-import re
 from collections.abc import Sequence
 
 import torch
 
-from manyhands import devices, launcher
-from manyhands.training.errors import OptionError
+from manyhands.console.errors import OptionError
 from manyhands.training.options import Options
-
-_DIGITS = 4  # of a count or an index
-_FORMS = "auto, a count, or devices such as cpu,cpu or 'cpu*8' or cuda:0,cuda:1"
-
-
-def choose_devices(text: str, *, among_several: bool = False) -> list[torch.device]:
-    """Return the devices that `--devices` names, one for each replica.
-
-    auto       every accelerator; two CPU replicas where there is none
-    3          the first three accelerators; three CPU replicas where there is none
-    cpu,cpu    these devices
-    'cpu*8'    this device, eight times
-
-    Among several processes each has devices of its own: auto is the accelerator of this process, or one CPU replica;
-    3 are three accelerators, those after the ones of this machine's processes before this one.
-
-    Raises:
-        OptionError: it has none of these forms, or names what is not there.
-    """
-    present = devices.accelerators()
-    if text == "auto":
-        return _own_device() if among_several else present or [torch.device("cpu")] * 2
-    if any(len(number) > _DIGITS for number in re.findall(r"\d+", text)):
-        raise OptionError(f"--devices {text}: nobody has that many; expected {_FORMS}")
-    if text.isdecimal():
-        return _so_many(int(text), present, int(os.environ.get("LOCAL_RANK", "0")) if among_several else 0)
-    named = [device for part in text.split(",") for device in _repeated(part.strip(), text)]
-    if len({device.type for device in named}) > 1:
-        raise OptionError(f"--devices {text}: replicas must all be on one kind of device")
-    return named
 
 
 def expect_combination(options: Options, places: Sequence[Sequence[torch.device]], *, synchronised: bool) -> None:
@@ -66,42 +33,3 @@ def expect_combination(options: Options, places: Sequence[Sequence[torch.device]
             f"pieces between the batch norms, and be slower than without: take --no-sync-batch-norm{one_device}, or "
             "leave out --compile"
         )
-
-
-def _own_device() -> list[torch.device]:
-    try:
-        return [launcher.local_device()]
-    except ValueError as error:
-        raise OptionError(error) from error
-
-
-def _so_many(count: int, present: list[torch.device], others_before: int) -> list[torch.device]:
-    """Return `count` of the accelerators present, after those of so many other processes."""
-    if count < 1:
-        raise OptionError(f"--devices {count}: expected {_FORMS}")
-    if not present:
-        return [torch.device("cpu")] * count
-    first = others_before * count
-    if first + count > len(present):
-        there = ", ".join(map(str, present))
-        needed = f" for each of {others_before + 1} processes" if others_before else ""
-        raise OptionError(
-            f"--devices {count}{needed}: there {'is' if len(present) == 1 else 'are'} only {len(present)} ({there}); "
-            f"'{present[0]}*{count}' puts {count} replicas on one"
-        )
-    return present[first : first + count]
-
-
-def _repeated(part: str, text: str) -> list[torch.device]:
-    name, star, times = part.partition("*")
-    if not name or (star and not (times.isdecimal() and int(times) > 0)):
-        raise OptionError(f"--devices {text}: expected {_FORMS}")
-    try:
-        torch.device(name)
-    except (RuntimeError, ImportError):  # torch would list every kind of device there ever was
-        raise OptionError(f"--devices {text}: {name} is no device; expected {_FORMS}") from None
-    try:
-        device = devices.resolve_one(name, "--devices")
-    except ValueError as error:
-        raise OptionError(str(error)) from error
-    return [device] * (int(times) if star else 1)

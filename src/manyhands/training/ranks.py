@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from manyhands.cluster import Cluster, Gathering, distributed, join
+from manyhands.console.errors import OptionError, TrainingError
+from manyhands.distributed.process_group import Cluster, Gathering, distributed, join
 from manyhands.training.data import DataError
-from manyhands.training.errors import OptionError, TrainingError
 
 _SPEECH_S = 300.0  # how long the first may take to save and say why it stops
 

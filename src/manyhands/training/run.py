@@ -14,16 +14,17 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from manyhands import devices as _devices
+from manyhands.console.device_option import choose_devices
+from manyhands.console.errors import DivergedError, FolderError, OptionError
 from manyhands.data_parallel import DataParallel
+from manyhands.runtime import devices as _devices
 from manyhands.training import checkpoint, data, models
 from manyhands.training.checkpoint import Progress
 from manyhands.training.compiling import compiled, expect_compiler
 from manyhands.training.display import Display
-from manyhands.training.errors import DivergedError, FolderError, OptionError
 from manyhands.training.metrics import Metrics, Record
 from manyhands.training.options import Options
-from manyhands.training.placement import choose_devices, expect_combination
+from manyhands.training.placement import expect_combination
 from manyhands.training.ranks import ALONE, Ranks, is_first_of_its_host, launch
 from manyhands.training.run_folder import RunFolder, replaced
 from manyhands.training.schedule import num_steps

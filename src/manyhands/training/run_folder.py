@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from manyhands.training.errors import FolderError
+from manyhands.console.errors import FolderError
 
 if sys.platform != "win32":
     import fcntl

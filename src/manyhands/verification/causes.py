@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from manyhands import nested
 from manyhands.data_parallel import DataParallel
-from manyhands.rules import spread
+from manyhands.primitives import pytree
+from manyhands.primitives.dims import spread
 from manyhands.verification.compare import Tolerance, plain, tensors_in
 from manyhands.verification.report import Cause, Finding, Kind, Row
 from manyhands.verification.step import Step
@@ -108,8 +108,8 @@ class Comparison:
                 )
                 yield self._finding("", Cause.ROWS_INTERACT, text)
         if wrong:
-            paths = iter([path for path, _ in nested.leaves(self.one.output)])
-            dims = nested.map_leaves(lambda _: axes.get(next(paths), self.wrapped.dim), self.one.output)
+            paths = iter([path for path, _ in pytree.leaves(self.one.output)])
+            dims = pytree.map_leaves(lambda _: axes.get(next(paths), self.wrapped.dim), self.one.output)
             text = f"{wrong[0]}. out_dims={dims!r} says where they are"
             yield self._finding("", Cause.JOINED_ON_ANOTHER_AXIS, text)
 
@@ -133,7 +133,7 @@ class Comparison:
     def _joined_on(self, path: str, tensor: torch.Tensor) -> int | None:
         """Return the axis on which an output is joined, as the wrapper's options say; None for a whole one."""
         axes = spread(self.wrapped.out_dims, self.one.output, self.wrapped.dim, "out_dims")
-        paths = [where for where, _ in nested.leaves(self.one.output)]
+        paths = [where for where, _ in pytree.leaves(self.one.output)]
         axis = axes[paths.index(path)] if path in paths else None
         return axis if axis is None else axis % max(1, tensor.dim())
 

@@ -33,9 +33,9 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-from manyhands import devices as _devices
-from manyhands import nested
-from manyhands.batch_types import batch_type_of
+from manyhands.primitives import pytree
+from manyhands.primitives.batch_types import batch_type_of
+from manyhands.runtime import devices as _devices
 from manyhands.verification.report import Kind, Row
 
 _RTOL = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -81,7 +81,7 @@ def tensors_in(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
     Packed sequences are padded: how ties in length are ordered inside is nobody's promise.
     """
-    for path, leaf in nested.leaves(value):
+    for path, leaf in pytree.leaves(value):
         batch_type = batch_type_of(leaf)
         if isinstance(leaf, torch.Tensor):
             yield path, leaf
@@ -104,7 +104,7 @@ def map_tensors_in(function: Callable[[torch.Tensor], torch.Tensor], value: Any)
         tensors, rebuild = batch_type.parts(leaf)
         return rebuild([function(tensor) for tensor in tensors])
 
-    return nested.map_leaves(mapped, value)
+    return pytree.map_leaves(mapped, value)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -242,7 +242,7 @@ def _row(
 
 def _comparable_leaves(value: Any) -> Iterator[tuple[str, Any]]:
     yield from tensors_in(value)
-    for path, leaf in nested.leaves(value):
+    for path, leaf in pytree.leaves(value):
         if not isinstance(leaf, torch.Tensor) and batch_type_of(leaf) is None:
             yield path, leaf
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands import devices as _devices
-from manyhands.rebind import references
+from manyhands.primitives.references import references
+from manyhands.runtime import devices as _devices
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 

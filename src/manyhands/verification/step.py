@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands import devices as _devices
 from manyhands.data_parallel import DataParallel
-from manyhands.engines.replicas import leaves_and_nodes
+from manyhands.engines.replica import leaves_and_nodes
+from manyhands.runtime import devices as _devices
 from manyhands.verification.compare import in_one_number, map_tensors_in, plain, tensors_in
 from manyhands.verification.state import Snapshot
 from manyhands.verification.watch import Watch

@@ -19,9 +19,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from manyhands import torch_private
+from manyhands.runtime import torch_private
+from manyhands.runtime.thread_pool import replica_path
 from manyhands.verification.compare import Tolerance, plain, tensors_in
-from manyhands.workers import replica_path
 
 Path: TypeAlias = tuple[int, ...]
 Tensors: TypeAlias = list[tuple[str, torch.Tensor]]

@@ -1,0 +1,220 @@
+"""Replicas that stand apart from the live module: parameters go to their devices, and gradients come back.
+
+    forward    parameters ──► flat buckets ──► each device ──► leaves of the replicas there
+    backward   gradients of a replica, in any order ──► flat bucket, when full ──► home ──► (1) ──► .grad
+                                                                                             │
+               gradients of the replicas at home ────────────────────────────────────────────┘
+
+    (1) When a bucket has come from all replicas, it is summed in replica order; so runs repeat bit for bit.
+
+Both go beside what the devices compute (`streams.py`), the gradients while backward still runs. What has no place
+in a bucket, being sparse or of a class of its own, or coming when its bucket has gone (a leaf receives several
+gradients where backward is called inside backward, as reentrant activation checkpointing does), goes by itself:
+parameters at once, gradients at the end. So does what is left of buckets in which something is missing.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence, Set
+from functools import partial
+
+import torch
+
+from manyhands.autograd.reducer import Emit, sum_in_place
+from manyhands.runtime import devices as _devices
+from manyhands.runtime import torch_private
+from manyhands.runtime.buckets import Form, buckets_of, is_plain
+from manyhands.runtime.streams import Copies, current_stream, join
+
+_ALIGNED_BYTES = 16  # what kernels ask for where they load several entries at once
+
+# For tests: replicas but the first stand apart even on the module's own device.
+always_apart = False
+
+
+def is_apart(replica: int, device: torch.device, home: torch.device) -> bool:
+    """Return whether what a replica has on `device` cannot be what is at home."""
+    return not _devices.same_device(device, home) or (always_apart and replica > 0)
+
+
+def copies_of(
+    tensors: Mapping[int, torch.Tensor], devices: Sequence[torch.device], copies: Copies
+) -> list[dict[int, torch.Tensor]]:
+    """Return, for each replica, copies of those tensors that are not on its device already; they are under way.
+
+    Args:
+        tensors: by number.
+        devices: one a replica.
+        copies: with the replicas as readers.
+    """
+    found: list[dict[int, torch.Tensor]] = [{} for _ in devices]
+    homes = {tensor.device for tensor in tensors.values()}
+    if not any(is_apart(i, device, home) for i, device in enumerate(devices) for home in homes):
+        return found
+    tensors = {number: tensor.detach() for number, tensor in tensors.items()}
+    forms = {n: Form.of(tensor, tensor.device) for n, tensor in tensors.items() if is_plain(tensor) and tensor.numel()}
+    for bucket in buckets_of(forms):
+        bucket = bucket._replace(aligned_bytes=_ALIGNED_BYTES)
+        flat = bucket.flat(tensors)  # of an only one too: the replica at home may write into it while it is sent
+        for i, device in enumerate(devices):
+            if is_apart(i, device, flat.device):
+                # Each by `data` a tensor of its own: what is written into one would else count as written into all.
+                found[i].update((n, piece.data) for n, piece in bucket.pieces(copies.to(flat, i)).items())
+    for number in tensors.keys() - forms.keys():
+        for i, device in enumerate(devices):
+            if is_apart(i, device, tensors[number].device):
+                found[i][number] = copies.to(tensors[number], i)
+    return found
+
+
+@contextlib.contextmanager
+def brought_home(
+    leaves: Sequence[Sequence[torch.Tensor | None]],
+    homes: Sequence[torch.device],
+    totals: dict[int, torch.Tensor],
+    emit: Emit,
+    emitted: Set[int],
+) -> Iterator[None]:
+    """Within the block, bring gradients home and sum them: `leaves[k]` are the replicas' leaves for parameter k.
+
+    When the block ends, the sums are in `totals`, by k, and no leaf has anything in `.grad`.
+
+    Args:
+        homes: where each parameter is.
+        emit: takes k and the sum of one gradient from each replica as soon as it is there, for every k in `emitted`;
+            then only what has not been emitted is in `totals`.
+    """
+    with Copies(list(dict.fromkeys(homes))) as copies:
+        coming = _Homecoming(leaves, homes, copies, emit, emitted)
+        handles = [
+            leaf.register_post_accumulate_grad_hook(partial(coming.take, k, i))  # type: ignore[no-untyped-call]
+            for k, of_parameter in enumerate(leaves)
+            for i, leaf in enumerate(of_parameter)
+            if leaf is not None
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        coming.end()
+    totals.update(coming.totals)
+
+
+class _Homecoming:
+    """The gradients of one backward, on their way home. `take` may be called from several threads."""
+
+    def __init__(
+        self,
+        leaves: Sequence[Sequence[torch.Tensor | None]],
+        homes: Sequence[torch.device],
+        copies: Copies,
+        emit: Emit,
+        emitted: Set[int],
+    ) -> None:
+        self._homes, self._copies, self._emit, self._emitted = homes, copies, emit, emitted
+        self.totals: dict[int, torch.Tensor] = {}
+        # Backward makes the last parameters' gradients first.
+        plain = [
+            (k, leaf) for k, (leaf, *_) in reversed(list(enumerate(leaves))) if leaf is not None and is_plain(leaf)
+        ]
+        self._buckets = buckets_of({k: Form.of(leaf.detach(), homes[k]) for k, leaf in plain})
+        self._bucket_of = {k: b for b, bucket in enumerate(self._buckets) for k, _ in bucket.items}
+        self._reader = {home: reader for reader, home in enumerate(dict.fromkeys(homes))}
+        self._num_replicas = len(leaves[0]) if leaves else 0
+        self._lock = threading.Lock()
+        self._taken: set[tuple[int, int]] = set()  # of which parameter and replica a bucket has had a gradient
+        self._waiting: dict[tuple[int, int], dict[int, torch.Tensor]] = {}  # by bucket and replica
+        self._made_on: dict[tuple[int, int], list[torch.Stream | None]] = {}  # the streams on which they were
+        self._at_home: dict[int, dict[int, dict[int, torch.Tensor]]] = {}  # by bucket, then by replica
+        # By parameter, then by replica: gradients, and the streams on which they were made.
+        self._beside: dict[int, dict[int, list[tuple[torch.Tensor, torch.Stream | None]]]] = {}
+        self._ending = False
+
+    def take(self, k: int, replica: int, leaf: torch.Tensor) -> None:
+        """Take what a leaf has just received; bring its bucket home if that is full now."""
+        gradient, leaf.grad = leaf.grad, None
+        if gradient is None:  # a hook of the user's has taken it
+            return
+        with self._lock, torch.no_grad():
+            b = self._bucket_of.get(k)
+            if b is None or (k, replica) in self._taken or not is_plain(gradient):
+                self._beside.setdefault(k, {}).setdefault(replica, []).append((gradient, current_stream(leaf.device)))
+                return
+            self._taken.add((k, replica))
+            waiting = self._waiting.setdefault((b, replica), {})
+            waiting[k] = gradient
+            del gradient  # so that the sum may be made in its memory
+            self._made_on.setdefault((b, replica), []).append(current_stream(leaf.device))
+            if len(waiting) == len(self._buckets[b].items):
+                self._bring(b, replica)
+
+    def end(self) -> None:
+        """Bring what is still waiting, and let the calling thread's streams wait for all sums."""
+        with self._lock, torch.no_grad():
+            self._ending = True
+            for b, replica in sorted(self._waiting):
+                self._bring(b, replica)
+            for b in sorted(self._at_home):
+                self._sum(b)
+            for reader in self._reader.values():
+                self._copies.arrive(reader)
+            for k, of_parameter in sorted(self._beside.items()):
+                self._add_beside(k, of_parameter)
+
+    def _bring(self, b: int, replica: int) -> None:
+        """Send what has come from a replica for a bucket on its way."""
+        gradients = self._waiting.pop((b, replica))
+        bucket, home = self._buckets[b], self._home(b)
+        if len(gradients) < len(bucket.items):
+            bucket = bucket._replace(items=tuple(item for item in bucket.items if item[0] in gradients))
+        device = next(iter(gradients.values())).device
+        join(self._made_on.pop((b, replica)), gradients.values(), device)
+        if is_apart(replica, device, home):
+            parts = bucket.pieces(self._copies.to_add(bucket.flat(gradients), self._reader[home]))
+        else:
+            parts = {}
+            for k in list(gradients):
+                gradient = gradients.pop(k)
+                # A gradient can be in memory that is not its own: see `sum_in_place`.
+                parts[k] = gradient if torch_private.owns_its_memory(gradient) else gradient.clone()
+                self._copies.lend(parts[k], self._reader[home])
+            self._copies.follow(self._reader[home])
+        here = self._at_home.setdefault(b, {})
+        here[replica] = parts
+        if len(here) == self._num_replicas and not self._ending:
+            self._sum(b)
+
+    def _sum(self, b: int) -> None:
+        """Add up what is at home of a bucket, in replica order."""
+        at_home = self._at_home.pop(b)
+        totals: dict[int, torch.Tensor] = {}
+        reader = self._reader[self._home(b)]
+        with self._copies.behind(reader):
+            for replica in sorted(at_home):
+                parts = at_home.pop(replica)
+                both = [k for k in parts if k in totals]
+                torch_private.add_all_in_place([totals[k] for k in both], [parts[k] for k in both])
+                totals.update((k, part) for k, part in parts.items() if k not in totals)
+        for total in totals.values():
+            self._copies.lend(total, reader)
+        emitted = [] if self._ending else [k for k in totals if k in self._emitted]
+        with self._copies.read(reader) if emitted else contextlib.nullcontext():
+            for k in emitted:
+                self._emit(k, totals.pop(k))
+        self.totals.update(totals)
+
+    def _home(self, b: int) -> torch.device:
+        return self._homes[self._buckets[b].items[0][0]]
+
+    def _add_beside(
+        self, k: int, of_parameter: Mapping[int, Sequence[tuple[torch.Tensor, torch.Stream | None]]]
+    ) -> None:
+        """Add what came by itself: each replica's first such gradient in replica order, then the second ones."""
+        for number in range(max(map(len, of_parameter.values()))):
+            for replica in sorted(of_parameter):
+                if number < len(of_parameter[replica]):
+                    gradient, stream = of_parameter[replica][number]
+                    join([stream], [gradient] if is_plain(gradient) else [], gradient.device)
+                    part = _devices.copied_to(gradient, self._homes[k])
+                    self.totals[k] = sum_in_place([self.totals[k], part]) if k in self.totals else part

@@ -1,0 +1,116 @@
+"""Sums of the replicas' gradients, made while the replicas still walk their graphs.
+
+Each replica makes a gradient of its own for every parameter. Kept until the last replica is done, they would fill as
+much memory as the parameters once more for each further replica, while most activations are still there. So a large
+gradient is added to the sum, and goes, as soon as those that come before it are there.
+
+Guarantees
+    - The order of additions depends on the replicas' graphs only, not on who is faster: all replicas' first
+      contributions in replica order, then their second ones, and so on. So runs repeat bit for bit. (A leaf receives
+      several contributions where backward is called inside backward, as reentrant activation checkpointing does.)
+    - A replica that contributes nothing holds the others up until the walk ends, and no longer.
+"""
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence, Set
+from functools import partial
+from typing import TypeAlias
+
+import torch
+
+from manyhands.runtime import torch_private
+
+Emit: TypeAlias = Callable[[int, torch.Tensor], None]
+NOTHING_EARLY: tuple[Emit, Set[int]] = (lambda k, total: None, frozenset())
+
+_LARGE_BYTES = 1 << 16  # smaller gradients are not worth a call into Python in the middle of backward
+
+
+@contextlib.contextmanager
+def summed_early(
+    tensors: Sequence[Sequence[torch.Tensor | None]],
+    emit: Emit = NOTHING_EARLY[0],
+    emitted: Set[int] = NOTHING_EARLY[1],
+) -> Iterator[None]:
+    """Within the block, sum the gradients of large leaves: `tensors[k]` are the replicas' leaves for one tensor.
+
+    When the block ends, the first leaf of each has the sum in `.grad`, and the others have None there. Leaves on
+    several devices are left alone.
+
+    Args:
+        emit: takes k and the sum of one gradient from each replica as soon as it is there, for every k in `emitted`, of
+            small leaves too; then only what has not been emitted is in `.grad` when the block ends.
+    """
+    sums: list[tuple[list[torch.Tensor], _RunningSum]] = []
+    handles = []
+    for k, of_tensor in enumerate(tensors):
+        leaves = [leaf for leaf in of_tensor if leaf is not None]
+        worth_it = k in emitted or (len(leaves) > 1 and leaves[0].nbytes >= _LARGE_BYTES)
+        if leaves and worth_it and len({leaf.device for leaf in leaves}) == 1:
+            running = _RunningSum(len(leaves), partial(emit, k) if k in emitted else None)
+            sums.append((leaves, running))
+            for i, leaf in enumerate(leaves):
+                handles.append(leaf.register_post_accumulate_grad_hook(running.taking(i)))  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    for leaves, running in sums:
+        leaves[0].grad = running.end()
+
+
+def sum_in_place(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of gradients in the order given, made in the memory of the first where that is nobody else's."""
+    total, *others = gradients
+    for gradient in others:
+        # A leaf's gradient can be a view of what the caller gave to backward, or of another leaf's gradient:
+        # (a.view(-1) + b.view(-1)).backward(g) leaves a.grad and b.grad in the memory of g.
+        total = total.add_(gradient) if torch_private.owns_its_memory(total) else total + gradient
+    return total
+
+
+class _RunningSum:
+    """The sum of the replicas' gradients for one tensor."""
+
+    def __init__(self, num_replicas: int, emit: Callable[[torch.Tensor], None] | None) -> None:
+        self._emit = emit
+        self._lock = threading.Lock()
+        self._waiting: list[deque[torch.Tensor]] = [deque() for _ in range(num_replicas)]
+        self._turn = 0  # whose contribution is added next
+        self._total: torch.Tensor | None = None
+        self._ending = False
+
+    def taking(self, replica: int) -> Callable[[torch.Tensor], None]:
+        """Return a hook that takes what the replica's leaf has just received, and adds up what can be added."""
+
+        def take(leaf: torch.Tensor) -> None:
+            gradient, leaf.grad = leaf.grad, None
+            if gradient is None:  # a hook of the user's has taken it
+                return
+            with self._lock:
+                self._waiting[replica].append(gradient)
+                del gradient  # so that the sum may be made in its memory
+                while self._waiting[self._turn]:
+                    self._add_next()
+
+        return take
+
+    def end(self) -> torch.Tensor | None:
+        """Add what is still waiting; return the sum, None if there was nothing."""
+        self._ending = True
+        while any(self._waiting):
+            self._add_next()
+        return self._total
+
+    def _add_next(self) -> None:
+        waiting = self._waiting[self._turn]
+        self._turn = (self._turn + 1) % len(self._waiting)
+        if waiting:
+            gradient = waiting.popleft()
+            self._total = gradient if self._total is None else sum_in_place([self._total, gradient])
+            if self._emit is not None and not self._turn and not self._ending:  # one from each replica
+                total, self._total = self._total, None
+                self._emit(total)

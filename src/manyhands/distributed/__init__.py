@@ -1,0 +1,1 @@
+"""Several processes under a launcher: who they are, what they exchange, and gradients summed over them."""

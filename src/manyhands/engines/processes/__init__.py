@@ -1,0 +1,1 @@
+"""The engine that runs each replica but the first in a worker process."""

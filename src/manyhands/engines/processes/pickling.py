@@ -1,0 +1,220 @@
+"""Pickling for another process: modules of any class, with their tensors left out.
+
+What pickle would look up by name and the other process could not import goes by value (cloudpickle): classes and
+functions of `__main__`, of a notebook cell, of a function, of a module that is in no place where Python looks. Tensors
+are handed to a function that says what is to stand for them. Modules are taken apart as they are stamped: `__dict__`
+and slots, nothing of theirs is called, so a module that refuses to be pickled comes along too.
+"""
+
+import functools
+import importlib
+import io
+import pickle
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator, Set
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import nn
+
+from manyhands.primitives.references import PROXIES, referent
+from manyhands.primitives.replicate import slot_names
+
+Take = Callable[[torch.Tensor], Any]  # from a tensor to what stands for it; None: it is pickled as it is
+Give = Callable[[Any], torch.Tensor]
+
+_importable: dict[str, bool] = {}
+_COMMON = frozenset({torch.Tensor, nn.Parameter, bool, int, float, complex, str, bytes, type(None)})
+
+
+class _ModulePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, stream: io.BytesIO, take: Take, modules: list[nn.Module], known: Set[type]) -> None:
+        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
+        self._take, self._known = take, known
+        self._modules = set(map(id, modules))  # weak references to these stay alive
+        self.by_value: list[types.ModuleType] = []
+
+    def persistent_id(self, value: Any) -> Any:
+        if type(value) in PROXIES:  # it says that it is what it stands for, and raises if that has gone
+            return None
+        if isinstance(value, torch.Tensor):
+            return self._take(value)
+        if isinstance(value, type) and value in self._known and (tracker := _tracker_of(value)) is not None:
+            return _KnownClass(tracker)
+        return None
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) in PROXIES:
+            target = referent(value)
+            return (weakref.proxy, (target,)) if id(target) in self._modules else (_dead_proxy, ())
+        if isinstance(value, nn.Module):
+            slots = {name: getattr(value, name) for name in slot_names(type(value)) if hasattr(value, name)}
+            return _new_module, (type(value),), (value.__dict__, slots), None, None, _fill_module
+        if type(value) is weakref.ref:
+            target = value()
+            return (weakref.ref, (target,)) if id(target) in self._modules else (_dead_reference, ())
+        if isinstance(value, types.ModuleType) and type(value) is not types.ModuleType:
+            # An object in a module's place, as torch.backends.cudnn, torch.ops and torch.ops.aten are.
+            parent, _, name = value.__name__.rpartition(".")
+            if sys.modules.get(value.__name__) is value:
+                return importlib.import_module, (value.__name__,)
+            if getattr(sys.modules.get(parent), name, None) is value:
+                return getattr, (sys.modules[parent], name)
+        if isinstance(value, type | types.FunctionType):
+            self._send_by_value_if_needed(value)
+        if type(value) is functools.cached_property:  # before Python 3.12 it has a lock
+            return _cached_property, (value.func, value.attrname)
+        if isinstance(value, functools._lru_cache_wrapper) and isinstance(value.__wrapped__, types.FunctionType):
+            self._send_by_value_if_needed(value)
+            if _goes_by_value(value):
+                return _cached_function, (value.__wrapped__, value.cache_parameters())
+        return super().reducer_override(value)
+
+    def _send_by_value_if_needed(self, value: Any) -> None:
+        """Have what the module of a class or function defines go by value, if the other process cannot import it."""
+        module = sys.modules.get(getattr(value, "__module__", None) or "")
+        if module is not None and not _can_be_imported(module) and module not in self.by_value:
+            cloudpickle.register_pickle_by_value(module)
+            self.by_value.append(module)
+
+
+class _TensorPickler(pickle.Pickler):
+    def __init__(self, stream: io.BytesIO, take: Take) -> None:
+        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
+        self._take = take
+
+    def persistent_id(self, value: Any) -> Any:
+        return self._take(value) if isinstance(value, torch.Tensor) else None
+
+
+def _is_common(value: Any) -> bool:
+    """Return whether there is nothing but tensors and plain values in plain containers, for which pickle is enough."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return all(map(_is_common, value))
+    if kind is dict:
+        return all(map(_is_common, value.values())) and all(map(_is_common, value))
+    return kind in _COMMON
+
+
+def dumps(value: Any, take: Take, modules: list[nn.Module] | None = None, known: Set[type] = frozenset()) -> bytes:
+    """Return `value` pickled; `take` says what stands for each tensor.
+
+    Args:
+        modules: the modules that are part of `value`, where there are weak references to them.
+        known: classes that the other process defined and has sent here by value: named, not sent back.
+    """
+    stream = io.BytesIO()
+    if _is_common(value):
+        _TensorPickler(stream, take).dump(value)
+        return stream.getvalue()
+    pickler = _ModulePickler(stream, take, modules or [], known)
+    try:
+        pickler.dump(value)
+    finally:
+        for module in pickler.by_value:
+            cloudpickle.unregister_pickle_by_value(module)
+    return stream.getvalue()
+
+
+def loads(data: bytes, give: Give) -> Any:
+    """Return what `dumps` was given; `give` returns the tensor for what stands for it."""
+    return _ModuleUnpickler(io.BytesIO(data), give).load()
+
+
+class _ModuleUnpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, give: Give) -> None:
+        super().__init__(stream)
+        self._give = give
+
+    def persistent_load(self, reference: Any) -> Any:
+        return _class_of(reference) if isinstance(reference, _KnownClass) else self._give(reference)
+
+
+class _KnownClass(str):
+    """The name by which both processes know a class that was sent by value."""
+
+    __slots__ = ()
+
+
+def classes_by_value() -> Iterator[type]:
+    """Yield the classes that were sent by value, either way, and still are there."""
+    yield from list(cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS)
+
+
+def _tracker_of(cls: type) -> str | None:
+    tracker: str | None = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS.get(cls)
+    return tracker
+
+
+def _class_of(tracker: str) -> type:
+    cls: type = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID[str(tracker)]
+    return cls
+
+
+def _new_module(cls: type) -> Any:
+    return object.__new__(cls)
+
+
+def _fill_module(module: nn.Module, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    attributes, slots = state
+    object.__setattr__(module, "__dict__", attributes)
+    for name, value in slots.items():
+        object.__setattr__(module, name, value)
+
+
+class _Nothing:
+    pass
+
+
+def _dead_reference() -> "weakref.ref[Any]":
+    return weakref.ref(_Nothing())
+
+
+def _dead_proxy() -> Any:
+    return weakref.proxy(_Nothing())
+
+
+def _cached_property(function: Callable[[Any], Any], name: str | None) -> "functools.cached_property[Any]":
+    made = functools.cached_property(function)
+    made.attrname = name
+    return made
+
+
+def _cached_function(function: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:
+    """Return a function that keeps its results, and has none as yet."""
+    made: Callable[..., Any] = functools.lru_cache(**parameters)(function)
+    return made
+
+
+def _goes_by_value(function: Any) -> bool:
+    """Return whether pickle would not find a function by its name in the other process."""
+    found = cloudpickle.cloudpickle._lookup_module_and_qualname(function)
+    return found is None or cloudpickle.cloudpickle._is_registered_pickle_by_value(found[0])
+
+
+def _can_be_imported(module: types.ModuleType) -> bool:
+    """Return whether a fresh process with this one's `sys.path` would find the very same module."""
+    name = module.__name__
+    if name not in _importable:
+        _importable[name] = _look_for(module)
+    return _importable[name]
+
+
+def _look_for(module: types.ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    if file is None or module.__name__ == "__main__":  # built in, or made at run time: cloudpickle knows what to do
+        return True
+    path: Any = None
+    name = ""
+    for step in module.__name__.split("."):
+        name = f"{name}.{step}" if name else step
+        specs = (finder.find_spec(name, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is None:
+            return False
+        path = spec.submodule_search_locations
+    return spec is not None and (spec.origin == file or spec.origin is None)

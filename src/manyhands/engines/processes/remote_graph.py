@@ -1,0 +1,427 @@
+"""Replica graphs of which the first is in this process, and each other in a worker process.
+
+The boundary (boundary.py) asks them for what it asks of graphs that are all here: a walk, and a walk that can itself be
+differentiated. Each becomes one message and one answer a worker, while this thread walks the first replica's graph.
+
+Derivatives of higher order need nothing special: a worker keeps the graph of its gradients as it keeps that of a
+forward, so the two kinds of graph are one, whatever the order.
+"""
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from manyhands.autograd.boundary import Edge, Graphs, take_grad
+from manyhands.distributed.gradient_sync import Sum
+from manyhands.engines.processes.messages import Answer, Backward, Sent
+from manyhands.engines.processes.module_sync import Mirror
+from manyhands.engines.processes.pickling import loads
+from manyhands.engines.processes.reducers.base import Part
+from manyhands.engines.processes.reducers.collectives import Reducing
+from manyhands.engines.processes.reducers.shared_memory import LARGE_BYTES, Summing
+from manyhands.engines.processes.shared_memory import Packing, Segment, can_lie_in_memory
+from manyhands.engines.processes.worker_group import Steps, Team
+from manyhands.primitives.parallel_apply import values_or_raise
+from manyhands.primitives.placements import Whole
+from manyhands.runtime import devices as _devices
+from manyhands.runtime import torch_private
+from manyhands.runtime.errors import say_once
+from manyhands.runtime.rng import SeededStreams
+from manyhands.runtime.thread_pool import Outcome, divided_intra_op_threads, one_pass, run_together
+from manyhands.runtime.thread_state import ProcessState, ThreadState, modes_that_stay
+
+_registry: dict[Any, Any] = {}  # which of the workers' warnings have been given; the warnings module's own affair
+
+
+@dataclass
+class Divided(Graphs):
+    """See the module's docstring.
+
+    What stands in an edge for a worker's output is a view of memory that its next answer writes over; what stands for
+    its leaf is any tensor of that size.
+
+    Attributes:
+        team, steps, mirror: the engine's.
+        number: what the workers call their graphs.
+        keys: what they call the leaf of each input edge; None where they have none.
+        in_workers: something of the size of each of the module's tensors that they have leaves for, by number.
+    """
+
+    team: Team = field(kw_only=True)
+    steps: Steps = field(kw_only=True)
+    mirror: Mirror = field(kw_only=True)
+    number: int = field(kw_only=True)
+    keys: list[int | None] = field(default_factory=list, kw_only=True)
+    in_workers: Mapping[int, torch.Tensor] = field(default_factory=dict, kw_only=True)
+    _output_numbers: dict[int, int] = field(default_factory=dict, init=False)  # id of what stands for an output
+
+    def __del__(self) -> None:
+        self.release()
+
+    def release(self) -> None:
+        if not self.released:
+            self.team.forget_graph(self.number)
+        self.in_workers = {}
+        Graphs.release(self)
+
+    def take_answers(self, streams: SeededStreams) -> dict[int, Answer]:
+        """Wait for the workers' answers; warn and say here what they have, and note whether they drew."""
+        answers = self.team.answers(self.where)
+        streams.others_drew = any(answer.drew for answer in answers.values())
+        for _, answer in sorted(answers.items()):
+            for text in answer.said:
+                say_once(text)
+            for text, category, filename, line in answer.warnings:
+                warnings.warn_explicit(text, category, filename, line, registry=_registry)
+        return answers
+
+    # ---- after a forward ----
+
+    def outcomes(self, answers: dict[int, Answer]) -> list[Outcome[Any]]:
+        """Return how the workers' forwards ended, in order; outputs have tensors that stand for the workers'."""
+        return [self._outcome(i, answer) for i, answer in sorted(answers.items())]
+
+    def joined_outputs(self) -> list[torch.Tensor]:
+        """Return the joined outputs where no backward will follow."""
+        joined = [edge.join(edge.tensors) for edge in self.outputs]
+        return [tensor.clone() if id(tensor) in self._output_numbers else tensor for tensor in joined]
+
+    def pass_on_gradients_of_forward(self, live: Sequence[torch.Tensor], answers: dict[int, Answer]) -> None:
+        """Pass on what the module's own call of backward, inside forward, has left in the replicas' leaves."""
+        own = [
+            take_grad(edge.tensors[0]) if edge.tensors[0] is not t else None
+            for edge, t in zip(self.inputs, live, strict=True)
+        ]
+        if all(grad is None for grad in own) and not any(answer.gradients for answer in answers.values()):
+            return
+        self.check_backward_inside_forward()
+        parts = zip(self.inputs, self._with_others(own, answers), strict=True)
+        gradients = [edge.join_gradients(of_edge) for edge, of_edge in parts]
+        reached = [(tensor, grad) for tensor, grad in zip(live, gradients, strict=True) if grad is not None]
+        torch.autograd.backward([tensor for tensor, _ in reached], [grad for _, grad in reached])
+
+    def _outcome(self, index: int, answer: Answer) -> Outcome[Any]:
+        if answer.error is not None:
+            return Outcome(error=answer.error.exception())
+        views: dict[int, torch.Tensor] = {}
+
+        def give(sent: Sent) -> torch.Tensor:
+            if sent.output not in views:
+                tensor = self._received(index, sent, answer)
+                if sent.requires_grad:
+                    tensor.requires_grad_()
+                views[sent.output] = tensor
+                self._output_numbers[id(tensor)] = sent.output
+            return views[sent.output]
+
+        assert answer.value is not None
+        return Outcome(value=loads(answer.value, give))
+
+    # ---- backward ----
+
+    def walk(
+        self, output_grads: Sequence[torch.Tensor | None], keep: bool, over_processes: Sum | None = None
+    ) -> list[list[torch.Tensor | None]]:
+        # Nothing is given to the sum over processes in the meantime: what this process has is known at the end.
+        if any(grad is not None and torch_private.is_batched(grad) for grad in output_grads):
+            return self._walk_batch(output_grads)
+        return self._walk(output_grads, keep, in_leaves=not self.shared_leaves and not modes_that_stay())
+
+    def _walk(
+        self, output_grads: Sequence[torch.Tensor | None], keep: bool, in_leaves: bool
+    ) -> list[list[torch.Tensor | None]]:
+        torch_private.import_what_backward_imports()
+        with self._step() as num_threads:
+            state = ThreadState.capture(), ProcessState.capture()
+            streams = SeededStreams(len(self.where))
+            sent_grads: list[tuple[torch.Tensor | None, int | None]] = [(grad, None) for grad in output_grads]
+            asked = {i: parts for i in range(len(self.where) - 1) if (parts := self._parts(i, sent_grads))}
+            transport, replicas = self.team.transport, (0, *(i + 1 for i in asked))
+            has_work = bool(asked) and transport.begin_walk(self.in_workers, replicas)
+            for i, parts in asked.items():
+                telling = transport.telling(i + 1) if has_work else None
+                self._ask(i, parts, keep, None, num_threads, state, streams.seeds[i + 1], telling)
+            with self.team.in_step():
+                part = transport.part(self._watch) if has_work else None
+
+            def walk_own() -> list[torch.Tensor | None]:
+                started = time.perf_counter()
+                grads = self._walk_own(output_grads, keep, in_leaves, part)
+                if not keep:
+                    self.keep_alive = None  # now, while the workers are still walking
+                self.timings[0].backward_s = time.perf_counter() - started
+                return grads
+
+            own, answers = self._own_and_answers(walk_own, streams, part)
+            for i, answer in answers.items():
+                self.timings[i + 1].backward_s = answer.seconds
+            return self._with_others(own, answers, transport.results() if has_work else {})
+
+    def differentiable_walk(
+        self, output_grads: Sequence[torch.Tensor | None]
+    ) -> tuple[Graphs, list[list[torch.Tensor | None]]]:
+        incoming: list[Edge] = []
+        keys: list[int | None] = []
+        own_grads: list[torch.Tensor | None] = []
+        sent_grads: list[tuple[torch.Tensor | None, int | None]] = []
+        for edge, grad in zip(self.outputs, output_grads, strict=True):
+            if grad is None:
+                own_grads.append(None)
+                sent_grads.append((None, None))
+                continue
+            key = ~(len(self.inputs) + len(incoming)) if grad.requires_grad else None
+            parts: list[torch.Tensor | None] = [None] * len(self.where)
+            own = edge.part(grad.detach(), 0, self.timings[0].device)
+            if grad.requires_grad:
+                own = None if own is None else own.detach().requires_grad_()
+                parts = [own, *(edge.layout.part(grad.detach(), i) for i in range(1, len(self.where)))]
+            incoming.append(Edge(edge.layout, grad.device, parts))
+            keys.append(key)
+            own_grads.append(own)
+            sent_grads.append((grad.detach(), key))
+        higher = replace(
+            self,
+            inputs=[*self.inputs, *incoming],
+            outputs=[],
+            live_inputs=(),
+            keep=True,
+            number=next(self.steps.graph_numbers),
+            keys=[*self.keys, *keys],
+        )
+
+        def walk_own() -> list[torch.Tensor | None]:
+            pairs = [
+                (edge.tensors[0], grad)
+                for edge, grad in zip(self.outputs, own_grads, strict=True)
+                if grad is not None and edge.tensors[0] is not None and edge.tensors[0].requires_grad
+            ]
+            leaves = [edge.tensors[0] for edge in self.inputs]
+            if not pairs:
+                return [None] * len(leaves)
+            wanted = [leaf for leaf in leaves if leaf is not None]
+            ends, grads = zip(*pairs, strict=True)
+            results = iter(torch.autograd.grad(ends, wanted, grads, create_graph=True, allow_unused=True))
+            return [None if leaf is None else next(results) for leaf in leaves]
+
+        with self._step() as num_threads:
+            state = ThreadState.capture(), ProcessState.capture()
+            streams = SeededStreams(len(self.where))
+            for i in range(len(self.where) - 1):
+                if sent_parts := self._parts(i, sent_grads):
+                    self._ask(i, sent_parts, True, higher.number, num_threads, state, streams.seeds[i + 1], None)
+            own_results, answers = self._own_and_answers(walk_own, streams)
+            parts_by_edge = [[grad, *[None] * (len(self.where) - 1)] for grad in own_results]
+            edge_of = {key: e for e, key in enumerate(self.keys) if key is not None}
+            for i, answer in answers.items():
+                for key, standing in answer.gradients:
+                    assert standing is not None
+                    tensor = self._received(i, standing, answer).clone()
+                    higher._output_numbers[id(tensor)] = standing.output
+                    parts_by_edge[edge_of[key]][i + 1] = tensor.requires_grad_(standing.requires_grad)
+        return higher, parts_by_edge
+
+    def _parts(self, index: int, grads: Sequence[tuple[torch.Tensor | None, int | None]]) -> list[tuple[int, Sent]]:
+        """Put a worker's part of the output gradients into its outbox, each with the leaf that is to stand before it.
+
+        Returns:
+            (the worker's number of the output, what stands for its gradient in a message).
+        """
+        parts: list[tuple[int, Sent]] = []
+        for edge, (grad, leaf) in zip(self.outputs, grads, strict=True):
+            end = edge.tensors[index + 1]
+            if grad is None or end is None or not end.requires_grad:
+                continue
+            part = edge.layout.part(grad, index + 1)
+            if part is not None:
+                outbox = self.team.members[index].outbox
+                parts.append((self._output_numbers[id(end)], Sent.by(outbox, part)._replace(leaf=leaf)))
+        return parts
+
+    def _ask(
+        self,
+        index: int,
+        parts: list[tuple[int, Sent]],
+        keep: bool,
+        derive: int | None,
+        num_threads: int,
+        state: tuple[ThreadState, ProcessState],
+        seed: int,
+        walk: Summing | Reducing | None,
+    ) -> None:
+        """Have a worker walk its graph."""
+        thread, process = state
+        member = self.team.members[index]
+        segments = [*self.team.transport.segments] if walk is not None else []
+        places = None
+        if member.gradients is None and self.team.transport.shares_parameters:
+            packing = Packing()
+            tensors = {n: t.detach() for n, t in self.mirror.with_gradients().items() if t.nbytes < LARGE_BYTES}
+            offsets = {n: packing.place(t) for n, t in tensors.items() if can_lie_in_memory(t)}
+            segment = Segment.create(packing.num_bytes)
+            places = {n: place._replace(segment=segment.number) for n, place in offsets.items()}
+            member.gradients = {n: segment.view(place) for n, place in places.items()}
+            segments.append(segment)
+        message = Backward(
+            places=member.outbox.flush(),
+            thread=thread,
+            seed=seed,
+            graph=self.number,
+            keep=keep,
+            grads=parts,
+            derive=derive,
+            gradients=places,
+            num_threads=num_threads,
+            walk=walk,
+        )
+        self.team.ask(index, message, segments, process, self.where[index + 1])
+
+    def _own_and_answers(
+        self, walk_own: Callable[[], list[torch.Tensor | None]], streams: SeededStreams, part: Part | None = None
+    ) -> tuple[list[torch.Tensor | None], dict[int, Answer]]:
+        """Walk the first replica's graph, and wait for the workers; raise what one of them raised."""
+        with streams, one_pass(self.begin_walk) as surroundings:
+            outcomes: list[Outcome[Any]] = [*run_together([walk_own], [self.timings[0].device], surroundings)]
+            try:
+                if part is not None:
+                    with self.team.in_step():
+                        (part.end if outcomes[0].error is None else part.fail)(self._watch)
+                answers = self.take_answers(streams)
+                outcomes += [Outcome() for _ in self.where[1:]]
+                for i, answer in answers.items():
+                    if answer.error is not None:
+                        outcomes[i + 1] = Outcome(error=answer.error.exception())
+                grads, *_ = values_or_raise(outcomes, [f"the backward of {place}" for place in self.where])
+                return grads, answers
+            finally:
+                outcomes.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
+
+    def _walk_own(
+        self, output_grads: Sequence[torch.Tensor | None], keep: bool, in_leaves: bool, part: Part | None
+    ) -> list[torch.Tensor | None]:
+        """Walk the first replica's graph; return the gradient of each input edge's leaf, less what `part` has taken.
+
+        Args:
+            in_leaves: by way of `.grad`, as a module may count on; not where that is the caller's, or under a mode.
+        """
+        ends, grads = [], []
+        for edge, grad in zip(self.outputs, output_grads, strict=True):
+            end = edge.tensors[0]
+            own = None if grad is None or end is None or not end.requires_grad else edge.part(grad, 0, end.device)
+            if end is not None and own is not None:
+                ends.append(end)
+                grads.append(own)
+        leaves = [edge.tensors[0] for edge in self.inputs]
+        if not ends:
+            return [None] * len(leaves)
+        if not in_leaves:
+            wanted = [leaf for leaf in leaves if leaf is not None]
+            results = iter(torch.autograd.grad(ends, wanted, grads, retain_graph=keep, allow_unused=True))
+            return self._not_taken([None if leaf is None else next(results) for leaf in leaves], part)
+        keyed = {key: leaf for key, leaf in zip(self.keys, leaves, strict=True) if key is not None and leaf is not None}
+        with part.hooked(keyed) if part is not None else contextlib.nullcontext():
+            torch.autograd.backward(ends, grads, retain_graph=keep)
+        return self._not_taken([take_grad(leaf) for leaf in leaves], part)
+
+    def _not_taken(self, grads: list[torch.Tensor | None], part: Part | None) -> list[torch.Tensor | None]:
+        """Return the gradients of the input edges without those that go into the sums."""
+        if part is None:
+            return grads
+        return [
+            None if grad is not None and key is not None and part.give(key, grad) else grad
+            for key, grad in zip(self.keys, grads, strict=True)
+        ]
+
+    def _walk_batch(self, output_grads: Sequence[torch.Tensor | None]) -> list[list[torch.Tensor | None]]:
+        """Walk once for each entry of the axis that vmap hides; hide it again in the results."""
+        plain = [None if grad is None else torch_private.without_batch(grad) for grad in output_grads]
+        num_walks = next(len(grad) for grad in plain if grad is not None)
+        walks = [
+            self._walk([None if grad is None else grad[b] for grad in plain], keep=True, in_leaves=False)
+            for b in range(num_walks)
+        ]
+        return [
+            [
+                None if parts[0] is None else torch_private.with_batch(torch.stack(parts))
+                for parts in zip(*of_edge, strict=True)
+            ]
+            for of_edge in zip(*walks, strict=True)
+        ]
+
+    def _with_others(
+        self,
+        own: Sequence[torch.Tensor | None],
+        answers: dict[int, Answer],
+        sums: Mapping[int, torch.Tensor] = MappingProxyType({}),
+    ) -> list[list[torch.Tensor | None]]:
+        """Return each input edge's gradients, one a replica; those of whole tensors summed in replica order.
+
+        Args:
+            sums: what was summed before, by the leaf's number.
+        """
+        parts: list[list[torch.Tensor | None]] = [[grad, *[None] * (len(self.where) - 1)] for grad in own]
+        edge_of = {key: e for e, key in enumerate(self.keys) if key is not None}
+        for key, summed in sums.items():
+            of_edge = parts[edge_of[key]]
+            of_edge[0] = summed if of_edge[0] is None else summed.add_(of_edge[0])
+        for i, answer in sorted(answers.items()):
+            views = self.team.members[i].gradients
+            totals, others = [], []
+            for key, standing in answer.gradients:
+                number = edge_of.get(key)
+                if number is None:
+                    continue
+                if standing is None:
+                    assert views is not None
+                    grad = views[key]
+                else:
+                    grad = self._received(i, standing, answer)
+                of_edge = parts[number]
+                if not isinstance(self.inputs[number].layout, Whole):
+                    of_edge[i + 1] = grad.clone()
+                    continue
+                total = of_edge[0]
+                grad = grad if total is None else _devices.copy_to(grad, total.device)
+                if total is None:
+                    of_edge[0] = grad.clone()
+                elif not grad.is_sparse and torch_private.owns_its_memory(total):
+                    totals.append(total)
+                    others.append(grad)
+                else:
+                    of_edge[0] = total + grad
+            with torch.no_grad():
+                torch_private.add_all_in_place(totals, others)
+        return parts
+
+    def _watch(self) -> None:
+        self.team.attend(self.where)
+
+    def _received(self, index: int, sent: Sent, answer: Answer) -> torch.Tensor:
+        if sent.inline is not None:
+            tensor: torch.Tensor = loads(sent.inline, lambda reference: reference)
+            return tensor
+        place = answer.places[sent.place]
+        return self.team.members[index].inbox[place.segment].view(place)
+
+    @contextlib.contextmanager
+    def _step(self) -> Iterator[int]:
+        """Take the engine's turn for a walk; yield how many intra-op threads each replica has."""
+        with self.steps.begin() as mine:
+            if not mine:
+                raise RuntimeError(
+                    'backward through a model with engine="processes" was called from inside a step of the same model '
+                    '(a hook, say), whose workers are busy: use engine="threads".'
+                )
+            if self.team.ended:
+                raise RuntimeError(
+                    "the worker processes that ran this forward have ended, and what they had saved for its backward "
+                    "is gone: call the model again."
+                )
+            devices = [timing.device for timing in self.timings]
+            with divided_intra_op_threads(devices) as num_threads, self.team.whole_or_ended():
+                yield num_threads

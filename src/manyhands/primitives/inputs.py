@@ -1,0 +1,165 @@
+"""Inputs: the arguments of one call, leaf by leaf, and each replica's part of them."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from manyhands.primitives import pytree
+from manyhands.primitives.batch_types import batch_type_of
+from manyhands.primitives.dims import spread_inputs
+from manyhands.primitives.placements import Layout, Only, Rows, Whole
+from manyhands.runtime import devices as _devices
+
+# From a tensor and how it is parted to what each replica gets for it.
+Place = Callable[[torch.Tensor, Layout], Sequence[Any]]
+
+
+class Arguments:
+    """The inputs of one call, leaf by leaf, and where each holds its rows.
+
+    Attributes:
+        rows: how many rows the call has; None where nothing has rows (0-dim tensors, whole ones, or none at all).
+        leaves: every leaf of the inputs, positional ones first.
+
+    Raises:
+        ValueError: tensors with different numbers of rows, or one without its axis; names each.
+        TypeError: a nested tensor.
+    """
+
+    def __init__(
+        self,
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dim: int,
+        in_dims: Any = ...,
+        function: Callable[..., Any] | None = None,
+    ) -> None:
+        self._inputs, self._kwargs = inputs, kwargs
+        named = [*pytree.leaves(inputs, "inputs"), *pytree.leaves(kwargs, "kwargs")]
+        self.leaves = [leaf for _, leaf in named]
+        self._axes = spread_inputs(in_dims, inputs, kwargs, dim, function)
+        counts: dict[str, int] = {}
+        for (path, leaf), axis in zip(named, self._axes, strict=True):
+            if axis is None:
+                continue
+            if (batch_type := batch_type_of(leaf)) is not None:
+                counts[path] = batch_type.rows(leaf)
+            elif isinstance(leaf, torch.Tensor) and leaf.dim():
+                if leaf.is_nested:
+                    raise TypeError(
+                        f"cannot scatter {path}, a nested tensor: it has no axis along which it could be split. Give "
+                        "it padded (torch.nested.to_padded_tensor) with its lengths, or as a PackedSequence."
+                    )
+                if not -leaf.dim() <= axis < leaf.dim():
+                    raise ValueError(
+                        f"cannot scatter {path} of shape {tuple(leaf.shape)} along dim={axis}: it has no such axis"
+                    )
+                counts[path] = leaf.size(axis)
+        if len(set(counts.values())) > 1:
+            each = ", ".join(f"{path} has {count}" for path, count in counts.items())
+            raise ValueError(
+                f"cannot scatter tensors with different numbers of rows: {each}. Give every tensor the rows of the "
+                "batch (tensor.expand), or say where rows are and what is to go whole to every replica: "
+                "DataParallel(..., in_dims={'x': 0, 'table': None})."
+            )
+        self.rows = next(iter(counts.values()), None)
+
+    def deal(self, sizes: Sequence[int], place: Place) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Return each replica's positional and keyword inputs: `sizes[i]` rows for replica i; what is no tensor, as is.
+
+        Args:
+            sizes: one a replica.
+            place: from a tensor and how it is parted to what each replica gets for it.
+        """
+        dealt = [self._parts(leaf, axis, sizes, place) for leaf, axis in zip(self.leaves, self._axes, strict=True)]
+        return [self._with_leaves([parts[index] for parts in dealt]) for index in range(len(sizes))]
+
+    def first_rows(self, rows: int) -> "Arguments | None":
+        """Return arguments with so many of these rows, copied, the first again and again if there are fewer.
+
+        None where inputs of a registered class have fewer: what their rows are is not known here.
+        """
+
+        def first(leaf: Any, axis: int | None) -> Any:
+            batch_type = batch_type_of(leaf)
+            if axis is not None and batch_type is not None:
+                return next(iter(batch_type.scatter(leaf, [rows, batch_type.rows(leaf) - rows])))
+            if not isinstance(leaf, torch.Tensor) or axis is None or not leaf.dim():
+                return leaf
+            return leaf.detach().index_select(axis, torch.arange(rows, device=leaf.device) % leaf.size(axis))
+
+        if (self.rows or 0) < rows and any(batch_type_of(leaf) is not None for leaf in self.leaves):
+            return None
+        other = copy.copy(self)
+        other.leaves = [first(leaf, axis) for leaf, axis in zip(self.leaves, self._axes, strict=True)]
+        other.rows = rows
+        return other
+
+    def with_rows(self, rows: int) -> "Arguments":
+        """Return arguments like these with so many rows, of zeros."""
+
+        def like(leaf: Any, axis: int | None) -> Any:
+            if not isinstance(leaf, torch.Tensor) or axis is None or not leaf.dim():
+                return leaf
+            shape = list(leaf.shape)
+            shape[axis] = rows
+            return leaf.new_zeros(shape)
+
+        other = copy.copy(self)
+        other.leaves = [like(leaf, axis) for leaf, axis in zip(self.leaves, self._axes, strict=True)]
+        other.rows = rows
+        return other
+
+    def _parts(self, leaf: Any, axis: int | None, sizes: Sequence[int], place: Place) -> Sequence[Any]:
+        """Return what each replica gets for a leaf."""
+        if isinstance(leaf, torch.Tensor):
+            return place(leaf, Rows(axis, tuple(sizes)) if axis is not None and leaf.dim() else Whole())
+        batch_type = batch_type_of(leaf)
+        if batch_type is None:
+            return [leaf] * len(sizes)
+        shards = list(batch_type.scatter(leaf, list(sizes))) if axis is not None else [leaf] * len(sizes)
+        if len(shards) != len(sizes):
+            raise ValueError(
+                f"the registered scatter of {type(leaf).__name__} returned {len(shards)} batches for the row counts "
+                f"{list(sizes)}: expected one each"
+            )
+        return [_placed(shard, index, place) for index, shard in enumerate(shards)]
+
+    def _with_leaves(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return positional and keyword inputs like the caller's with other leaves."""
+        following = iter(leaves)
+
+        def fill(_: Any) -> Any:
+            return next(following)
+
+        return pytree.map_leaves(fill, self._inputs), pytree.map_leaves(fill, self._kwargs)
+
+
+def _placed(shard: Any, index: int, place: Place) -> Any:
+    """Return a shard of a registered batch type with its tensors placed at the replica that alone has them."""
+
+    def place_one(tensor: torch.Tensor) -> Any:
+        return place(tensor, Only(index))[index]
+
+    batch_type = batch_type_of(shard)
+    if batch_type is None:  # a scatter may return containers of tensors, or a tensor
+        return pytree.map_tensors(place_one, shard)
+    tensors, rebuild = batch_type.parts(shard)
+    return rebuild([place_one(tensor) for tensor in tensors])
+
+
+def scattered(
+    arguments: Arguments, devices: Sequence[torch.device], sizes: Sequence[int]
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Return the (positional, keyword) inputs of each device: `sizes[i]` rows, copied there; differentiable.
+
+    They are copies even where the device is the same, so that a module that writes into its input writes into its own.
+    """
+
+    def place(tensor: torch.Tensor, layout: Layout) -> list[Any]:
+        parts = [layout.part(tensor, i) for i in range(len(devices))]
+        return [p if p is None else _devices.copied_to(p, device) for p, device in zip(parts, devices, strict=True)]
+
+    return arguments.deal(sizes, place)

@@ -1,0 +1,236 @@
+"""Outputs: what the replicas returned, matched leaf by leaf, and the one value that it is joined to."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from manyhands.primitives import pytree
+from manyhands.primitives.batch_types import batch_type_of
+from manyhands.primitives.dims import OutputRules, spread
+from manyhands.primitives.placements import Layout, Only, Rows, Stack, Weighted
+from manyhands.runtime import devices as _devices
+from manyhands.runtime.errors import warn_once
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors of the replicas' outputs that belong together, and how they are joined.
+
+    `tensors[i]` is replica i's; None where it has none or where another's counts.
+    """
+
+    tensors: tuple[torch.Tensor | None, ...]
+    layout: Layout
+
+
+class Outputs:
+    """The replicas' outputs, matched leaf by leaf.
+
+    Attributes:
+        groups: the tensors that are to be joined.
+
+    Raises:
+        ValueError: outputs that do not fit together; TypeError: outputs of a type that cannot be gathered.
+    """
+
+    def __init__(self, outputs: Sequence[Any], rules: OutputRules, sizes: Sequence[int] | None) -> None:
+        """Match outputs; `sizes` are the replicas' rows, None where nobody knows (then there is no "mean")."""
+        self.groups: list[Group] = []
+        self._first = outputs[0]
+        self._sizes = sizes
+        self._paths, self._given = [], []
+        for path, given in pytree.leaves_together(outputs, "output"):
+            self._paths.append(path)
+            self._given.append(given)
+        axes = spread(rules.out_dims, self._first, rules.dim, "out_dims")
+        scalars = spread(rules.scalars, self._first, "stack", "scalars")
+        leaves = zip(self._paths, self._given, axes, scalars, strict=True)
+        # For each leaf what makes its gathered value from the joined tensors.
+        self._makers = [self._match(*leaf) for leaf in leaves]
+
+    def put_together(self, joined: Sequence[torch.Tensor]) -> Any:
+        """Return the gathered output, from one joined tensor a group."""
+        makers = iter(self._makers)
+        return pytree.map_leaves(lambda _: next(makers)(joined), self._first)
+
+    def _match(self, path: str, given: tuple[Any, ...], axis: int | None, rule: str) -> Callable[[Sequence[Any]], Any]:
+        if any(isinstance(value, torch.Tensor) for value in given):
+            return self._joined(self._tensors(path, given, axis, rule))
+        if batch_type_of(given[0]) is not None:
+            return self._batches(path, given, num_counting=1 if axis is None else len(given))
+        if axis is not None and rule != "stack" and all(_is_number(value) for value in given):
+            weights = self._weights(path, rule, len(given))
+            value = sum(v if w == 1 else v * w for v, w in zip(given, weights, strict=True) if w)
+        else:
+            value = _common_value(path, given, whole=axis is None)
+        return lambda joined: value
+
+    def _joined(self, group: Group) -> Callable[[Sequence[Any]], Any]:
+        number = len(self.groups)
+        self.groups.append(group)
+        return lambda joined: joined[number]
+
+    def _tensors(self, path: str, given: tuple[Any, ...], axis: int | None, rule: str) -> Group:
+        _check_alike(path, given)
+        first = given[0]
+        if axis is None:
+            _check_agree(path, given)
+            return Group((first, *[None] * (len(given) - 1)), Only(0))
+        if first.dim() == 0:
+            if rule != "stack":
+                return Group(given, Weighted(self._weights(path, rule, len(given))))
+            warn_once(
+                "gathering 0-dim outputs, such as a loss: they become a vector with one entry a replica. Take its mean "
+                'or sum before backward(), or have it done exactly: DataParallel(..., scalars="mean").'
+            )
+            return Group(given, Stack())
+        if not -first.dim() <= axis < first.dim():
+            raise ValueError(
+                f"cannot gather {path} of shape {tuple(first.shape)} along dim={axis}: it has no such axis"
+            )
+        axis %= first.dim()
+        if len({tensor.shape[:axis] + tensor.shape[axis + 1 :] for tensor in given}) > 1:
+            error = pytree.disagreement(path, f"sizes off the joined axis {axis}", [tuple(t.shape) for t in given])
+            error.add_note(
+                "If the module pads its sequences (pad_packed_sequence), each replica pads to the longest of its own: "
+                "give total_length=. If the rows are on another axis, say so: DataParallel(..., out_dims=...)."
+            )
+            raise error
+        return Group(given, Rows(axis, tuple(tensor.size(axis) for tensor in given)))
+
+    def _batches(self, path: str, given: tuple[Any, ...], num_counting: int) -> Callable[[Sequence[Any]], Any]:
+        """Join batches of a registered class: their tensors come out one by one, then their own rule joins them.
+
+        Only the first counts where a batch is whole, that is, the replicas agree on it.
+        """
+        batch_types = [batch_type_of(value) for value in given]
+        batch_type = batch_types[0]
+        if batch_type is None or any(other is not batch_type for other in batch_types):
+            raise pytree.disagreement(path, "types", [type(value).__name__ for value in given])
+        makers = []
+        for index, value in enumerate(given[:num_counting]):
+            tensors, rebuild = batch_type.parts(value)
+            alone = [tuple(t if i == index else None for i in range(len(given))) for t in tensors]
+            makers.append((rebuild, [self._joined(Group(each, Only(index))) for each in alone]))
+
+        def gathered(joined: Sequence[Any]) -> Any:
+            return batch_type.gather([rebuild([make(joined) for make in parts]) for rebuild, parts in makers])
+
+        return gathered
+
+    def _weights(self, path: str, rule: str, num_replicas: int) -> tuple[float, ...]:
+        """Return each replica's weight in a 0-dim output, which sum to 1 for a mean.
+
+        A mean over rows is weighted by rows; "mean:name" by the output of that name, where rows are not the unit.
+        """
+        kind, _, name = rule.partition(":")
+        if kind == "sum":
+            return (1,) * num_replicas
+        if name:
+            given = self._sibling(path, name)
+            if any(isinstance(value, torch.Tensor) and value.requires_grad for value in given):
+                raise ValueError(
+                    f'scalars="mean:{name}" for {path}: {name!r} requires a gradient, and a weight counts as a '
+                    'constant. detach() it in forward; or return a sum in place of the mean, with "sum" for both, and '
+                    "divide outside."
+                )
+            amounts = [float(value) for value in given]  # on an accelerator, waits for it
+        elif self._sizes is not None:
+            amounts = [float(size) for size in self._sizes]
+        else:
+            raise ValueError('scalars="mean": how many rows each replica had is not known here; gather inside forward')
+        total = sum(amounts)
+        return tuple(amount / total for amount in amounts) if total else (1 / num_replicas,) * num_replicas
+
+    def _sibling(self, path: str, name: str) -> tuple[Any, ...]:
+        """Return what the replicas gave for the output called `name` that is nearest to the one at `path`."""
+        for end in range(len(path), -1, -1):
+            for step in (f"[{name!r}]", f".{name}", f"[{name}]"):
+                if path[:end] + step in self._paths:
+                    given = self._given[self._paths.index(path[:end] + step)]
+                    if all(_is_number(v) or (isinstance(v, torch.Tensor) and v.numel() == 1) for v in given):
+                        return given
+        raise ValueError(
+            f'scalars="mean:{name}" for {path}: expected an output {name!r} beside it that is a number or a 0-dim '
+            f"tensor; there are {', '.join(self._paths)}"
+        )
+
+
+def gathered(
+    outputs: Sequence[Any], device: torch.device, rules: OutputRules, sizes: Sequence[int] | None = None
+) -> Any:
+    """Join the replicas' outputs on `device` by the caller's rules; `sizes` are the replicas' rows. Differentiable."""
+    matched = Outputs(outputs, rules, sizes)
+    here = [[t if t is None else _devices.copy_to(t, device) for t in group.tensors] for group in matched.groups]
+    joined = [group.layout.join(tensors) for group, tensors in zip(matched.groups, here, strict=True)]
+    return matched.put_together(joined)
+
+
+def _check_alike(path: str, given: tuple[Any, ...]) -> None:
+    if not all(isinstance(value, torch.Tensor) for value in given):
+        raise pytree.disagreement(path, "types", [type(value).__name__ for value in given])
+    if any(tensor.is_nested for tensor in given):
+        raise TypeError(
+            f"cannot gather {path}, a nested tensor: it has no axis along which the replicas' could be joined. Return "
+            "it padded (torch.nested.to_padded_tensor) with its lengths, or as a PackedSequence."
+        )
+    if len({tensor.dim() for tensor in given}) > 1:
+        raise pytree.disagreement(path, "numbers of axes", [tuple(tensor.shape) for tensor in given])
+    if len({tensor.dtype for tensor in given}) > 1:
+        raise pytree.disagreement(path, "dtypes", [tensor.dtype for tensor in given])
+
+
+def _check_agree(path: str, given: tuple[torch.Tensor, ...]) -> None:
+    """Check that a tensor that is said to be whole is the same in every replica, within rounding."""
+    first = given[0].detach()
+    rounding = 1e-4 * first.abs().max().item() if first.is_floating_point() and first.numel() else 0.0
+    for other in given[1:]:
+        if other.shape != first.shape or not torch.allclose(
+            _devices.copy_to(other.detach(), first.device), first, rtol=0, atol=rounding, equal_nan=True
+        ):
+            raise pytree.disagreement(path, "values, but out_dims says None (one for all)", [_brief(t) for t in given])
+
+
+def _brief(tensor: torch.Tensor) -> str:
+    return f"{tensor.item():g}" if tensor.numel() == 1 else f"shape {tuple(tensor.shape)}"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _common_value(path: str, given: tuple[Any, ...], whole: bool) -> Any:
+    """Return what stands in the gathered output for the replicas' values of a leaf that is no tensor.
+
+    Numbers become a list, unless the leaf is said to be `whole`: then they have to be equal, as strings have.
+    """
+    first = given[0]
+    if any(type(value) is not type(first) for value in given):
+        raise pytree.disagreement(path, "types", [type(value).__name__ for value in given])
+    if isinstance(first, bool | int | float | complex) and not whole:
+        return list(given)
+    if all(value is first for value in given):
+        return first
+    if isinstance(first, bool | int | float | complex | str | bytes | torch.Size | torch.dtype | torch.device):
+        if any(value != first for value in given):
+            raise pytree.disagreement(path, "values", [repr(value) for value in given])
+        return first
+    raise TypeError(
+        f"cannot gather {path}: the replicas returned objects of type {type(first).__name__}, which has no rows to "
+        "join. Return tensors, numbers or strings, in tuples, lists, dicts or dataclasses."
+    )
+
+
+def without_rows(output: Any, rules: OutputRules) -> Any:
+    """Return an output with none of its rows: tensors along the axis that the rules name, differentiable."""
+    axes = iter(spread(rules.out_dims, output, rules.dim, "out_dims"))
+
+    def cut(leaf: Any) -> Any:
+        axis = next(axes)
+        if not isinstance(leaf, torch.Tensor) or axis is None or not -leaf.dim() <= axis < leaf.dim():
+            return leaf
+        return leaf.narrow(axis, 0, 0)
+
+    return pytree.map_leaves(cut, output)

@@ -1,0 +1,156 @@
+"""Nested inputs and outputs: tuples, lists, dicts and dataclasses, to any depth, with their types kept.
+
+Everything that is not one of these containers is a *leaf*: tensors, numbers, strings, None, batches of a registered
+class (batch_types.py), and objects of classes that we know nothing about. Containers of other libraries count if
+torch's pytree registry knows them. Leaves are visited in order; a container is rebuilt as its own type, and only where
+something inside it changed: a container without changes stays the object it was.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from typing import Any
+
+import torch
+
+from manyhands.primitives.batch_types import batch_type_of
+from manyhands.runtime import torch_private
+
+
+def children(value: object) -> dict[Any, Any] | None:
+    """Return the children of a container by index, key or field name; None for a leaf.
+
+    >>> children({"x": 1}), children([2, 3]), children("text")
+    ({'x': 1}, {0: 2, 1: 3}, None)
+    """
+    if isinstance(value, torch.Tensor | str | bytes | torch.Size) or batch_type_of(value) is not None:
+        return None
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return dict(zip(value._fields, value, strict=True))
+    if isinstance(value, tuple | list):
+        return dict(enumerate(value))
+    if isinstance(value, MutableMapping):
+        return dict(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    registered = _registered(value)
+    return dict(enumerate(registered[0])) if registered is not None else None
+
+
+def leaves(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (path, leaf) for every leaf of `value`, in order; a path reads like `[0]['mask'].lengths`."""
+    inside = children(value)
+    if inside is None:
+        yield path, value
+    else:
+        for key, child in inside.items():
+            yield from leaves(child, path + _step(value, key))
+
+
+def tensors(value: object, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (path, tensor) for every tensor in `value`, in order."""
+    return ((where, leaf) for where, leaf in leaves(value, path) if isinstance(leaf, torch.Tensor))
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return `value` with `function` applied to every leaf, in order; what does not change is not rebuilt.
+
+    >>> map_leaves(lambda leaf: leaf * 2, {"a": [1, 2], "b": (3,)})
+    {'a': [2, 4], 'b': (6,)}
+    """
+    inside = children(value)
+    if inside is None:
+        return function(value)
+    new = [map_leaves(function, child) for child in inside.values()]
+    if all(a is b for a, b in zip(new, inside.values(), strict=True)):
+        return value
+    return _rebuild(value, new)
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Return `value` with `function` applied to every tensor in it, in order."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+def leaves_together(values: Sequence[Any], path: str = "") -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Walk several values of one structure side by side; yield (path, the leaf of each) in the first one's order.
+
+    Raises:
+        ValueError: the structures differ; names the path, and what each of the values has there.
+    """
+    inside = [children(value) for value in values]
+    if all(other is None for other in inside):
+        yield path, tuple(values)
+        return
+    if any(other is None or type(value) is not type(values[0]) for value, other in zip(values, inside, strict=True)):
+        raise disagreement(path, "types", [type(value).__name__ for value in values])
+    containers = [container for container in inside if container is not None]
+    if any(container.keys() != containers[0].keys() for container in containers):
+        if isinstance(values[0], tuple | list):
+            raise disagreement(path, "lengths", [len(container) for container in containers])
+        raise disagreement(path, "keys", [list(container) for container in containers])
+    contexts = [taken[2] for value in values if (taken := _registered(value)) is not None]
+    if any(context != contexts[0] for context in contexts):
+        raise disagreement(path, f"{type(values[0]).__name__}s", contexts)
+    for key in containers[0]:
+        where = path + _step(values[0], key)
+        yield from leaves_together([container[key] for container in containers], where)
+
+
+def _registered(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any] | None:
+    """Return what torch's pytree registry knows of a container that is none of the usual ones."""
+    if isinstance(value, tuple | list | MutableMapping) or dataclasses.is_dataclass(value):
+        return None
+    return torch_private.taken_apart(value)
+
+
+def disagreement(path: str, what: str, given: Sequence[object]) -> ValueError:
+    """Return the error that says that the replicas' outputs do not fit together, and what each replica gave."""
+    each = "; ".join(f"replica {i}: {value}" for i, value in enumerate(given))
+    return ValueError(
+        f"cannot gather {path or 'the output'}: replicas returned different {what} ({each}). "
+        "Every replica's output must have the same structure; only the number of rows may differ."
+    )
+
+
+def _step(container: object, key: object) -> str:
+    """Return how the path to a child of `container` goes on: `[0]`, `['x']` or `.field`."""
+    if isinstance(container, MutableMapping) or (isinstance(container, tuple | list) and not isinstance(key, str)):
+        return f"[{key!r}]"
+    return f".{key}"
+
+
+def _rebuild(value: Any, new: list[Any]) -> Any:
+    """Return a container like `value`, of the same type, with the children `new`."""
+    if isinstance(value, tuple) and hasattr(value, "_make"):  # namedtuple
+        return value._make(new)
+    if isinstance(value, tuple):
+        return type(value)(new)
+    registered = _registered(value)
+    if registered is not None:
+        return registered[1](new)
+    rebuilt: Any = copy.copy(value)  # keeps what a subclass has beside its children
+    if isinstance(value, list):
+        rebuilt[:] = new
+        return rebuilt
+    if isinstance(value, MutableMapping):  # dict, OrderedDict, defaultdict, UserDict
+        return fill_mapping(rebuilt, value, list(zip(value, new, strict=True)))
+    for field, child in zip(dataclasses.fields(value), new, strict=True):
+        object.__setattr__(rebuilt, field.name, child)  # also where the dataclass is frozen
+    return rebuilt
+
+
+def fill_mapping(copied: Any, original: Any, items: Sequence[tuple[Any, Any]]) -> Any:
+    """Give `copied`, a copy of a mapping, new items, also where the mapping shows its items as attributes."""
+    own = getattr(copied, "__dict__", None)
+    if own is not None and vars(original) is original:  # the idiom self.__dict__ = self
+        copied.__dict__ = copied
+        own = None
+    for key, (_, item) in zip(original, items, strict=True):
+        if own is not None and isinstance(key, str) and key in own and own[key] is original[key]:
+            own[key] = item
+    if any(key is not new_key for key, (new_key, _) in zip(original, items, strict=True)):
+        copied.clear()
+    for key, item in items:
+        copied[key] = item
+    return copied

@@ -1,0 +1,200 @@
+"""References from a module's attributes to live modules and tensors, and how a replica's attributes get its own.
+
+A replica starts as a copy of the live module's `__dict__`, and what lies in there can still point at the live module:
+a bound method (`self.op = self._forward_fast`), a list of layers that is no ModuleList, a partial, a lambda that
+closes over `self`, a hook, the flat weights of an RNN. Used as it is, such an attribute would run the live module
+inside a replica: on the wrong device, and with gradients that never arrive.
+
+`references` finds what a value points at; `rebind` returns the value with each live object replaced by the replica's.
+Both look into the same places: containers, bound methods, partials, functions' closures and defaults, weak references
+and proxies. They do not look into objects of other classes, into containers of more than `_LARGE` items (a vocabulary,
+say), or deeper than `_DEEP` levels; what hides there is found when the output's graph is walked (engines/threads.py).
+"""
+
+import copy
+import functools
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands.primitives.pytree import fill_mapping
+
+_LARGE = 1000
+_DEEP = 100
+_GRAPHED = (
+    "this module replays CUDA graphs (torch.cuda.make_graphed_callables): a graph reads its input and writes its "
+    "output in one place, which replicas cannot share. Wrap it for one device, DataParallel(model, [0]), or wrap the "
+    "module as it was before."
+)
+
+# Values of exactly these types point at nothing.
+INERT = frozenset(
+    {bool, int, float, complex, str, bytes, type(None), type, range, slice}
+    | {torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format}
+    | {types.BuiltinFunctionType, types.ModuleType}
+)
+
+PROXIES = frozenset({weakref.ProxyType, weakref.CallableProxyType})
+
+
+def is_inert(value: Any) -> bool:
+    """Return whether `value` surely points at nothing, as most attributes do; a quick look."""
+    kind = type(value)
+    if kind in INERT:
+        return True
+    if kind is tuple or kind is list or kind is set:
+        return len(value) > _LARGE or INERT.issuperset(map(type, value))
+    if kind is dict:
+        return len(value) > _LARGE or (
+            INERT.issuperset(map(type, value.values())) and INERT.issuperset(map(type, value))
+        )
+    return False
+
+
+def references(value: Any) -> list[nn.Module | torch.Tensor]:
+    """Return every module and tensor that `value` is or leads to, each once."""
+    found: list[nn.Module | torch.Tensor] = []
+    seen: set[int] = set()
+    level = [value]
+    for _ in range(_DEEP):
+        below: list[Any] = []
+        for part in level:
+            if type(part) in INERT or id(part) in seen:
+                continue
+            seen.add(id(part))
+            if _is_live(part):
+                found.append(part)
+            else:
+                below.extend(_parts(part))
+        if not below:
+            break
+        level = below
+    return found
+
+
+def rebind(value: Any, replacements: Mapping[int, Any], memo: dict[int, Any] | None = None) -> Any:
+    """Return `value` with every object whose id is in `replacements` replaced; the same object if there is none.
+
+    Args:
+        value: an attribute's value.
+        replacements: id of a live module or tensor -> the replica's.
+        memo: results so far, by id; pass one dict for all attributes of a replica, and what they share stays shared.
+    """
+    if type(value) in INERT:
+        return value
+    if id(value) in replacements:
+        return replacements[id(value)]
+    if _is_live(value):
+        return value
+    memo = {} if memo is None else memo
+    if id(value) not in memo:
+        memo[id(value)] = value  # for a value that leads back to itself, until there is something better
+        if any(id(reference) in replacements for reference in references(value)):
+            memo[id(value)] = _rebuilt(value, replacements, memo)
+    return memo[id(value)]
+
+
+def referent(proxy: Any) -> Any:
+    """Return what a weak proxy stands for; None if it has gone, or cannot be told."""
+    try:
+        return proxy.__repr__.__self__  # nothing but a bound method tells
+    except (ReferenceError, AttributeError):
+        return None
+
+
+def _is_live(value: Any) -> bool:
+    return type(value) not in PROXIES and isinstance(value, nn.Module | torch.Tensor)  # proxies say they are instances
+
+
+def _parts(value: Any) -> list[Any]:
+    """Return the values directly inside `value`, where it is of a kind that we look into."""
+    if type(value) in PROXIES:
+        return [referent(value)]
+    if isinstance(value, dict):
+        return [*value, *value.values()] if len(value) <= _LARGE else []
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return list(value) if len(value) <= _LARGE else []
+    if isinstance(value, types.MethodType):
+        return [value.__self__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values(), *value.__dict__.values()]
+    if isinstance(value, types.FunctionType):
+        if value.__module__ == "torch.cuda.graphs":
+            raise RuntimeError(_GRAPHED)
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_set(cell)]
+        return [*cells, value.__defaults__, value.__kwdefaults__, value.__dict__]
+    if type(value) is weakref.ref:
+        return [value()]
+    return []
+
+
+def _rebuilt(value: Any, replacements: Mapping[int, Any], memo: dict[int, Any]) -> Any:
+    """Return a value like `value` with its parts rebound.
+
+    What can contain itself (lists, dicts, deques, functions) enters the memo before its parts are looked at.
+    """
+
+    def new(part: Any) -> Any:
+        return rebind(part, replacements, memo)
+
+    if type(value) in PROXIES:
+        return weakref.proxy(new(referent(value)))
+    if isinstance(value, dict):
+        memo[id(value)] = table = copy.copy(value)  # keeps the class, and what it has beside its items
+        try:
+            return fill_mapping(table, value, [(new(key), new(item)) for key, item in value.items()])
+        except TypeError:  # a class that refuses to be written into: left to the look at the graph
+            memo[id(value)] = value
+            return value
+    if isinstance(value, list | deque):
+        memo[id(value)] = items_in_order = copy.copy(value)
+        for index, item in enumerate(value):
+            items_in_order[index] = new(item)
+        return items_in_order
+    if isinstance(value, types.FunctionType):
+        return _rebuilt_function(value, new, memo)
+    if isinstance(value, types.MethodType):
+        return types.MethodType(value.__func__, new(value.__self__))
+    if type(value) is weakref.ref:
+        return weakref.ref(new(value()))
+    if isinstance(value, functools.partial):
+        keywords = {name: new(item) for name, item in value.keywords.items()}
+        rebuilt_partial = type(value)(new(value.func), *map(new, value.args), **keywords)
+        rebuilt_partial.__dict__.update({name: new(item) for name, item in value.__dict__.items()})
+        return rebuilt_partial
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(map(new, value))
+    return type(value)(map(new, value))  # tuple, set, frozenset
+
+
+def _rebuilt_function(
+    function: types.FunctionType, new: Callable[[Any], Any], memo: dict[int, Any]
+) -> types.FunctionType:
+    """Return `function` with cells of its own for what is replaced; other cells stay shared with the original."""
+    cells = list(function.__closure__ or ())
+    to_replace = [_is_set(cell) and bool(references(cell.cell_contents)) for cell in cells]
+    closure = [types.CellType() if replace else cell for cell, replace in zip(cells, to_replace, strict=True)]
+    rebuilt = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, None, tuple(closure) if closure else None
+    )
+    memo[id(function)] = rebuilt
+    for cell, own, replace in zip(cells, closure, to_replace, strict=True):
+        if replace:
+            own.cell_contents = new(cell.cell_contents)
+    rebuilt.__defaults__, rebuilt.__kwdefaults__ = new(function.__defaults__), new(function.__kwdefaults__)
+    rebuilt.__qualname__ = function.__qualname__
+    rebuilt.__dict__.update({name: new(item) for name, item in function.__dict__.items()})
+    return rebuilt
+
+
+def _is_set(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - raises ValueError where the variable has not been assigned yet
+    except ValueError:
+        return False
+    return True

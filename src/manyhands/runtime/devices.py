@@ -1,0 +1,504 @@
+"""Devices: naming, checking, and everything that differs from one kind of device to another.
+
+No other file of the library asks what kind a device is. There are two ways to compute:
+
+    on the host     the CPU, and simulated devices: a replica computes in the thread that calls it, so a backward pass
+                    runs in whichever thread asks for it, and the CPU's intra-op threads are divided among replicas
+    on accelerators work is queued on streams, and torch's autograd engine has a thread of its own for each device
+
+Copies from one accelerator to another are not taken on trust. On some machines those that go straight (peer to peer)
+arrive damaged and nobody is told: a bridge or an IOMMU that is set up wrongly is enough. So a pair's first copy is
+preceded by one of known numbers; if these do not arrive, in either direction, the pair's copies go through the host.
+"""
+
+import contextlib
+import os
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias
+
+import torch
+
+from manyhands.runtime.errors import say_once
+
+DeviceLike: TypeAlias = int | str | torch.device
+
+# Seeds apart by 2**64 / golden ratio: far from each other, and from seeds that people choose.
+_SEED_STEP = 0x9E3779B97F4A7C15
+_CPU = torch.device("cpu")
+_NUM_TRIED = 1 << 20  # numbers that a copy is tried with, of 4 bytes
+
+
+def accelerators() -> list[torch.device]:
+    """Return every accelerator of this machine, in index order; an empty list where there is none."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
+        return []
+    return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
+
+
+def resolve(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
+    """Return the devices that `device_ids` names, one a replica, in order.
+
+    None is every accelerator. Ints are accelerator indices. On a machine without accelerators, None, ints and an empty
+    list give an empty list: "the plain module, where it stands", so that a script written for GPUs runs unchanged.
+
+    >>> resolve(["cpu", "cpu"])
+    [device(type='cpu'), device(type='cpu')]
+
+    Raises:
+        TypeError: not a sequence of ints, strings and devices.
+        ValueError: an index or device that is not there, an empty list although there are accelerators, or devices
+            of different kinds.
+    """
+    present = accelerators()
+    if device_ids is None:
+        return present
+    _check_is_list(device_ids, "device_ids")
+    if not present and all(_is_index(device_id) for device_id in device_ids):
+        return []
+    if not device_ids:
+        raise ValueError(f"device_ids is empty: leave it out for every accelerator, or name some of {_names(present)}")
+    devices = resolve_each(device_ids, "device_ids")
+    if len({device.type for device in devices}) > 1:
+        raise ValueError(f"device_ids={list(device_ids)!r} mixes kinds of device: replicas must all be of one kind")
+    return devices
+
+
+def resolve_each(device_ids: Sequence[DeviceLike], argument: str) -> list[torch.device]:
+    """Return the devices that a list names; check that they are there."""
+    _check_is_list(device_ids, argument)
+    return [resolve_one(device_id, argument) for device_id in device_ids]
+
+
+def resolve_one(device_id: DeviceLike, argument: str) -> torch.device:
+    """Return the device that an int, a string or a `torch.device` names, with its index; check that it is there."""
+    if _is_index(device_id):
+        present = accelerators()
+        if not 0 <= device_id < len(present):  # type: ignore[operator]
+            raise ValueError(f"{argument}: there is no accelerator {device_id}; {_what_is_there(present)}")
+        return present[device_id]  # type: ignore[index]
+    if not isinstance(device_id, str | torch.device):
+        raise TypeError(f"{argument}: expected an int, a string or a torch.device, got {device_id!r}")
+    try:
+        device = torch.device(device_id)
+    except RuntimeError as error:
+        raise ValueError(f"{argument}: {device_id!r} names no device ({str(error).splitlines()[0]})") from None
+    if device.type == "cpu":
+        return _CPU
+    if device.type == "meta":
+        raise ValueError(f"{argument}: the meta device holds no data, so no replica can run on it")
+    present = accelerators()
+    if present and device.type == present[0].type:
+        if device.index is None:
+            return torch.device(device.type, torch.get_device_module(device).current_device())
+        return resolve_one(device.index, argument)
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ImportError) as error:  # what torch raises differs by kind
+        reason = str(error).splitlines()[0].split(". ")[0][:200]  # torch can go on for long
+        raise ValueError(f"{argument}: {device} cannot be used here ({reason}); {_what_is_there(present)}") from None
+    return torch.device(device.type, device.index or 0)
+
+
+def resolve_output(output_device: DeviceLike | None, devices: Sequence[torch.device]) -> torch.device:
+    """Return the device on which outputs are gathered: the first replica's unless another is named.
+
+    -1 is the CPU, as in torch, and deprecated there as here.
+    """
+    if output_device is None:
+        return devices[0]
+    if _is_index(output_device) and output_device == -1:
+        warnings.warn('output_device=-1 is deprecated: write output_device="cpu"', FutureWarning, stacklevel=3)
+        return _CPU
+    return resolve_one(output_device, "output_device")
+
+
+def public_id(device: torch.device) -> int | torch.device:
+    """Return a device as `torch.nn.DataParallel` shows it in `device_ids`: an accelerator's index, else the device."""
+    return device.index if device in accelerators() else device
+
+
+def identity(device: torch.device) -> str:
+    """Return what tells a device of this machine from every other, in all processes.
+
+    Indices do not, where CUDA_VISIBLE_DEVICES numbers each process's devices from 0. (Not run on several GPUs so far.)
+    """
+    if not computes_on_host(device):
+        uuid = getattr(torch.get_device_module(device).get_device_properties(device), "uuid", None)
+        if uuid is not None:
+            return f"{device.type} {uuid}"
+    return str(device)
+
+
+def same_device(a: torch.device, b: torch.device) -> bool:
+    """Return whether two devices are one; the CPU is one device, with an index or without."""
+    return a == b or (is_cpu(a) and is_cpu(b))
+
+
+def is_cpu(device: torch.device) -> bool:
+    """Return whether a device is the CPU, whose memory is the host's: other processes can map it."""
+    return device.type == "cpu"
+
+
+def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return `tensor` on `device`: itself if it is there already, else a differentiable copy.
+
+    Copies between accelerators are queued, ordered by both devices' current streams; copies from and to the host
+    have ended on return.
+    """
+    return tensor if same_device(tensor.device, device) else copied_to(tensor, device)
+
+
+def copied_to(tensor: torch.Tensor, device: torch.device, *, wait: bool = True) -> torch.Tensor:
+    """Return a differentiable copy of `tensor` on `device`, even where it is there already.
+
+    Without `wait` a copy from or to pinned host memory is queued as well, and may not have ended on return.
+    """
+    if tensor.device != device and not _copies_arrive(tensor.device, device):
+        return tensor.to(_CPU).to(device)  # so goes the gradient, the other way
+    return tensor.to(device, copy=True, non_blocking=not wait)
+
+
+_lock = threading.Lock()
+_arriving: dict[frozenset[torch.device], bool] = {}  # pairs of accelerators that have been tried
+
+
+def _copies_arrive(source: torch.device, target: torch.device) -> bool:
+    """Return whether what is copied straight between two devices arrives; tried when it is first asked."""
+    pair = frozenset((source, target))
+    if pair not in _arriving:
+        if computes_on_host(source) or computes_on_host(target):
+            return True
+        with _lock:
+            if pair not in _arriving:
+                with ThreadPoolExecutor(1) as elsewhere:  # in a thread where none of this one's modes and streams hold
+                    _arriving[pair] = elsewhere.submit(_arrives_both_ways, source, target).result()
+        if not _arriving[pair]:
+            say_once(
+                f"copies between {source} and {target} arrive damaged: {_NUM_TRIED} known numbers did not all come as "
+                "they were sent. manyhands copies through the host instead, which is slower; other programs on this "
+                "machine are likely to compute wrong numbers. The usual causes are PCIe access control (ACS) and an "
+                "IOMMU that translates traffic between devices."
+            )
+    return _arriving[pair]
+
+
+def arrives(
+    source: torch.device,
+    target: torch.device,
+    copy: Callable[[torch.Tensor, torch.device], torch.Tensor] = torch.Tensor.to,
+) -> bool:
+    """Return whether known numbers that are copied from `source` to `target` are the same there, bit for bit."""
+    known = [_known_numbers(device) for device in (source, target)]
+    return torch.equal(copy(known[0], target), known[1])
+
+
+def _arrives_both_ways(a: torch.device, b: torch.device) -> bool:
+    return arrives(a, b) and arrives(b, a)
+
+
+def _known_numbers(device: torch.device) -> torch.Tensor:
+    """Return numbers that have all bits in use, and no part that looks like another."""
+    return torch.arange(_NUM_TRIED, dtype=torch.int32, device=device) * -1640531535  # 2**32 / golden ratio, odd
+
+
+def computes_on_host(device: torch.device) -> bool:
+    """Return whether work on `device` runs in the calling thread rather than on an accelerator's streams."""
+    if is_cpu(device):
+        return True
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    return kind is None or device.type != kind.type
+
+
+def has_streams(device: torch.device) -> bool:
+    """Return whether work on `device` is queued on streams, of which it can have several: Apple's devices have one."""
+    return device.type != "mps" and not computes_on_host(device)
+
+
+def exists_for_other_processes(device: torch.device) -> bool:
+    """Return whether another process finds the device too: not a simulated one."""
+    return is_cpu(device) or not computes_on_host(device)
+
+
+def collective_backend(devices: Sequence[torch.device]) -> str:
+    """Return by what torch.distributed is to connect one process on each of `devices`: "nccl" or "gloo".
+
+    NCCL wants a GPU for each process. Gloo can do without, with data in host memory.
+    """
+    each_has_its_own = len(set(devices)) == len(devices) and all(device.type == "cuda" for device in devices)
+    if not each_has_its_own or not torch.distributed.is_available():
+        return "gloo"
+    return "nccl" if torch.distributed.is_nccl_available() else "gloo"
+
+
+def begin_copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[bool], bool]]:
+    """Begin to copy a tensor of an accelerator to the host; return the copy, and what says whether it is there.
+
+    That is given whether to wait for it; then the answer is yes.
+    """
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+    copied = torch.Event(tensor.device)
+    copied.record(torch.accelerator.current_stream(tensor.device))
+
+    def is_there(wait: bool) -> bool:
+        if wait:
+            copied.synchronize()
+        return wait or bool(copied.query())
+
+    return copy, is_there
+
+
+def current_streams(devices: Sequence[torch.device]) -> list[torch.Stream]:
+    """Return the calling thread's current stream on each accelerator among `devices`."""
+    return [torch.accelerator.current_stream(d) for d in dict.fromkeys(devices) if not computes_on_host(d)]
+
+
+@contextlib.contextmanager
+def using(device: torch.device, streams: Sequence[torch.Stream]) -> Iterator[None]:
+    """Make `device` the current one, and `streams` current on their devices, for as long as the context lasts."""
+    if computes_on_host(device):
+        yield
+        return
+    device_before = torch.accelerator.current_device_index()
+    streams_before = [torch.accelerator.current_stream(stream.device) for stream in streams]
+    try:
+        for stream in streams:
+            torch.accelerator.set_stream(stream)
+        torch.accelerator.set_device_index(device.index)
+        yield
+    finally:
+        for stream in streams_before:
+            torch.accelerator.set_stream(stream)
+        torch.accelerator.set_device_index(device_before)
+
+
+def random_states() -> list[torch.Tensor]:
+    """Return the state of the random number generator of the host, then of each accelerator that has one of its own."""
+    states = [torch.get_rng_state()]
+    for device in accelerators():
+        if hasattr(torch.get_device_module(device), "get_rng_state"):
+            with using(device, []):
+                states.append(torch.get_device_module(device).get_rng_state())
+    return states
+
+
+def set_random_states(states: Sequence[torch.Tensor]) -> None:
+    """Put every generator back to what `random_states` found."""
+    host, *others = states
+    torch.set_rng_state(host)
+    having_one = [d for d in accelerators() if hasattr(torch.get_device_module(d), "get_rng_state")]
+    for device, state in zip(having_one, others, strict=True):
+        with using(device, []):
+            torch.get_device_module(device).set_rng_state(state)
+
+
+def rounds_float32(device: torch.device) -> bool:
+    """Return whether float32 products on `device` may be computed with fewer bits, as GPUs do with TF32."""
+    if device.type != "cuda":
+        return False
+    cudnn: Any = torch.backends.cudnn
+    return any(o.fp32_precision == "tf32" for o in (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn))
+
+
+def seed_apart(devices: Sequence[torch.device]) -> None:
+    """Give accelerators whose random generators have the same seed, as after `torch.manual_seed`, seeds of their own.
+
+    The first keeps its seed, and the others' follow from it and from their places in the list; a seed that differs
+    already stays. On the host there is one generator for all. (Not run on a machine with several GPUs so far.)
+    """
+    different = [device for device in dict.fromkeys(devices) if not computes_on_host(device)]
+    if len(different) < 2:
+        return
+    first, *others = map(_default_generator, different)
+    for number, generator in enumerate(others, 1):
+        if first is not None and generator is not None and generator.initial_seed() == first.initial_seed():
+            generator.manual_seed((first.initial_seed() + number * _SEED_STEP) % 2**64)
+
+
+def shared_random_states(devices: Sequence[torch.device]) -> dict[torch.device, torch.Tensor]:
+    """Return the state of the random generator of each accelerator that is named more than once."""
+    shared = [device for device, times in Counter(devices).items() if times > 1 and not computes_on_host(device)]
+    generators = {device: _default_generator(device) for device in shared}
+    return {device: generator.get_state() for device, generator in generators.items() if generator is not None}
+
+
+def _default_generator(device: torch.device) -> torch.Generator | None:
+    """Return an accelerator's default generator, where its module of torch has one for each index, as CUDA's has."""
+    generators = getattr(torch.get_device_module(device), "default_generators", ())
+    return generators[device.index] if device.index is not None and device.index < len(generators) else None
+
+
+def seed(device: torch.device, number: int) -> None:
+    """Seed the generators of the host and of `device`."""
+    torch.default_generator.manual_seed(number)
+    if not computes_on_host(device):
+        torch.empty(0, device=device)  # before a process has used the kind of device, there may be no generators yet
+        generator = _default_generator(device)
+        if generator is not None:
+            generator.manual_seed(number)
+
+
+def generator_states(device: torch.device) -> list[torch.Tensor]:
+    """Return the states of the generators of the host and, where it has one of its own, of `device`."""
+    own = None if computes_on_host(device) else _default_generator(device)
+    return [torch.default_generator.get_state()] + ([] if own is None else [own.get_state()])
+
+
+def convolution_flags() -> tuple[Any, ...]:
+    """Return what the user has set of how convolutions are computed on GPUs."""
+    cudnn: Any = torch.backends.cudnn
+    return cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
+
+
+def set_convolution_flags(flags: tuple[Any, ...]) -> None:
+    """Set what `convolution_flags` returned."""
+    if flags != convolution_flags():
+        cudnn: Any = torch.backends.cudnn
+        if flags[3] == flags[4]:  # torch's older setting for both, which has to fit to the newer ones to be read
+            cudnn.allow_tf32 = flags[3] == "tf32"
+        cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = flags
+
+
+def product_flags() -> tuple[str | None, str, str]:
+    """Return what the user has set of how float32 products of matrices are computed, on GPUs and on the CPU.
+
+    torch has an older setting for both and a newer one for each; where these do not fit together the older one cannot
+    be asked for, and is None here.
+    """
+    backends: Any = torch.backends
+    try:
+        both = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        both = None
+    return both, backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision
+
+
+def set_product_flags(flags: tuple[str | None, str, str]) -> None:
+    """Set what `product_flags` returned."""
+    if flags != product_flags():
+        backends: Any = torch.backends
+        both, on_gpus, on_cpu = flags
+        if both is not None:
+            torch.set_float32_matmul_precision(both)
+        backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision = on_gpus, on_cpu
+
+
+def warn_if_unequal(devices: Sequence[torch.device]) -> None:
+    """Warn about accelerators that have less than 75 % of the memory or cores of the largest (torch's threshold)."""
+    different = [device for device in dict.fromkeys(devices) if not computes_on_host(device)]
+    if len(different) < 2:
+        return
+    properties = [torch.get_device_module(device).get_device_properties(device) for device in different]
+    for what, attribute in (("memory", "total_memory"), ("cores", "multi_processor_count")):
+        values = [getattr(p, attribute, None) for p in properties]
+        known = [value for value in values if value]
+        if len(known) == len(values) and min(known) < 0.75 * max(known):
+            least, most = values.index(min(known)), values.index(max(known))
+            weights = [round(values[different.index(device)] / max(known), 2) for device in devices]
+            warnings.warn(
+                f"{different[least]} has less than 75 % of the {what} of {different[most]}: every step waits for the "
+                f"slowest replica. Give each its share, shares={weights}, or leave {different[least]} out of "
+                "device_ids.",
+                UserWarning,
+                stacklevel=3,
+            )
+            return
+
+
+def _check_is_list(device_ids: object, argument: str) -> None:
+    if isinstance(device_ids, str | bytes) or not isinstance(device_ids, Sequence):
+        raise TypeError(f'{argument}={device_ids!r}: expected a list, such as [0, 1], ["cuda:0"] or ["cpu"] * 2')
+
+
+def _is_index(device_id: object) -> bool:
+    return isinstance(device_id, int) and not isinstance(device_id, bool)
+
+
+def _names(devices: Sequence[torch.device]) -> str:
+    return ", ".join(str(device) for device in devices)
+
+
+def _what_is_there(present: Sequence[torch.device]) -> str:
+    there = f"this process sees {_names(present)}" if present else "this process sees no accelerator"
+    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"):
+        if variable in os.environ:
+            there += f" ({variable}={os.environ[variable]!r} hides the others and numbers these from 0)"
+    return there
+
+
+# ---- what training asks --------------------------------------------------------------------------
+
+
+def has_room_for(device: torch.device, num_bytes: int) -> bool:
+    """Return whether data of this size can stay on an accelerator comfortably: in a quarter of what is free there.
+
+    On the host there is nothing to ask: what is there stays where it is, and the answer is no.
+    """
+    if computes_on_host(device):
+        return False
+    free_bytes, _ = torch.accelerator.get_memory_info(device)
+    return num_bytes <= free_bytes // 4
+
+
+def rows_on(device: torch.device, tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return the rows of these numbers on `device`, queued there if the tensor is on the host, and not waited for.
+
+    That takes pinned memory: a copy from any other is made by the thread that asks for it. torch keeps what was pinned
+    until it has been copied, and then for the next rows.
+    """
+    if tensor.device != _CPU or not has_streams(device):
+        return tensor[rows].to(device)
+    pinned = torch.empty(len(rows), *tensor.shape[1:], dtype=tensor.dtype, pin_memory=True)
+    return torch.index_select(tensor, 0, rows, out=pinned).to(device, non_blocking=True)
+
+
+def begin_to_read(number: torch.Tensor) -> Callable[[], float]:
+    """Begin to copy a 0-dim tensor to the host; return what waits for it and gives the number."""
+    if computes_on_host(number.device):
+        value = number.item()
+        return lambda: value
+    copy, is_there = begin_copy_to_host(number)
+
+    def read() -> float:
+        is_there(True)
+        return copy.item()
+
+    return read
+
+
+def has_tf32(device: torch.device) -> bool:
+    """Return whether a device can compute float32 products in TF32: NVIDIA's GPUs from Ampere on."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@contextlib.contextmanager
+def float32_products(device: torch.device, *, rounded: bool) -> Iterator[None]:
+    """Compute float32 products and convolutions of CUDA devices exactly, or, `rounded`, in TF32 where they have it.
+
+    Rounded, cuDNN also tries its algorithms and takes the fastest. (torch's default is neither: it rounds convolutions
+    and computes products exactly.) The settings are the whole process's, and are put back when the context ends. Other
+    kinds of device have none.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    products, convolutions = product_flags(), convolution_flags()
+    try:
+        torch.set_float32_matmul_precision("high" if rounded else "highest")
+        torch.backends.cudnn.allow_tf32 = rounded
+        torch.backends.cudnn.benchmark = rounded
+        yield
+    finally:
+        set_product_flags(products)
+        set_convolution_flags(convolutions)
+
+
+def has_fused_optimizers(device: torch.device) -> bool:
+    """Return whether torch's optimizers have a fused form for an accelerator: one kernel for all parameters."""
+    return device.type in ("cuda", "xpu", "mps")

@@ -1,0 +1,299 @@
+"""Random streams: on the host, each replica draws from a generator of its own.
+
+torch has one random generator for the CPU, and threads that share it draw in whatever order they happen to run in. So
+while replicas run, every draw in a replica's thread (dropout inside an LSTM or an attention layer, `torch.rand`,
+`x.normal_()`, what compiled code draws) goes to that replica's *stream*, a `torch.Generator`, and
+`torch.get_rng_state`, `set_rng_state`, `manual_seed` and `fork_rng` act on it there. Activation checkpointing saves and
+restores the random state with these, so what it computes again in backward has the masks of its own forward.
+
+Guarantees
+    - Equal seeds, equal runs: a stream's seed follows from torch's random state when the pass begins, and from the
+      replica's place. Nothing else is kept, so restoring torch's random state repeats what was drawn after it.
+    - Streams of different replicas differ.
+    - A model that draws nothing leaves torch's random state alone, as the plain module does. One that draws moves it on
+      by one number a pass, however many replicas there are; a pass that fails leaves it as it was.
+    - Other operations are not slower; a draw costs some ten microseconds more.
+    - What draws from the shared generator nevertheless is reported when it is met: custom operators, tensor subclasses
+      that know no generators (jagged tensors), threads that forward starts, methods of `torch.default_generator`.
+
+Not led anywhere: a single replica, and replicas that run one after the other (a wrapper inside a replica, or under a
+mode that other threads cannot join), which draw from the generator of the thread that calls them; calls that name a
+generator; and what is not torch's: `random`, `numpy.random`.
+
+One operation that draws nothing is caught in the same way: `embedding_renorm_` (`nn.Embedding(max_norm=...)`) writes
+into weights that replicas on the host share, and has to do so one replica at a time, or a row would be scaled twice.
+
+Accelerators have generators of their own. Each gets a seed of its own; two replicas on one accelerator, which share its
+generator, are reported when they draw. So is what replicas on accelerators draw on the CPU: they have no streams there,
+because their backward runs in threads of torch's, which would restore the random state of one into that of another.
+
+Assumes that nobody else draws from torch's generator while replicas run. Calls from several threads at once are safe,
+but what they draw depends on which comes first.
+"""
+
+import contextlib
+import ctypes
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+
+from manyhands.runtime import devices as _devices
+from manyhands.runtime import torch_private
+from manyhands.runtime.errors import say_once
+from manyhands.runtime.thread_pool import inside_replica
+from manyhands.runtime.thread_state import modes_that_stay
+
+# The operations that draw on the host; what else does is made of these. Each has an overload with a generator.
+DRAWS = (
+    *("_sample_dirichlet", "_standard_gamma", "bernoulli", "bernoulli_", "binomial", "cauchy", "cauchy_"),
+    *("exponential", "exponential_", "geometric", "geometric_", "log_normal", "log_normal_", "multinomial"),
+    *("normal", "normal_", "normal_functional", "poisson", "rand", "rand_like", "randint", "randint_like"),
+    *("randn", "randn_like", "random", "random_", "randperm", "rrelu_with_noise", "rrelu_with_noise_"),
+    *("rrelu_with_noise_functional", "uniform", "uniform_"),
+)
+
+_SHARED = (
+    "torch's random generator was drawn from while the replicas of {name} ran, by {what}. All replicas share that "
+    "generator, so runs with equal seeds may differ. Draw with a torch.Generator of your own (generator=...), or "
+    "draw outside the model and pass the result to it as an input."
+)
+_WHAT_IS_NOT_CAUGHT = (
+    "something that cannot be led to the replicas' own streams: a custom operator, a tensor subclass, a thread that "
+    "forward starts, a method of torch.default_generator, or another thread of the program"
+)
+_NOTHING_IS_CAUGHT = "the model: this release of torch offers no way to lead its draws to streams of the replicas' own"
+_ON_ACCELERATORS = "an operation on the CPU: replicas on accelerators have streams of their own on these only"
+_ONE_DEVICE = (
+    "several replicas of {name} are on {device} and draw from its one random generator, in whatever order they happen "
+    "to run in: runs with equal seeds may differ. Give each replica a device of its own, or draw outside the model and "
+    "pass the result to it as an input."
+)
+
+
+@contextlib.contextmanager
+def own_streams(name: str, devices: Sequence[torch.device]) -> Iterator[Callable[[int], AbstractContextManager[None]]]:
+    """Surround one pass over replicas on `devices`; yield what gives replica i its stream, in its own thread.
+
+    Args:
+        name: what messages call the model.
+        devices: one a replica.
+    """
+    if len(devices) < 2 or inside_replica() or modes_that_stay():
+        yield lambda index: contextlib.nullcontext()
+        return
+    on_host = all(map(_devices.computes_on_host, devices))
+    caught = _process.catch_draws() if on_host else None
+    if not on_host:
+        _devices.seed_apart(devices)
+    on_accelerators = {} if on_host else _devices.shared_random_states(devices)
+    last_move, state = _process.last_move, _state_of(torch.default_generator)
+    streams = [_Stream(state, index) for index in range(len(devices))]
+
+    yield lambda index: _drawing_from(streams[index], caught) if caught else contextlib.nullcontext()
+
+    if _state_of(torch.default_generator) != state and _process.last_move is last_move:
+        what = _WHAT_IS_NOT_CAUGHT if caught else _NOTHING_IS_CAUGHT if on_host else _ON_ACCELERATORS
+        say_once(_SHARED.format(name=name, what=what))
+    if any(stream.has_moved() for stream in streams):
+        _process.move_on()
+    for device, before in on_accelerators.items():
+        if not torch.equal(before, _devices.shared_random_states([device, device])[device]):
+            say_once(_ONE_DEVICE.format(name=name, device=device))
+
+
+class _Stream:
+    """The random numbers of one replica in one pass; the generator is made when it is first asked for.
+
+    No operation of torch is called to seed it: it may be asked for under any mode or transform.
+    """
+
+    def __init__(self, state: bytes, index: int) -> None:
+        self._origin = state, index
+        self._first_state = b""
+        self._generator: torch.Generator | None = None
+
+    @property
+    def generator(self) -> torch.Generator:
+        if self._generator is None:
+            self._generator = torch.Generator("cpu").manual_seed(_seed(*self._origin))
+            self._first_state = _state_of(self._generator)
+        return self._generator
+
+    def has_moved(self) -> bool:
+        """Return whether anything was drawn for good; not if the random state was put back, as checkpointing does."""
+        return self._generator is not None and _state_of(self._generator) != self._first_state
+
+
+class SeededStreams:
+    """The replicas' streams for one pass in which each replica has a process, and so a generator, to itself.
+
+    They are those of `own_streams`. While the context lasts, torch's generator in this process draws the first one's.
+
+    Attributes:
+        seeds: one a replica, for the generator of its process.
+        others_drew: to be set if a replica in another process has drawn.
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        self._before = torch.default_generator.get_state()
+        state = _state_of(torch.default_generator)
+        self.seeds = [_seed(state, index) for index in range(num_replicas)]
+        self.others_drew = False
+
+    def __enter__(self) -> None:
+        torch.default_generator.manual_seed(self.seeds[0])
+        self._begun = _state_of(torch.default_generator)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        drew = self.others_drew or _state_of(torch.default_generator) != self._begun
+        torch.default_generator.set_state(self._before)
+        if drew and kind is None:
+            _process.move_on()
+
+
+def _seed(state: bytes, index: int) -> int:
+    """Return the seed of a replica's stream: 32 bits, as many as the generator makes use of.
+
+    They differ from one index to another.
+    """
+    return zlib.crc32(index.to_bytes(4), zlib.crc32(state))
+
+
+def _state_of(generator: torch.Generator) -> bytes:
+    state = generator.get_state()
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+
+@contextlib.contextmanager
+def _drawing_from(stream: _Stream, caught: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Have the thread draw from `stream` for as long as the context lasts."""
+    _thread.stream = stream
+    try:
+        with caught():
+            yield
+    finally:
+        _thread.stream = None
+
+
+def _generator_of_thread() -> torch.Generator:
+    stream: _Stream | None = getattr(_thread, "stream", None)
+    return torch.default_generator if stream is None else stream.generator
+
+
+class _Process:
+    """What the passes of a process share: torch's generator, and what catches the draws from it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.weights_lock = threading.Lock()
+        self._caught: list[Callable[[], AbstractContextManager[None]] | None] = []
+        self.last_move = object()  # a new one whenever a pass of ours moves torch's random state on
+
+    def catch_draws(self) -> Callable[[], AbstractContextManager[None]] | None:
+        """Have draws caught from the first call on; return the context for a replica's thread, None if impossible."""
+        with self._lock:
+            if not self._caught:
+                handlers: dict[Any, Callable[..., Any]] = {
+                    torch.ops.aten.native_dropout.default: _native_dropout,
+                    torch.ops.aten.embedding_renorm_.default: _renormalise,
+                }
+                for operation, drawn_by in operations_that_draw():
+                    num_before = [argument.name for argument in drawn_by._schema.arguments].index("generator")
+                    handlers[operation] = partial(_draw, operation, drawn_by, num_before)
+                self._caught.append(torch_private.catch_operations(handlers))
+                if self._caught[0] is not None:
+                    torch_private.redirect_random_state(_generator_of_thread)
+            return self._caught[0]
+
+    def move_on(self) -> None:
+        """Move torch's random state on by one number, so that passes that are running see that it was one of us."""
+        self.last_move = object()
+        torch.rand((), device="cpu", generator=torch.default_generator)
+        self.last_move = object()
+
+    def after_fork(self) -> None:
+        """In the child of a fork: another thread of the parent may have held the lock, and no replica goes on here."""
+        self._lock = threading.Lock()
+        self.weights_lock = threading.Lock()
+        _thread.stream = None
+
+
+def operations_that_draw() -> Iterator[tuple[Any, Any]]:
+    """Yield each overload of `DRAWS`, and the one that takes a generator: the same, or the one that differs in that."""
+    for name in DRAWS:
+        packet = getattr(torch.ops.aten, name)
+        overloads = [getattr(packet, overload) for overload in packet.overloads()]
+        with_generator = {_signature(overload): overload for overload in overloads if _takes_generator(overload)}
+        for overload in overloads:
+            yield overload, overload if _takes_generator(overload) else with_generator[_signature(overload)]
+
+
+def _takes_generator(operation: Any) -> bool:
+    return any(argument.name == "generator" for argument in operation._schema.arguments)
+
+
+def _signature(operation: Any) -> tuple[tuple[str, str], ...]:
+    """Return names and types of an operation's arguments, without the generator."""
+    arguments = [(argument.name, str(argument.type)) for argument in operation._schema.arguments]
+    return tuple(argument for argument in arguments if argument[0] != "generator")
+
+
+def _draw(operation: Any, drawn_by: Any, num_before: int, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stand in for `operation`: draw from the thread's stream, unless the call names a generator.
+
+    Args:
+        drawn_by: the overload that takes a generator.
+        num_before: how many arguments come before the generator.
+        keys: see `torch_private.catch_operations`.
+    """
+    named = args[num_before] if len(args) > num_before else kwargs.get("generator")
+    generator = _own_generator(named, args, kwargs)
+    if generator is not None:
+        # A tensor subclass may know the operation without a generator only. Then it draws from the shared one.
+        with contextlib.suppress(NotImplementedError):
+            return drawn_by.redispatch(keys, *args[:num_before], **{**kwargs, "generator": generator})
+    return operation.redispatch(keys, *args, **kwargs)
+
+
+def _native_dropout(keys: Any, tensor: torch.Tensor, p: float, train: bool | None) -> Any:
+    """Stand in for `native_dropout`, which draws and takes no generator. The formula is its own.
+
+    What it calls inside would be caught, but not where a dispatch mode or a tensor subclass runs it.
+    """
+    generator = _own_generator(None, (tensor,), {})
+    if generator is not None and train is not False and not tensor.is_nested:
+        kept = torch.empty_like(tensor, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
+        return tensor * kept * (1 / (1 - p) if p < 1 else 0.0), kept
+    return torch.ops.aten.native_dropout.default.redispatch(keys, tensor, p, train)
+
+
+def _renormalise(keys: Any, *args: Any) -> torch.Tensor:
+    """Stand in for `embedding_renorm_`: a replica that has waited for another finds its rows short enough."""
+    with _process.weights_lock:
+        return torch.ops.aten.embedding_renorm_.default.redispatch(keys, *args)  # type: ignore[no-any-return]
+
+
+def _own_generator(
+    named: torch.Generator | None, args: Sequence[Any], kwargs: dict[str, Any]
+) -> torch.Generator | None:
+    """Return the generator of the thread's stream if an operation called like this is to draw from it, else None."""
+    stream: _Stream | None = getattr(_thread, "stream", None)
+    if stream is None or (named is not None and not torch_private.is_default_generator(named)):
+        return None
+    device = kwargs.get("device")
+    if device is None:
+        device = next((value.device for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+    if (device is None or _devices.computes_on_host(device)) and not torch_private.is_tracing():
+        return stream.generator
+    return None
+
+
+_thread = threading.local()
+_process = _Process()
+os.register_at_fork(after_in_child=_process.after_fork)

@@ -1,0 +1,379 @@
+"""Worker threads: run one task a replica, all at once, with the caller's thread state.
+
+Guarantees
+    - Task 0 runs in the calling thread, task i on worker i; `run_together` returns when every task has ended.
+    - Workers are started when first needed and kept. A call borrows as many as it needs and shares them with nobody,
+      so its tasks may wait for each other, and calls from several threads at once do not disturb each other.
+    - Inside a task, `run_together` runs its tasks one after the other in that thread: no worker waits for itself.
+    - An exception that is not an `Exception` (Ctrl-C above all) reaches the caller at once. Workers that are still
+      busy then are abandoned: nobody reads their result, they are never used again, they end when their task does,
+      and the next call starts fresh ones. They are not interrupted: an exception at any instruction would leave locks
+      behind that are held for ever, those of Python's imports among them.
+    - On the CPU a worker runs on its own part of the process's cores (affinity.py); the caller's thread is left as it
+    is.
+    - After a fork the child starts workers of its own. At exit workers are told to end and are waited for, because a
+      daemon thread that is inside torch when the interpreter goes away aborts the process. What is still running after
+      a while is interrupted then.
+
+Assumes that tasks do not touch each other's data.
+"""
+
+import atexit
+import contextlib
+import contextvars
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import torch
+
+from manyhands.runtime import affinity, torch_private
+from manyhands.runtime import devices as _devices
+from manyhands.runtime.errors import log
+from manyhands.runtime.thread_state import ThreadState, modes_that_stay
+
+T = TypeVar("T")
+
+_WAKE_S = 0.1  # a waiting caller looks this often for Ctrl-C, which cannot always wake it (_thread.interrupt_main)
+_EXIT_PATIENCE_S = 2.0  # how long interpreter exit waits for workers to end by themselves
+_EXIT_WAIT_S = 10.0  # and how long in all
+
+
+@dataclass(slots=True)
+class Outcome(Generic[T]):
+    """How a task ended: with a value, or with an error."""
+
+    value: T | None = None
+    error: BaseException | None = None
+
+
+# What is entered around replica i in its own thread, for one pass over all replicas: the forward, or a backward. It is
+# entered before the caller's thread state is applied, and left even if that fails.
+ReplicaContext: TypeAlias = Callable[[int], AbstractContextManager[None]]
+# What is entered around the whole pass, in the caller's thread; it yields the replicas' context. It is left with an
+# exception if the pass has failed.
+PassContext: TypeAlias = Callable[[], AbstractContextManager[ReplicaContext]]
+
+
+@contextlib.contextmanager
+def one_pass(contexts: Sequence[PassContext]) -> Iterator[ReplicaContext]:
+    """Enter every context of one pass over all replicas; yield each replica's context in it, the first outermost."""
+    with contextlib.ExitStack() as stack:
+        yield partial(_all_of, [stack.enter_context(context()) for context in contexts])
+
+
+@contextlib.contextmanager
+def _all_of(contexts: Sequence[ReplicaContext], index: int) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context(index))
+        yield
+
+
+@dataclass
+class ReplicaTiming:
+    """What one replica did in the last step.
+
+    Attributes:
+        device: where it stood.
+        rows: its share of the batch.
+        forward_s, backward_s: seconds it took; on an accelerator, to queue the work. 0 until it has ended.
+    """
+
+    device: torch.device
+    rows: int
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+
+
+@torch_private.parametrizations_not_cached()
+def run_together(
+    tasks: Sequence[Callable[[], T]],
+    devices: Sequence[torch.device],
+    around: ReplicaContext = lambda index: nullcontext(),
+) -> list[Outcome[T]]:
+    """Run all tasks at once, task i for a replica on `devices[i]`; return how each ended, in order.
+
+    >>> [outcome.value for outcome in run_together([lambda: 1, lambda: 2], [torch.device("cpu")] * 2)]
+    [1, 2]
+
+    Args:
+        tasks, devices: one a replica.
+        around: what surrounds task i in its thread. It is entered before anything else, and left even if the task
+            cannot be begun, so that others who wait for the task can be told.
+
+    Raises:
+        BaseException: what a task (or Ctrl-C) raised, where that is not an `Exception`.
+    """
+    if len(tasks) == 1 or inside_replica() or modes_that_stay():
+        return [_run_here(tasks[i], devices[i], i, around(i)) for i in range(len(tasks))]
+
+    state = ThreadState.capture()
+    streams = _devices.current_streams(devices)
+    on_host = all(map(_devices.computes_on_host, devices))
+    own_cores = affinity.divided(len(tasks)) if on_host else [()] * len(tasks)
+    threads_before, threads_each = _thread_counts.begin(devices)
+    done: SimpleQueue[tuple[int, Outcome[T]]] = SimpleQueue()
+
+    def job(index: int) -> Callable[[], Outcome[T]]:
+        context = contextvars.copy_context()
+
+        def run() -> T:
+            affinity.bind(own_cores[index])
+            with (
+                around(index),
+                _intra_op_threads(threads_each),
+                state.applied(),
+                _devices.using(devices[index], streams),
+                _marked_as_replica(devices[index], index),
+            ):
+                return context.run(tasks[index])
+
+        return lambda: _outcome(run)
+
+    def first() -> T:
+        with (
+            around(0),
+            _intra_op_threads(threads_each),
+            _devices.using(devices[0], streams),
+            _marked_as_replica(devices[0], 0),
+        ):
+            return tasks[0]()
+
+    workers = _pool.borrow(len(tasks) - 1)
+    ended: dict[int, Outcome[T]] = {}
+    try:
+        for i, worker in enumerate(workers, 1):
+            worker.inbox.put(_Order(i, [job(i)], done))
+        ended[0] = _outcome(first)
+        _raise_if_urgent(ended[0])
+        while len(ended) < len(tasks):
+            with contextlib.suppress(Empty):
+                index, ended_now = done.get(timeout=_WAKE_S)
+                ended[index] = ended_now
+                del ended_now
+                _raise_if_urgent(ended[index])
+        return [ended[i] for i in range(len(tasks))]
+    finally:
+        _pool.give_back([worker for i, worker in enumerate(workers, 1) if i in ended])
+        _pool.abandon([worker for i, worker in enumerate(workers, 1) if i not in ended])
+        _thread_counts.end(threads_before, threads_each)
+        ended.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
+
+
+@contextlib.contextmanager
+def divided_intra_op_threads(devices: Sequence[torch.device]) -> Iterator[int]:
+    """Give the calling thread one replica's part of its intra-op threads, for replicas that run in other processes.
+
+    Yields:
+        How many each replica has.
+    """
+    before, each = _thread_counts.begin(devices)
+    try:
+        with _intra_op_threads(each):
+            yield each
+    finally:
+        _thread_counts.end(before, each)
+
+
+def inside_replica() -> bool:
+    """Return whether the calling thread is running a replica's task."""
+    return getattr(_thread, "replica_device", None) is not None
+
+
+def replica_device() -> torch.device | None:
+    """Return the device of the replica whose task the calling thread is running; None outside of one."""
+    return getattr(_thread, "replica_device", None)
+
+
+def replica_path() -> tuple[int, ...]:
+    """Return which replica's task the calling thread is running: its place in its call, the outermost call first.
+
+    () outside of one. Paths in sorted order are the replicas in the order of their rows.
+    """
+    return getattr(_thread, "replica_path", ())
+
+
+def _outcome(task: Callable[[], T]) -> Outcome[T]:
+    try:
+        return Outcome(value=task())
+    except BaseException as error:  # noqa: BLE001 - it is handed on, to be raised in the caller
+        return Outcome(error=error)
+
+
+def _run_here(
+    task: Callable[[], T], device: torch.device, index: int, around: AbstractContextManager[None]
+) -> Outcome[T]:
+    def run() -> T:
+        with around, _devices.using(device, []), _marked_as_replica(device, index):
+            return task()
+
+    outcome = _outcome(run)
+    try:
+        _raise_if_urgent(outcome)
+        return outcome
+    finally:
+        del outcome  # a traceback refers to this frame: nothing in it may refer to an exception
+
+
+def _raise_if_urgent(outcome: Outcome[T]) -> None:
+    try:
+        if outcome.error is not None and not isinstance(outcome.error, Exception):
+            raise outcome.error
+    finally:
+        del outcome  # as above
+
+
+@contextlib.contextmanager
+def _intra_op_threads(count: int) -> Iterator[None]:
+    if torch.get_num_threads() != count:
+        torch.set_num_threads(count)
+    yield
+
+
+class _ThreadCounts:
+    """Puts torch's number of intra-op threads back.
+
+    The number belongs to each thread, but setting it also sets what threads to come begin with. While a call runs, a
+    thread that is new to torch therefore begins with a replica's number. If such a thread calls in turn, for the first
+    time, it is taken to want the number that the first of the overlapping calls found.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: list[int] = []  # what each running call gives its replicas
+        self._default = 1
+
+    def begin(self, devices: Sequence[torch.device]) -> tuple[int, int]:
+        """Return the calling thread's number, and what each replica is to have of it."""
+        before = torch.get_num_threads()
+        with self._lock:
+            if not self._running:
+                self._default = before
+            elif before in self._running and not hasattr(_thread, "num_threads"):
+                before = self._default
+            on_host = sum(_devices.computes_on_host(device) for device in devices)
+            each = max(1, before // on_host) if on_host else before
+            self._running.append(each)
+        return before, each
+
+    def end(self, before: int, each: int) -> None:
+        """Put everything back as it was when `begin` returned these numbers."""
+        torch.set_num_threads(before)  # the calling thread's, and that of threads to come
+        _thread.num_threads = before
+        with self._lock:
+            self._running.remove(each)
+            wrong_default = not self._running and before != self._default
+        if wrong_default:  # another call of ours found another number, before this one: only a new thread can set it
+            setter = threading.Thread(target=torch.set_num_threads, args=(self._default,))
+            setter.start()
+            setter.join()
+
+
+@contextlib.contextmanager
+def _marked_as_replica(device: torch.device, index: int) -> Iterator[None]:
+    device_before, path_before = replica_device(), replica_path()
+    _thread.replica_device, _thread.replica_path = device, (*path_before, index)
+    try:
+        yield
+    finally:
+        _thread.replica_device, _thread.replica_path = device_before, path_before
+
+
+@dataclass(slots=True)
+class _Order:
+    """What a worker is asked to do: call the one job in the list, and put (index, its outcome) into `done`."""
+
+    index: int
+    jobs: list[Callable[[], Outcome[Any]]]
+    done: SimpleQueue[tuple[int, Outcome[Any]]]
+
+
+class _Worker:
+    """One thread that runs what is put into its inbox, until it finds None there."""
+
+    def __init__(self) -> None:
+        self.inbox: SimpleQueue[_Order | None] = SimpleQueue()
+        self.thread = threading.Thread(target=self._work, name="manyhands-worker", daemon=True)
+        self.thread.start()
+
+    def _work(self) -> None:
+        with contextlib.suppress(SystemExit):  # what `stop` raises here
+            while (order := self.inbox.get()) is not None:
+                # Once the caller has the outcome, nothing that belongs to the call may be alive here: what the caller
+                # then drops is to be freed at once. So no variable has the outcome, and the job is taken out.
+                order.done.put((order.index, order.jobs.pop()()))
+                del order
+
+
+class _Pool:
+    """The process's workers. One that is not idle is borrowed, or has been abandoned."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[_Worker] = []
+        self._busy: list[_Worker] = []
+
+    def borrow(self, count: int) -> list[_Worker]:
+        """Take `count` workers, the same ones in the same order whenever they are idle."""
+        with self._lock:
+            while len(self._idle) < count:
+                self._idle.append(_Worker())
+            borrowed, self._idle = self._idle[:count], self._idle[count:]
+            self._busy = [worker for worker in self._busy if worker.thread.is_alive()] + borrowed
+        return borrowed
+
+    def give_back(self, workers: Sequence[_Worker]) -> None:
+        with self._lock:
+            self._busy = [worker for worker in self._busy if worker not in workers]
+            self._idle[:0] = workers
+
+    def abandon(self, workers: Sequence[_Worker]) -> None:
+        """Let busy workers end with what they are doing."""
+        for worker in workers:
+            worker.inbox.put(None)
+
+    def stop(self) -> None:
+        """Tell every worker to end, and wait until all have; for a while, where one is in the middle of a task."""
+        with self._lock:
+            ending = self._idle + self._busy
+            self._idle, self._busy = [], []
+        for worker in ending:
+            worker.inbox.put(None)
+        started = time.monotonic()
+        self._join(ending, until=started + _EXIT_PATIENCE_S)
+        for worker in ending:
+            if worker.thread.is_alive():
+                ident = ctypes.c_ulong(worker.thread.ident or 0)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
+        self._join(ending, until=started + _EXIT_WAIT_S)
+        if any(worker.thread.is_alive() for worker in ending):
+            log.warning("a replica is still running %g s after the program ended", _EXIT_WAIT_S)
+
+    def _join(self, workers: Sequence[_Worker], until: float) -> None:
+        for worker in workers:
+            worker.thread.join(max(0.0, until - time.monotonic()))
+
+    def forget(self) -> None:
+        """Start from nothing, in the child of a fork: the parent's threads do not exist there."""
+        self.__init__()  # type: ignore[misc]
+
+
+def _after_fork() -> None:
+    _pool.forget()
+    _thread_counts.__init__()  # type: ignore[misc]
+    _thread.replica_device, _thread.replica_path = None, ()  # a fork inside a task: the child is no replica
+
+
+_thread = threading.local()
+_thread_counts = _ThreadCounts()
+_pool = _Pool()
+atexit.register(_pool.stop)
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,594 @@
+"""Every private call of torch that manyhands makes, each with what happens where a release of torch lacks it.
+
+Nothing else in the package may name a `torch._C` function; tests/runtime/test_torch_private.py calls each of these.
+"""
+
+import contextlib
+import copy
+import functools
+import importlib
+import os
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.nn.utils.parametrize
+
+# ---- backward ------------------------------------------------------------------------------------
+
+
+def backward_keeps_graph() -> bool:
+    """Return whether the backward pass that is running was asked to keep its graph (`retain_graph=True`).
+
+    Fallback: True. Then activations go when the loss goes, instead of while backward runs.
+    """
+    try:
+        return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+    except AttributeError:
+        return True
+
+
+def backward_reaches(node: Any) -> bool:
+    """Return whether the backward pass that is running goes on to a node, or hands out what the node would get.
+
+    `torch.autograd.grad` and `backward(inputs=...)` leave out what they do not need. Fallback: True.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except AttributeError:
+        return True
+    except RuntimeError:  # a leaf whose gradient torch.autograd.grad hands out
+        return True
+
+
+def backward_runs(node: Any) -> bool:
+    """Return whether the backward pass that is running calls a node: that of a leaf adds to its `grad`.
+
+    Fallback: True.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except AttributeError:
+        return True
+    except RuntimeError:
+        return False
+
+
+@functools.cache
+def import_what_backward_imports() -> None:
+    """Import, once, what the first backward of a process imports, so that workers do not do it all at the same time.
+
+    It is done in a thread of its own, because Ctrl-C in the middle of an import leaves half a module behind.
+    Fallback: nothing; they do.
+    """
+
+    def run() -> None:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("torch.fx.experimental.symbolic_shapes")
+
+    importer = threading.Thread(target=run, name="manyhands-importer")
+    importer.start()
+    importer.join()
+
+
+@contextlib.contextmanager
+def without_post_accumulate_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Keep what `register_post_accumulate_grad_hook` was given, such as an optimizer's step, from being called.
+
+    Fallback: they are called.
+    """
+    registered = [hooks for tensor in tensors if (hooks := getattr(tensor, "_post_accumulate_grad_hooks", None))]
+    held = [dict(hooks) for hooks in registered]
+    for hooks in registered:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in zip(registered, held, strict=True):
+            hooks.update(before)
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Return whether vmap has hidden an axis of `tensor`, as it does when many gradients are asked for at once.
+
+    Fallback: False. Then such a backward raises torch's own error.
+    """
+    try:
+        functorch = torch._C._functorch
+        return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+    except (AttributeError, NotImplementedError):
+        return False
+
+
+def without_batch(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the axis that vmap hides as its first.
+
+    Raises:
+        NotImplementedError: it is one of torch.func's, or torch has no such call.
+    """
+    try:
+        if not torch._C._functorch.is_legacy_batchedtensor(tensor):
+            raise NotImplementedError
+        return torch._remove_batch_dim(tensor, _vmap_level(), 0, 0)
+    except (AttributeError, NotImplementedError):
+        raise NotImplementedError(
+            'a backward under torch.func.vmap cannot be taken to other processes: use engine="threads"'
+        ) from None
+
+
+def with_batch(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with its first axis hidden, as the vmap that is running has it. Inverse of `without_batch`."""
+    return torch._add_batch_dim(tensor, 0, _vmap_level())
+
+
+def _vmap_level() -> int:
+    level = torch._C._vmapmode_increment_nesting()
+    torch._C._vmapmode_decrement_nesting()
+    return int(level) - 1
+
+
+# ---- what is active in a thread ------------------------------------------------------------------
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Return whether default saved-tensor hooks (activation checkpointing, save_on_cpu) are active in this thread.
+
+    Fallback: False. Then such hooks act on the caller's replica only.
+    """
+    try:
+        return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    except AttributeError:
+        return False
+
+
+def saved_tensor_hooks_disabled() -> str | None:
+    """Return the message of `torch.autograd.graph.disable_saved_tensors_hooks` where that is active, else None."""
+    try:
+        return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    except AttributeError:
+        return None
+
+
+def function_modes() -> list[Any]:
+    """Return this thread's active `TorchFunctionMode`s; the default device is one of them. Fallback: none."""
+    try:
+        if not torch._C._len_torch_function_stack():
+            return []
+        return list(torch.overrides._get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+    except AttributeError:
+        return []
+
+
+def is_default_device(mode: object) -> bool:
+    """Return whether a function mode is the one behind `torch.set_default_device`. Fallback: False."""
+    try:
+        return isinstance(mode, torch.utils._device.DeviceContext)
+    except AttributeError:
+        return False
+
+
+def has_dispatch_modes() -> bool:
+    """Return whether a `TorchDispatchMode` is active in this thread. Fallback: False."""
+    try:
+        return bool(torch._C._len_torch_dispatch_stack())
+    except AttributeError:
+        return False
+
+
+def has_transforms() -> bool:
+    """Return whether a `torch.func` transform or forward-mode AD is active in this thread. Fallback: False."""
+    try:
+        if torch._C._functorch.maybe_current_level() is not None:
+            return True
+        return bool(torch.autograd.forward_ad._current_level >= 0)
+    except AttributeError:
+        return False
+
+
+def is_tracing() -> bool:
+    """Return whether operations are recorded in this thread, by torch.compile or export, rather than carried out.
+
+    Fallback: False.
+    """
+    try:
+        kinds = torch._C._TorchDispatchModeKey
+        found = torch._C._get_dispatch_mode
+        recording = (kinds.FAKE, kinds.PROXY, kinds.FUNCTIONAL)
+        return has_dispatch_modes() and any(found(kind) is not None for kind in recording)
+    except AttributeError:
+        return False
+
+
+# ---- torch.compile -------------------------------------------------------------------------------
+
+
+def is_compiled(function: object) -> bool:
+    """Return whether `function` is one that torch.compile returned. Fallback: False."""
+    return issubclass(type(function), types.FunctionType) and "_torchdynamo_orig_callable" in function.__dict__
+
+
+def has_compiled_call(module: torch.nn.Module) -> bool:
+    """Return whether calling `module` runs code that torch.compile made for this very object."""
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
+@functools.cache
+def keep_compiled_code_in_order() -> None:
+    """Have torch.compile leave its list of what it has compiled of a function in order, for the whole process.
+
+    A call that finds its code moves that to the front of the list, and a call in another thread that is looking through
+    the list at that moment misses it, and compiles once more what is there. Fallback: nothing; then that happens.
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        importlib.import_module("torch._C._dynamo.eval_frame")._set_lru_cache(False)
+
+
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """Return the classes of what torch.compile raises when it cannot compile; none where nothing has been compiled.
+
+    Fallback: none, so that such an error passes as it is.
+    """
+    try:
+        return (sys.modules["torch._dynamo"].exc.TorchDynamoException,)
+    except (KeyError, AttributeError):
+        return ()
+
+
+# ---- modules and containers ----------------------------------------------------------------------
+
+
+def hooks_of_every_module() -> bool:
+    """Return whether hooks are registered that act on every module of the process. Fallback: no."""
+    registries = (
+        "_global_forward_hooks",
+        "_global_forward_pre_hooks",
+        "_global_backward_hooks",
+        "_global_backward_pre_hooks",
+    )
+    return any(getattr(torch.nn.modules.module, registry, None) for registry in registries)
+
+
+@contextlib.contextmanager
+def parametrizations_not_cached() -> Iterator[None]:
+    """Switch `torch.nn.utils.parametrize.cached()` off: its cache is keyed by the live module, for all replicas alike.
+
+    Fallback: nothing happens.
+    """
+    parametrize: Any = torch.nn.utils.parametrize
+    cached = getattr(parametrize, "_cache_enabled", 0)  # how many `cached()` are open, in whatever thread
+    if not cached:
+        yield
+        return
+    parametrize._cache_enabled -= cached
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled += cached
+
+
+def taken_apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any] | None:
+    """Return a container's children, what rebuilds it from others, and what it has beside them.
+
+    That is what its library has registered with torch's pytree; None for a class that nobody has registered. Fallback:
+    None; such a container is then an object like any other.
+    """
+    try:
+        from torch.utils import _pytree
+
+        node = _pytree.SUPPORTED_NODES.get(type(value))
+        if node is None:
+            return None
+        children, context = node.flatten_fn(value)
+        return list(children), lambda others: node.unflatten_fn(others, context), context
+    except (ImportError, AttributeError):
+        return None
+
+
+# ---- TorchScript ---------------------------------------------------------------------------------
+#
+# What a ScriptModule has lies in a TorchScript object, its `_c`; the Python object around that has views of it in the
+# places where other modules have dicts. A traced module, or one of a user's own subclass of ScriptModule, is one more
+# Python object around that one: it has nothing but `_actual_script_module`.
+
+
+def is_scripted(module: torch.nn.Module) -> bool:
+    """Return whether `module` has its parameters in TorchScript; False where PYTORCH_JIT=0 has switched that off."""
+    return isinstance(module, torch.jit.ScriptModule) and not isinstance(module.__dict__.get("_parameters"), dict)
+
+
+def can_take_scripts_apart() -> bool:
+    """Return whether this release of torch has what the functions below need. Fallback: False."""
+    try:
+        return None not in (
+            torch._C.ScriptMethod,
+            torch._C.ParameterDict,
+            torch._C.BufferDict,
+            torch._C.ConcreteModuleType.from_jit_type,
+            torch.jit._script.OrderedDictWrapper,
+            torch.jit._script.OrderedModuleDict,
+        )
+    except AttributeError:
+        return False
+
+
+def script_parts(module: torch.nn.Module) -> dict[str, Any]:
+    """Return what would be the `__dict__` of a scripted module if it were an ordinary one.
+
+    Its `_c` is a new TorchScript object that still has the parameters, buffers and children of the old one.
+    """
+    attributes = {
+        name: value for name, value in module.__dict__.items() if not isinstance(value, torch._C.ScriptMethod)
+    }
+    if "_actual_script_module" in attributes:
+        return {**attributes, "_parameters": {}, "_buffers": {}, "_modules": {}}
+    for part in ("_parameters", "_buffers", "_modules"):
+        attributes[part] = dict(attributes[part].items())
+    attributes["_c"] = copy.copy(attributes["_c"])
+    return attributes
+
+
+def script_from_parts(module: torch.nn.Module) -> None:
+    """Make a scripted module of one whose `__dict__` is what `script_parts` returns."""
+    attributes = module.__dict__
+    parameters, buffers, children = (attributes.pop(part) for part in ("_parameters", "_buffers", "_modules"))
+    if "_actual_script_module" in attributes:
+        return
+    script_object = attributes["_c"]
+    for name, tensor in {**parameters, **buffers}.items():
+        script_object.setattr(name, tensor)
+    for name, child in children.items():
+        if isinstance(child, torch.jit.ScriptModule):  # else one that only Python code in it uses
+            script_object.setattr(name, child.__dict__.get("_actual_script_module", child).__dict__["_c"])
+    attributes["_parameters"] = torch.jit._script.OrderedDictWrapper(torch._C.ParameterDict(script_object))
+    attributes["_buffers"] = torch.jit._script.OrderedDictWrapper(torch._C.BufferDict(script_object))
+    attributes["_modules"] = torch.jit._script.OrderedModuleDict(script_object, children)
+
+
+def script_attributes(module: torch.nn.Module) -> dict[str, Any]:
+    """Return what a scripted module has in TorchScript beside parameters, buffers and children; lists are copies."""
+    if "_c" not in module.__dict__:
+        return {}
+    script_object = module.__dict__["_c"]
+    names = torch._C.ConcreteModuleType.from_jit_type(script_object._type()).get_attributes()  # type: ignore[attr-defined]
+    known = {*module._parameters.keys(), *module._buffers.keys()}
+    return {name: script_object.getattr(name) for name in names if name not in known}
+
+
+def set_script_attribute(module: torch.nn.Module, name: str, value: Any) -> None:
+    """Set what `script_attributes` returns."""
+    module.__dict__["_c"].setattr(name, value)
+
+
+# ---- memory, and many tensors at once ------------------------------------------------------------
+
+
+def owns_its_memory(tensor: torch.Tensor) -> bool:
+    """Return whether no other tensor shares the memory of `tensor`, so that it may be written into.
+
+    Fallback: False.
+    """
+    try:
+        return num_references(tensor.untyped_storage()) == 2  # the tensor's reference, and the storage object's
+    except RuntimeError:  # a tensor without storage
+        return False
+
+
+def num_references(storage: torch.UntypedStorage) -> int | None:
+    """Return how many tensors and storage objects refer to the memory of `storage`, itself included.
+
+    Fallback: None.
+    """
+    try:
+        return int(torch._C._storage_Use_Count(storage._cdata))
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def add_all_in_place(targets: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+    """Add each of `others` to its target. Fallback, also where a device lacks it for a dtype: one after the other."""
+    if not targets:
+        return
+    try:
+        torch._foreach_add_(targets, others)
+    except (AttributeError, NotImplementedError):
+        for target, other in zip(targets, others, strict=True):
+            target.add_(other)
+
+
+def copy_all_in_place(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each of `sources` into its target. Fallback, as above: one after the other."""
+    if not targets:
+        return
+    try:
+        torch._foreach_copy_(targets, sources)
+    except (AttributeError, NotImplementedError):
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+
+def clones(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a clone of each tensor, in one call instead of one for each. Fallback: one for each."""
+    if tensors and {torch.Tensor}.issuperset(map(type, tensors)):
+        with contextlib.suppress(AttributeError):
+            return list(torch._foreach_clone(tensors))
+    return [tensor.clone() for tensor in tensors]
+
+
+# ---- random numbers ------------------------------------------------------------------------------
+
+
+def catch_operations(handlers: Mapping[Any, Callable[..., Any]]) -> Callable[[], AbstractContextManager[None]] | None:
+    """Install a handler for each of some operations, for good; return a context within which a thread calls them.
+
+    `handler(keys, *args, **kwargs)` stands in for `operation(*args, **kwargs)`, and goes on with
+    `operation.redispatch(keys, *args, **kwargs)`. What an operation calls inside, in C++ or during a backward pass in
+    that thread, is caught too. Nothing else is slower, in the context or outside of it: the handlers are kernels for a
+    dispatch key that torch keeps for a library outside of it (deferred initialisation, as torchdistx had it), and the
+    dispatcher skips keys for which an operation has no kernel.
+
+    Fallback: None, where the key is missing or taken. Then nothing is installed.
+    """
+    dispatcher: Any = torch._C
+    library: Any = torch.library.Library
+    try:
+        key = dispatcher._parse_dispatch_key("DeferredInit")
+        if dispatcher._dispatch_has_backend_fallback(key):
+            return None
+        keys_after = dispatcher._dispatch_keyset_full_after(key)
+        in_context = functools.partial(dispatcher._IncludeDispatchKeyGuard, key)
+        higher_order_operators: Any = list(torch._ops._higher_order_ops.values())
+        of_those_to_come: Any = torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS
+        all_operations, aten = library("_", "IMPL"), library("aten", "IMPL")
+        all_operations.fallback(torch.library.fallthrough_kernel, "DeferredInit")
+        # Higher-order operators (flex_attention, cond) are dispatched in Python, which knows no such fallback.
+        of_those_to_come.append(key)
+        for operator in higher_order_operators:
+            operator.fallthrough(key)
+        for operation, handler in handlers.items():
+            name = operation.name().removeprefix("aten::")
+            aten.impl(name, _on_remaining_keys(handler, keys_after), "DeferredInit", with_keyset=True)
+    except (AttributeError, RuntimeError):
+        return None
+    _installed.extend([all_operations, aten])
+    return in_context
+
+
+_installed: list[torch.library.Library] = []  # a library's kernels last as long as it does
+
+
+def _on_remaining_keys(handler: Callable[..., Any], keys_after: Any) -> Callable[..., Any]:
+    return lambda keys, *args, **kwargs: handler(keys & keys_after, *args, **kwargs)
+
+
+def is_default_generator(generator: torch.Generator) -> bool:
+    """Return whether `generator` is the CPU's default one; several Python objects may stand for it. Fallback: False."""
+    try:
+        return bool(generator._cdata == torch.default_generator._cdata)  # type: ignore[attr-defined]
+    except AttributeError:
+        return False
+
+
+def redirect_random_state(generator_of_thread: Callable[[], torch.Generator]) -> None:
+    """Make `torch.manual_seed`, `get_rng_state`, `set_rng_state`, `fork_rng` and their like act on another generator.
+
+    From now on they ask `generator_of_thread` which, each time. Fallback: nothing happens.
+    """
+    if hasattr(torch.random, "default_generator"):
+        torch.random.default_generator = _GeneratorOfThread(generator_of_thread)
+
+
+class _GeneratorOfThread:
+    """Has the methods of a generator that is looked up at each use."""
+
+    def __init__(self, look_up: Callable[[], torch.Generator]) -> None:
+        self._look_up = look_up
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_look_up":  # a copy that is being made: it has no attributes yet
+            raise AttributeError(name)
+        return getattr(self._look_up(), name)
+
+
+# ---- process groups ------------------------------------------------------------------------------
+
+
+def process_group(backend: str, store: Any, rank: int, size: int) -> Any:
+    """Return a process group that is not registered with torch.distributed, so that it is nobody's default.
+
+    What it needs to listen on is the loopback device. Made by all its processes at once.
+
+    Raises:
+        RuntimeError: this torch has no such backend, or the others have not come.
+    """
+    distributed: Any = torch.distributed
+    try:
+        if backend == "gloo":
+            options = distributed.ProcessGroupGloo._Options()
+            options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            options._threads = 2
+            options._timeout = _MEETING_TAKES
+            return distributed.ProcessGroupGloo(store, rank, size, options)
+        options = distributed.ProcessGroupNCCL.Options()
+        options._timeout = _FOR_EVER
+        with _environment(_for_nccl()):
+            group = distributed.ProcessGroupNCCL(store, rank, size, options)
+            # NCCL connects when it is first used.
+            broadcast(group, torch.zeros(1, dtype=torch.uint8, device=torch.accelerator.current_accelerator())).wait()
+            return group
+    except AttributeError:
+        raise RuntimeError(
+            f'engine="processes" on these devices needs torch.distributed with {backend}, which this build of torch '
+            f'({torch.__version__}) lacks: use engine="threads"'
+        ) from None
+
+
+def end_process_group(group: Any) -> None:
+    """Let go of a group, whatever is under way. NCCL's work would go on for ever without the others; gloo's fails."""
+    if hasattr(torch.distributed, "ProcessGroupNCCL") and isinstance(group, torch.distributed.ProcessGroupNCCL):
+        group.abort()
+
+
+def broadcast(group: Any, tensor: torch.Tensor) -> Any:
+    """Begin to send a tensor from the first process of a group to all others; return the work, to wait for."""
+    options: Any = torch.distributed.BroadcastOptions()
+    options.rootRank, options.timeout, options.asyncOp = 0, _FOR_EVER, True
+    return group.broadcast([tensor], options)
+
+
+def reduce(group: Any, tensor: torch.Tensor) -> Any:
+    """Begin to sum all processes' tensors into that of the first; return the work, to wait for."""
+    options: Any = torch.distributed.ReduceOptions()
+    options.rootRank, options.timeout, options.asyncOp = 0, _FOR_EVER, True
+    options.reduceOp = torch.distributed.ReduceOp.SUM
+    return group.reduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options)
+
+
+_MEETING_TAKES = timedelta(minutes=2)
+_FOR_EVER = timedelta(days=1000)  # a slow step is none of the group's business; whether the others live is looked at
+
+
+def _for_nccl() -> dict[str, str]:
+    """Return what the environment has to say while a group of NCCL's is made.
+
+    Errors are to be raised by whoever waits. Otherwise a thread of the group's, when another process dies, ends this
+    one; and another thread does when the first seems to hang.
+    """
+    environment = {
+        "TORCH_NCCL_BLOCKING_WAIT": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+    }
+    # NCCL asks once a process where to listen: in a job over several machines that is for the job to say.
+    if os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE"):
+        environment["NCCL_SOCKET_IFNAME"] = "lo"
+    return environment
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def timeout_of_group(group: Any) -> timedelta:
+    """Return how long a process group waits. Fallback: 30 minutes, which is gloo's default."""
+    default = timedelta(minutes=30)
+    for kind in getattr(group, "_device_types", ()):
+        with contextlib.suppress(AttributeError, RuntimeError):
+            timeout = group._get_backend(kind).options._timeout
+            if isinstance(timeout, timedelta):
+                return timeout
+    return default

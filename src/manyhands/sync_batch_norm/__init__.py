@@ -1,0 +1,1 @@
+"""Batch norm over the rows of all replicas, and of all processes."""

@@ -1,0 +1,205 @@
+"""Mean and variance of the channels of a tensor, put together from several tensors, and normalising by them.
+
+The arithmetic of a batch norm whose rows are in several places, differentiable to any order. `Statistics` are computed
+by a kernel that knows no history; `with_history` links them to the rows afterwards, so that what becomes of their
+gradient on its way to the rows can be said there. Where rows are normalised by statistics that are linked to these rows
+only, `normalise` does both at once, in fewer passes over them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from manyhands.runtime import devices as _devices
+
+# From the gradients of mean and variance, as one tensor of shape (2, channels), to what counts for each row: theirs, or
+# their sum over several places. Differentiable.
+OfGradient: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Mean and (biased) variance of each channel, over `count` values a channel.
+
+    Of half types they are in single precision, as in torch.
+    """
+
+    count: int
+    mean: torch.Tensor
+    var: torch.Tensor
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> "Statistics":
+        """Return those of x, of shape (rows, channels, ...), without a history; zeros where it has no rows."""
+        x = x.detach()
+        num_channels = x.size(1)
+        dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+        zeros = torch.zeros(num_channels, dtype=dtype, device=x.device)
+        if not x.numel():
+            return cls(0, zeros, zeros)
+        if _devices.computes_on_host(x.device):
+            # Running statistics of a wider type are what makes the kernel compute in that type.
+            mean, var = torch.batch_norm_update_stats(x, zeros, torch.ones_like(zeros), 0.0)
+        else:
+            var, mean = torch.var_mean(x.to(dtype), _all_but_channels(x), correction=0)
+        return cls(x.numel() // num_channels, mean, var)
+
+    @classmethod
+    def of_all(cls, parts: "Sequence[Statistics]", device: torch.device) -> "Statistics":
+        """Put the statistics of several tensors together, in order, on a device; differentiable.
+
+        Source: T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating formulae and a pairwise algorithm for computing
+        sample variances", 1979. Unlike the mean of the squares it stays exact where the mean is large.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        count = sum(part.count for part in parts)
+        means = torch.stack([_devices.copy_to(part.mean, device) for part in parts])
+        variances = torch.stack([_devices.copy_to(part.var, device) for part in parts])
+        shares = torch.tensor([[part.count / max(count, 1)] for part in parts], dtype=means.dtype, device=device)
+        mean = (shares * means).sum(0)
+        return cls(count, mean, (shares * (variances + (means - mean).square())).sum(0))
+
+    def with_history(self, x: torch.Tensor, of_gradient: OfGradient) -> "Statistics":
+        """Return the same statistics as a function of x, some of the rows that they are of.
+
+        Args:
+            x: the rows.
+            of_gradient: what the gradient goes through before it is that of each row.
+        """
+        mean, var = _Moments.apply(x, self, of_gradient)  # type: ignore[no-untyped-call]
+        return Statistics(self.count, mean, var)
+
+    def detached(self) -> "Statistics":
+        """Return the same statistics as leaves, which need a gradient if these do."""
+        mean, var = (tensor.detach().requires_grad_(tensor.requires_grad) for tensor in (self.mean, self.var))
+        return Statistics(self.count, mean, var)
+
+    def update(self, running_mean: torch.Tensor | None, running_var: torch.Tensor | None, momentum: float) -> None:
+        """Move running statistics towards these, as torch does: the variance as an estimate for the population."""
+        unbiased = self.var.detach() * (self.count / max(self.count - 1, 1))
+        with torch.no_grad():
+            for running, new in ((running_mean, self.mean.detach()), (running_var, unbiased)):
+                if running is not None:
+                    running.copy_(running.to(new.dtype) * (1 - momentum) + new * momentum)
+
+    def normalise(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        of_gradient: OfGradient | None = None,
+    ) -> torch.Tensor:
+        """Return (x - mean) / sqrt(variance + eps) * weight + bias; differentiable, in these statistics too.
+
+        The graph holds x and some numbers a channel.
+
+        Args:
+            of_gradient: links the statistics to x, as `with_history` would do; None: they have their history.
+        """
+        output: torch.Tensor = _Normalise.apply(x, self.mean, self.var, weight, bias, eps, self.count, of_gradient)  # type: ignore[no-untyped-call]
+        return output
+
+
+class _Moments(torch.autograd.Function):
+    """Gives mean and variance, which are known already, their history."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, known: Statistics, of_gradient: OfGradient
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(x, known.mean)
+        ctx.count, ctx.of_gradient = known.count, of_gradient
+        return known.mean, known.var
+
+    @staticmethod
+    def backward(ctx: Any, grad_mean: torch.Tensor, grad_var: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, mean = ctx.saved_tensors
+        grad = _of_rows(x, mean, ctx.count, ctx.of_gradient(torch.stack([grad_mean, grad_var])))
+        return grad.to(x.dtype), None, None
+
+
+class _Normalise(torch.autograd.Function):
+    """Batch norm with a given mean and variance, differentiable in these too.
+
+    Where they have no history, and are linked to x instead, what goes to x by way of them is part of its gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        mean: torch.Tensor,
+        var: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        count: int,
+        of_gradient: OfGradient | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, mean, var, weight)
+        ctx.eps, ctx.bias_dtype = eps, bias.dtype if bias is not None else None
+        ctx.count, ctx.of_gradient = count, of_gradient
+        weight, bias = (None if tensor is None else tensor.to(mean.dtype) for tensor in (weight, bias))
+        return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, mean, var, weight = ctx.saved_tensors
+        if ctx.of_gradient is not None and torch.is_grad_enabled():  # for derivatives of higher order
+            linked = Statistics(ctx.count, mean, var).with_history(x, ctx.of_gradient)
+            mean, var = linked.mean, linked.var
+        inverse_std = torch.rsqrt(var + ctx.eps)
+        scale = inverse_std if weight is None else inverse_std * weight
+        grad_scaled, grad_shift = _sums(grad, x, mean, var, inverse_std, ctx.eps)
+        of_statistics = torch.stack([-scale * grad_shift, -0.5 * scale * inverse_std * grad_scaled])
+        grad_x = None
+        if ctx.needs_input_grad[0] and ctx.of_gradient is None:
+            grad_x = (grad * _a_channel(scale, x)).to(x.dtype)
+        elif ctx.needs_input_grad[0]:
+            grad_x = _of_rows(x, mean, ctx.count, ctx.of_gradient(of_statistics))
+            grad_x = grad_x.addcmul_(grad, _a_channel(scale, x)).to(x.dtype)
+        return (
+            grad_x,
+            *(of_statistics.unbind() if ctx.of_gradient is None else (None, None)),
+            grad_scaled.to(weight.dtype) if weight is not None else None,
+            grad_shift.to(ctx.bias_dtype) if ctx.bias_dtype is not None else None,
+            *(None, None, None),
+        )
+
+
+def _of_rows(x: torch.Tensor, mean: torch.Tensor, count: int, of_statistics: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of x from those of mean and variance: grad_mean / count + 2 grad_var (x - mean) / count.
+
+    It is a tensor of its own, in the type of the statistics.
+    """
+    shift, slope = (_a_channel(each, x) for each in (of_statistics / max(count, 1)).unbind())
+    # The difference first: where the mean is large, a product with x would lose what small differences say.
+    centred = x - _a_channel(mean, x)
+    return centred.mul_(2 * slope).add_(shift)  # in place: passes over memory are what this takes
+
+
+def _sums(
+    grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, inverse_std: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return, for each channel, the sum of `grad` times the normalised x, and the sum of `grad`."""
+    if x.numel() and not torch.is_grad_enabled() and _devices.computes_on_host(x.device):
+        # One pass over both; the kernel is torch's for batch norm in eval mode, without the gradient of x.
+        kernel = torch.ops.aten.native_batch_norm_backward
+        _, scaled, shift = kernel(grad, x, None, mean, var, None, None, False, eps, [False, True, True])
+        return scaled, shift
+    normalised = (x - _a_channel(mean, x)) * _a_channel(inverse_std, x)
+    axes = _all_but_channels(x)
+    return (grad * normalised).sum(axes), grad.to(mean.dtype).sum(axes)
+
+
+def _all_but_channels(x: torch.Tensor) -> list[int]:
+    return [axis for axis in range(x.dim()) if axis != 1]
+
+
+def _a_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return a view of one value a channel that broadcasts over x."""
+    return values.view(1, -1, *[1] * (x.dim() - 2))

@@ -1,0 +1,137 @@
+"""The command `manyhands verify package.module:build`: from the words of the command line to a report.
+
+What goes wrong is one line: in the arguments, in finding and calling `build`, and in running the model. The traceback
+of the caller's own code is shown when it is asked for.
+"""
+
+import argparse
+import math
+import traceback
+from typing import Any
+
+from torch import nn
+
+from manyhands.console.device_option import choose_devices
+from manyhands.data_parallel import DataParallel
+from manyhands.primitives.split_sizes import check_shares
+from manyhands.runtime.devices import resolve
+from manyhands.verification.report import Report
+from manyhands.verification.targets import TargetError, build_arguments, current_folder_first, said_by
+from manyhands.verification.verify import verify
+
+_SAME = 0
+_DIFFERS = 1
+
+DESCRIPTION = """\
+Run a model of yours on one device and on several, from one state, in training and in eval mode, and compare outputs,
+loss, gradients and buffers. Where they differ, say which submodule does first, and why.
+
+package.module:build is a function without arguments, found from the current folder. It returns (model, inputs), or a
+dict with the arguments of manyhands.verify by name: model, inputs, target, criterion, out_dims, and so on. Options
+given here count more than what is in the dict.
+"""
+
+EXAMPLES = """\
+examples:
+  manyhands verify train:build
+  manyhands verify train:build --shares 2,1
+  manyhands verify train:build --shares 2,1 --sync-batch-norm
+  manyhands verify package.module:build --devices cuda:0,cuda:1 --dim 1
+
+where train.py has, for instance:
+  def build():
+      return model, torch.randn(30, 1, 28, 28)
+
+exit status:
+  0  the same, or what differs is explained: by random numbers, of which replicas have their own, or by an option
+     that was given and asks for it (--no-sync-batch-norm, --scalars stack)
+  1  something differs
+  2  nothing was compared: what was given cannot be used, or the model failed
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to its parser; only what was given comes out of it."""
+    parser.add_argument("target", metavar="package.module:build", help="what to compare")
+    parser.add_argument(
+        "--devices",
+        metavar="WHICH",
+        help="auto: every accelerator (one alone counts twice), or two CPU replicas without one; a count: so many "
+        "accelerators, or CPU replicas without one; or by name: cpu,cpu, 'cpu*8', cuda:0,cuda:1 (default: auto)",
+    )
+    parser.add_argument(
+        "--shares",
+        type=_shares,
+        metavar="RULE",
+        help="rows of each replica: chunk, even, or one weight a device, such as 2,1 (default: chunk)",
+    )
+    parser.add_argument("--dim", type=int, metavar="AXIS", help="the axis of the rows (default: 0)")
+    parser.add_argument(
+        "--scalars", metavar="RULE", help="what becomes of 0-dim outputs: stack, mean or sum (default: stack)"
+    )
+    parser.add_argument(
+        "--sync-batch-norm",
+        action=argparse.BooleanOptionalAction,
+        help="batch norm with the statistics of the whole batch; with --no, given, of each shard, as wanted",
+    )
+    parser.add_argument(
+        "--rtol",
+        type=_tolerance,
+        metavar="R",
+        help="how large a difference may be, relative to the largest value (default: 1e-5 for float32)",
+    )
+    parser.add_argument("--traceback", action="store_true", help="where the model fails, show where")
+
+
+def run(given: dict[str, Any]) -> int:
+    """Find the model, compare, print the report, and return the exit status.
+
+    Raises:
+        TargetError: nothing was compared. OptionError: `--devices` cannot be used.
+    """
+    target, show_traceback = given.pop("target"), given.pop("traceback", False)
+    devices = given.pop("devices", "auto")
+    if devices != "auto":
+        given["device_ids"] = choose_devices(devices)
+
+    try:
+        with current_folder_first():
+            report = _compare(build_arguments(target) | given)
+    except Exception as error:
+        if show_traceback:
+            traceback.print_exc()
+        if isinstance(error, TargetError):
+            raise
+        raise TargetError(f"{target} could not be compared: {said_by(error)}") from error
+    print(report)
+    return _SAME if report.same or report.explained else _DIFFERS
+
+
+def _compare(arguments: dict[str, Any]) -> Report:
+    model, places = arguments["model"], resolve(arguments.get("device_ids"))
+    if places and isinstance(model, nn.Module) and not isinstance(model, DataParallel):
+        model.to(places[0])
+    return verify(**arguments, show=False)
+
+
+def _shares(text: str) -> str | list[float]:
+    if text in ("chunk", "even"):
+        return text
+    try:
+        weights = [float(weight) for weight in text.split(",")]
+        check_shares(weights, None)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected chunk, even, or weights such as 2,1, 0 or more and not all of them 0; got {text!r}"
+        ) from None
+    return weights
+
+
+def _tolerance(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a finite number, 0 or more; got {text!r}")
+    return value

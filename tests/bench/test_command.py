@@ -1,0 +1,183 @@
+"""`manyhands bench`: what it prints and saves, and how it ends."""
+
+import io
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from manyhands.bench import command, interleaved
+from manyhands.bench.contenders import Contender
+from manyhands.bench.progress import Lines
+from manyhands.bench.results import Line, Workload
+from manyhands.cli import main
+
+SCRIPT = """\
+import torch
+from torch import nn
+
+def build():
+    return nn.Linear(5, 4), torch.randn(8, 5)
+"""
+
+COMMAND = [sys.executable, "-W", "error", "-c", "import sys; from manyhands.cli import main; sys.exit(main())", "bench"]
+
+
+@pytest.fixture(autouse=True)
+def _folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    Path("own.py").write_text(SCRIPT)
+
+
+def run(*arguments: str) -> int:
+    try:
+        return main(["bench", *arguments])
+    except SystemExit as stopped:  # argparse leaves this way
+        return int(str(stopped.code))
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, list[Contender], int, float]]:
+    """What would have been measured, which takes no time."""
+    calls = []
+
+    def measure(name, target, contenders, rounds, seconds, progress):
+        calls.append((name, target, contenders, rounds, seconds))
+        times = {"plain": 0.2, "limit": 0.1, "ddp": 0.15, "torchrun": 0.14, "threads": 0.12, "processes": 0.11}
+        lines = [Line(c.name, c.replicas, [times[c.name]] * rounds, 2**20, [1.0]) for c in contenders]
+        return Workload(name, lines, 8, 24)
+
+    monkeypatch.setattr(interleaved, "measure", measure)
+    monkeypatch.setattr("manyhands.bench.one_device.measure", lambda progress: {"one Linear": 12.0})
+    monkeypatch.setattr(command, "is_installed", lambda name: name not in ("accelerate", "fabric"))
+    return calls
+
+
+def test_everything_of_ours(measured: list, capsys: pytest.CaptureFixture[str]):
+    assert run() == 0
+    assert [(name, target) for name, target, *_ in measured] == [
+        (name, f"manyhands.bench.workloads:{name}") for name in ("resnet", "mlp", "gpt", "tiny", "tiny")
+    ]
+    _, _, contenders, rounds, seconds = measured[0]
+    assert list(map(str, contenders)) == [
+        "plain",
+        *(f"{c}, 2 replicas" for c in ("limit", "ddp", "torchrun", "threads", "processes")),
+    ]
+    assert (rounds, seconds) == (5, 2.0)
+    assert [(c.name, c.replicas) for c in measured[-1][2]][-2:] == [("threads", 32), ("processes", 32)]
+    out = capsys.readouterr().out
+    saved = Path("runs/bench/results.md").read_text()
+    assert saved in out
+    assert "| processes on mlp: at least 0.90 of the limit's speed                |     0.91 |    met |" in saved
+    assert "## Each added replica" in saved
+    assert "## Advice" not in saved
+    assert Path("runs/bench/results.png").stat().st_size > 1000
+    assert len(json.loads(Path("runs/bench/results.json").read_text())["workloads"]) == 4
+
+
+def test_a_model_of_the_callers(measured: list, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr("manyhands.bench.machine.num_cores", lambda: 6)
+    Path("notes.md").write_text("What I think of it.")
+    assert run("own:build", "--contenders", "processes,plain", "--rounds", "2", "--output", ".") == 0
+    ((name, target, contenders, *_),) = measured
+    assert (name, target) == ("own:build", "own:build")
+    assert [str(c) for c in contenders] == ["plain", *(f"processes, {n} replicas" for n in (2, 4, 6))]
+    out = capsys.readouterr().out
+    assert 'DataParallel(model, ["cpu"] * 2, engine="processes")` is fastest here' in out
+    assert out.rstrip().endswith("What I think of it.")
+
+
+def test_replicas_as_told(measured: list):
+    assert run("--workloads", "tiny", "--replicas", "4,2", "--contenders", "threads", "--seconds-per-turn", "0.5") == 0
+    ((_, _, contenders, _, seconds),) = measured
+    assert [(c.name, c.replicas) for c in contenders] == [("threads", 2), ("threads", 4)]
+    assert seconds == 0.5
+
+
+def test_a_contender_that_fails_is_a_failure_of_ours(measured: list, monkeypatch: pytest.MonkeyPatch):
+    failed = Workload("tiny", [Line("plain", 1, [0.1]), Line("ddp", 2, failure="for some reason")])
+    monkeypatch.setattr(interleaved, "measure", lambda *_: failed)
+    assert run("--workloads", "tiny") == 1
+    assert run("own:build") == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--workloads", "tiny,huge"], "--workloads huge: expected some of resnet, mlp, gpt, tiny, one-device"),
+        (["--contenders", "us"], "--contenders us: expected some of plain, limit, ddp"),
+        (["--contenders", "plain,fabric"], "--contenders fabric: not installed"),
+        (["--rounds", "0"], "--rounds 0: expected a whole number from 1 up"),
+        (["--rounds", "x"], "invalid int value: 'x'"),
+        (["--seconds-per-turn", "0"], "--seconds-per-turn 0: expected a number above 0, up to 60"),
+        (["--replicas", "1,2"], "expected numbers from 2 to 256, such as 2 or 2,4,8; got '1,2'"),
+        (["--output", "own.py"], "--output own.py: File exists"),
+        (["own:build", "--workloads", "tiny"], "--workloads are of our own models: leave it out, or own:build"),
+        (["own"], "own: expected package.module:build"),
+        (["missing:build"], "missing:build: there is no module missing"),
+        (["own:build", "--fast"], "there is no option --fast"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], error: str, measured: list, capsys: pytest.CaptureFixture[str]):
+    assert run(*arguments) == 2
+    captured = capsys.readouterr()
+    (said,) = captured.err.splitlines()
+    assert said.startswith("manyhands bench: error: ")
+    assert error in said
+    assert captured.out == ""
+    assert measured == []
+
+
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr("manyhands.cli.importlib.util.find_spec", lambda name: None if name == "matplotlib" else name)
+    assert run() == 2
+    assert "matplotlib not installed: pip install 'manyhands[train]'" in capsys.readouterr().err
+
+
+def test_help(capsys: pytest.CaptureFixture[str]):
+    assert run("--help") == 0
+    assert "examples:\n  manyhands bench " in capsys.readouterr().out
+
+
+def test_progress_in_lines():
+    out = io.StringIO()
+    lines = Lines(out)
+    lines.begin("mlp: speed", 2)
+    lines.part("too soon for a line")
+    lines._last_line_at -= 6
+    lines.part("round 1, plain: 5.0 ms a step")
+    assert out.getvalue() == "mlp: speed\n  2/2  round 1, plain: 5.0 ms a step\n"
+
+
+@pytest.mark.slow
+def test_as_a_program():
+    arguments = ["own:build", "--contenders", "plain,threads", "--rounds", "1", "--seconds-per-turn", "0.01"]
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "One device is fastest here" in done.stdout
+    saved = json.loads(Path("runs/bench/results.json").read_text())
+    assert [line["differs"] or line["failure"] for line in saved["workloads"][0]["lines"]] == ["", ""]
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_everything():
+    """In the middle of the turns, when all contenders are there."""
+    arguments = ["own:build", "--contenders", "ddp,processes", "--rounds", "100000", "--seconds-per-turn", "0.1"]
+    with subprocess.Popen(
+        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        for line in process.stdout:
+            if "round " in line:
+                break
+        started = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=100)
+    assert process.returncode == 130
+    assert err == "manyhands bench: error: stopped at once; what had been saved stays\n"
+    assert len(started) == 5  # two of DDP; ours, its fork server, its worker
+    assert psutil.wait_procs(started, timeout=30)[1] == []

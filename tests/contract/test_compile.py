@@ -1,0 +1,365 @@
+"""torch.compile, before wrapping and after it, in every engine: the numbers of the plain module, few graphs."""
+
+import copy
+import gc
+import shutil
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from manyhands import DataParallel, data_parallel, replicate
+
+# torch's own look at an input that is no leaf, where a compiled module follows another
+pytestmark = [
+    pytest.mark.usefixtures("float64"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor"),
+]
+
+ENGINES = ["threads"]  # the other one refuses compiled modules: tests/engines/processes/test_engine.py
+ROWS = [8, 8, 7, 5, 11, 13, 2, 9, 8, 3, 6, 12, 7, 8, 1]  # of 15 steps: shapes that come back, and new ones
+FEW = [8, 7, 5, 8, 3]
+MOST_GRAPHS = 7  # for training and eval, each with fixed rows, with any, with one; and for whoever runs alone
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_yet() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture(params=ENGINES)
+def wrap(request: pytest.FixtureRequest) -> Callable[..., DataParallel]:
+    """Wrap a module for some CPU replicas on the engine under test."""
+
+    def wrap(module: nn.Module, num_replicas: int = 2, **options: Any) -> DataParallel:
+        return DataParallel(module, ["cpu"] * num_replicas, engine=request.param, **options)
+
+    return wrap
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.dropout = nn.Linear(5, 8), nn.LayerNorm(8), nn.Dropout(0.0)
+        self.last = nn.Linear(8, 3)
+        self.register_buffer("scale", torch.full((3,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.dropout(torch.relu(self.norm(self.first(x))))
+        return self.last(x) * (self.scale if self.training else -self.scale)
+
+
+class CompiledMethod(Net):
+    """Calls a compiled method that it keeps in an attribute."""
+
+    def __init__(self, backend: Any) -> None:
+        super().__init__()
+        self.fast = torch.compile(super().forward, backend=backend)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fast(x)
+
+
+def decorated(net: nn.Module, backend: Any) -> nn.Module:
+    class Decorated(Net):
+        forward = torch.compile(Net.forward, backend=backend)
+
+    module = Decorated()
+    module.load_state_dict(net.state_dict())
+    return module
+
+
+def compiled_method(net: nn.Module, backend: Any) -> nn.Module:
+    module = CompiledMethod(backend)
+    module.load_state_dict(net.state_dict())
+    return module
+
+
+def in_place(net: nn.Module, backend: Any) -> nn.Module:
+    net.compile(backend=backend)
+    return net
+
+
+WAYS: dict[str, Callable[[nn.Module, Any], nn.Module]] = {
+    "torch.compile": lambda net, backend: torch.compile(net, backend=backend),
+    "a child": lambda net, backend: nn.Sequential(torch.compile(net, backend=backend), nn.Tanh()),
+    "module.compile": in_place,
+    "module.compile of a child": lambda net, backend: nn.Sequential(in_place(net, backend), nn.Tanh()),
+    "both": lambda net, backend: torch.compile(nn.Sequential(in_place(net, backend), nn.Tanh()), backend=backend),
+    "a method": compiled_method,
+    "decorated": decorated,
+    "dynamic": lambda net, backend: torch.compile(net, backend=backend, dynamic=True),
+    "fullgraph": lambda net, backend: torch.compile(net, backend=backend, fullgraph=True),
+    "a layer of torch's": lambda net, backend: nn.Sequential(
+        torch.compile(nn.Linear(5, 5), backend=backend), torch.compile(nn.Sequential(net), backend=backend)
+    ),
+}
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return a copy with the same parameters that has nothing compiled in it."""
+
+    def plain(module: nn.Module) -> nn.Module:
+        module = getattr(module, "_orig_mod", module)
+        if isinstance(module, Net):
+            net = Net()
+            net.load_state_dict(module.state_dict())
+            return net
+        return nn.Sequential(*map(plain, module)) if isinstance(module, nn.Sequential) else copy.deepcopy(module)
+
+    return plain(module)
+
+
+def train_both(plain: nn.Module, wrapped: nn.Module, rows: list[int]) -> None:
+    """Train both on the same batches, with steps in eval mode between; compare everything in every step."""
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in (plain, wrapped)]
+    for step, num_rows in enumerate(rows):
+        for model in (plain, wrapped):
+            model.train(step % 6 != 4)
+        x = torch.randn(num_rows, 5)
+        outputs = [plain(x), wrapped(x)]
+        torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-12, atol=1e-12)
+        for output, optimizer in zip(outputs, optimizers, strict=True):
+            optimizer.zero_grad()
+            output.pow(2).mean().backward()
+        for expected, own in zip(plain.parameters(), wrapped.parameters(), strict=True):
+            torch.testing.assert_close(own.grad, expected.grad, rtol=1e-10, atol=1e-12)
+        for optimizer in optimizers:
+            optimizer.step()
+    with torch.no_grad():
+        torch.testing.assert_close(wrapped(x), plain(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("way", "num_replicas"), [("torch.compile", 2), ("module.compile", 3)])
+def test_many_steps(way: str, num_replicas: int, wrap: Callable[..., DataParallel]) -> None:
+    """R13: outputs, gradients and parameters over 15 steps; the graphs are few and shared by the replicas."""
+    graphs = CompileCounterWithBackend("aot_eager")
+    module = WAYS[way](Net(), graphs)
+    train_both(uncompiled(module), wrap(module, num_replicas), ROWS)
+    assert 0 < graphs.frame_count <= MOST_GRAPHS
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_compile(way: str, wrap: Callable[..., DataParallel]) -> None:
+    """R13: the numbers are the plain module's, and the live module stays what it was."""
+    graphs = CompileCounterWithBackend("aot_eager")
+    module = WAYS[way](Net(), graphs)
+    plain = uncompiled(module)
+    names = [name for name, _ in module.named_modules()]
+    train_both(plain, wrap(module, 3), FEW)
+    assert graphs.frame_count > 0
+    assert [name for name, _ in module.named_modules()] == names
+
+
+def test_the_eager_backend(wrap: Callable[..., DataParallel]) -> None:
+    """R13"""
+    net = Net()
+    train_both(copy.deepcopy(net), wrap(torch.compile(net, backend="eager")), FEW)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_the_default_backend(wrap: Callable[..., DataParallel]) -> None:
+    """R13: inductor."""
+    net = Net()
+    train_both(copy.deepcopy(net), wrap(torch.compile(net)), [8, 8])
+
+
+def test_replicas_do_not_compile_the_same_thing_twice(wrap: Callable[..., DataParallel]) -> None:
+    """R13: they take turns when the inputs are of a new kind, in forward and in backward."""
+    graphs = CompileCounterWithBackend("aot_eager")
+    wrapped = wrap(torch.compile(Net(), backend=graphs, dynamic=False), 4)
+    for num_rows, expected in ((8, 1), (8, 1), (12, 2), (8, 2), (12, 2)):
+        wrapped(torch.randn(num_rows, 5)).sum().backward()
+        assert graphs.frame_count == expected
+    for num_rows in [8, 12] * 20:
+        wrapped(torch.randn(num_rows, 5)).sum().backward()
+    assert graphs.frame_count == 2
+
+
+def test_many_compilations_under_load(wrap: Callable[..., DataParallel]) -> None:
+    """R13: other threads compile and run at the same time, and Python switches between threads as often as it can."""
+    before = sys.getswitchinterval()
+    stop = threading.Event()
+
+    def compile_others() -> None:
+        while not stop.is_set():
+            other = fresh_class()()
+            torch.compile(other, backend="aot_eager")(torch.randn(3, 5)).sum().backward()
+
+    others = [threading.Thread(target=compile_others)]
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in others:
+            thread.start()
+        for _ in range(2):
+            net = fresh_class()()
+            train_both(copy.deepcopy(net), wrap(torch.compile(net, backend="aot_eager"), 3), [6, 7])
+    finally:
+        sys.setswitchinterval(before)
+        stop.set()
+        for thread in others:
+            thread.join(60)
+
+
+def fresh_class() -> type[nn.Module]:
+    """Return a class like Net whose forward no compiler has seen."""
+    namespace: dict[str, Any] = {"Net": Net, "torch": torch}
+    source = (
+        "class Fresh(Net):\n    def forward(self, x):\n        return self.last(torch.tanh(self.norm(self.first(x))))"
+    )
+    exec(source, namespace)
+    return namespace["Fresh"]
+
+
+def test_a_replica_that_fails_lets_the_others_have_their_turn(wrap: Callable[..., DataParallel]) -> None:
+    """F1, R13"""
+
+    class Fails(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.shape[0] == 3:
+                raise ValueError("three rows")
+            return super().forward(x)
+
+    net = Fails()
+    wrapped = wrap(torch.compile(net, backend="eager"), 3, shares=[2, 3, 1])
+    with pytest.raises(ValueError, match="three rows"):
+        wrapped(torch.randn(6, 5))
+    x = torch.randn(12, 5)
+    torch.testing.assert_close(wrapped(x), net(x))
+
+
+def test_changes_between_steps_are_seen(wrap: Callable[..., DataParallel]) -> None:
+    """R8, R13: buffers, frozen parameters, layers."""
+    plain, net = Net(), Net()
+    net.load_state_dict(plain.state_dict())
+    wrapped = wrap(torch.compile(net, backend="aot_eager"))
+
+    def freeze(net: nn.Module) -> None:
+        net.first.requires_grad_(False)
+
+    def exchange(net: nn.Module) -> None:
+        torch.manual_seed(1)
+        net.last = nn.Linear(8, 3)
+
+    def scale(net: nn.Module) -> None:
+        net.scale.mul_(3)
+
+    for change in (lambda net: None, freeze, exchange, scale):  # a new hook is what compiled code does not look for
+        for module in (plain, net):
+            change(module)
+            module.zero_grad()
+        x = torch.randn(6, 5)
+        expected, output = plain(x), wrapped(x)
+        torch.testing.assert_close(output, expected)
+        expected.sum().backward()
+        output.sum().backward()
+        for own, other in zip(net.parameters(), plain.parameters(), strict=True):
+            assert (own.grad is None) == (other.grad is None)
+            if own.grad is not None:
+                torch.testing.assert_close(own.grad, other.grad)
+
+
+def test_nothing_keeps_replicas_alive(wrap: Callable[..., DataParallel]) -> None:
+    """N10: neither the compiler nor a reference cycle."""
+    alive: list[weakref.ref[nn.Module]] = []
+
+    class Notes(Net):
+        @torch.compiler.disable
+        def note(self) -> None:
+            alive.append(weakref.ref(self))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.note()
+            return super().forward(x)
+
+    for module in (torch.compile(Notes(), backend="aot_eager"), in_place(Notes(), "aot_eager")):
+        wrapped = wrap(module)
+        for _ in range(2):
+            wrapped(torch.randn(6, 5)).sum().backward()
+        gc.collect()
+        alive.clear()
+        gc.disable()
+        try:
+            wrapped(torch.randn(6, 5)).sum().backward()
+            assert len(alive) == 2
+            assert not any(reference() for reference in alive)
+        finally:
+            gc.enable()
+
+
+def test_the_verbs() -> None:
+    """R13: replicate, and the plain composition."""
+    net = Net()
+    compiled = torch.compile(net, backend="aot_eager")
+    x = torch.randn(7, 5)
+    torch.testing.assert_close(data_parallel(compiled, x, ["cpu", "cpu"]), net(x))
+    for replica in replicate(compiled, ["cpu", "cpu"]):
+        assert replica._orig_mod is not net
+        assert replica._orig_mod.last.weight is net.last.weight
+        torch.testing.assert_close(replica(x), net(x))
+        replica.eval()
+        assert net.training
+        torch.testing.assert_close(replica(x), -net(x))
+
+
+# ---- compiled after wrapping -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("way", ["torch.compile", "module.compile"])
+def test_compiled_after_wrapping(
+    way: str, num_replicas: int, wrap: Callable[..., DataParallel], caplog: pytest.LogCaptureFixture
+) -> None:
+    """R13: right numbers; the replicas are not compiled, which is said."""
+    net = Net()
+    plain, wrapped = copy.deepcopy(net), wrap(net, num_replicas)
+    train_both(plain, WAYS[way](wrapped, "aot_eager"), FEW)
+    assert "compile the module in it, DataParallel(torch.compile(model))" in caplog.text
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu"]])
+def test_compiled_where_there_is_one_device(devices: Any, no_accelerators: None) -> None:
+    """R13, A2, A3: the plain module, compiled."""
+    graphs = CompileCounterWithBackend("aot_eager")
+    net = Net()
+    plain = copy.deepcopy(net)
+    train_both(plain, torch.compile(DataParallel(net, devices), backend=graphs), FEW)
+    assert graphs.frame_count > 0
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_wrapper_in_a_compiled_model(inside: bool, wrap: Callable[..., DataParallel]) -> None:
+    """R13, A10: what is around it is compiled, and what is in it where that is compiled too."""
+
+    class Around(nn.Module):
+        def __init__(self, middle: nn.Module) -> None:
+            super().__init__()
+            self.before, self.middle, self.after = nn.Linear(5, 5), middle, nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.after(self.middle(torch.relu(self.before(x))))
+
+    graphs = CompileCounterWithBackend("aot_eager")
+    around = Around(Net())
+    plain = copy.deepcopy(around)
+    around.middle = wrap(torch.compile(around.middle, backend=graphs) if inside else around.middle)
+    train_both(plain, torch.compile(around, backend=graphs), FEW)
+    assert graphs.frame_count >= (3 if inside else 2)
+
+
+def test_a_wrapper_in_a_replica_of_a_compiled_model(wrap: Callable[..., DataParallel]) -> None:
+    """R13, A10: a wrapper around a compiled model that contains a wrapper."""
+    net = Net()
+    plain = nn.Sequential(nn.Linear(5, 5), copy.deepcopy(net))
+    model = nn.Sequential(copy.deepcopy(plain[0]), wrap(net))
+    train_both(plain, wrap(torch.compile(model, backend="aot_eager")), FEW)

@@ -1,0 +1,249 @@
+"""TorchScript modules, scripted and traced, alone and as children: they work like the modules they were made from."""
+
+import gc
+import io
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands import DataParallel, data_parallel, replicate
+from manyhands.runtime import torch_private
+
+pytestmark = [
+    pytest.mark.usefixtures("float64"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated", "ignore::DeprecationWarning"),
+]
+
+ENGINES = ["threads"]  # the other one refuses scripted modules: tests/engines/processes/test_engine.py
+CPU = ["cpu", "cpu"]
+
+
+@pytest.fixture(params=ENGINES)
+def wrap(request: pytest.FixtureRequest) -> Callable[..., DataParallel]:
+    """Wrap a module for some CPU replicas on the engine under test."""
+
+    def wrap(module: nn.Module, num_replicas: int = 2, **options: Any) -> DataParallel:
+        return DataParallel(module, ["cpu"] * num_replicas, engine=request.param, **options)
+
+    return wrap
+
+
+class Net(nn.Module):
+    """Tied weights, a list of tensors, a constant, a branch on the mode, and a child."""
+
+    factors: list[torch.Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.second.weight = self.first.weight
+        self.head = nn.Sequential(nn.LayerNorm(5), nn.ReLU(), nn.Linear(5, 3))
+        self.register_buffer("scale", torch.full((3,), 2.0))
+        self.shift = torch.ones(3)
+        self.factors = [torch.full((5,), 3.0), self.first.bias]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(torch.tanh(self.first(x))) * self.factors[0] + self.factors[1]
+        x = self.head(x) * self.scale + self.shift
+        return x if self.training else -x
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(5, 4, num_layers=2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.recurrent(x.unsqueeze(1).expand(-1, 3, -1))[0][:, -1])
+
+
+def script_method() -> nn.Module:
+    """The older way to write one."""
+
+    class ScriptMethod(torch.jit.ScriptModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 3)
+
+        @torch.jit.script_method
+        def forward(self, x):
+            return self.linear(x) * 2
+
+    return ScriptMethod()
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def from_file(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(module), file)
+    file.seek(0)
+    return torch.jit.load(file)
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "scripted": lambda: torch.jit.script(Net()),
+    "traced": lambda: torch.jit.trace(linear(), torch.zeros(2, 5)),
+    "recurrent": lambda: torch.jit.script(Recurrent()),
+    "from a file": lambda: from_file(Net()),
+    "script_method": script_method,
+    "children": lambda: nn.Sequential(
+        nn.Linear(5, 5), torch.jit.script(Net()), nn.Linear(3, 5), torch.jit.trace(linear(), torch.zeros(2, 5))
+    ),
+    "scripted with a traced child": lambda: torch.jit.script(
+        nn.Sequential(torch.jit.trace(linear(), torch.zeros(2, 5)), nn.Tanh())
+    ),
+    "in a plain list": lambda: in_a_list(torch.jit.script(linear())),
+}
+
+
+def in_a_list(module: nn.Module) -> nn.Module:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(5, 5)
+            self.layers = [module]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[0](self.first(x))
+
+    return Holder()
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("name", MODULES)
+def test_training(name: str, num_replicas: int, wrap: Callable[..., DataParallel]) -> None:
+    """R10: outputs, gradients and parameters, in training and eval, while TorchScript profiles and optimises."""
+    plain, module = MODULES[name](), MODULES[name]()
+    with torch.no_grad():
+        for expected, own in zip(all_parameters(plain), all_parameters(module), strict=True):
+            own.copy_(expected)
+    wrapped = wrap(module, num_replicas)
+    optimizers = [torch.optim.SGD(all_parameters(model), 0.1, momentum=0.9) for model in (plain, module)]
+    for step, rows in enumerate([6, 7, 6, 4, 5, 1]):
+        plain.train(step != 3)
+        wrapped.train(step != 3)
+        x = torch.randn(rows, 5)
+        outputs = [plain(x), wrapped(x)]
+        torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-12, atol=1e-12)
+        for output, optimizer in zip(outputs, optimizers, strict=True):
+            optimizer.zero_grad()
+            output.pow(2).mean().backward()
+        for expected, own in zip(all_parameters(plain), all_parameters(module), strict=True):
+            torch.testing.assert_close(own.grad, expected.grad, rtol=1e-10, atol=1e-12)
+        for optimizer in optimizers:
+            optimizer.step()
+    with torch.no_grad():
+        torch.testing.assert_close(wrapped(x), plain(x), rtol=1e-10, atol=1e-12)
+
+
+def all_parameters(module: nn.Module) -> list[nn.Parameter]:
+    return [*module.parameters(), *(p for hidden in getattr(module, "layers", []) for p in hidden.parameters())]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_replicas_are_complete(name: str) -> None:
+    """R1: names, classes, sharing; nothing of the original's but its parameters and, in the first, its buffers."""
+    module = MODULES[name]()
+    state = {key: value.clone() for key, value in module.state_dict().items()}
+    x = torch.randn(4, 5)
+    expected = module(x)
+    for number, replica in enumerate(replicate(module, CPU)):
+        assert type(replica) is type(module)
+        assert replica.state_dict().keys() == module.state_dict().keys()
+        for own, original in zip(replica.named_parameters(), module.named_parameters(), strict=True):
+            assert own[0] == original[0]
+            assert own[1] is original[1]
+        for own, original in zip(replica.named_buffers(), module.named_buffers(), strict=True):
+            assert (own[1] is original[1]) == (number == 0)
+        torch.testing.assert_close(replica(x), expected)
+        with torch.no_grad():
+            for parameter in replicate(module, ["cpu"], detach=True)[0].parameters():
+                assert not parameter.requires_grad
+        replica.eval()
+        replica.train()
+        assert module.training
+    for key, value in module.state_dict().items():
+        torch.testing.assert_close(value, state[key])
+    torch.testing.assert_close(data_parallel(module, x, CPU), expected)
+
+
+def test_the_original_keeps_its_own_mode_and_attributes(wrap: Callable[..., DataParallel]) -> None:
+    """R6, R8: a replica's mode is its own; what is changed on the original between steps is seen."""
+    module = torch.jit.script(Net())
+    replica = replicate(module, CPU)[1]
+    replica.eval()
+    replica.scale = torch.zeros(3)
+    assert module.training
+    assert module.head.training
+    assert torch.equal(module.scale, torch.full((3,), 2.0))
+    wrapped = wrap(module)
+    x = torch.randn(4, 5)
+    for change in (lambda: module.scale.mul_(3), lambda: setattr(module, "shift", torch.zeros(3)), module.eval):
+        change()
+        torch.testing.assert_close(wrapped(x), module(x))
+    module.head[2].weight.requires_grad_(False)
+    wrapped(x).sum().backward()
+    assert module.head[2].weight.grad is None
+    assert module.head[2].bias.grad is not None
+
+
+def test_buffers_of_the_first_replica_persist(wrap: Callable[..., DataParallel]) -> None:
+    """R5, N11: in place, as for other modules; a step that fails changes nothing."""
+    module, other = torch.jit.script(nn.BatchNorm1d(5)), nn.BatchNorm1d(5)
+    x = torch.randn(6, 5)
+    wrap(module)(x)
+    wrap(other)(x)
+    for own, expected in zip(module.buffers(), other.buffers(), strict=True):
+        torch.testing.assert_close(own, expected)
+    wrapped = wrap(module, 2, shares=[5, 1])  # one row has no variance: the second replica raises
+    with pytest.raises(torch.jit.Error, match="more than 1 value"):
+        wrapped(x)
+    for own, expected in zip(module.buffers(), other.buffers(), strict=True):
+        torch.testing.assert_close(own, expected)
+
+
+def test_attributes_of_the_python_side() -> None:
+    """R7: modules in lists, and methods that have been called before."""
+    module = torch.jit.script(Net())
+    module(torch.randn(2, 5))
+    module.layers = [module.head]
+    for replica in replicate(module, CPU):
+        assert replica.layers[0] is replica.head is not module.head
+        replica.scale = torch.zeros(3)
+        torch.testing.assert_close(replica(torch.randn(2, 5)), torch.ones(2, 3))
+    assert module.layers == [module.head]
+
+
+def test_nothing_keeps_replicas_alive(wrap: Callable[..., DataParallel]) -> None:
+    """N10"""
+    for name in ("scripted", "recurrent", "script_method", "children"):
+        module = MODULES[name]()
+        replicate(module, CPU)
+        gc.collect()
+        gc.disable()
+        try:
+            references = [weakref.ref(replica) for replica in replicate(module, CPU)]
+            assert [reference() for reference in references] == [None, None]
+            wrap(module)(torch.randn(4, 5)).sum().backward()
+            assert gc.collect() == 0
+        finally:
+            gc.enable()
+
+
+def test_where_torch_does_it_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R10: an error with the remedy."""
+    assert torch_private.can_take_scripts_apart()
+    assert not torch_private.is_scripted(linear())
+    module = nn.Sequential(torch.jit.trace(linear(), torch.zeros(2, 5)))
+    monkeypatch.delattr(torch.jit._script, "OrderedModuleDict")
+    assert not torch_private.can_take_scripts_apart()
+    with pytest.raises(TypeError, match="wrap the Python module that it was made from"):
+        replicate(module, CPU)

@@ -1,0 +1,258 @@
+"""What the launcher's variables say, and what they cannot say."""
+
+import os
+import pickle
+import sys
+import threading
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+
+import manyhands
+from helpers.ranks import run_ranks
+from manyhands.distributed import environment
+from manyhands.distributed.environment import local_device, start_default_group, started_by_launcher
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+COMPLETE = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch):
+    for name in COMPLETE:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_without_variables_nobody_has_started_it():
+    assert not started_by_launcher()
+    assert not start_default_group()
+    assert not manyhands.DataParallel(nn.Linear(2, 2), ["cpu"]).spans_processes
+
+
+def test_all_variables(monkeypatch):
+    for name, value in COMPLETE.items():
+        monkeypatch.setenv(name, value)
+    assert started_by_launcher()
+
+
+@pytest.mark.parametrize("missing", COMPLETE)
+def test_each_missing_variable_is_one_clear_line(monkeypatch, missing):
+    """C14"""
+    for name, value in COMPLETE.items():
+        if name != missing:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError) as raised:
+        manyhands.DataParallel(nn.Linear(2, 2))
+    message = str(raised.value)
+    assert f"but not {missing}. Start the program with torchrun" in message
+    assert "\n" not in message
+    assert "process_group=False" in message
+    local = manyhands.DataParallel(nn.Linear(2, 2), ["cpu", "cpu"], process_group=False)
+    local(torch.zeros(3, 2)).sum().backward()
+
+
+def test_one_variable_alone(monkeypatch):
+    """C14"""
+    monkeypatch.setenv("RANK", "0")
+    expected = r"^RANK is set, .* but not WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT\."
+    with pytest.raises(RuntimeError, match=expected):
+        manyhands.DataParallel(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("RANK", "one", "RANK='one': expected a whole number"),
+        ("WORLD_SIZE", "", "WORLD_SIZE='': expected a whole number"),
+        ("LOCAL_RANK", "1.5", "LOCAL_RANK='1.5': expected a whole number"),
+        ("RANK", "4", "RANK=4, WORLD_SIZE=4, LOCAL_RANK=0: expected 0 <= RANK < WORLD_SIZE"),
+        ("RANK", "-1", "RANK=-1, WORLD_SIZE=4, LOCAL_RANK=0: expected 0 <= RANK"),
+        ("LOCAL_RANK", "-2", "LOCAL_RANK=-2: expected 0 <= RANK < WORLD_SIZE and 0 <= LOCAL_RANK"),
+    ],
+)
+def test_values_that_cannot_be(monkeypatch, name, value, message):
+    """C14"""
+    for each, given in {**COMPLETE, name: value}.items():
+        monkeypatch.setenv(each, given)
+    with pytest.raises(RuntimeError, match=message):
+        manyhands.DataParallel(nn.Linear(2, 2))
+
+
+def test_a_torch_without_distributed(monkeypatch):
+    """C14: processes that a launcher has started are not left to train alone, each for itself."""
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    assert not start_default_group()
+    for name, value in COMPLETE.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match="WORLD_SIZE=4, and this torch has no"):
+        start_default_group()
+
+
+# Devices
+
+
+def test_the_device_of_a_process(monkeypatch, simulated_accelerators, no_accelerators):
+    assert local_device() == torch.device("cpu")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert local_device() == torch.device("cpu")
+    monkeypatch.undo()
+    for name in COMPLETE:
+        monkeypatch.delenv(name, raising=False)
+    with simulated_accelerators(4) as devices:
+        assert local_device() == devices[0]
+        monkeypatch.setenv("LOCAL_RANK", "3")
+        assert local_device() == devices[3]
+        monkeypatch.setenv("LOCAL_RANK", "4")
+        with pytest.raises(ValueError, match=r"LOCAL_RANK=4, and this machine has 4 accelerators: start at most 4"):
+            local_device()
+
+
+# Processes
+
+
+def joins(rank: int, world_size: int, port: int) -> tuple:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    model = manyhands.DataParallel(nn.Linear(2, 2))
+    assert torch.distributed.is_initialized()
+    model(torch.ones(1 + rank, 2)).sum(1).mean().backward()
+    return model.spans_processes, [str(device) for device in model.devices], model.module.weight.grad.tolist()
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_one_line_joins_what_a_launcher_has_started(world_size):
+    """C7, C14"""
+    ends = run_ranks(world_size, joins, world_size, free_port(), join=False)
+    assert all(spans == (world_size > 1) for spans, _, _ in ends)
+    assert all(grad == [[1, 1], [1, 1]] for _, _, grad in ends)
+    if world_size > 1:
+        assert [devices for _, devices, _ in ends] == [["cpu"]] * 2
+
+
+def groups(rank: int) -> None:
+    model = manyhands.DataParallel(nn.Linear(2, 2))  # of a default group that the program has made
+    assert model.spans_processes
+    pair = torch.distributed.new_group([1, 2])
+    values = torch.tensor(float(rank))
+    for options in ({}, {"device_ids": ["cpu"] * 2}):
+        if rank == 0:
+            with pytest.raises(ValueError, match="process_group: this process does not belong to it"):
+                manyhands.DataParallel(nn.Linear(1, 1), process_group=pair)
+            local = manyhands.DataParallel(nn.Linear(1, 1), process_group=False, **options)
+            assert not local.spans_processes
+            local(torch.ones(2, 1)).sum().backward()
+            continue
+        module = nn.Linear(1, 1)
+        of_two = manyhands.DataParallel(module, process_group=pair, **options)
+        for buffers in (True, False):
+            module.register_buffer("mine", values.clone()) if buffers else None
+            module.zero_grad()
+            of_two(torch.full((rank, 1), float(rank))).mean().backward()
+            assert module.weight.grad.item() == pytest.approx((1 * 1 + 2 * 2) / 3)
+            assert module.mine == 1  # of the first process of the group
+        loaded = pickle.loads(pickle.dumps(of_two))
+        with torch.no_grad():
+            loaded(torch.ones(2, 1))
+        with pytest.raises(RuntimeError, match="was pickled with a process_group of its own"):
+            loaded(torch.ones(2, 1))  # not silently among all three
+    for wrong in (3, "nccl", True, [0, 1]):
+        with pytest.raises(TypeError, match=r"process_group=.*: expected a ProcessGroup, None or False"):
+            manyhands.DataParallel(nn.Linear(1, 1), process_group=wrong)
+    model(torch.ones(2, 2)).sum().backward()
+
+
+def test_process_groups():
+    run_ranks(3, groups)
+
+
+def test_arguments_that_cannot_be():
+    module = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="process_group='gloo': expected a ProcessGroup, None or False"):
+        manyhands.DataParallel(module, ["cpu"], process_group="gloo")
+    for loss in ("max", None, 3):
+        with pytest.raises(ValueError, match=r"loss=.*: expected one of \['mean', 'sum'\]"):
+            manyhands.DataParallel(module, ["cpu"], loss=loss)
+    model = manyhands.DataParallel(module, ["cpu"])
+    for weight in (-1, float("nan"), float("inf"), torch.tensor(-2.0)):
+        with pytest.raises(ValueError, match=r"weight=.*: expected a number from 0"):
+            model.set_batch_weight(weight)
+    for weight in ("many", None, torch.ones(3), [1]):
+        with pytest.raises(TypeError, match=r"weight=.*: expected a number from 0"):
+            model.set_batch_weight(weight)
+    with pytest.raises(TypeError, match="hook=None: expected a function"):
+        model.register_comm_hook(None, None)
+    for ok in (0, 3, 2.5, torch.tensor(7)):
+        model.set_batch_weight(ok)
+
+
+def test_an_only_process_has_its_own_device(monkeypatch, sim):
+    """C14: also where the launcher has started no other, LOCAL_RANK says which device is meant."""
+    for name, value in {**COMPLETE, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("manyhands.distributed.process_group.start_default_group", bool)
+    assert manyhands.DataParallel(nn.Linear(2, 2)).devices == [sim[2]]
+    assert len(manyhands.DataParallel(nn.Linear(2, 2).to(sim[0]), process_group=False).devices) == 4
+
+
+# ---- torchrun's store, which outlives the processes that it starts; a TCPStore here stands for it ----
+
+
+@pytest.fixture
+def launchers_store(monkeypatch: pytest.MonkeyPatch):
+    """The store that torchrun's own process keeps."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    return store
+
+
+def start(world_size: int, *, late: int = 0) -> list:
+    """Let so many processes, here threads, find each other; return each one's store. `late` begins last."""
+    stores: list = [None] * world_size
+
+    def begin(rank: int) -> None:
+        stores[rank] = environment._store_of_this_start(rank, world_size)
+
+    threads = [threading.Thread(target=begin, args=(rank,)) for rank in range(world_size)]
+    for thread in [*threads[:late], *threads[late + 1 :], threads[late]]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return stores
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_each_start_finds_nothing_of_the_one_before(launchers_store, late) -> None:
+    for time in range(3):
+        stores = start(3, late=late)
+        assert not any(store.check(["said"]) for store in stores)
+        stores[1].set("said", str(time))
+        assert [store.get("said").decode() for store in stores] == [str(time)] * 3
+
+
+def join_twice(rank: int, port: int) -> list[float]:
+    """Make the default process group as in the first start of a launch, and again as in the second."""
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    sums = []
+    for _ in range(2):
+        assert environment.start_default_group()
+        ones = torch.ones(1)
+        torch.distributed.all_reduce(ones)
+        sums.append(ones.item())
+        torch.distributed.destroy_process_group()
+    return sums
+
+
+def test_processes_that_are_started_anew_find_each_other(launchers_store) -> None:
+    for _ in range(2):
+        assert run_ranks(2, join_twice, launchers_store.port, join=False) == [[2.0, 2.0]] * 2

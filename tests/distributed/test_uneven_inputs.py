@@ -1,0 +1,161 @@
+"""Every process takes the same number of steps, and every row counts once."""
+
+import itertools
+import sys
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+
+import manyhands
+from helpers.ranks import end_ranks, run_ranks
+from manyhands.distributed.uneven_inputs import even_batches, without_rows
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def batches_of(rank: int, num_batches: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(rank)
+    rows = [3 + rank] * num_batches
+    return [{"x": torch.randn(n, 4, generator=generator).double(), "y": torch.ones(n, 2).double()} for n in rows]
+
+
+def train(rank: int, lengths: list[int]) -> list[int]:
+    module = nn.Linear(4, 2).double()
+    model = manyhands.DataParallel(module)
+    oracle = nn.Linear(4, 2).double()
+    oracle.load_state_dict(module.state_dict())
+    everybody = [batches_of(r, length) for r, length in enumerate(lengths)]
+    rows = []
+    for step, batch in enumerate(model.batches(everybody[rank])):
+        model.zero_grad()
+        oracle.zero_grad()
+        nn.functional.mse_loss(model(batch["x"]), batch["y"]).backward()
+        there = [batches[step] for batches in everybody if step < len(batches)]
+        x, y = (torch.cat([b[key] for b in there]) for key in "xy")
+        nn.functional.mse_loss(oracle(x), y).backward()
+        torch.testing.assert_close(module.weight.grad, oracle.weight.grad, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(module.bias.grad, oracle.bias.grad, rtol=1e-12, atol=1e-14)
+        rows.append(len(batch["x"]))
+    return rows
+
+
+@pytest.mark.parametrize("lengths", [[2, 4], [0, 3], [3, 3], [0, 0], [1, 0, 2]], ids=str)
+def test_every_process_takes_as_many_steps_as_the_longest(lengths):
+    """C2"""
+    rows = run_ranks(len(lengths), train, lengths)
+    longest = max(lengths)
+    assert rows == [[3 + rank] * n + [0] * (longest - n) for rank, n in enumerate(lengths)]
+
+
+class BeginsAnew:
+    """An iterator that has batches again once it has said that it has none, as those of some loaders."""
+
+    def __init__(self, num_batches: int) -> None:
+        self.num_batches, self.taken = num_batches, 0
+
+    def __iter__(self) -> "BeginsAnew":
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        if self.taken == self.num_batches:
+            self.taken = 0
+            raise StopIteration
+        self.taken += 1
+        return torch.zeros(2, 4)
+
+
+def rows_of_one_epoch(rank: int) -> list[int]:
+    model = manyhands.DataParallel(nn.Linear(4, 2))
+    return [len(batch) for batch in itertools.islice(model.batches(BeginsAnew(2 + 2 * rank)), 9)]
+
+
+def test_a_loader_that_begins_anew_is_not_asked_again():
+    """C2: as a for loop does not ask it, either."""
+    assert run_ranks(2, rows_of_one_epoch) == [[2, 2, 0, 0], [2, 2, 2, 2]]
+
+
+def leave_early(rank: int) -> str:
+    model = manyhands.DataParallel(nn.Linear(4, 2).double())
+    for batch in model.batches(batches_of(rank, 2)):
+        if rank:
+            break
+        try:
+            model(batch["x"]).sum().backward()
+        except RuntimeError as error:
+            return str(error)
+    if rank:
+        with pytest.raises(RuntimeError) as raised:
+            next(model.batches(batches_of(rank, 1)))
+        return str(raised.value)
+    return "nothing was noticed"
+
+
+def test_a_process_that_leaves_the_loop_is_noticed():
+    """C11"""
+    for text in run_ranks(2, leave_early):
+        assert "rank 0 is at summing gradients" in text
+        assert "rank 1 at taking the next batch" in text
+
+
+def test_one_process_gets_the_loaders_batches():
+    model = manyhands.DataParallel(nn.Linear(4, 2), ["cpu"])
+    batches = [torch.zeros(2, 4), torch.zeros(1, 4)]
+    assert all(a is b for a, b in zip(model.batches(batches), batches, strict=True))
+    assert list(even_batches(None, iter("ab"), 0)) == ["a", "b"]
+
+
+def test_without_rows():
+    x, number, nothing, names, inner = without_rows([torch.zeros(2, 3), 5, None, ["a"], (torch.tensor(1.0),)], 0)
+    assert x.shape == (0, 3)
+    assert (number, nothing, names, inner) == (5, None, ["a"], (torch.tensor(1.0),))
+    assert without_rows(torch.zeros(2, 3), 1).shape == (2, 0)
+    assert without_rows({"p": torch.zeros(4, 2, dtype=torch.long)}, 0)["p"].dtype == torch.long
+
+
+class Picky(nn.Module):
+    """Fails on rows of zeros, as modules do that are told the lengths of sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.any(1).all():
+            raise ValueError("a row of zeros")
+        return self.layer(x)
+
+
+def train_what_is_picky(rank: int, lengths: list[int]) -> int:
+    model = manyhands.DataParallel(Picky())
+    steps = 0
+    for batch in model.batches(batches_of(rank, lengths[rank])):
+        model(batch["x"]).square().mean().backward()
+        steps += 1
+    return steps
+
+
+def test_without_rows_the_module_runs_on_rows_that_it_has_seen():
+    """C2"""
+    assert run_ranks(2, train_what_is_picky, [1, 3]) == [3, 3]
+
+
+def test_a_module_that_cannot_run_on_zeros_says_why_it_did():
+    """C2"""
+    ends = end_ranks(2, train_what_is_picky, [0, 1])
+    assert all(end.exit_code for end in ends)
+    assert "ValueError: a row of zeros" in ends[0].error
+    assert "this process has a batch without rows" in ends[0].error
+
+
+def test_a_table_for_all_rows_stays_whole():
+    x, table = without_rows((torch.zeros(3, 2), torch.zeros(7, 2)), 0)
+    assert (len(x), len(table)) == (0, 7)
+
+
+def test_packed_sequences_cannot_be_without_rows():
+    packed = nn.utils.rnn.pack_sequence([torch.zeros(3, 2), torch.zeros(1, 2)])
+    with pytest.raises(ValueError, match=r"a PackedSequence cannot be cut to no rows .* give every process as many"):
+        without_rows(packed, 0)
+    assert list(even_batches(None, [packed], 0)) == [packed]

@@ -1,0 +1,779 @@
+"""On real accelerators: two replicas on one of them, and, where there are two, one on each.
+
+Run by `make gpu-check`; skipped, visibly, where there is none. This file must not import manyhands.testing, whose
+simulated devices hide real ones.
+"""
+
+import copy
+import functools
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.in_time import in_time as _in_time
+from manyhands import DataParallel, data_parallel
+from manyhands.autograd import broadcast
+from manyhands.runtime import devices
+from manyhands.runtime.buckets import buckets_of
+
+WAIT_S = 60.0
+NUM_STRESS_STEPS = 500
+
+
+def accelerator() -> torch.device | None:
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(accelerator() is None, reason="no accelerator: run `make gpu-check` on a machine with a GPU"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _seed_and_exact_numbers() -> Iterator[None]:
+    """No TF32, neither in products of matrices nor in convolutions; the same kernels for the same shapes."""
+    torch.manual_seed(0)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+        yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture
+def first() -> torch.device:
+    kind = accelerator()
+    assert kind is not None
+    return torch.device(kind.type, 0)
+
+
+several = pytest.mark.skipif(
+    accelerator() is None or torch.accelerator.device_count() < 2, reason="needs two accelerators"
+)
+PLACES = [
+    pytest.param([0, 0], id="one device twice"),
+    pytest.param([0, 0, 0], id="one device three times"),
+    pytest.param([0, 1], marks=several, id="two devices"),
+    pytest.param([1, 0, 1], marks=several, id="two devices, three replicas"),
+]
+# The second replica's parameters are copied to it, and its gradients come back, as if it were on another device.
+APART = [pytest.param([0, 0, "apart"], id="one device twice, apart")]
+
+
+def devices_of(first: torch.device, indices: list[Any]) -> list[torch.device]:
+    return [torch.device(first.type, index) for index in indices if index != "apart"]
+
+
+@pytest.fixture(params=PLACES + APART)
+def placed(request: pytest.FixtureRequest, first: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """Where the replicas are that threads run."""
+    monkeypatch.setattr(broadcast, "always_apart", "apart" in request.param)
+    monkeypatch.setattr(broadcast, "buckets_of", functools.partial(buckets_of, full_bytes=1000))  # several, that is
+    return devices_of(first, request.param)
+
+
+@pytest.fixture(params=PLACES)
+def spread(request: pytest.FixtureRequest, first: torch.device) -> list[torch.device]:
+    """Where the replicas are that processes run."""
+    return devices_of(first, request.param)
+
+
+in_time = functools.partial(_in_time, limit_s=WAIT_S)
+
+
+def mlp(dtype: torch.dtype = torch.float64) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4)
+    ).to(dtype)
+
+
+def conv_net(dtype: torch.dtype = torch.float64) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(2), nn.Flatten()
+    ).to(dtype)
+
+
+def wrapped(plain: nn.Module, placed: list[torch.device], **options: Any) -> tuple[nn.Module, DataParallel]:
+    """Return the plain module on the first device, and a copy of it wrapped."""
+    plain = plain.to(placed[0])
+    return plain, DataParallel(copy.deepcopy(plain), placed, **options)
+
+
+def assert_same_gradients(model: DataParallel, plain: nn.Module, tolerance: float = 1e-10) -> None:
+    for (name, mine), theirs in zip(model.module.named_parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None, name
+        assert mine.grad.device == theirs.grad.device
+        torch.testing.assert_close(
+            mine.grad, theirs.grad, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-4)], ids=["f64", "f32"])
+@pytest.mark.parametrize("rows", [1, 7, 64])
+@pytest.mark.parametrize("make", [mlp, conv_net])
+def test_forward_and_backward(
+    placed: list[torch.device],
+    make: Callable[[torch.dtype], nn.Module],
+    rows: int,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    """A12, N1, G1: outputs, gradients of the parameters and of the input; several steps, so that memory is reused."""
+    plain, model = wrapped(make(dtype), placed)
+    shape = (rows, 16) if make is mlp else (rows, 3, 8, 8)
+    for _ in range(5):
+        x = torch.randn(shape, dtype=dtype, device=placed[0])
+        grads = []
+        for module in (plain, model):
+            module.zero_grad()
+            x_here = x.clone().requires_grad_()
+            output = in_time(lambda module=module, x=x_here: module(x))
+            assert output.device == placed[0]
+            in_time(lambda output=output: output.pow(2).sum().backward())
+            grads.append((output.detach(), x_here.grad))
+        for theirs, mine in zip(*grads, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+        assert_same_gradients(model, plain, tolerance)
+
+
+def test_each_replica_stands_on_its_device(placed: list[torch.device]) -> None:
+    """R1, S11: shards, parameters and outputs; the current device in each replica is its own."""
+    _, model = wrapped(mlp(), placed)
+    seen: list[tuple[set[torch.device], int]] = []
+
+    def report(module: nn.Module, args: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        where = {t.device for t in (*args, output, *module.parameters())}
+        seen.append((where, torch.accelerator.current_device_index()))
+
+    model.module.register_forward_hook(report)
+    before = torch.accelerator.current_device_index()
+    model(torch.randn(12, 16, dtype=torch.float64))
+    expected = sorted((str(device), device.index) for device in placed)
+    assert sorted((str(*where), index) for where, index in seen) == expected
+    assert torch.accelerator.current_device_index() == before
+
+
+def test_training_equals_the_plain_module(placed: list[torch.device]) -> None:
+    """N9: five steps of SGD, in float64."""
+    plain, model = wrapped(mlp(), placed)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (plain, model)]
+    for rows in (33, 64, 7, 5, 64):
+        x = torch.randn(rows, 16, dtype=torch.float64, device=placed[0])
+        for module, optimizer in zip((plain, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            module(x).pow(2).mean().backward()
+            optimizer.step()
+    for mine, theirs in zip(model.module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_double_backward(placed: list[torch.device]) -> None:
+    """N3: a gradient penalty; no deadlock on the device's one autograd thread."""
+    plain, model = wrapped(mlp(), placed)
+    x = torch.randn(9, 16, dtype=torch.float64, device=placed[0])
+    for module in (plain, model):
+
+        def step(module: nn.Module = module) -> None:
+            x_here = x.clone().requires_grad_()
+            output = module(x_here)
+            (grad,) = torch.autograd.grad(output.pow(2).sum(), x_here, create_graph=True)
+            (output.mean() + (grad.norm(dim=1) - 1).pow(2).mean()).backward()
+
+        in_time(step)
+    assert_same_gradients(model, plain)
+
+
+def test_several_forwards_then_backwards(placed: list[torch.device]) -> None:
+    """N1: one loss over several calls, a kept graph, and another order than that of the forwards."""
+    plain, model = wrapped(mlp(), placed)
+    batches = [torch.randn(rows, 16, dtype=torch.float64, device=placed[0]) for rows in (7, 2, 12)]
+    for module in (plain, model):
+
+        def step(module: nn.Module = module) -> None:
+            losses = [module(x).pow(2).sum() for x in batches]
+            losses[0].backward(retain_graph=True)
+            (losses[2] + losses[1]).backward()
+            losses[0].backward()
+
+        in_time(step)
+    assert_same_gradients(model, plain)
+
+
+def test_wrapped_blocks_in_a_row_and_nested(placed: list[torch.device]) -> None:
+    """A10: boundaries one after the other, and one inside another, in one backward."""
+    plain = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)).double().to(placed[0])
+    row = copy.deepcopy(plain)
+    for i in range(3):
+        row[i] = DataParallel(row[i], placed)
+    nested = copy.deepcopy(plain)
+    nested[1] = DataParallel(nested[1], placed)
+    nested = DataParallel(nested, placed)
+    x = torch.randn(12, 16, dtype=torch.float64, device=placed[0])
+    plain(x).pow(2).sum().backward()
+    for model in (row, nested):
+        in_time(lambda model=model: model(x).pow(2).sum().backward())
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_calls_from_several_threads(placed: list[torch.device]) -> None:
+    """F5: forward and backward from three callers at once; nothing deadlocks, nothing is mixed up."""
+    plain, model = wrapped(mlp(), placed)
+    together = threading.Barrier(3)
+    results: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def call(number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        x = torch.randn(9, 16, dtype=torch.float64, generator=generator).to(placed[0]).requires_grad_()
+        together.wait(WAIT_S)
+        for _ in range(5):
+            (mine,) = torch.autograd.grad(model(x).pow(2).sum(), x)
+        (theirs,) = torch.autograd.grad(plain(x).pow(2).sum(), x)
+        results[number] = (mine, theirs)
+
+    threads = [threading.Thread(target=call, args=(i,), daemon=True) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive(), "it hangs"
+    assert len(results) == 3
+    for mine, theirs in results.values():
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_bf16_autocast_in_every_replica(placed: list[torch.device]) -> None:
+    """R14: torch's own wrapper runs fp16 here."""
+    plain, model = wrapped(mlp(torch.float32), placed)
+    seen: list[torch.dtype] = []
+    model.module[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    x = torch.randn(24, 16, device=placed[0])
+    for module in (plain, model):
+        with torch.autocast(placed[0].type, torch.bfloat16):
+            output = module(x)
+        output.float().pow(2).mean().backward()
+    assert seen == [torch.bfloat16] * len(placed)
+    assert_same_gradients(model, plain, 5e-2)
+
+
+def batch_norm_net(dtype: torch.dtype = torch.float64) -> nn.Module:
+    block = [nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True)]
+    return nn.Sequential(*block, nn.Flatten(), nn.Linear(512, 4), nn.BatchNorm1d(4, momentum=None)).to(dtype)
+
+
+def test_synchronised_batch_norm(placed: list[torch.device]) -> None:
+    """N5, N3: outputs, gradients, running statistics and second derivatives; nothing waits on a device's thread."""
+    plain, model = wrapped(batch_norm_net(), placed, sync_batch_norm=True)
+    for rows in (9, 3, 16):
+        x = torch.randn(rows, 3, 8, 8, dtype=torch.float64, device=placed[0])
+
+        def step(module: nn.Module, x: torch.Tensor = x) -> torch.Tensor:
+            module.zero_grad()
+            x_here = x.clone().requires_grad_()
+            output = module(x_here)
+            (grad,) = torch.autograd.grad(output.pow(3).sum(), x_here, create_graph=True)
+            (output.sin().sum() + grad.pow(2).sum()).backward()
+            return output.detach()
+
+        outputs = [in_time(lambda module=module: step(module)) for module in (plain, model)]
+        torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-10, atol=1e-10)
+        assert_same_gradients(model, plain, 1e-8)
+        for mine, theirs in zip(model.module.buffers(), plain.buffers(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_synchronised_batch_norm_under_autocast(placed: list[torch.device]) -> None:
+    """N5, R14: statistics in single precision."""
+    plain, model = wrapped(batch_norm_net(torch.float32), placed, sync_batch_norm=True)
+    x = torch.randn(24, 3, 8, 8, device=placed[0]).to(memory_format=torch.channels_last)
+    for module in (plain, model):
+        with torch.autocast(placed[0].type, torch.bfloat16):
+            output = module(x)
+        output.float().pow(3).mean().backward()
+    assert_same_gradients(model, plain, 5e-2)
+
+
+@pytest.mark.parametrize("where", ["pageable", "pinned", "first device", "last device"])
+def test_inputs_from_anywhere(placed: list[torch.device], where: str) -> None:
+    """S11: pageable and pinned host memory; written into right after the call, which must not matter."""
+    plain, model = wrapped(mlp(), placed)
+    for _ in range(5):
+        x = torch.randn(24, 16, dtype=torch.float64)
+        expected = plain(x.to(placed[0]))
+        if where == "pinned":
+            x = x.pin_memory()
+        elif where != "pageable":
+            x = x.to(placed[0] if where == "first device" else placed[-1])
+        output = model(x)
+        x.fill_(float("nan"))
+        torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_outputs_on_the_host(placed: list[torch.device]) -> None:
+    """A6: complete on return."""
+    plain, model = wrapped(mlp(), placed, output_device="cpu")
+    x = torch.randn(24, 16, dtype=torch.float64, device=placed[0])
+    for _ in range(5):
+        output = model(x)
+        assert output.device.type == "cpu"
+        torch.testing.assert_close(output, plain(x).cpu(), rtol=1e-10, atol=1e-10)
+    output.pow(2).sum().backward()
+    plain(x).pow(2).sum().backward()
+    assert_same_gradients(model, plain)
+
+
+def test_channels_last_is_kept(placed: list[torch.device]) -> None:
+    """G7, S11: in every replica and in the output."""
+
+    class Sees(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 8, 3, padding=1)
+            self.seen: list[bool] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.conv(x)
+            self.seen += [t.is_contiguous(memory_format=torch.channels_last) for t in (x, self.conv.weight, y)]
+            return y
+
+    model = DataParallel(Sees().to(placed[0], memory_format=torch.channels_last), placed)
+    x = torch.randn(12, 3, 8, 8).to(placed[0], memory_format=torch.channels_last)
+    output = model(x)
+    assert model.module.seen == [True] * 3 * len(placed)
+    assert output.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_the_callers_side_stream(placed: list[torch.device]) -> None:
+    """R14, S11: work queued on the caller's own stream is waited for, and replicas queue theirs on it."""
+    plain, model = wrapped(mlp(), placed)
+    stream = torch.Stream(device=placed[0])
+    big = torch.randn(2000, 2000, device=placed[0])
+    x = torch.randn(24, 16, dtype=torch.float64, device=placed[0])
+    expected = plain(x * 2)
+    expected.pow(2).sum().backward()
+    torch.accelerator.synchronize(placed[0])
+    seen: list[bool] = []
+    model.module.register_forward_hook(
+        lambda module, args, output: seen.append(
+            args[0].device != placed[0] or torch.accelerator.current_stream(args[0].device) == stream
+        )
+    )
+    before = torch.accelerator.current_stream(placed[0])
+    torch.accelerator.set_stream(stream)
+    try:
+        for _ in range(20):
+            big = big @ big.softmax(1)  # keeps the stream busy, so that what does not wait reads too early
+        late = torch.zeros_like(x)
+        late.copy_(x * 2)
+        output = model(late)
+        output.pow(2).sum().backward()
+    finally:
+        torch.accelerator.set_stream(before)
+    stream.synchronize()
+    assert seen == [True] * len(placed)
+    torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
+    assert_same_gradients(model, plain)
+
+
+def test_a_buffer_that_forward_writes(placed: list[torch.device]) -> None:
+    """R5: the only one of its kind; the other replicas get what it was before the forward."""
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls.add_(1)
+            return self.linear(x) * 0 + self.calls
+
+    model = DataParallel(Counts().to(placed[0]), placed)
+    with torch.no_grad():
+        outputs = [model(torch.ones(24, 16, device=placed[0])) for _ in range(50)]
+    assert [output.unique().tolist() for output in outputs] == [[float(number)] for number in range(1, 51)]
+
+
+def test_branches_on_streams_of_their_own(placed: list[torch.device]) -> None:
+    """R14, N1: gradients of one bucket are made on several streams; an odd-sized parameter comes first."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+            self.left, self.right = mlp(), mlp()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            here, side = torch.accelerator.current_stream(x.device), torch.Stream(device=x.device)
+            side.wait_stream(here)
+            torch.accelerator.set_stream(side)
+            try:
+                right = self.right(x)
+            finally:
+                torch.accelerator.set_stream(here)
+            left = self.left(x)
+            here.wait_stream(side)
+            right.record_stream(here)
+            x.record_stream(side)
+            return (left + right) * self.scale
+
+    plain, model = wrapped(Branches().double(), placed)
+    for _ in range(20):
+        x = torch.randn(24, 16, dtype=torch.float64, device=placed[0])
+        for module in (plain, model):
+            module.zero_grad()
+            in_time(lambda module=module, x=x: module(x).pow(2).sum().backward())
+        assert_same_gradients(model, plain)
+
+
+def stress(placed: list[torch.device], *, waits: bool) -> list[torch.Tensor]:
+    """Take 500 steps of random sizes on ever other streams; return all losses and the final parameters.
+
+    Every tensor is given up as early as it can be, and its memory at once overwritten with NaN by whoever gets it next:
+    what was still to be read from it, on whatever stream, would show. With `waits`, all devices are waited for after
+    each part of a step, so that nothing can come too early.
+    """
+    torch.manual_seed(1)
+    model = DataParallel(mlp(torch.float32).to(placed[0]), placed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    before = torch.accelerator.current_stream(placed[0])
+    streams = [before, torch.Stream(device=placed[0]), torch.Stream(device=placed[0])]
+    losses = torch.zeros(NUM_STRESS_STEPS, device=placed[0])
+
+    def part_ends() -> None:
+        if waits:
+            for device in dict.fromkeys(placed):
+                torch.accelerator.synchronize(device)
+
+    def overwrite(*like: tuple[int, ...]) -> None:
+        for shape in like:
+            for device in dict.fromkeys(placed):
+                torch.full(shape, float("nan"), device=device)
+        part_ends()
+
+    sizes = torch.randint(1, 400, (NUM_STRESS_STEPS,), generator=torch.Generator().manual_seed(2)).tolist()
+    try:
+        for number, rows in enumerate(sizes):
+            stream = streams[(number * 7 // 3) % 3]
+            stream.wait_stream(torch.accelerator.current_stream(placed[0]))  # the caller's own duty
+            torch.accelerator.set_stream(stream)
+            where = ("cpu", placed[0], placed[-1])[number % 3]
+            x = torch.randn(rows, 16, generator=torch.Generator().manual_seed(number)).to(where)
+            part_ends()
+            output = model(x)
+            part_ends()
+            if x.device.type != "cpu":
+                x.fill_(float("nan"))
+            del x
+            overwrite((rows, 16), ((rows + 1) // 2, 16))
+            loss = output.pow(2).mean()
+            del output
+            overwrite((rows, 4), ((rows + 1) // 2, 4))
+            optimizer.zero_grad()
+            loss.backward()
+            part_ends()
+            overwrite((rows, 32), ((rows + 1) // 2, 32), (32, 32), (32, 16))
+            optimizer.step()
+            losses[number] = loss.detach()
+            part_ends()
+    finally:
+        torch.accelerator.set_stream(before)
+        for stream in streams:
+            before.wait_stream(stream)
+    return [losses.cpu(), *(p.detach().cpu() for p in model.parameters())]
+
+
+def test_500_steps_bit_for_bit(placed: list[torch.device]) -> None:
+    """R14, S11: random sizes, side streams, memory that is reused at once; as a run that waits after each part."""
+    expected = stress(placed, waits=True)
+    assert all(tensor.isfinite().all() for tensor in expected)
+    for mine, theirs in zip(stress(placed, waits=False), expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_batch_norm_buffers(placed: list[torch.device]) -> None:
+    """R5, N5: those of the first replica persist; the oracle is data_parallel."""
+    plain, model = wrapped(nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8)).double(), placed)
+    for _ in range(3):
+        x = torch.randn(24, 16, dtype=torch.float64, device=placed[0])
+        model(x).pow(2).sum().backward()
+        data_parallel(plain, x, placed).pow(2).sum().backward()
+    for mine, theirs in zip(model.module.state_dict().values(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+    assert_same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_an_error_in_a_replica(placed: list[torch.device], in_backward: bool) -> None:
+    """F1, F3: it reaches the caller; the next call works."""
+
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.fails = nn.Linear(2, 2), True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x)
+            if self.fails and x[0, 0] > 0:
+                if not in_backward:
+                    raise ValueError("as asked")
+
+                def fail(grad: torch.Tensor) -> None:
+                    raise ValueError("as asked")
+
+                y.register_hook(fail)
+            return y
+
+    model = DataParallel(Fails().to(placed[0]), placed)
+    x = torch.arange(24.0).view(12, 2).to(placed[0])
+    with pytest.raises(ValueError, match="as asked"):
+        in_time(lambda: model(x).sum().backward())
+    assert model.module.linear.weight.grad is None
+    model.module.fails = False
+    in_time(lambda: model(x).sum().backward())
+    assert model.module.linear.weight.grad is not None
+
+
+def test_activations_are_freed(placed: list[torch.device]) -> None:
+    """N10: memory after a step is what it was after the step before, without the garbage collector."""
+    _, model = wrapped(mlp(), placed)
+    x = torch.randn(512, 16, dtype=torch.float64, device=placed[0])
+
+    def step() -> list[int]:
+        model.zero_grad()
+        model(x).pow(2).sum().backward()
+        return [torch.accelerator.memory_allocated(device) for device in dict.fromkeys(placed)]
+
+    step()
+    gc.collect()
+    gc.disable()
+    try:
+        after = [step() for _ in range(5)]
+        assert after[1:] == after[:-1]
+    finally:
+        gc.enable()
+
+
+def graphed(module: nn.Module, x: torch.Tensor) -> nn.Module:
+    """Have forward and backward of a module replayed from CUDA graphs."""
+    torch.cuda.make_graphed_callables(module, (x.clone(),))
+    return module
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need CUDA")
+
+
+@needs_cuda
+@pytest.mark.filterwarnings("ignore:.*AccumulateGrad:UserWarning")
+def test_cuda_graphs_on_one_device(first: torch.device) -> None:
+    """A3, R13: a module that replays CUDA graphs trains as it would without; the wrapper around it changes nothing."""
+    plain = mlp().to(first)
+    x = torch.randn(12, 16, dtype=torch.float64, device=first)
+    model = DataParallel(graphed(copy.deepcopy(plain), x), [first])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (plain, model)]
+    for _ in range(5):
+        x = torch.randn(12, 16, dtype=torch.float64, device=first)
+        for module, optimizer in zip((plain, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            module(x).pow(2).mean().backward()
+            optimizer.step()
+    for mine, theirs in zip(model.module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+@needs_cuda
+@pytest.mark.filterwarnings("ignore:.*AccumulateGrad:UserWarning")
+def test_cuda_graphs_on_several_replicas_are_refused(first: torch.device) -> None:
+    """R13: a graph has one place for its input, and all replicas would write there."""
+    x = torch.randn(6, 16, dtype=torch.float64, device=first)
+    model = DataParallel(graphed(mlp().to(first), x), [first, first])
+    with pytest.raises(RuntimeError, match="CUDA graph"):
+        model(torch.cat([x, x]))
+
+
+def test_copies_between_all_devices_arrive() -> None:
+    """S11: where they do not, manyhands copies through the host, and this machine needs attention."""
+    present = devices.accelerators()
+    assert [(a, b) for a in present for b in present if not devices.arrives(a, b)] == []
+
+
+def test_every_accelerator_is_the_default() -> None:
+    """A1: device_ids left out."""
+    model = DataParallel(nn.Linear(4, 2).to(torch.device(accelerator().type, 0)))
+    assert model.device_ids == list(range(torch.accelerator.device_count()))
+    assert model(torch.randn(16, 4)).shape == (16, 2)
+
+
+# ---- processes: over gloo where two replicas share a device, over NCCL where each has its own ----
+
+
+@pytest.fixture
+def in_processes(spread: list[torch.device]) -> Iterator[Callable[..., tuple[nn.Module, DataParallel]]]:
+    """`wrapped`, with workers that are ended after the test."""
+    made: list[DataParallel] = []
+
+    def wrap(plain: nn.Module, **options: Any) -> tuple[nn.Module, DataParallel]:
+        plain, model = wrapped(plain, spread, engine="processes", **options)
+        made.append(model)
+        return plain, model
+
+    yield wrap
+    for model in made:
+        model.close()
+
+
+def backend_of(model: DataParallel) -> str:
+    return model._engine._team.transport._meeting.backend
+
+
+@pytest.mark.parametrize("make", [mlp, conv_net])
+def test_processes_train_as_the_plain_module(spread, in_processes, make: Callable[[], nn.Module]) -> None:
+    """N1, N9: outputs, gradients of parameters and input, several steps of an optimizer, a short batch among them."""
+    plain, model = in_processes(make())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (plain, model.module)]
+    for rows in (64, 64, 7, 1, 64):
+        x = torch.randn((rows, 16) if make is mlp else (rows, 3, 8, 8), dtype=torch.float64)
+        inputs = [x.to(spread[0]).requires_grad_() for _ in range(2)]
+        outputs = [plain(inputs[0]), in_time(lambda inputs=inputs: model(inputs[1]))]
+        assert outputs[1].device == spread[0]
+        torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-10, atol=1e-10)
+        outputs[0].pow(2).sum().backward()
+        in_time(lambda outputs=outputs: outputs[1].pow(2).sum().backward())
+        assert_same_gradients(model, plain)
+        torch.testing.assert_close(inputs[1].grad, inputs[0].grad, rtol=1e-10, atol=1e-10)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert backend_of(model) == ("nccl" if len(set(spread)) == len(spread) else "gloo")
+
+
+def test_processes_take_a_batch_of_the_host(spread, in_processes) -> None:
+    """S11: each replica gets its rows on its own device."""
+    plain, model = in_processes(mlp())
+    x = torch.randn(24, 16, dtype=torch.float64)
+    torch.testing.assert_close(in_time(lambda: model(x)), plain(x.to(spread[0])), rtol=1e-10, atol=1e-10)
+
+
+def test_processes_have_each_replica_on_its_device(spread, in_processes) -> None:
+    class Tells(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+            self.register_buffer("buffer", torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            devices = {x.device, self.weight.device, self.buffer.device}
+            assert len(devices) == 1
+            return x * self.weight * 0 + devices.pop().index
+
+    _, model = in_processes(Tells())
+    output = in_time(lambda: model(torch.zeros(len(spread), 1, device=spread[0])))
+    assert output.flatten().tolist() == [device.index for device in spread]
+
+
+def test_processes_see_what_is_written(spread, in_processes) -> None:
+    """R5, R8: parameters by way of `.data`, and buffers."""
+    plain, model = in_processes(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double().eval())
+    x = torch.randn(8, 4, dtype=torch.float64, device=spread[0])
+    for _ in range(3):
+        for module in (plain, model.module):
+            module[0].weight.data.mul_(1.5)
+            module[1].running_mean.add_(1)
+        torch.testing.assert_close(in_time(lambda: model(x)), plain(x), rtol=1e-10, atol=1e-10)
+
+
+def test_processes_double_backward(spread, in_processes) -> None:
+    """N3"""
+    plain, model = in_processes(mlp())
+    x = torch.randn(12, 16, dtype=torch.float64, device=spread[0], requires_grad=True)
+
+    def step(module: nn.Module) -> None:
+        (grad,) = torch.autograd.grad(module(x).pow(2).sum(), x, create_graph=True)
+        grad.pow(2).sum().backward()
+
+    step(plain)
+    in_time(lambda: step(model))
+    assert_same_gradients(model, plain)
+
+
+def test_processes_draw_masks_of_their_own_and_runs_repeat(spread, in_processes) -> None:
+    """N6"""
+    _, model = in_processes(nn.Dropout(0.5))
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        runs.append([in_time(lambda: model(torch.ones(len(spread), 256, device=spread[0]))) for _ in range(3)])
+    torch.testing.assert_close(runs[0], runs[1], rtol=0, atol=0)
+    rows = torch.cat(runs[0]).tolist()
+    assert len({tuple(row) for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_processes_and_a_replica_that_fails_in_backward(spread, in_processes, failing: int) -> None:
+    """F1: the others do not wait for its gradients; the next step works."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            raise ValueError("as asked")
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 300), nn.Linear(300, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.first(x)
+            return self.second(Fails.apply(hidden) if x[0, 0] == 7 else hidden)
+
+    _, model = in_processes(Model())
+    x = torch.zeros(len(spread), 16, device=spread[0])
+    x[failing] = 7.0
+    with pytest.raises(ValueError, match="as asked"):
+        in_time(lambda: model(x).sum().backward())
+    x[failing] = 1.0
+    in_time(lambda: model(x).sum().backward())
+    assert all(p.grad is not None for p in model.module.parameters())
+
+
+def test_processes_and_a_worker_that_is_killed(spread, in_processes) -> None:
+    """F4: in backward, while the others wait for its gradients."""
+
+    class Dies(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            os.kill(os.getpid(), signal.SIGKILL)
+            return grad
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.dies = nn.Linear(16, 16), True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Dies.apply(self.layer(x)) if self.dies and x[0, 0] > 0 else self.layer(x)
+
+    _, model = in_processes(Model())
+    x = torch.zeros(len(spread), 16, device=spread[0])
+    x[-1] = 1.0
+    with pytest.raises(RuntimeError, match="its worker process"):
+        in_time(lambda: model(x).sum().backward())
+    model.module.dies = False
+    in_time(lambda: model(x).sum().backward())
+    assert model.module.layer.bias.grad.tolist() == [float(len(spread))] * 16

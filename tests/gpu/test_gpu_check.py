@@ -1,0 +1,409 @@
+"""`make gpu-check` on a machine without a GPU: it says so; and whatever happens to its checks is in the report."""
+
+import argparse
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).parents[2]
+NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+MACHINE = {
+    "kind": "cuda",
+    "accelerators": [{"name": "Card | 9", "memory_gib": 78.0, "capability": "9.0"}] * 2,
+    "versions": {"python": "3.12.1", "torch": "2.13.0", "CUDA": "13.0", "driver": "590.1"},
+    "system": "Linux 6 x86_64",
+    "cores": 16,
+}
+NOWHERE = {**MACHINE, "kind": None, "accelerators": []}
+
+
+@pytest.fixture(scope="module")
+def gpu_check() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+    yield importlib.import_module("gpu_check")
+    sys.path.pop(0)
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> argparse.Namespace:
+    return argparse.Namespace(output=tmp_path / "gpu-results.md", dry_run=False)
+
+
+# ---- where there is nothing to check -------------------------------------------------------------
+
+
+def test_without_a_gpu_it_says_so_and_runs_nothing(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(REPOSITORY / "benchmarks" / "gpu_check.py")],
+        cwd=tmp_path,
+        env={**os.environ, **NO_GPU, "PYTHONPATH": str(REPOSITORY / "src")},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "There is no GPU here (torch sees no accelerator): nothing has been run.\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize("python", ["", "PYTHON=/opt/bin/python"])
+def test_the_make_target_sets_up_nothing(python: str) -> None:
+    done = subprocess.run(
+        ["make", "-n", "gpu-check", *python.split()], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert re.search(r"^PYTHONPATH=src \S*python3? benchmarks/gpu_check.py", done.stdout, re.MULTILINE)
+    assert "pip" not in done.stdout
+    assert "venv .venv" not in done.stdout
+    assert ("/opt/bin/python benchmarks" in done.stdout) == bool(python)
+
+
+@pytest.mark.parametrize("absent", [["torch"], ["pytest", "cloudpickle"]])
+def test_what_is_missing_is_listed_with_how_to_bring_it(
+    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], absent: list[str]
+) -> None:
+    monkeypatch.setattr(gpu_check, "missing", lambda names: [name for name in names if name in absent])
+    monkeypatch.setattr(gpu_check, "describe_machine", lambda environment: dict(MACHINE))
+    assert gpu_check.main([]) == 2
+    said = capsys.readouterr().out
+    assert f"{', '.join(absent)}: missing in {sys.executable}" in said
+    assert "pip download --no-deps -d wheels" in said
+
+
+def test_without_a_gpu_nothing_else_needs_to_be_there(
+    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_check, "missing", lambda names: [name for name in names if name == "pytest"])
+    monkeypatch.setattr(gpu_check, "describe_machine", lambda environment: dict(NOWHERE))
+    assert gpu_check.main([]) == 0
+    assert "There is no GPU here" in capsys.readouterr().out
+
+
+def test_wheels_that_were_brought_along(gpu_check: ModuleType, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "brought_along-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("brought_along/__init__.py", "value = 7")
+    assert gpu_check.missing(["brought_along"]) == ["brought_along"]
+    with gpu_check.wheels_on_path(tmp_path) as environment:
+        assert gpu_check.missing(["brought_along"]) == []
+        code = "import brought_along, manyhands; print(brought_along.value)"
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "7\n"
+    assert gpu_check.missing(["brought_along"]) == ["brought_along"]
+
+
+def test_a_dry_run_is_not_written_into_benchmarks(gpu_check: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        gpu_check.main(["--dry-run", "--output", str(REPOSITORY / "benchmarks" / "gpu-results.md")])
+    assert "does not belong into benchmarks/" in capsys.readouterr().err
+
+
+# ---- whatever happens to a check -----------------------------------------------------------------
+
+CHECKS = """
+import os, signal, threading, warnings
+import pytest
+import torch
+
+def test_passes(): warnings.warn("look here")
+def test_fails(): assert 1 + 1 == 3, "as asked"
+@pytest.mark.skip(reason="not today")
+def test_is_skipped(): pass
+def test_hangs(): threading.Event().wait()
+def test_after_the_hang(): pass
+def test_crashes(): os.kill(os.getpid(), signal.SIGSEGV)
+def test_loses_the_gpu(): raise RuntimeError("CUDA error: an illegal memory access was encountered")
+def test_has_another_process(): assert os.environ.setdefault("SEEN", str(os.getpid())) == str(os.getpid())
+def test_needs_what_is_missing(): raise ModuleNotFoundError("No module named 'rich'")
+@pytest.fixture
+def broken():
+    yield
+    raise ValueError("when it was over")
+def test_fails_in_teardown(broken): pass
+"""
+
+
+def run(
+    gpu_check: ModuleType, files: list[Path], *, check_limit_s: float = 60, budget_s: float = 100, path: str = ""
+) -> Any:
+    done = gpu_check.Done(gpu_check.Group("some", "tests", list(map(str, files)), 100, check_limit_s=check_limit_s))
+    path = os.pathsep.join(filter(None, (path, str(REPOSITORY / "src"))))
+    gpu_check.run_group(done, {**os.environ, **NO_GPU, "PYTHONPATH": path}, budget_s)
+    return done
+
+
+def test_every_outcome_is_reported(gpu_check: ModuleType, tmp_path: Path) -> None:
+    """A hang, a crash and a lost GPU each cost one check; the others run in a new process."""
+    file, other = tmp_path / "test_some.py", tmp_path / "test_other.py"
+    file.write_text(CHECKS)
+    other.write_text("import safetensors.nothing_like_it")
+    broken = tmp_path / "test_broken.py"
+    broken.write_text("syntax error")
+    done = run(gpu_check, [file, other, broken], check_limit_s=5)
+    outcomes = {check.name.split("::")[-1].split("/")[-1]: check for check in done.checks.values()}
+    assert {name: check.outcome for name, check in outcomes.items()} == {
+        "test_passes": "passed",
+        "test_fails": "failed",
+        "test_is_skipped": "skipped",
+        "test_hangs": "hung",
+        "test_after_the_hang": "passed",
+        "test_crashes": "crashed",
+        "test_loses_the_gpu": "failed",
+        "test_has_another_process": "passed",
+        "test_needs_what_is_missing": "skipped",
+        "test_fails_in_teardown": "failed",
+        "test_other.py": "skipped",
+        "test_broken.py": "failed",
+    }
+    assert "as asked" in outcomes["test_fails"].text
+    assert outcomes["test_is_skipped"].text == "not today"
+    assert "no end after 5 s" in outcomes["test_hangs"].text
+    assert "in test_hangs" in outcomes["test_hangs"].text  # the stack
+    assert "SIGSEGV" in outcomes["test_crashes"].text
+    assert outcomes["test_needs_what_is_missing"].text == "not run: rich is missing"
+    assert outcomes["test_other.py"].text == "not run: safetensors is missing"
+    assert "when it was over" in outcomes["test_fails_in_teardown"].text
+    assert any("look here" in text for text in done.warnings)
+    assert done.failed
+    assert not done.problem
+
+
+def test_the_gpu_tests_need_little(gpu_check: ModuleType, tmp_path: Path) -> None:
+    """They can be collected, and would run, where nothing is installed but what the program says that it needs."""
+    absent = gpu_check.gpu_children.OPTIONAL
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({absent!r}))\n")
+    files = [REPOSITORY / name for name in (*gpu_check.GPU_TESTS, "tests/test_examples.py")]
+    done = run(gpu_check, [*files, "-m", "gpu"], path=str(tmp_path))
+    assert done.checks
+    assert {(check.outcome, check.text.split(":")[0]) for check in done.checks.values()} <= {
+        ("skipped", "no accelerator"),
+        ("skipped", "no GPU"),
+        ("skipped", "needs two accelerators"),
+        ("skipped", "needs two GPUs"),
+        ("skipped", "needs a GPU"),
+        ("skipped", "CUDA graphs need CUDA"),
+    }
+    assert not done.failed
+
+
+def test_what_there_is_no_time_for_is_cut(gpu_check: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "test_some.py"
+    file.write_text("def test_a(): pass\ndef test_b(): pass\ndef test_c(): pass\n")
+    done = run(gpu_check, [file], budget_s=0)
+    assert [check.outcome for check in done.checks.values()] == ["passed", "cut", "cut"]
+    assert not done.failed
+
+
+def test_a_check_that_does_not_end_when_the_time_is_over_is_cut(
+    gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "OVERTIME_S", 3)
+    file = tmp_path / "test_some.py"
+    file.write_text("import threading\ndef test_a(): threading.Event().wait()\ndef test_b(): pass\n")
+    done = run(gpu_check, [file], budget_s=0)
+    assert [check.outcome for check in done.checks.values()] == ["cut", "cut"]
+    assert "in test_a" in next(iter(done.checks.values())).text
+    assert not done.failed
+
+
+def test_a_group_that_cannot_be_run(gpu_check: ModuleType, tmp_path: Path) -> None:
+    done = run(gpu_check, [tmp_path / "test_nothing.py"])
+    assert done.failed
+    assert "exit status 4" in done.problem
+    assert "test_nothing.py" in done.problem
+
+
+def test_a_check_that_crashes_again_and_again(gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else's processes may be to blame; it ends."""
+    number = iter(range(100))
+
+    def child(orders: dict[str, Any], environment: dict[str, str], log: Path) -> int:
+        Path(orders["journal"]).write_text(
+            json.dumps({"event": "began", "name": f"check {next(number)}", "limit_s": 60}) + "\n"
+        )
+        return -9
+
+    monkeypatch.setattr(gpu_check, "_run_child", child)
+    done = gpu_check.Done(gpu_check.Group("some", "tests", [], 100))
+    gpu_check.run_group(done, {}, 100)
+    assert done.count("crashed") == gpu_check.MOST_STARTS
+    assert "given up" in done.problem
+
+
+# ---- the report ----------------------------------------------------------------------------------
+
+
+def as_if_run(gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, *events: Any) -> list[Any]:
+    """Have groups "end" with these events instead of running anything; return two groups."""
+
+    def child(orders: dict[str, Any], environment: dict[str, str], log: Path) -> int:
+        lines = [json.dumps(event) for event in events if isinstance(event, dict)]
+        Path(orders["journal"]).write_text("\n".join(lines) + '\n{"event": "fini')  # the last line was cut short
+        if isinstance(events[-1], BaseException):
+            raise events[-1]
+        with Path(orders["journal"]).open("a") as journal:
+            journal.write('\n{"event": "finished"}\n')
+        return 0
+
+    monkeypatch.setattr(gpu_check, "_run_child", child)
+    return [gpu_check.Group(name, "tests", [], 100) for name in ("first", "second")]
+
+
+def ended(name: str, outcome: str, text: str = "") -> dict[str, Any]:
+    return {"event": "ended", "name": name, "outcome": outcome, "seconds": 1.5, "text": text}
+
+
+PASSED = ended("one", "passed")
+FAILED = ended("two", "failed", "```\na fence | of its own\n```")
+FIGURE = {"event": "figure", "name": "a speed", "value": 12.3456, "unit": "s", "note": "beside 14.0"}
+
+
+def test_the_report(gpu_check: ModuleType, options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machine, versions, each check with its outcome, each figure; status 1 if anything failed."""
+    groups = as_if_run(gpu_check, monkeypatch, PASSED, FAILED, FIGURE, ended("three", "skipped", "psutil is missing"))
+    assert gpu_check.run_all(groups, MACHINE, {}, options) == 1
+    report = options.output.read_text()
+    assert "**Complete: 2 checks passed, 2 failed, 2 not run.**" in report
+    assert r"| accelerators | 2 x Card \| 9, 78.0 GiB, capability 9.0 |" in report
+    assert "| driver | 590.1 |" in report
+    assert "| a speed | 12.35 | s | beside 14.0 |" in report
+    assert "````text\n```\na fence | of its own\n```\n````" in report
+    assert "- 2 x psutil is missing" in report
+    assert re.findall(r"^\| (one|two|three) \| (\w+) \| 1.50 \|$", report, re.MULTILINE) == [
+        ("one", "passed"),
+        ("two", "failed"),
+        ("three", "skipped"),
+    ] * 2  # fmt: skip
+    assert "dry run" not in report.lower()
+
+
+def test_all_passed(gpu_check: ModuleType, options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpu_check.run_all(as_if_run(gpu_check, monkeypatch, PASSED), MACHINE, {}, options) == 0
+    assert "Failures" not in options.output.read_text()
+
+
+def test_ctrl_c_loses_nothing(
+    gpu_check: ModuleType, options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = as_if_run(
+        gpu_check, monkeypatch, PASSED, FIGURE, {"event": "began", "name": "four", "limit_s": 60}, KeyboardInterrupt()
+    )
+    assert gpu_check.run_all(groups, MACHINE, {}, options) == 130
+    report = options.output.read_text()
+    assert "**Interrupted: 1 checks passed, 1 cut.**" in report
+    assert "| a speed | 12.35 |" in report
+    assert "not begun" in report
+    assert [path.name for path in options.output.parent.iterdir()] == ["gpu-results.md"]
+
+
+def test_a_dry_run_says_in_its_report_that_it_is_one(
+    gpu_check: ModuleType, options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options.dry_run = True
+    assert gpu_check.run_all(as_if_run(gpu_check, monkeypatch, FIGURE), NOWHERE, {}, options) == 0
+    report = options.output.read_text()
+    assert report.startswith("# gpu-check\n\n**Dry run on the CPU: not a measurement.**")
+    assert "## Figures (dry run on the CPU, tiny sizes: not a measurement)" in report
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_the_groups_fit_into_ten_minutes(gpu_check: ModuleType, count: int) -> None:
+    groups = gpu_check.groups_for("cuda", count)
+    assert gpu_check.BUDGET_S + gpu_check.OVERTIME_S < 600
+    assert sum(group.budget_s for group in groups) <= gpu_check.BUDGET_S + 1e-6
+    devices = [group.environment.get("MANYHANDS_TEST_DEVICES") for group in groups]
+    assert "cuda:0" in devices
+    assert (",".join(f"cuda:{i}" for i in range(count)) in devices) or count == 1
+    files = {argument for group in groups if group.kind == "tests" for argument in group.arguments if "/" in argument}
+    assert all((REPOSITORY / file).is_file() for file in files)
+
+
+# ---- the figures ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gpu_figures(gpu_check: ModuleType) -> ModuleType:
+    return importlib.import_module("gpu_figures")
+
+
+@pytest.mark.parametrize("name", ["wrapper_on_one_device", "matrix_products", "thin_layers"])
+def test_a_figure_can_be_taken(gpu_figures: ModuleType, name: str) -> None:
+    taken = list(gpu_figures.FIGURES[name](gpu_figures.bench_on("cpu", dry=True)))
+    assert taken
+    for figure in taken:
+        assert isinstance(figure.value, float) or "not run" in figure.note
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["epoch_tf32", "epoch_bf16_compiled"])
+def test_an_epoch_can_be_taken(gpu_figures: ModuleType, name: str) -> None:
+    epoch, floor, in_floors, idle, first = gpu_figures.FIGURES[name](gpu_figures.bench_on("cpu", dry=True))
+    assert epoch.name.startswith("an epoch of manyhands train --precision ")
+    assert all(figure.value > 0 for figure in (epoch, floor, in_floors, first))
+    assert (idle.value, idle.note) == (None, "not run: the profiler sees no kernels here")
+
+
+@pytest.mark.slow
+def test_an_epoch_on_several_devices_can_be_taken(gpu_figures: ModuleType) -> None:
+    (figure,) = gpu_figures.FIGURES["epoch_on_every_gpu"](gpu_figures.bench_on("cpu", dry=True))
+    assert "on 2 devices" in figure.name
+    assert figure.value > 0
+
+
+@pytest.mark.slow
+def test_the_accuracy_can_be_compared(gpu_figures: ModuleType) -> None:
+    seed, mean = gpu_figures.FIGURES["accuracy_bf16_compiled"](gpu_figures.bench_on("cpu", dry=True))
+    assert seed.value == mean.value
+
+
+def test_no_data_no_accuracy(gpu_figures: ModuleType, tmp_path: Path) -> None:
+    bench = gpu_figures.bench_on("cpu", dry=False, data=tmp_path / "nowhere")
+    (figure,) = gpu_figures.FIGURES["accuracy_bf16_compiled"](bench)
+    assert figure.value is None
+    assert figure.note.startswith("not run: no data")
+
+
+def test_the_time_without_kernels(gpu_figures: ModuleType) -> None:
+    """Kernels may overlap, and what is on the host does not count."""
+
+    def event(start: float, end: float, device: str) -> SimpleNamespace:
+        kind = getattr(torch.autograd.DeviceType, device)
+        return SimpleNamespace(time_range=SimpleNamespace(start=start, end=end), device_type=kind)
+
+    events = [event(10, 20, "CUDA"), event(15, 30, "CUDA"), event(12, 14, "CUDA"), event(50, 60, "CUDA")]
+    look = gpu_figures.KernelTime(torch.device("cpu"), epoch=1, num_steps=1)
+    look._profile = SimpleNamespace(events=lambda: [*events, event(0, 100, "CPU")])
+    assert look.idle_percent() == pytest.approx(40.0)
+
+
+def test_the_operations_of_an_epoch(gpu_figures: ModuleType) -> None:
+    """Counted by torch, for 60,000 pictures: forward, and twice that for backward but for the stem."""
+    assert gpu_figures.tflop_of_an_epoch(gpu_figures.Sizes()) == pytest.approx(164.0, abs=0.1)
+
+
+@pytest.mark.slow
+def test_a_dry_run_from_end_to_end(tmp_path: Path) -> None:
+    output = tmp_path / "results.md"
+    done = subprocess.run(
+        [sys.executable, str(REPOSITORY / "benchmarks" / "gpu_check.py"), "--dry-run", "--output", str(output)],
+        env={**os.environ, **NO_GPU, "PYTHONPATH": str(REPOSITORY / "src")},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Complete: 9 checks passed, 1 not run." in done.stdout
+    assert "not a measurement" in output.read_text()

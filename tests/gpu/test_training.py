@@ -1,0 +1,178 @@
+"""The training command on a GPU: what makes it fast is there, nothing waits, and the numbers are right.
+
+Run by `make gpu-check`; skipped, visibly, where there is no GPU. It needs nothing but torch, and pictures of its own.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from manyhands.console.errors import OptionError
+from manyhands.runtime.devices import float32_products
+from manyhands.training import data, models
+from manyhands.training.compiling import expect_compiler
+from manyhands.training.display import Silent
+from manyhands.training.loop import train
+from manyhands.training.options import Options
+from manyhands.training.run import Run
+from manyhands.training.run_folder import RunFolder
+from manyhands.training.schedule import epoch_batches, learning_rate, num_steps
+from manyhands.training.work import StepReport
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: run `make gpu-check` on a machine with one"),
+]
+CUDA = torch.device("cuda", 0)
+NUM_ROWS, SIDE, NUM_CLASSES = 512, 8, 4
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """IDX files of noise with one bright quarter, whose number is the label."""
+    folder = tmp_path_factory.mktemp("pictures")
+    generator = torch.Generator().manual_seed(0)
+    for split in ("train", "t10k"):
+        labels = torch.arange(NUM_ROWS) % NUM_CLASSES
+        rows = torch.randint(0, 160, (NUM_ROWS, SIDE, SIDE), generator=generator)
+        for row, label in zip(rows, labels.tolist(), strict=True):
+            row[SIDE // 2 * (label // 2) :, SIDE // 2 * (label % 2) :][: SIDE // 2, : SIDE // 2] += 60
+        for kind, tensor in ((f"{split}-images-idx3-ubyte", rows), (f"{split}-labels-idx1-ubyte", labels)):
+            head = bytes([0, 0, 8, tensor.dim()]) + b"".join(size.to_bytes(4, "big") for size in tensor.shape)
+            (folder / kind).write_bytes(head + tensor.to(torch.uint8).numpy().tobytes())
+    return folder
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Run]]:
+    """The runs that would have been saved; nothing is saved or drawn, which would need more than torch."""
+    kept: list[Run] = []
+
+    def keep(run: Run) -> None:
+        kept.append(run)
+
+    monkeypatch.setattr(Run, "keep", keep)
+    monkeypatch.setattr(Run, "draw", lambda run: None)
+    yield kept
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def options_for(pictures: Path, **changes: Any) -> Options:
+    return replace(Options(data=str(pictures), devices="cuda:0", epochs=2, batch_size=64), **changes)
+
+
+def losses_of(folder: RunFolder) -> list[float]:
+    records = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    return [record["loss"] for record in records if record["kind"] == "step"]
+
+
+def plain_losses(options: Options) -> list[float]:
+    """Train with torch alone, in exact float32; return the loss of each step."""
+    dataset = data.load(options.data).on(CUDA)
+    torch.manual_seed(options.seed)
+    shape, num_rows = dataset.image_shape, len(dataset.train_labels)
+    model = models.build(options.model, num_classes=dataset.num_classes, image_shape=shape).to(CUDA)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=options.lr, momentum=options.momentum, weight_decay=options.weight_decay
+    )
+    steps = num_steps(num_rows, options.batch_size)
+    losses = []
+    with float32_products(CUDA, rounded=False):
+        for epoch in range(options.epochs):
+            for rows in epoch_batches(num_rows, options.batch_size, seed=options.seed, epoch=epoch):
+                optimizer.param_groups[0]["lr"] = learning_rate(
+                    len(losses),
+                    peak=options.lr,
+                    schedule=options.schedule,
+                    warmup_steps=round(options.warmup_epochs * steps),
+                    total_steps=options.epochs * steps,
+                )
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(dataset.train_images[rows.to(CUDA)]), dataset.train_labels[rows.to(CUDA)])
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+    return losses
+
+
+class NoWaiting(Silent):
+    """Makes whatever waits for the GPU an error, from the second step of an epoch to the last but one."""
+
+    def step(self, report: StepReport) -> None:
+        within = 1 < report.step_in_epoch < report.steps_per_epoch - 1
+        torch.cuda.set_sync_debug_mode("error" if within else "default")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+def test_what_makes_it_fast(tmp_path: Path, runs: list[Run], pictures: Path, precision: str) -> None:
+    """No step waits; data, layout and optimizer are what the precision asks for."""
+    train(options_for(pictures, precision=precision), RunFolder.for_new_run(tmp_path / "run"), NoWaiting())
+    run = runs[-1]
+    assert run.dataset.train_images.is_cuda
+    assert run.optimizer.param_groups[0]["fused"]
+    weights = [m.weight for m in run.live.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
+    inner = [weight for weight in weights if weight.size(1) > 1]
+    assert inner
+    expected = precision != "fp32"
+    assert all(weight.is_contiguous(memory_format=torch.channels_last) == expected for weight in inner)
+
+
+@pytest.mark.parametrize("fits", [True, False], ids=["pictures there", "pictures on the host"])
+def test_losses_are_those_of_torch_alone(
+    tmp_path: Path, runs: list[Run], pictures: Path, monkeypatch: pytest.MonkeyPatch, fits: bool
+) -> None:
+    """In exact float32: neither rounded, nor read before they are there. Rows and rates are the same; nothing waits."""
+    monkeypatch.setattr("manyhands.runtime.devices.has_room_for", lambda device, num_bytes: fits)
+    options = options_for(pictures, model="mlp", lr=0.01)
+    folder = RunFolder.for_new_run(tmp_path / "run")
+    train(options, folder, NoWaiting())
+    assert runs[-1].dataset.train_images.is_cuda == fits
+    assert losses_of(folder) == pytest.approx(plain_losses(options), rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
+def test_compiled_in_bf16_it_is_as_accurate(tmp_path: Path, runs: list[Run], pictures: Path) -> None:
+    try:
+        expect_compiler(CUDA)
+    except OptionError as error:
+        pytest.skip(str(error))
+    accuracies = []
+    for changes in ({}, {"precision": "bf16", "compile": True}):
+        torch.compiler.reset()
+        folder = RunFolder.for_new_run(tmp_path / str(len(accuracies)))
+        accuracies.append(
+            train(options_for(pictures, model="mlp", epochs=4, **changes), folder, Silent()).test_accuracy
+        )
+    assert accuracies[0] > 0.6
+    assert accuracies[1] == pytest.approx(accuracies[0], abs=0.03)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+def test_two_replicas_on_one_gpu(tmp_path: Path, runs: list[Run], pictures: Path, precision: str) -> None:
+    """Synchronised batch norm over both: as one replica, within what float32 loses in a few steps."""
+    losses = []
+    for devices in ("cuda:0", "cuda:0,cuda:0"):
+        folder = RunFolder.for_new_run(tmp_path / str(len(losses)))
+        options = options_for(pictures, devices=devices, precision=precision, lr=0.001, epochs=1, warmup_epochs=0)
+        train(options, folder, Silent())
+        losses.append(losses_of(folder))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2 if precision == "fp32" else 1e-1)
+
+
+def test_a_run_that_goes_on_elsewhere(tmp_path: Path, pictures: Path) -> None:
+    """On the CPU for an epoch, then on the GPU: the losses are those of a run that was there all the time."""
+    for name in ("safetensors", "matplotlib"):
+        pytest.importorskip(name)
+    options = options_for(pictures, model="mlp", lr=0.01, precision="tf32", schedule="constant")
+    whole, parts = (RunFolder.for_new_run(tmp_path / name) for name in ("whole", "parts"))
+    train(options, whole, Silent())
+    train(replace(options, devices="cpu", epochs=1), parts, Silent())
+    train(options, parts, Silent(), resume=True)
+    assert losses_of(parts) == pytest.approx(losses_of(whole), rel=2e-2)

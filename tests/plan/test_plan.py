@@ -1,0 +1,286 @@
+"""The model behind `manyhands plan`: its limits, a simulation of the pipeline as its oracle, and published figures."""
+
+import itertools
+import math
+import random
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from manyhands.plan import published
+from manyhands.plan.allreduce import ALGORITHMS, halving_doubling, ring, tree, two_level
+from manyhands.plan.links import BYTES, SECONDS, Cluster, Link, parse_link, parse_quantity
+from manyhands.plan.plans import Plan
+from manyhands.plan.prediction import BEST, COUNTS, Step, exposed_s, predict
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+INSIDE = Link(5e-6, 16e9)
+BETWEEN = Link(10e-6, 3e9)
+CLUSTER = Cluster(INSIDE, BETWEEN, 8)
+PERFECT = Link(0.0, math.inf)
+STEP = Step(compute_s=0.3, backward_s=0.2, gradient_bytes=100e6, bucket_bytes=25e6)
+
+algorithms = pytest.mark.parametrize("algorithm", [*ALGORITHMS, BEST])
+
+
+def flat(link: Link, num_devices: int = 2048) -> Cluster:
+    """All devices in one machine, so all links are alike."""
+    return Cluster(link, link, num_devices)
+
+
+# All-reduce
+
+
+@pytest.mark.parametrize("all_reduce", ALGORITHMS.values())
+def test_one_device_has_nothing_to_reduce(all_reduce):
+    assert all_reduce(CLUSTER, 1, 1e9) == 0
+
+
+@pytest.mark.parametrize("all_reduce", ALGORITHMS.values())
+@pytest.mark.parametrize("devices_per_machine", [1, 3, 8, 2048])
+def test_nothing_beats_the_lower_bounds(all_reduce, devices_per_machine):
+    """Latency: a value needs log2(n) steps. Bandwidth: 2 (n - 1) / n of the bytes, on equal links."""
+    link = Link(1e-5, 1e9)
+    for num_devices in range(2, 70):
+        cluster = Cluster(link, link, devices_per_machine)
+        assert all_reduce(cluster, num_devices, 0.0) >= math.log2(num_devices) * 1e-5
+        if all_reduce is not two_level or devices_per_machine in (1, 2048):  # else a machine's devices share the bytes
+            assert all_reduce(cluster, num_devices, 1e6) >= 2 * (num_devices - 1) / num_devices * 1e-3
+
+
+def test_ring_by_hand():
+    assert ring(flat(Link(0.5, 100.0)), 4, 1000.0) == pytest.approx(6 * (0.5 + 250 / 100))
+
+
+def test_ring_sends_its_bytes_twice_however_many_devices():
+    """The bandwidth term tends to 2 bytes / bandwidth."""
+    link = Link(0.0, 1e9)
+    times = [ring(flat(link, 10**6), n, 1e9) for n in (2, 4, 64, 10**6)]
+    assert times == sorted(times)
+    assert times[0] == pytest.approx(1.0)
+    assert times[-1] == pytest.approx(2.0, rel=1e-5)
+
+
+def test_a_ring_over_machines_has_few_slow_steps_and_the_pace_of_the_narrowest_link():
+    assert ring(CLUSTER, 32, 0.0) == pytest.approx((62 - 6) * 5e-6 + 6 * 10e-6)
+    assert ring(Cluster(PERFECT, Link(0.0, 3e9), 8), 32, 3e9) == pytest.approx(2 * 31 / 32)
+
+
+def test_a_tree_beats_a_ring_for_small_messages_on_many_devices_and_loses_for_large_ones_on_few():
+    assert tree(CLUSTER, 1024, 1e3) < ring(CLUSTER, 1024, 1e3) / 10
+    assert tree(CLUSTER, 4, 1e9) > ring(CLUSTER, 4, 1e9)
+
+
+def test_two_levels_send_less_between_machines_than_a_ring_over_all():
+    between_only = Cluster(PERFECT, Link(0.0, 3e9), 8)
+    assert two_level(between_only, 16, 3e9) == pytest.approx(1.0)  # each of two machines sends half of it twice
+    assert ring(between_only, 16, 3e9) == pytest.approx(2 * 15 / 16)
+
+
+def test_halving_and_doubling_by_hand():
+    assert halving_doubling(Link(0.5, 100.0), 4, 1000.0) == pytest.approx(2 * ((0.5 + 5) + (0.5 + 2.5)))
+    assert halving_doubling(Link(0.5, 100.0), 5, 1000.0) == pytest.approx(17 + 2 * (0.5 + 10))
+    assert halving_doubling(Link(0.5, 100.0), 1, 1000.0) == 0
+
+
+# A step
+
+
+def simulated_end_s(ready_s: list[float], reduce_s: list[float]) -> float:
+    """Play it: the channel takes the next bucket when it is free and the bucket is full."""
+    clock, waiting = 0.0, list(zip(ready_s, reduce_s, strict=True))
+    while waiting:
+        ready, seconds = waiting.pop(0)
+        clock = max(clock, ready) + seconds
+    return clock
+
+
+def test_overlap_is_what_a_simulation_of_the_channel_gives():
+    draw = random.Random(0)
+    for _ in range(500):
+        num_buckets = draw.randint(1, 12)
+        ready_s = list(itertools.accumulate(draw.random() for _ in range(num_buckets)))
+        reduce_s = [draw.expovariate(draw.choice([0.2, 2, 20])) for _ in range(num_buckets)]
+        expected = max(0.0, simulated_end_s(ready_s, reduce_s) - ready_s[-1])
+        assert exposed_s(ready_s, reduce_s, ready_s[-1]) == pytest.approx(expected)
+
+
+@algorithms
+@pytest.mark.parametrize("strong", [False, True])
+def test_a_prediction_is_what_a_simulation_gives(algorithm, strong):
+    for num_devices in COUNTS:
+        one = predict(STEP, CLUSTER, num_devices, algorithm, strong=strong)
+        share = num_devices if strong else 1
+        reduce_s = [ALGORITHMS[one.algorithm](CLUSTER, num_devices, 25e6)] * 4
+        ended_s = simulated_end_s([0.2 / share * k / 4 for k in (1, 2, 3, 4)], reduce_s)
+        assert one.step_s == pytest.approx(0.1 / share + max(0.2 / share, ended_s))
+
+
+def test_buckets_have_all_bytes_and_the_last_is_full_when_backward_ends():
+    for gradient_bytes in (1.0, 25e6, 25e6 + 1, 99e6, 100e6):
+        step = replace(STEP, gradient_bytes=gradient_bytes)
+        assert math.fsum(step.buckets()) == pytest.approx(gradient_bytes)
+        assert all(0 < size <= 25e6 for size in step.buckets())
+        assert step.ready_s()[-1] == pytest.approx(0.2)
+        assert step.ready_s() == sorted(step.ready_s())
+
+
+@algorithms
+def test_one_device_is_fully_efficient(algorithm):
+    one = predict(STEP, CLUSTER, 1, algorithm)
+    assert (one.efficiency, one.step_s, one.exposed_s) == (1.0, 0.3, 0.0)
+
+
+@algorithms
+@pytest.mark.parametrize("strong", [False, True])
+def test_perfect_links_lose_nothing(algorithm, strong):
+    for count in COUNTS:
+        one = predict(STEP, Cluster(PERFECT, PERFECT, 8), count, algorithm, strong=strong)
+        assert one.efficiency == 1.0
+        assert one.step_s == pytest.approx(0.3 / count if strong else 0.3)
+
+
+@algorithms
+@pytest.mark.parametrize("strong", [False, True])
+def test_better_links_are_never_slower(algorithm, strong):
+    for count, factor in itertools.product(COUNTS, (1.5, 4, 100)):
+        now = predict(STEP, CLUSTER, count, algorithm, strong=strong).step_s
+        for place in ("inside", "between"):
+            link = getattr(CLUSTER, place)
+            for better in (
+                replace(link, latency_s=link.latency_s / factor),
+                replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * factor),
+            ):
+                then = predict(STEP, replace(CLUSTER, **{place: better}), count, algorithm, strong=strong).step_s
+                assert then <= now * (1 + 1e-12)
+
+
+@algorithms
+def test_overlap_is_never_worse_than_none_and_the_best_all_reduce_is_the_best(algorithm):
+    for count, bucket_bytes in itertools.product(COUNTS, (1e6, 25e6, 1e9)):
+        step = replace(STEP, bucket_bytes=bucket_bytes)
+        one = predict(step, CLUSTER, count, algorithm)
+        assert one.efficiency >= one.efficiency_without_overlap - 1e-12
+        assert one.exposed_s <= one.communication_s + 1e-12
+        assert predict(step, CLUSTER, count).step_s <= one.step_s
+
+
+def test_one_bucket_overlaps_with_nothing():
+    one = predict(replace(STEP, bucket_bytes=1e9), CLUSTER, 64)
+    assert one.exposed_s == pytest.approx(one.communication_s)
+    assert one.efficiency == pytest.approx(one.efficiency_without_overlap)
+
+
+# A plan
+
+
+def test_the_conclusion_names_what_limits():
+    slow = Link(10e-6, 0.5e9)
+    plan = Plan(STEP, Cluster(INSIDE, slow, 8))
+    assert plan.good_up_to() == 8
+    assert "above 90 % up to 8 devices; beyond that, the bandwidth between machines limits it" in plan.conclusion()
+    far = Plan(replace(STEP, gradient_bytes=1e6), Cluster(INSIDE, Link(0.01, 100e9), 8), "ring")
+    assert "the latency between machines limits it" in far.conclusion()
+    inside = Plan(STEP, Cluster(Link(5e-6, 0.2e9), BETWEEN, 2048))
+    assert "on 2 devices already; the bandwidth inside a machine limits it" in inside.conclusion()
+    assert "above 90 % up to 1,024 devices, the most" in Plan(STEP, CLUSTER).conclusion()
+    both = Plan(STEP, Cluster(Link(0.0, 0.5e9), Link(0.0, 0.5e9), 8), "ring")
+    assert both.good_up_to() < 1024
+
+
+def test_the_conclusion_tells_the_truth_about_what_would_help():
+    plan = Plan(STEP, Cluster(INSIDE, Link(10e-6, 0.5e9), 8))
+    better = Plan(STEP, Cluster(INSIDE, Link(10e-6, 1e9), 8))
+    assert f"With one twice as good it would stay above 90 % up to {better.good_up_to():,} devices" in plan.conclusion()
+
+
+def test_links_that_limit_together_are_named_together():
+    """In a ring the narrowest link sets the pace: to better one of two equal ones gains nothing."""
+    equal = Link(0.0, 0.3e9)
+    plan = Plan(replace(STEP, bucket_bytes=1e9), Cluster(equal, equal, 2), "ring")
+    what, better = plan._limit(1024)
+    assert better is None
+    assert what.startswith("no single figure")
+
+
+def test_strong_scaling_says_where_it_turns():
+    plan = Plan(STEP, CLUSTER, strong=True)
+    speeds = {one.num_devices: one.num_devices * one.efficiency for one in plan.predictions}
+    fastest = max(speeds, key=speeds.__getitem__)
+    assert 1 < fastest < 1024
+    assert f"More than {fastest:,} are slower than {fastest:,}." in plan.conclusion()
+
+
+def test_the_table_has_every_count():
+    lines = Plan(STEP, CLUSTER).to_table().splitlines()
+    assert [int(line.split("|")[1]) for line in lines[2:]] == list(COUNTS)
+    assert COUNTS == (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+# Quantities
+
+
+@pytest.mark.parametrize(
+    ("text", "units", "value"),
+    [("180ms", SECONDS, 0.18), ("1e-3 s", SECONDS, 1e-3), (".5us", SECONDS, 5e-7), ("25MiB", BYTES, 25 * 2**20)],
+)
+def test_quantities(text, units, value):
+    assert parse_quantity(text, units) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("text", ["", "180", "ms", "-1ms", "1,5ms", "nan s", "inf s", "1 Mb", "1ms2", "1_0ms"])
+def test_what_is_no_quantity(text):
+    with pytest.raises(ValueError, match="expected a number and one of the units"):
+        parse_quantity(text, SECONDS)
+
+
+def test_links_by_name_and_by_figures():
+    assert parse_link("25gbe", published.links()) == Link(9.6e-6, 3.125e9)
+    assert parse_link("0us, 8Gbit/s", {}) == Link(0.0, 1e9)
+    for text in ("10us", "10us,25Gbit/s,1", "25gb", "10us,0GB/s", "25Gbit/s,10us", "10us,1e999GB/s", "1e999s,1GB/s"):
+        with pytest.raises(ValueError, match="expected"):
+            parse_link(text, published.links())
+
+
+# Published runs
+
+
+def test_every_published_figure_has_a_source_that_is_listed_or_is_marked_as_assumed():
+    data = published.data()
+    named = [*data["runs"], *data["links"].values()]
+    figures = [figure for thing in named for key, figure in thing.items() if key not in ("name", "reports")]
+    figures += [report for run in data["runs"] for report in run["reports"]]
+    assert len(figures) > 80
+    for figure in figures:
+        assert ("source" in figure) != ("assumed" in figure)
+        if "source" in figure:
+            assert figure["source"].split(":")[0].split(",")[0] in data["sources"], figure
+        else:
+            assert figure["assumed"]
+    assert all("assumed" not in report for run in data["runs"] for report in run["reports"]), "reports are not assumed"
+
+
+def test_every_source_is_used():
+    text = resources.files("manyhands.plan").joinpath("published.toml").read_text(encoding="utf-8")
+    for key in published.data()["sources"]:
+        assert f'source = "{key}' in text
+
+
+def test_reports_are_what_was_published():
+    reported = {(one.run.split(",")[0], one.num_devices): one.reported for one in published.comparisons()}
+    assert reported["Inception V3", 8] == pytest.approx(1131 / 142 / 8)
+    assert reported["ResNet-50", 8] == pytest.approx(1734 / 219 / 8)
+    assert (reported["ResNet-101", 512], reported["ResNet-50", 256]) == (0.90, 0.50)
+
+
+def test_a_miss_is_called_one():
+    missed = {(one.run, one.num_devices) for one in published.comparisons() if not one.close}
+    lines = [line for line in published.document().splitlines() if line.endswith("| miss |")]
+    assert len(lines) == len(missed) > 0
+
+
+def test_the_documentation_has_the_table_as_it_is():
+    assert published.document() in (DOCS / "plan.md").read_text(encoding="utf-8"), "manyhands plan --published"

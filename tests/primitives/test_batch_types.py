@@ -1,0 +1,226 @@
+"""Batches of registered classes: packed sequences, and those of other libraries."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
+
+import manyhands
+from manyhands.primitives import batch_types
+from manyhands.primitives.batch_types import batch_type_of
+
+
+class Graphs:
+    """Like the batches of graph libraries: nodes of all graphs in one tensor, and how many each graph has."""
+
+    def __init__(self, nodes, sizes, name="graphs"):
+        self.nodes, self.sizes, self.extra = nodes, sizes, {"name": name, "deep": [nodes * 2]}
+
+    def __len__(self):
+        return len(self.sizes)
+
+
+def split_graphs(batch, counts):
+    shards, start = [], 0
+    for count in counts:
+        sizes = batch.sizes[start : start + count]
+        begin = sum(batch.sizes[:start])
+        shards.append(Graphs(batch.nodes[begin : begin + sum(sizes)], sizes))
+        start += count
+    return shards
+
+
+def join_graphs(batches):
+    return Graphs(torch.cat([b.nodes for b in batches]), [size for b in batches for size in b.sizes])
+
+
+class PerGraph(nn.Module):
+    """The mean over each graph's nodes: rows that do not interact, though there are several tensors' rows in each."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, batch):
+        hidden = self.layer(batch.nodes) + batch.extra["deep"][0].sum() * 0
+        means = torch.stack([part.mean(0) for part in hidden.split(batch.sizes)])
+        return {"means": means, "batch": Graphs(hidden, batch.sizes)}
+
+
+@pytest.fixture
+def registered():
+    before = dict(batch_types._registered)
+    manyhands.register_batch_type(Graphs, scatter=split_graphs, gather=join_graphs)
+    yield
+    batch_types._registered.clear()
+    batch_types._registered.update(before)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_a_registered_class_is_split_and_joined(registered, n):
+    """S14, G4: outputs, and gradients of inputs and parameters, are the plain module's."""
+    model = PerGraph().double()
+    nodes = torch.randn(9, 3, dtype=torch.float64, requires_grad=True)
+    batch = Graphs(nodes, [2, 1, 3, 3])
+
+    def results(call):
+        output = call(batch)
+        loss = output["means"].square().sum() + output["batch"].nodes.sin().sum()
+        grads = torch.autograd.grad(loss, [nodes, *model.parameters()])
+        return [output["means"], output["batch"].nodes, *grads], output["batch"].sizes
+
+    plain, sizes = results(model)
+    for call in (manyhands.DataParallel(model, ["cpu"] * n), lambda b: manyhands.data_parallel(model, b, ["cpu"] * n)):
+        ours, our_sizes = results(call)
+        assert our_sizes == sizes
+        torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+
+
+def test_subclasses_are_included_and_others_are_not(registered):
+    class Molecules(Graphs):
+        pass
+
+    assert batch_type_of(Molecules(torch.zeros(1), [1])) is batch_type_of(Graphs(torch.zeros(1), [1]))
+    assert batch_type_of(torch.zeros(1)) is None
+    assert batch_type_of(object()) is None
+
+
+def test_a_batch_that_is_said_to_be_whole(registered):
+    """in_dims: None sends all of it to every replica."""
+    model = manyhands.DataParallel(
+        lambda_module(lambda x, graphs: x + graphs.nodes.sum()), ["cpu"] * 2, in_dims={"graphs": None}
+    )
+    nodes = torch.ones(3, requires_grad=True)
+    output = model(torch.zeros(4), Graphs(nodes, [3]))
+    assert output.tolist() == [3, 3, 3, 3]
+    output.sum().backward()
+    assert nodes.grad.tolist() == [4, 4, 4]
+
+
+def test_a_batch_that_comes_out_whole():
+    """G6: out_dims None, here for what every replica was given whole."""
+    packed = pack_sequence([torch.ones(2), torch.ones(1)])
+    model = manyhands.DataParallel(
+        lambda_module(lambda x, graphs: (x, graphs)), ["cpu"] * 3, in_dims=(0, None), out_dims=(0, None)
+    )
+    assert torch.equal(model(torch.zeros(6), packed)[1].data, packed.data)
+
+
+def lambda_module(function):
+    class Fn(nn.Module):
+        def forward(self, x, graphs):
+            return function(x, graphs)
+
+    return Fn()
+
+
+def test_rows_that_do_not_fit_are_named(registered):
+    model = manyhands.DataParallel(lambda_module(lambda x, graphs: x), ["cpu"] * 2)
+    with pytest.raises(ValueError, match=r"inputs\[0\] has 4, inputs\[1\] has 2"):
+        model(torch.zeros(4), Graphs(torch.zeros(3), [1, 2]))
+
+
+def test_a_scatter_that_returns_too_few(registered):
+    manyhands.register_batch_type(Graphs, scatter=lambda batch, sizes: [batch], gather=join_graphs)
+    with pytest.raises(ValueError, match=r"scatter of Graphs returned 1 batches for the row counts \[1, 1\]"):
+        manyhands.scatter(Graphs(torch.zeros(3), [1, 2]), ["cpu"] * 2)
+
+
+@pytest.mark.parametrize(("cls", "name"), [(5, "cls=5"), (dict, "cls=<class 'dict'>"), (torch.Tensor, "cls=")])
+def test_what_cannot_be_registered(cls, name):
+    with pytest.raises(TypeError, match=name):
+        manyhands.register_batch_type(cls, scatter=split_graphs, gather=join_graphs)
+    with pytest.raises(TypeError, match="gather=None: expected a function"):
+        manyhands.register_batch_type(Graphs, scatter=split_graphs, gather=None)
+
+
+def test_a_batch_that_pickle_cannot_take_apart_says_so(registered):
+    batch = Graphs(torch.zeros(3), [1, 2])
+    batch.lock = iter([1]), (i for i in ())
+    manyhands.register_batch_type(Graphs, scatter=lambda b, sizes: [batch, batch], gather=join_graphs)
+    with pytest.raises(TypeError, match="generator") as raised:
+        manyhands.scatter(batch, ["cpu"] * 2)
+    assert "taken to the replicas by pickle" in raised.value.__notes__[0]
+
+
+def test_nothing_keeps_a_batch_alive(registered):
+    """N10."""
+    model = manyhands.DataParallel(PerGraph(), ["cpu"] * 2)
+    batch = Graphs(torch.randn(3, 3, requires_grad=True), [1, 2])
+    output = model(batch)
+    output["means"].sum().backward()
+    gone = weakref.ref(batch), weakref.ref(output["batch"])
+    gc.collect()
+    gc.disable()
+    try:
+        del batch, output
+        assert [ref() for ref in gone] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_a_packed_sequence_inside_a_registered_batch_keeps_its_sizes_on_the_cpu(registered, sim):
+    """S14: what is registered inside of what is registered is taken apart in its own way."""
+
+    class Pair:
+        def __init__(self, packed):
+            self.packed, self.same = packed, packed
+
+        def __len__(self):
+            return int(self.packed.batch_sizes[0])
+
+    def split(pair, sizes):
+        return [Pair(part) for part in batch_type_of(pair.packed).scatter(pair.packed, sizes)]
+
+    manyhands.register_batch_type(Pair, scatter=split, gather=list)
+    packed = pack_sequence([torch.ones(2), torch.ones(1)])
+    second = manyhands.scatter(Pair(packed), sim[:2])[1]
+    assert second.same is second.packed
+    assert (second.packed.data.device, second.packed.batch_sizes.device.type) == (sim[1], "cpu")
+
+
+# ---- packed sequences ----------------------------------------------------------------------------
+
+
+def sequences(lengths=(4, 2, 7, 1, 3)):
+    return [torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in lengths]
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_scatter_and_gather_of_a_packed_sequence(n, is_sorted):
+    """S13: by sequence, in the caller's order."""
+    given = sorted(sequences(), key=len, reverse=True) if is_sorted else sequences()
+    packed = pack_sequence(given, enforce_sorted=is_sorted)
+    shards = manyhands.scatter(packed, ["cpu"] * n)
+    assert [type(shard) for shard in shards] == [PackedSequence] * len(shards)
+    lengths = [n for shard in shards for n in pad_packed_sequence(shard)[1].tolist()]
+    assert lengths == [len(sequence) for sequence in given]
+    joined = manyhands.gather(shards, "cpu")
+    for a, b in zip(joined, packed, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b)
+    grads = torch.autograd.grad(joined.data.square().sum(), given)
+    for sequence, grad in zip(given, grads, strict=True):
+        torch.testing.assert_close(grad, 2 * sequence, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+@pytest.mark.parametrize("is_sorted", [True, False])
+@pytest.mark.parametrize("n", [2, 3])
+def test_an_rnn_over_packed_sequences(kind, n, is_sorted):
+    """S13, G6: packed sequences in and out, hidden states joined on their own axis."""
+    given = sorted(sequences(), key=len, reverse=True) if is_sorted else sequences()
+    model = kind(3, 4, num_layers=2, bidirectional=True).double()
+
+    def results(call):
+        output, hidden = call(pack_sequence(given, enforce_sorted=is_sorted))
+        hidden = hidden if isinstance(hidden, tuple) else (hidden,)
+        loss = output.data.sin().sum() + sum(h.square().sum() for h in hidden)
+        return [*output[:2], *hidden, *torch.autograd.grad(loss, [*given, *model.parameters()])]
+
+    wrapped = manyhands.DataParallel(model, ["cpu"] * n, out_dims=(0, 1))
+    torch.testing.assert_close(results(wrapped), results(model), rtol=1e-12, atol=1e-12)

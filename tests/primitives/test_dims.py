@@ -1,0 +1,123 @@
+"""in_dims, out_dims and scalars: how a rule is read."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import pytest
+
+from manyhands.primitives.dims import check_dims, check_scalars, spread, spread_inputs
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclasses.dataclass
+class Record:
+    x: Any
+    y: Any = None
+
+
+@pytest.mark.parametrize(
+    ("rule", "value", "entries"),
+    [
+        (..., (1, [2, 3]), [7, 7, 7]),
+        (0, (1, [2, 3]), [0, 0, 0]),
+        (None, {"a": 1}, [None]),
+        ((0, None), (1, [2, 3]), [0, None, None]),
+        ((0, [1, 2]), (1, [2, 3]), [0, 1, 2]),
+        ({"b": 1}, {"a": 1, "b": (2, 3)}, [7, 1, 1]),
+        ((1, {"a": None}), Pair(1, {"a": 1, "b": 2}), [1, None, 7]),
+        ({"right": 2}, Pair(1, 2), [7, 2]),
+        ({"y": None}, Record(1, 2), [7, None]),
+        ((..., 0), (1, 2), [7, 0]),
+    ],
+    ids=repr,
+)
+def test_a_rule_stands_for_everything_below_it(rule, value, entries):
+    assert spread(rule, value, 7, "rule") == entries
+
+
+@pytest.mark.parametrize(
+    ("rule", "value", "message"),
+    [
+        ((0, 1), (1, 2, 3), r"rule=\(0, 1\) has 2 entries for a tuple of 3"),
+        ({"c": 0}, {"a": 1}, r"rule names 'c', which is not there: a dict of \['a'\]"),
+        ((0,), 5, r"rule=\(0,\) is nested further than what it describes, a int"),
+        ({"a": (0, 1)}, {"a": 3}, r"rule\['a'\]=\(0, 1\) is nested further"),
+    ],
+)
+def test_a_rule_that_does_not_fit_is_named(rule, value, message):
+    with pytest.raises(ValueError, match=message):
+        spread(rule, value, 7, "rule")
+
+
+def forward(x, mask=None, *, table=None):
+    """Stands for a module's forward: the names of its inputs."""
+
+
+@pytest.mark.parametrize(
+    ("in_dims", "inputs", "kwargs", "axes"),
+    [
+        (..., (1, 2), {"table": 3}, [0, 0, 0]),
+        (1, (1, 2), {"table": 3}, [1, 1, 1]),
+        (None, (1,), {}, [None]),
+        ((0, 1), (1, 2), {"table": 3}, [0, 1, 0]),
+        ({"mask": 1, "table": None}, (1, 2), {"table": 3}, [0, 1, None]),
+        ({"mask": 1, "table": None}, (1,), {"mask": 2}, [0, 1]),
+        ({1: None}, (1, 2), {}, [0, None]),
+        ({"mask": 1}, (1,), {}, [0]),  # an optional input that is not given
+    ],
+    ids=repr,
+)
+def test_in_dims_speak_of_inputs_by_position_and_name(in_dims, inputs, kwargs, axes):
+    assert spread_inputs(in_dims, inputs, kwargs, 0, forward) == axes
+
+
+def test_in_dims_of_a_function_that_takes_any_number():
+    def many(first, *others, mask=None):
+        """Stands for a forward."""
+
+    inputs = (1, 2, 3)
+    assert spread_inputs({"others": 1}, inputs, {}, 0, many) == [0, 1, 1]
+    assert spread_inputs({"mask": None}, inputs, {}, 0, many) == [0, 0, 0]
+    assert spread_inputs({"mask": None, "first": 2}, inputs, {"mask": 4}, 0, many) == [2, 0, 0, None]
+    for key in (-1, None, True, 1.5):
+        with pytest.raises(ValueError, match=r"in_dims has the key .*: expected names of inputs, or positions from 0"):
+            spread_inputs({key: 0}, inputs, {}, 0, many)
+
+
+def test_in_dims_that_name_no_input():
+    with pytest.raises(ValueError, match=r"in_dims names 'maks', which is no input: there are x, mask, table"):
+        spread_inputs({"maks": 0}, (1,), {}, 0, forward)
+    with pytest.raises(ValueError, match=r"in_dims=\(0, 0\) has 2 entries for 1 positional inputs"):
+        spread_inputs((0, 0), (1,), {}, 0, forward)
+
+
+@pytest.mark.parametrize("dims", ["0", 1.5, True, (0, "x"), {"a": True}], ids=repr)
+def test_check_dims(dims):
+    with pytest.raises(TypeError, match=r"in_dims.*expected an int \(the axis that holds the rows\), None"):
+        check_dims(dims, "in_dims")
+
+
+@pytest.mark.parametrize("dims", [..., 0, -1, None, (0, None), {"a": (1, {"b": None})}, [0, 1]], ids=repr)
+def test_check_dims_accepts(dims):
+    check_dims(dims, "in_dims")
+
+
+@pytest.mark.parametrize("scalars", ["max", "mean:", "sum:x", "", ("mean", "max"), {"a": "stak"}], ids=repr)
+def test_check_scalars(scalars):
+    with pytest.raises(ValueError, match=r'scalars.*expected "stack", "mean", "sum" or "mean:name"'):
+        check_scalars(scalars)
+
+
+@pytest.mark.parametrize("scalars", [None, 1, {"loss": None}], ids=repr)
+def test_check_scalars_of_another_type(scalars):
+    with pytest.raises(TypeError, match="scalars"):
+        check_scalars(scalars)
+
+
+@pytest.mark.parametrize("scalars", ["stack", "mean", "sum", {"loss": "mean:tokens", "n": ("sum", "mean:0")}], ids=repr)
+def test_check_scalars_accepts(scalars):
+    check_scalars(scalars)

@@ -1,0 +1,241 @@
+"""Containers: which there are, how a path reads, and that they are rebuilt as what they were."""
+
+import dataclasses
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from manyhands.primitives import pytree
+
+Point = namedtuple("Point", "x y")
+Nothing = namedtuple("Nothing", "")
+
+
+class Sample(NamedTuple):
+    image: Any
+    label: Any = None
+
+
+@dataclasses.dataclass
+class Batch:
+    x: Any
+    note: str = "none"
+    derived: Any = dataclasses.field(default=None, init=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: Any
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    x: Any
+    y: Any = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FrozenSlotted:
+    x: Any
+
+
+class Row(tuple):
+    __slots__ = ()
+
+
+class Rows(list):
+    pass
+
+
+class Config(dict):
+    """A dict with an attribute, as configuration libraries have."""
+
+    source = "default"
+
+
+class ModelOutput(OrderedDict):
+    """Like that of transformers: its items are attributes too, and are kept in step."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+
+def double(leaf):
+    return leaf * 2 if isinstance(leaf, torch.Tensor | int) else leaf
+
+
+def output_of(**items):
+    output = ModelOutput()
+    for key, value in items.items():
+        output[key] = value
+    return output
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        None,
+        1,
+        2.5,
+        "text",
+        b"bytes",
+        {1, 2},
+        frozenset({1}),
+        torch.ones(2),
+        torch.Size([2, 3]),
+        torch.float32,
+        Batch,
+        Point,
+        object(),
+        MappingProxyType({"x": 1}),
+        range(3),
+    ],
+    ids=lambda leaf: type(leaf).__name__,
+)
+def test_everything_that_is_no_container_is_a_leaf(leaf):
+    """S4: other objects stay the objects they are."""
+    assert pytree.children(leaf) is None
+    assert list(pytree.leaves(leaf)) == [("", leaf)] or isinstance(leaf, torch.Tensor)
+    assert pytree.map_tensors(lambda tensor: tensor, leaf) is leaf
+
+
+@pytest.mark.parametrize(
+    ("container", "expected"),
+    [
+        ((1, (2,)), (2, (4,))),
+        ([1, [2, "a"]], [2, [4, "a"]]),
+        ({"b": 1, "a": [2]}, {"b": 2, "a": [4]}),
+        (Point(1, 2), Point(2, 4)),
+        (Sample(1), Sample(2)),
+        (OrderedDict(b=1, a=2), OrderedDict(b=2, a=4)),
+        (Counter("aab"), Counter({"a": 4, "b": 2})),
+        (Batch(1), Batch(2)),
+        (Frozen((1,)), Frozen((2,))),
+        (Slotted(1, 3), Slotted(2, 6)),
+        (FrozenSlotted(1), FrozenSlotted(2)),
+        (Row([1, 2]), Row([2, 4])),
+        (Rows([1]), Rows([2])),
+        (UserDict(a=1), UserDict(a=2)),
+        (deque([1, 2]), deque([2, 4])),
+        (output_of(loss=1, extra=None), output_of(loss=2, extra=None)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_containers_are_rebuilt_as_their_own_type(container, expected):
+    """S3: types kept."""
+    before = repr(container)
+    rebuilt = pytree.map_leaves(double, container)
+    assert rebuilt == expected
+    assert type(rebuilt) is type(container)
+    assert repr(container) == before
+    assert rebuilt is not container
+
+
+def test_dicts_keep_their_order():
+    rebuilt = pytree.map_leaves(double, {"z": 1, "a": 2, 3: 3})
+    assert list(rebuilt) == ["z", "a", 3]
+    assert list(pytree.map_leaves(double, OrderedDict(z=1, a=2))) == ["z", "a"]
+
+
+def test_defaultdict_keeps_its_factory():
+    """S3: torch raises."""
+    rebuilt = pytree.map_leaves(double, defaultdict(list, a=1))
+    assert rebuilt == {"a": 2}
+    assert rebuilt["new"] == []
+
+
+def test_a_dict_with_attributes_keeps_them():
+    config = Config(a=1)
+    config.source = "file"
+    assert pytree.map_leaves(double, config).source == "file"
+
+
+def test_a_mapping_with_attributes_for_its_keys_keeps_both_in_step():
+    """S3: transformers' ModelOutput."""
+    output = output_of(loss=torch.ones(1))
+    rebuilt = pytree.map_tensors(double, output)
+    assert rebuilt.loss is rebuilt["loss"]
+    assert rebuilt.loss.item() == 2
+    assert output.loss.item() == 1
+
+
+def test_dataclass_fields_that_init_does_not_take_are_rebuilt_too():
+    batch = Batch(1)
+    batch.derived = 5
+    assert pytree.map_leaves(double, batch).derived == 10
+
+
+def test_what_torch_returns_as_a_named_tuple_keeps_its_type():
+    found = torch.tensor([[1, 5], [7, 2]]).max(1)
+    rebuilt = pytree.map_leaves(double, found)
+    assert type(rebuilt) is torch.return_types.max
+    assert rebuilt.values.tolist() == [10, 14]
+
+
+@pytest.mark.parametrize("empty", [(), [], {}, Nothing(), OrderedDict(), defaultdict(int)], ids=repr)
+def test_empty_containers_stay(empty):
+    """S3: torch loses a namedtuple without fields."""
+    assert pytree.children(empty) == {}
+    assert list(pytree.leaves(empty)) == []
+    assert pytree.map_leaves(double, empty) is empty
+
+
+def test_what_does_not_change_is_not_rebuilt():
+    unchanged = {"a": [1, 2], "b": Batch("x")}
+    assert pytree.map_tensors(double, unchanged) is unchanged
+    partly = {"changes": [torch.ones(1)], "stays": unchanged}
+    rebuilt = pytree.map_tensors(double, partly)
+    assert rebuilt is not partly
+    assert rebuilt["stays"] is unchanged
+
+
+def test_paths_read_like_the_code_that_reaches_the_leaf():
+    value = ({"mask": Batch([1]), 3: Point(1, "a")}, output_of(loss=0), Frozen(x=None))
+    assert [path for path, _ in pytree.leaves(value, "inputs")] == [
+        "inputs[0]['mask'].x[0]",
+        "inputs[0]['mask'].note",
+        "inputs[0]['mask'].derived",
+        "inputs[0][3].x",
+        "inputs[0][3].y",
+        "inputs[1]['loss']",
+        "inputs[2].x",
+    ]
+
+
+def test_tensors_are_found_in_order():
+    a, b, c = torch.ones(1), torch.ones(2), torch.ones(3)
+    found = list(pytree.tensors({"a": a, "rest": (1, [b], "text", Batch(c))}))
+    assert [path for path, _ in found] == ["['a']", "['rest'][1][0]", "['rest'][3].x"]
+    assert all(tensor is expected for (_, tensor), expected in zip(found, (a, b, c), strict=True))
+
+
+def test_leaves_together_walks_in_the_order_of_the_first():
+    pairs = list(pytree.leaves_together([{"a": 1, "b": (2,)}, {"b": (20,), "a": 10}], "output"))
+    assert pairs == [("output['a']", (1, 10)), ("output['b'][0]", (2, 20))]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            [{"a": 1}, {"a": 1, "b": 2}],
+            r"cannot gather output: replicas returned different keys "
+            r"\(replica 0: \['a'\]; replica 1: \['a', 'b'\]\)",
+        ),
+        ([[1], [1, 2]], r"different lengths \(replica 0: 1; replica 1: 2\)"),
+        ([(1, [2]), (1, [])], r"cannot gather output\[1\]: .* different lengths"),
+        ([[1], (1,)], r"different types \(replica 0: list; replica 1: tuple\)"),
+        ([None, (1,)], r"different types \(replica 0: NoneType; replica 1: tuple\)"),
+        ([{"x": (1,)}, {"x": 1}], r"cannot gather output\['x'\]: .* \(replica 0: tuple; replica 1: int\)"),
+        ([Point(1, 2), Sample(1, 2)], r"different types \(replica 0: Point; replica 1: Sample\)"),
+        ([{"a": 1}, OrderedDict(a=1)], r"different types"),
+    ],
+)
+def test_structures_that_differ_are_named_with_their_path(values, message):
+    """G5: the path, the replicas and what each gave."""
+    with pytest.raises(ValueError, match=message):
+        list(pytree.leaves_together(values, "output"))

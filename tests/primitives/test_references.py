@@ -1,0 +1,332 @@
+"""rebind: what an attribute leads to is found, and replaced, wherever it is."""
+
+import functools
+import gc
+import re
+import types
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands import DataParallel
+from manyhands.primitives.references import is_inert, rebind, references
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+class Live(nn.Module):
+    def method(self) -> "Live":
+        return self
+
+
+class AttributeDict(dict):  # a user's mapping: `settings.layer`
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class TwoLayers(list):  # a user's list, whose constructor takes other arguments than list's
+    def __init__(self, first: Any, second: Any) -> None:
+        super().__init__([first, second])
+
+
+live, replica = Live(), Live()
+tensor, own_tensor = torch.zeros(2), torch.ones(2)
+REPLACED = {id(live): replica, id(tensor): own_tensor}
+
+
+def function_with_closure(held: Any) -> Callable[[], Any]:
+    return lambda: held
+
+
+def function_with_default(held: Any) -> Callable[[], Any]:
+    def function(held: Any = held) -> Any:
+        return held
+
+    return function
+
+
+def function_with_keyword_default(held: Any) -> Callable[[], Any]:
+    def function(*, held: Any = held) -> Any:
+        return held
+
+    return function
+
+
+def returns(value: Any) -> Any:
+    return value
+
+
+# How to put something into a value, and how to get it out again.
+PLACES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "list": (lambda m: [1, m], lambda v: v[1]),
+    "tuple": (lambda m: ("a", m), lambda v: v[1]),
+    "namedtuple": (lambda m: Pair(m, 2), lambda v: v.first),
+    "set": (lambda m: {m}, lambda v: next(iter(v))),
+    "frozenset": (lambda m: frozenset([m]), lambda v: next(iter(v))),
+    "deque": (lambda m: deque([m], maxlen=3), lambda v: v[0]),
+    "dict": (lambda m: {"a": m}, lambda v: v["a"]),
+    "dict key": (lambda m: {m: 1}, lambda v: next(iter(v))),
+    "OrderedDict": (lambda m: OrderedDict(z=1, a=m), lambda v: v["a"]),
+    "defaultdict": (lambda m: defaultdict(list, a=m), lambda v: v["a"]),
+    "dict of a class": (lambda m: AttributeDict(a=m), lambda v: v.a),
+    "list of a class": (lambda m: TwoLayers(m, 1), lambda v: v[0]),
+    "bound method": (lambda m: m.method, lambda v: v()),
+    "partial's argument": (lambda m: functools.partial(returns, m), lambda v: v()),
+    "partial's keyword": (lambda m: functools.partial(returns, value=m), lambda v: v()),
+    "partial of a method": (lambda m: functools.partial(m.method), lambda v: v()),
+    "closure": (function_with_closure, lambda v: v()),
+    "default": (function_with_default, lambda v: v()),
+    "keyword default": (function_with_keyword_default, lambda v: v()),
+    "weak reference": (weakref.ref, lambda v: v()),
+    "weak proxy": (weakref.proxy, lambda v: v.__repr__.__self__),
+    "list of weak proxies": (lambda m: [weakref.proxy(m)], lambda v: v[0].__repr__.__self__),
+    "deep": (lambda m: [{"a": (Pair([deque([lambda: m])], 0),)}], lambda v: v[0]["a"][0].first[0][0]()),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_module_is_found_and_replaced(place: str) -> None:
+    """R7"""
+    put, get = PLACES[place]
+    value = put(live)
+    assert not is_inert(value)
+    assert list(references(value)) == [live]
+    rebound = rebind(value, REPLACED)
+    assert get(rebound) is replica
+    assert type(rebound) is type(value)
+    assert get(value) is live, "the live module's own attribute was changed"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_garbage_collector_tracks_what_leads_somewhere(place: str) -> None:
+    """R7: a blueprint looks at nothing else."""
+    put, _ = PLACES[place]
+    for held in (live, tensor) if "method" not in place else (live,):
+        value = put(held)
+        gc.collect()  # it may decide to track a container no longer
+        assert gc.is_tracked(value)
+        assert gc.is_tracked(held)
+
+
+@pytest.mark.parametrize("place", [name for name in PLACES if "method" not in name])
+def test_a_tensor_is_found_and_replaced(place: str) -> None:
+    """R7, R3"""
+    put, get = PLACES[place]
+    value = put(tensor)
+    found = list(references(value))
+    assert len(found) == 1
+    assert found[0] is tensor
+    assert get(rebind(value, REPLACED)) is own_tensor
+
+
+@pytest.mark.parametrize("place", [name for name in PLACES if "method" not in name])
+def test_what_leads_nowhere_stays_the_same_object(place: str) -> None:
+    """R6: so that lists that replicas change in place stay the caller's."""
+    put, _ = PLACES[place]
+    other = Live()
+    value = put(other)
+    assert rebind(value, REPLACED) is value
+
+
+def test_a_weak_proxy_whose_module_has_gone() -> None:
+    """R7: it leads nowhere, and stays as it is."""
+    proxy = weakref.proxy(Live())
+    assert references([proxy]) == []
+    assert rebind(proxy, REPLACED) is proxy
+
+
+def test_containers_keep_their_properties() -> None:
+    """R7: order, default factory, maximum length, other items."""
+    mapping = rebind(OrderedDict(z=live, a=2), REPLACED)
+    assert list(mapping) == ["z", "a"]
+    table = rebind(defaultdict(list, a=live), REPLACED)
+    assert table["missing"] == []
+    assert rebind(deque([live], maxlen=3), REPLACED).maxlen == 3
+    assert rebind(Pair(live, "x"), REPLACED).second == "x"
+
+
+def test_functions_keep_their_properties() -> None:
+    """R7: name, attributes, and cells that are shared with other functions."""
+    count = 0
+
+    def forward(x: int, *, y: int = 2) -> tuple[Any, int]:
+        nonlocal count
+        count += x + y
+        return live_here, count
+
+    live_here = live
+    forward.tag = [live]
+    rebound = rebind(forward, REPLACED)
+    assert rebound(1) == (replica, 3)
+    assert forward(1) == (live, 6)
+    assert count == 6, "both write the same variable"
+    assert (rebound.__name__, rebound.__qualname__, rebound.__module__) == (
+        forward.__name__,
+        forward.__qualname__,
+        forward.__module__,
+    )
+    assert rebound.__doc__ == forward.__doc__
+    assert rebound.tag == [replica]
+
+
+def test_a_partial_keeps_its_attributes_and_class() -> None:
+    """R7"""
+
+    class Named(functools.partial):
+        pass
+
+    partial = Named(returns, live)
+    partial.name = "p"
+    rebound = rebind(partial, REPLACED)
+    assert type(rebound) is Named
+    assert rebound.name == "p"
+    assert rebound() is replica
+
+
+def test_an_unassigned_cell_is_left_alone() -> None:
+    """R7"""
+
+    def outer() -> Callable[[], Any]:
+        def inner() -> Any:
+            return held, never_assigned
+
+        held = live
+        if held is None:
+            never_assigned = 1
+        return inner
+
+    inner = outer()
+    assert list(references(inner)) == [live]
+    rebound = rebind(inner, REPLACED)
+    with pytest.raises(NameError):
+        rebound()
+
+
+def test_values_shared_by_two_attributes_stay_shared() -> None:
+    """R3, R7: with one memo, a list in two attributes is one list in the replica."""
+    shared = [live]
+    memo: dict[int, Any] = {}
+    first = rebind({"a": shared}, REPLACED, memo)
+    second = rebind((shared, 1), REPLACED, memo)
+    assert first["a"] is second[0]
+    assert first["a"] == [replica]
+
+
+def test_containers_that_contain_themselves() -> None:
+    """R7: replaced all the way round: no way leads back to the live module."""
+    loop: list[Any] = [live]
+    loop.append(loop)
+    assert list(references(loop)) == [live]
+    rebound = rebind(loop, REPLACED)
+    assert rebound[0] is replica
+    assert rebound[1][0] is replica
+    assert rebound[1][1][0] is replica
+    table: dict[str, Any] = {"m": live, "children": []}
+    table["children"].append({"parent": table})
+    rebound = rebind(table, REPLACED)
+    assert rebound["children"][0]["parent"]["m"] is replica
+
+
+def test_a_function_that_calls_itself() -> None:
+    """R7: the recursive call is the replica's too."""
+
+    def walk(depth: int) -> list[Any]:
+        return [live_here] if depth == 0 else [live_here, *walk(depth - 1)]
+
+    live_here = live
+    assert rebind(walk, REPLACED)(2) == [replica] * 3
+    assert walk(2) == [live] * 3
+
+
+def test_deep_nesting() -> None:
+    """R7: followed as deep as a program's own structures go; deeper, and nothing breaks."""
+    value: Any = live
+    for _ in range(90):
+        value = [value]
+    assert list(references(value)) == [live]
+    rebound = rebind(value, REPLACED)
+    while isinstance(rebound, list):
+        rebound = rebound[0]
+    assert rebound is replica
+    for _ in range(3000):
+        value = [value]
+    assert references(value) == []
+    assert rebind(value, REPLACED) is value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        1,
+        "text",
+        None,
+        torch.float32,
+        [1, 2.0, "x"],
+        {"a": 1},
+        (None, True),
+        {1, 2},
+        Counter("aab"),
+        range(3),
+        list(range(5000)),
+        len,
+        types.ModuleType("some"),
+    ],
+    ids=str,
+)
+def test_what_points_at_nothing(value: Any) -> None:
+    """R7: common attributes cost nothing and stay as they are."""
+    assert list(references(value)) == []
+    assert rebind(value, REPLACED) is value
+
+
+def test_a_quick_look_is_never_wrong() -> None:
+    """R7: what is called inert leads nowhere."""
+    assert is_inert([1, "a", None])
+    assert is_inert({"a": 1})
+    assert not is_inert([[1]])
+    assert not is_inert({"a": [live]})
+    assert not is_inert(live.method)
+
+
+def test_large_containers_are_left_alone() -> None:
+    """R7: a vocabulary; what hides there is found in the output's graph."""
+    large = dict.fromkeys(range(2000), live)
+    assert is_inert(large)
+    assert list(references(large)) == []
+    assert rebind(large, REPLACED) is large
+
+
+def as_graphed(module: nn.Module) -> nn.Module:
+    """Give a module the `forward` that torch.cuda.make_graphed_callables would, as far as can be seen from outside."""
+    inside = module.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return inside(x)
+
+    forward.__module__ = "torch.cuda.graphs"
+    module.forward = forward
+    return module
+
+
+def test_a_module_that_replays_cuda_graphs_runs_on_one_device_only() -> None:
+    """R13: several replicas would write into the graph's one input; also where it is a part of the model."""
+    graphed = as_graphed(nn.Linear(3, 2))
+    x = torch.randn(4, 3)
+    assert torch.equal(DataParallel(graphed, ["cpu"])(x), graphed(x))
+    for model in (graphed, nn.Sequential(nn.Identity(), graphed)):
+        with pytest.raises(RuntimeError, match=r"replays CUDA graphs .*Wrap it for one device"):
+            DataParallel(model, ["cpu", "cpu"])(x)
+
+
+def test_torch_still_makes_graphed_modules_that_can_be_known() -> None:
+    """R13: by the module in which the function is defined that takes the place of `forward`."""
+    code = Path(torch.cuda.graphs.__file__).read_text()
+    assert torch.cuda.graphs.__name__ == "torch.cuda.graphs"
+    assert re.search(r"def new_fwd\(", code)
+    assert re.search(r"func\.forward = make_graphed_forward\(", code)

@@ -1,0 +1,89 @@
+"""Cores are divided without overlap, node by node; worker threads and processes keep to theirs."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import manyhands
+from manyhands.runtime import affinity
+from manyhands.runtime.thread_pool import run_together
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not bind threads")
+_CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _not_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As users have it; conftest.py switches it off where pytest runs in several processes."""
+    monkeypatch.delenv("MANYHANDS_BIND_CORES", raising=False)
+
+
+@pytest.fixture
+def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine of two nodes of two cores of two halves, numbered as they often are: 0-3, and once more 4-7."""
+    for cpu in range(8):
+        folder = tmp_path / f"cpu/cpu{cpu}"
+        (folder / "topology").mkdir(parents=True)
+        (folder / "topology/core_id").write_text(f"{cpu % 2}\n")
+        (folder / f"node{cpu % 4 // 2}").mkdir()
+    monkeypatch.setattr(affinity, "_SYSTEM", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    affinity._divided.cache_clear()
+    yield
+    affinity._divided.cache_clear()
+
+
+@pytest.mark.usefixtures("two_nodes")
+def test_parts_are_whole_nodes_and_whole_cores() -> None:
+    assert affinity.divided(2) == [(0, 4, 1, 5), (2, 6, 3, 7)]
+    assert affinity.divided(4) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+@pytest.mark.usefixtures("two_nodes")
+def test_what_is_left_over_is_nobodys() -> None:
+    assert affinity.divided(3) == [(0, 4), (1, 5), (2, 6)]
+
+
+@pytest.mark.usefixtures("two_nodes")
+def test_fewer_cores_than_replicas_are_not_divided() -> None:
+    assert affinity.divided(9) == [tuple(range(8))] * 9
+
+
+def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MANYHANDS_BIND_CORES", "0")
+    assert affinity.divided(2) == [tuple(sorted(os.sched_getaffinity(0)))] * 2
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_worker_threads_run_on_their_part_and_the_caller_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.sched_getaffinity(0)
+
+    def where() -> set[int]:
+        return os.sched_getaffinity(0)
+
+    caller, worker = (outcome.value for outcome in run_together([where, where], [_CPU] * 2))
+    assert caller == before
+    assert worker == set(affinity.divided(2)[1])
+    monkeypatch.setenv("MANYHANDS_BIND_CORES", "0")
+    _, worker = (outcome.value for outcome in run_together([where, where], [_CPU] * 2))
+    assert worker == before
+    assert os.sched_getaffinity(0) == before
+
+
+class _TellsItsCores(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mine = torch.zeros(1, 1024)
+        mine[0, list(os.sched_getaffinity(0))] = 1
+        return mine.expand(len(x), 1024)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_worker_processes_run_on_their_part() -> None:
+    model = manyhands.DataParallel(_TellsItsCores(), ["cpu", "cpu"], engine="processes")
+    of_caller, of_worker = (set(row.nonzero().flatten().tolist()) for row in model(torch.zeros(2, 1)))
+    model.close()
+    assert of_caller == os.sched_getaffinity(0)
+    assert of_worker == set(affinity.divided(2)[1])

@@ -1,0 +1,168 @@
+"""Flat buckets: how tensors are divided, what a bucket holds, how one is filled, and what a fingerprint tells."""
+
+import pytest
+import torch
+
+from manyhands.runtime.buckets import Bucket, Filling, Form, buckets_of, fingerprint, is_plain
+
+META = torch.device("meta")
+
+
+def forms(*tensors: torch.Tensor) -> dict[int, Form]:
+    return {number: Form.of(tensor) for number, tensor in enumerate(tensors)}
+
+
+def numbers(buckets: tuple[Bucket, ...]) -> list[list[int]]:
+    return [[number for number, _ in bucket.items] for bucket in buckets]
+
+
+# ---- plans ---------------------------------------------------------------------------------------
+
+
+def test_tensors_are_divided_in_order_by_dtype_and_size():
+    many = [torch.empty(100) for _ in range(5)]
+    buckets = buckets_of(forms(*many, torch.empty(3, dtype=torch.float16)), full_bytes=800)
+    assert numbers(buckets) == [[0, 1], [2, 3], [4], [5]]
+    assert [bucket.num_entries for bucket in buckets] == [200, 200, 100, 3]
+    assert buckets_of({}) == ()
+
+
+def test_buckets_stand_in_the_order_in_which_they_are_full():
+    """One that waits for more of its dtype does not hold up those behind it."""
+    half, large = torch.empty(1, dtype=torch.float16), torch.empty(300)
+    assert numbers(buckets_of(forms(half, large, large, half), full_bytes=1000)) == [[1], [2], [0, 3]]
+
+
+def test_a_tensor_larger_than_a_bucket_is_not_split():
+    assert numbers(buckets_of(forms(torch.empty(1), torch.empty(5000), torch.empty(1)), full_bytes=100)) == [
+        [0, 1],
+        [2],
+    ]
+
+
+def test_devices_are_kept_apart_only_where_forms_name_them():
+    cpu, meta = torch.empty(3), torch.empty(3, device=META)
+    assert numbers(buckets_of({0: Form.of(cpu), 1: Form.of(meta)})) == [[0, 1]]
+    apart = buckets_of({0: Form.of(cpu, cpu.device), 1: Form.of(meta, META), 2: Form.of(cpu, cpu.device)})
+    assert numbers(apart) == [[1], [0, 2]], "by the last tensor"
+    assert [bucket.device for bucket in apart] == [META, cpu.device]
+
+
+@pytest.mark.parametrize("by_number", [list, lambda tensors: dict(enumerate(tensors))])
+def test_a_bucket_holds_copies_of_its_tensors_strides_included(by_number):
+    tensors = [torch.randn(2, 3), torch.randn(3, 4).t(), torch.randn(6)[::2], torch.tensor(1.5), torch.empty(0)]
+    (bucket,) = buckets_of(forms(*tensors))
+    flat = bucket.flat(by_number(tensors))
+    for number, piece in bucket.pieces(flat).items():
+        assert torch.equal(piece, tensors[number])
+        assert piece.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+    assert bucket.pieces(flat)[1].stride() == tensors[1].stride()
+
+
+def test_pieces_of_a_bucket_that_is_itself_a_view():
+    tensors = [torch.randn(2, 3), torch.randn(4)]
+    (bucket,) = buckets_of(forms(*tensors))
+    view = torch.cat([torch.zeros(5), bucket.flat(tensors)])[5:]
+    assert all(torch.equal(piece, tensors[number]) for number, piece in bucket.pieces(view).items())
+
+
+# ---- filling -------------------------------------------------------------------------------------
+
+
+def test_full_buckets_are_handed_out_once_and_in_order():
+    like = [torch.empty(300) for _ in range(4)]
+    filling = Filling(buckets_of(forms(*like), full_bytes=1000))
+    assert filling.numbers == [0, 1, 2, 3]
+    assert filling.give(1, torch.full((300,), 1.0))
+    assert not list(filling.full()), "the first is missing"
+    assert filling.give(0, torch.full((300,), 0.0))
+    assert [flat[0].item() for _, flat in filling.full()] == [0.0, 1.0]
+    assert not list(filling.full())
+    assert filling.give(3, torch.full((300,), 3.0))
+    filling.fill_up()
+    flats = [flat for _, flat in filling.full()]
+    assert [flat[0].item() for flat in flats] == [0.0, 3.0]
+    assert [flat[-1].item() for flat in flats] == [0.0, 1.0], "which of them were given"
+    assert filling.order == [1, 0, 3]
+
+
+def test_what_is_missing_is_zero_and_marked():
+    like = [torch.empty(2, 2).t(), torch.empty(3), torch.empty(())]
+    filling = Filling(buckets_of(forms(*like)))
+    assert filling.give(1, torch.tensor([1.0, 2.0, 3.0]))
+    filling.fill_up()
+    ((bucket, flat),) = filling.full()
+    assert flat.tolist() == [0, 0, 0, 0, 1, 2, 3, 0, 0, 1, 0]
+    assert bucket.pieces(flat)[1].tolist() == [1, 2, 3]
+
+
+def test_what_is_taken_and_what_is_not():
+    filling = Filling(buckets_of(forms(torch.empty(3), torch.empty(3)), full_bytes=1))
+    assert not filling.give(2, torch.ones(3))
+    assert not filling.give(0, torch.ones(3, dtype=torch.float64))
+    assert not filling.give(0, torch.ones(1, 3))
+    assert filling.give(0, torch.ones(6, requires_grad=True)[::2])
+    assert not filling.give(0, torch.ones(3)), "a second one"
+    assert len(list(filling.full())) == 1
+    assert not filling.give(0, torch.ones(3)), "its bucket has gone"
+
+
+# ---- fingerprints --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex128, torch.int8, torch.bool]
+)
+@pytest.mark.parametrize("count", [1, 3, 1024, 5001])
+def test_a_fingerprint_tells_tensors_apart(dtype, count):
+    flat = (torch.arange(count) % 7 + 1).to(dtype)
+    before = fingerprint(flat)
+    assert before.shape == ()
+    assert torch.equal(fingerprint(flat.clone()), before)
+    for place in {0, count // 2, count - 1}:
+        other = flat.clone()
+        other[place] = 0
+        assert not torch.equal(fingerprint(other), before)
+    if count > 1 and dtype is not torch.bool:
+        exchanged = flat.clone()
+        exchanged[[0, 1]] = flat[[1, 0]]
+        assert not torch.equal(fingerprint(exchanged), before)
+
+
+def test_a_fingerprint_sees_every_bit():
+    flat = torch.zeros(9, dtype=torch.int32)
+    seen = {fingerprint(flat).item()}
+    for place in range(9):
+        for bit in range(32):
+            other = flat.clone()
+            other[place] = 1 << bit if bit < 31 else -(1 << 31)
+            seen.add(fingerprint(other).item())
+    assert len(seen) == 1 + 9 * 32
+
+
+def test_a_fingerprint_tells_signs_constants_and_permutations_apart():
+    flat = torch.cat([torch.ones(4096), -torch.ones(4096)])
+    assert not torch.equal(fingerprint(flat), fingerprint(-flat))
+    assert not torch.equal(fingerprint(torch.ones(4096)), fingerprint(torch.full((4096,), 2.0)))
+    permutations = [torch.eye(64)[torch.randperm(64, generator=torch.Generator().manual_seed(i))] for i in range(50)]
+    assert len({fingerprint(matrix.flatten()).item() for matrix in permutations}) == 50
+
+
+def test_a_fingerprint_of_several_chunks():
+    flat = torch.arange((1 << 21) + 5, dtype=torch.int32)
+    before = fingerprint(flat)
+    halves_exchanged = torch.cat([flat[1 << 20 : 1 << 21], flat[: 1 << 20], flat[1 << 21 :]])
+    assert not torch.equal(fingerprint(halves_exchanged), before)
+    flat[-1] += 1
+    assert not torch.equal(fingerprint(flat), before)
+
+
+def test_what_is_plain() -> None:
+    class Own(torch.Tensor):
+        pass
+
+    assert is_plain(torch.ones(2))
+    assert is_plain(torch.nn.Parameter(torch.ones(2)))
+    assert not is_plain(torch.ones(2).as_subclass(Own))
+    assert not is_plain(torch.ones(2, 2).to_sparse())
+    assert not is_plain(torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged))

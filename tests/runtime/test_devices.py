@@ -1,0 +1,574 @@
+"""Names of devices, and what is said of devices that are not there."""
+
+import contextlib
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import manyhands
+from manyhands import DataParallel
+from manyhands.runtime import devices
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("device_ids", [None, [], (), [0], [0, 1], range(2), (5,)], ids=repr)
+def test_without_accelerators_indices_mean_the_plain_module(no_accelerators, device_ids):
+    """A2: None, empty or ints."""
+    assert devices.resolve(device_ids) == []
+
+
+def test_names_of_the_cpu(no_accelerators):
+    """A1: strings and torch.device, once for each replica."""
+    assert devices.resolve(["cpu", CPU, "cpu:0", torch.device("cpu", 0)]) == [CPU] * 4
+    assert devices.resolve(("cpu",)) == [CPU]
+
+
+def test_names_of_accelerators(sim):
+    """A1: None, ints, strings, torch.device; in the order given, and twice if given twice (A12)."""
+    assert devices.resolve(None) == sim
+    assert devices.resolve([2, 0]) == [sim[2], sim[0]]
+    assert devices.resolve(["sim:1", torch.device("sim", 3)]) == [sim[1], sim[3]]
+    assert devices.resolve([0, "sim:0"]) == [sim[0]] * 2
+    assert devices.resolve(range(2)) == sim[:2]
+    assert devices.resolve(["cpu"] * 2) == [CPU] * 2
+
+
+@pytest.mark.parametrize("device_ids", [0, "cpu", "0,1", b"cpu", CPU, {0, 1}, {0: 1}], ids=repr)
+@pytest.mark.parametrize("machine", ["no_accelerators", "sim"])
+def test_device_ids_must_be_a_list(machine, device_ids, request):
+    """A13: TypeError that shows the value."""
+    request.getfixturevalue(machine)
+    with pytest.raises(TypeError, match=r"device_ids=.*expected a list, such as"):
+        devices.resolve(device_ids)
+
+
+@pytest.mark.parametrize(
+    ("device_ids", "error", "message"),
+    [
+        ([], ValueError, "device_ids is empty: leave it out .* sim:0, sim:1, sim:2, sim:3"),
+        ([0, 4], ValueError, "device_ids: there is no accelerator 4; this process sees sim:0, sim:1, sim:2, sim:3"),
+        ([-1], ValueError, "there is no accelerator -1"),
+        (["sim:0", "sim:5"], ValueError, "no accelerator 5"),
+        (["sim:0", "sim:9"], ValueError, "no accelerator 9"),
+        (["cpu", 0], ValueError, r"device_ids=\['cpu', 0\] mixes kinds of device"),
+        (["gpu:0"], ValueError, "device_ids: 'gpu:0' names no device"),
+        (["sim:x"], ValueError, "'sim:x' names no device"),
+        (["meta"], ValueError, "the meta device holds no data"),
+        ([True, False], TypeError, "expected an int, a string or a torch.device, got True"),
+        ([0.0], TypeError, "got 0.0"),
+        ([None], TypeError, "got None"),
+    ],
+    ids=repr,
+)
+def test_devices_that_cannot_be_used(sim, device_ids, error, message):
+    """A13: the value, and what is there."""
+    with pytest.raises(error, match=message):
+        devices.resolve(device_ids)
+
+
+def test_a_kind_of_accelerator_without_a_number_is_the_current_one(sim):
+    """A1: as "cuda" is for torch; of simulated devices the first is current."""
+    assert devices.resolve(["sim", "sim:1"]) == sim[:2]
+
+
+@pytest.mark.parametrize("device_id", ["cuda:0", "xpu", "mps"])
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without accelerators")
+def test_a_device_that_this_build_of_torch_lacks(no_accelerators, device_id):
+    """A13: ValueError, whatever torch raises."""
+    with pytest.raises(ValueError, match=f"device_ids: {device_id}.* cannot be used here .*sees no accelerator"):
+        devices.resolve([device_id])
+
+
+def test_ints_beside_names_need_an_accelerator(no_accelerators):
+    """A13: a list of ints falls back to the plain module, a list that names the CPU does not."""
+    with pytest.raises(ValueError, match="there is no accelerator 0; this process sees no accelerator"):
+        devices.resolve(["cpu", 0])
+
+
+@pytest.mark.parametrize("variable", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"])
+def test_a_variable_that_hides_devices_is_named(sim, monkeypatch, variable):
+    """A13: where CUDA_VISIBLE_DEVICES is set, the message says that it renumbers from 0."""
+    monkeypatch.setenv(variable, "4,5,6,7")
+    with pytest.raises(ValueError, match=rf"accelerator 4; .*\({variable}='4,5,6,7' hides .* from 0\)"):
+        devices.resolve([4])
+
+
+def test_no_variable_is_named_where_none_is_set(sim, monkeypatch):
+    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"):
+        monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(ValueError, match=r"sim:3$"):
+        devices.resolve([4])
+
+
+def test_outputs_go_to_the_first_device_unless_another_is_named(sim):
+    """A6: any device, the CPU included."""
+    assert devices.resolve_output(None, sim[1:]) == sim[1]
+    assert devices.resolve_output(3, sim) == sim[3]
+    assert devices.resolve_output("cpu", sim) == CPU
+    assert devices.resolve_output(torch.device("sim:2"), sim) == sim[2]
+    with pytest.raises(ValueError, match="output_device: there is no accelerator 7"):
+        devices.resolve_output(7, sim)
+    with pytest.raises(TypeError, match=r"output_device: expected an int, .* got 1.5"):
+        devices.resolve_output(1.5, sim)
+
+
+def test_minus_one_is_the_cpu_and_deprecated(sim):
+    """A6: as in torch."""
+    with pytest.warns(FutureWarning, match='output_device=-1 is deprecated: write output_device="cpu"'):
+        assert devices.resolve_output(-1, sim) == CPU
+
+
+def test_public_ids_are_those_of_torch(sim):
+    """A1: an accelerator's index, else the device."""
+    assert [devices.public_id(device) for device in [*sim[:2], CPU]] == [0, 1, CPU]
+
+
+def test_copies_are_made_only_where_something_has_to_move(sim):
+    tensor = torch.ones(2)
+    assert devices.copy_to(tensor, CPU) is tensor
+    assert devices.copy_to(tensor, torch.device("cpu", 0)) is tensor
+    there = devices.copy_to(tensor, sim[1])
+    assert there.device == sim[1]
+    assert devices.copy_to(there, sim[1]) is there
+    assert not devices.same_device(sim[0], sim[1])
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Three accelerators with the memory (GiB) and cores that the test says."""
+
+    def say(memory, cores=(10, 10, 10)):
+        properties = [
+            SimpleNamespace(total_memory=gib * 2**30, multi_processor_count=count)
+            for gib, count in zip(memory, cores, strict=True)
+        ]
+        module = SimpleNamespace(get_device_properties=lambda device: properties[torch.device(device).index])
+        monkeypatch.setattr(torch, "get_device_module", lambda device=None: module)
+        monkeypatch.setattr(devices, "computes_on_host", lambda device: device.type == "cpu")
+        return [torch.device("cuda", index) for index in range(3)]
+
+    return say
+
+
+@pytest.mark.parametrize(
+    ("memory", "cores", "message"),
+    [
+        (
+            (16, 16, 8),
+            (10, 10, 10),
+            r"cuda:2 has less than 75 % of the memory of cuda:0.*shares=\[1.0, 1.0, 0.5\].*leave cuda:2 out",
+        ),
+        ((16, 16, 16), (40, 10, 80), r"cuda:1 has less than 75 % of the cores of cuda:2.*shares=\[0.5, 0.12, 1.0\]"),
+    ],
+)
+def test_unequal_devices_are_warned_about(machine, memory, cores, message):
+    """A5: memory or cores that differ by more than 25 %; the weights to use are in the warning."""
+    three = machine(memory, cores)
+    with pytest.warns(UserWarning, match=message) as warned:
+        devices.warn_if_unequal(three)
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize("used", [(0, 1, 2), (0, 0), (1,), ()])
+def test_equal_enough_devices_are_not_warned_about(machine, used):
+    """A5: 75 % is enough, and a device is not compared with itself."""
+    three = machine((16, 12, 16))
+    with warnings.catch_warnings(record=True) as warned:
+        devices.warn_if_unequal([three[i] for i in used])
+    assert warned == []
+
+
+def test_only_the_devices_in_use_are_compared(machine):
+    """A5."""
+    three = machine((16, 1, 16))
+    with warnings.catch_warnings(record=True) as warned:
+        devices.warn_if_unequal([three[0], three[2], CPU])
+    assert warned == []
+
+
+def test_the_weights_in_the_warning_are_one_a_replica(machine):
+    """A5 with A12: `device_ids=[0, 0, 2]` needs three weights."""
+    three = machine((16, 16, 8))
+    with pytest.warns(UserWarning, match=r"shares=\[1.0, 1.0, 0.5\]"):
+        devices.warn_if_unequal([three[0], three[0], three[2]])
+
+
+def test_devices_that_do_not_tell_are_not_compared(monkeypatch, machine):
+    """A5: a backend whose properties have other names."""
+    three = machine((16, 8, 16))
+    module = SimpleNamespace(get_device_properties=lambda device: SimpleNamespace())
+    monkeypatch.setattr(torch, "get_device_module", lambda device=None: module)
+    with warnings.catch_warnings(record=True) as warned:
+        devices.warn_if_unequal(three)
+    assert warned == []
+
+
+# random states
+
+
+def test_random_states_of_the_host():
+    states = devices.random_states()
+    first = torch.rand(3)
+    devices.set_random_states(states)
+    assert torch.equal(torch.rand(3), first)
+
+
+def test_random_states_of_accelerators(monkeypatch):
+    """Each is asked for while its device is the current one; a kind without a generator is left out."""
+    two = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    current: list[torch.device] = [CPU]
+    held = {device: torch.tensor([device.index]) for device in two}
+    module = SimpleNamespace(
+        get_rng_state=lambda: held[current[-1]], set_rng_state=lambda state: held.update({current[-1]: state})
+    )
+
+    @contextlib.contextmanager
+    def using(device, streams):
+        current.append(device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr("manyhands.runtime.devices.accelerators", lambda: two)
+    monkeypatch.setattr("manyhands.runtime.devices.using", using)
+    monkeypatch.setattr(torch, "get_device_module", lambda device=None: module)
+    states = devices.random_states()
+    assert [state.tolist() for state in states[1:]] == [[0], [1]]
+    held.clear()
+    devices.set_random_states(states)
+    assert {device: state.tolist() for device, state in held.items()} == {two[0]: [0], two[1]: [1]}
+    del module.get_rng_state
+    assert len(devices.random_states()) == 1
+    devices.set_random_states(states[:1])
+
+
+def test_where_float32_is_rounded(monkeypatch):
+    """TF32: cuDNN's convolutions round by default, and only there does it concern anyone."""
+    cuda = torch.device("cuda", 0)
+    assert not devices.rounds_float32(CPU)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    assert devices.rounds_float32(cuda)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    assert not devices.rounds_float32(cuda)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Three accelerators with a random generator each, as CUDA has them; the generators are the CPU's kind."""
+    generators = tuple(torch.Generator().manual_seed(7) for _ in range(3))
+    monkeypatch.setattr(devices, "computes_on_host", lambda device: device.type == "cpu")
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(default_generators=generators))
+    return [torch.device("cuda", index) for index in range(3)], generators
+
+
+def test_accelerators_with_one_seed_get_seeds_of_their_own(gpus):
+    """N6: after torch.manual_seed; the first keeps its seed, and equal seeds give equal ones."""
+    present, generators = gpus
+    devices.seed_apart(present)
+    seeds = [generator.initial_seed() for generator in generators]
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 3
+    drawn = [torch.rand(3, generator=generator) for generator in generators]
+    assert len({tuple(numbers.tolist()) for numbers in drawn}) == 3
+    devices.seed_apart(present)  # what has a seed of its own goes on
+    assert not torch.equal(torch.rand(3, generator=generators[1]), drawn[1])
+    for generator in generators:
+        generator.manual_seed(7)
+    devices.seed_apart([present[0], present[0], present[1], present[1], present[2]])
+    assert [generator.initial_seed() for generator in generators] == seeds
+
+
+def test_seeds_that_the_user_has_set_apart_stay(gpus):
+    """N6"""
+    present, generators = gpus
+    generators[2].manual_seed(8)
+    devices.seed_apart(present[:1] * 2 + present[2:])
+    assert [generator.initial_seed() for generator in generators] == [7, 7, 8]
+
+
+def test_random_states_of_accelerators_that_several_replicas_share(gpus):
+    """N6, A12"""
+    present, generators = gpus
+    assert devices.shared_random_states([*present, CPU, CPU]) == {}
+    (device, state), *others = devices.shared_random_states([present[1], present[0], present[1]]).items()
+    assert (device, others) == (present[1], [])
+    assert torch.equal(state, generators[1].get_state())
+
+
+def test_accelerators_without_generators_are_left_alone(gpus, monkeypatch):
+    """N6: kinds whose module has no `default_generators`."""
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
+    devices.seed_apart(gpus[0])
+    assert devices.shared_random_states(gpus[0] * 2) == {}
+
+
+def test_what_other_processes_find(sim):
+    assert devices.exists_for_other_processes(CPU)
+    assert not devices.exists_for_other_processes(sim[0])
+
+
+def test_by_what_processes_are_connected(monkeypatch):
+    """NCCL wants a GPU for each; gloo does with one for two, and with none."""
+    gpus = [torch.device("cuda", index) for index in range(2)]
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    assert devices.collective_backend(gpus) == "nccl"
+    assert devices.collective_backend([gpus[0], gpus[0]]) == "gloo"
+    assert devices.collective_backend([CPU, CPU]) == "gloo"
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert devices.collective_backend(gpus) == "gloo"
+
+
+def test_the_generators_of_a_process():
+    before = torch.default_generator.get_state()
+    try:
+        devices.seed(CPU, 5)
+        first = devices.generator_states(CPU)
+        drawn = torch.rand(3)
+        assert not torch.equal(devices.generator_states(CPU)[0], first[0])
+        devices.seed(CPU, 5)
+        assert torch.equal(devices.generator_states(CPU)[0], first[0])
+        assert torch.equal(torch.rand(3), drawn)
+    finally:
+        torch.default_generator.set_state(before)
+
+
+def test_flags_of_products():
+    """R14: torch's older setting, and its newer ones, which the older one may know nothing of."""
+    before = devices.product_flags()
+    try:
+        torch.set_float32_matmul_precision("high")
+        older = devices.product_flags()
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        newer = devices.product_flags()
+        assert newer[0] is None
+        for flags in (older, newer):
+            devices.set_product_flags(flags)
+            assert devices.product_flags()[1:] == flags[1:]
+    finally:
+        devices.set_product_flags(before)
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_flags_of_convolutions():
+    before = devices.convolution_flags()
+    enabled, benchmark, deterministic, conv, rnn = before
+    try:
+        devices.set_convolution_flags((enabled, not benchmark, not deterministic, conv, rnn))
+        assert torch.backends.cudnn.benchmark is not benchmark
+        assert torch.backends.cudnn.deterministic is not deterministic
+    finally:
+        devices.set_convolution_flags(before)
+    assert devices.convolution_flags() == before
+
+
+def test_an_accelerator_is_known_by_its_uuid_where_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes may each see one GPU, and call it cuda:0."""
+    assert devices.identity(torch.device("cpu")) == "cpu"
+    properties = SimpleNamespace(uuid="GPU-7")
+    module = SimpleNamespace(get_device_properties=lambda device: properties)
+    monkeypatch.setattr(devices, "computes_on_host", lambda device: False)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    assert devices.identity(torch.device("cuda:0")) == "cuda GPU-7"
+    del properties.uuid
+    assert devices.identity(torch.device("cuda:0")) == "cuda:0"
+
+
+# ---- copies from one accelerator to another ------------------------------------------------------
+
+
+def damaged(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return what a link delivers that loses one number in a million."""
+    copy = tensor.clone()
+    copy[-1] = 0
+    return copy
+
+
+def test_known_numbers_arrive_or_not():
+    """S11: one wrong number is enough, and so is a copy that brings nothing."""
+    assert devices.arrives(CPU, CPU)
+    assert not devices.arrives(CPU, CPU, damaged)
+    assert not devices.arrives(CPU, CPU, lambda tensor, device: torch.zeros_like(tensor))
+
+
+@pytest.fixture
+def tried(sim, monkeypatch):
+    """Simulated devices that are taken for accelerators, and the pairs that are tried; those in `bad` fail."""
+    found = SimpleNamespace(sim=sim, pairs=[], bad=set())
+
+    def arrives(source, target):
+        found.pairs.append((source, target))
+        return (source, target) not in found.bad
+
+    monkeypatch.setattr(devices, "_arriving", {})
+    monkeypatch.setattr(devices, "arrives", arrives)
+    monkeypatch.setattr(devices, "computes_on_host", lambda device: device.type == "cpu")
+    return found
+
+
+def through(tensor):
+    """The names of the autograd nodes that a copy has left."""
+    names, node = [], tensor.grad_fn
+    while node is not None and node.next_functions:
+        names.append(node.name())
+        node = node.next_functions[0][0]
+    return names
+
+
+def test_each_pair_of_accelerators_is_tried_once_and_both_ways(tried, caplog):
+    """S11: before its first copy; the host, and a device and itself, are not."""
+    a, b, c, _ = tried.sim
+    x = torch.arange(3.0, device=a, requires_grad=True)
+    for _ in range(3):
+        assert devices.copy_to(x, a) is x
+        assert devices.copied_to(x, a) is not x
+        for device in (b, CPU, b):
+            copy = devices.copy_to(x, device)
+            assert copy.device == device
+            assert copy.tolist() == [0, 1, 2]
+            assert len(through(copy)) == 1
+    devices.copy_to(devices.copy_to(x, b), a)
+    devices.copy_to(torch.zeros(2), c)
+    assert tried.pairs == [(a, b), (b, a)]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("way", [1, -1])
+def test_copies_that_arrive_damaged_go_through_the_host(tried, caplog, way):
+    """S11: in both directions, whichever is the bad one, because gradients go the other way; said once."""
+    a, b = tried.sim[:2]
+    tried.bad.add((a, b)[::way])
+    x = torch.arange(3.0, device=a, requires_grad=True)
+    for copy in (devices.copy_to(x, b), devices.copied_to(x, b), devices.copy_to(devices.copy_to(x, b), a)):
+        assert copy.tolist() == [0, 1, 2]
+        assert len(through(copy)) % 2 == 0
+        (grad,) = torch.autograd.grad(copy.sum(), x)
+        assert grad.device == a
+    (record,) = caplog.records
+    assert f"copies between {a} and {b} arrive damaged" in record.getMessage()
+    assert "through the host" in record.getMessage()
+
+
+def test_a_copy_that_cannot_be_tried_is_an_error(tried, monkeypatch):
+    """S11: and is tried again."""
+    a, b = tried.sim[:2]
+
+    def fails(source, target):
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(devices, "arrives", fails)
+        with pytest.raises(MemoryError, match="no room"):
+            devices.copy_to(torch.zeros(2, device=a), b)
+    assert devices.copy_to(torch.zeros(2, device=a), b).device == b
+
+
+@pytest.mark.parametrize("sync_batch_norm", [False, True])
+@pytest.mark.parametrize("engine", ["threads", "plain composition"])
+def test_where_the_link_is_bad_nothing_goes_straight(sim, monkeypatch, engine, sync_batch_norm):
+    """S11: shards, parameters, buffers, outputs, statistics, gradients, and gradients of gradients."""
+    from manyhands import testing
+
+    straight = []
+    dispatch = testing.SimulatedTensor.__torch_dispatch__
+
+    def watch(cls, func, types, args=(), kwargs=None):
+        if func in testing._COPIES:
+            places = {t.device.index for t in args if isinstance(t, testing.SimulatedTensor)}
+            to = (kwargs or {}).get("device")
+            if to is not None and to.type in testing._SIMULATED:
+                places.add(to.index)
+            straight.extend([func] if len(places) > 1 else [])
+        return dispatch(func, types, args, kwargs)
+
+    monkeypatch.setattr(testing.SimulatedTensor, "__torch_dispatch__", classmethod(watch))
+    monkeypatch.setattr(devices, "_copies_arrive", lambda source, target: False)
+    layers = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh()).to(sim[0])
+    model = DataParallel(layers, sim[:2], sync_batch_norm=sync_batch_norm)
+    if engine == "plain composition":
+        model.gather = manyhands.gather  # a verb of one's own
+    x = torch.randn(8, 3, device=sim[0], requires_grad=True)
+    (grad,) = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
+    grad.pow(2).sum().backward()
+    assert layers[0].weight.grad.device == sim[0]
+    assert straight == []
+
+
+# ---- what training asks --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_bytes", "fits"), [(24, True), (25, True), (26, False)])
+def test_data_that_take_a_quarter_of_what_is_free_have_room(monkeypatch, num_bytes, fits):
+    monkeypatch.setattr(devices, "computes_on_host", lambda device: False)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (100, 1000))
+    assert devices.has_room_for(torch.device("cuda", 0), num_bytes) == fits
+
+
+def test_data_on_the_host_stay_where_they_are():
+    assert not devices.has_room_for(CPU, 0)
+
+
+ROWS = torch.tensor([4, 0, 4, 2])
+
+
+@pytest.mark.parametrize("numbers", [torch.arange(5), torch.rand(5, 1, 3, 2)], ids=["labels", "pictures"])
+@pytest.mark.parametrize("rows", [ROWS, ROWS[:1], ROWS[:0]], ids=len)
+def test_rows_for_a_device(sim, monkeypatch, numbers, rows):
+    for device in (CPU, sim[1]):
+        found = devices.rows_on(device, numbers, rows)
+        assert found.device == device
+        assert torch.equal(found.cpu(), numbers[rows])
+    there = numbers.to(sim[1])
+    assert torch.equal(devices.rows_on(sim[1], there, rows.to(sim[1])).cpu(), numbers[rows])
+
+    asked = []
+
+    def empty(*sizes, dtype, pin_memory):
+        asked.append(pin_memory)
+        return torch.zeros(sizes, dtype=dtype)
+
+    monkeypatch.setattr(devices, "has_streams", lambda device: True)
+    monkeypatch.setattr(devices.torch, "empty", empty)
+    assert torch.equal(devices.rows_on(CPU, numbers, rows), numbers[rows])
+    assert asked == [True]
+
+
+def test_a_number_on_the_host_is_read_at_once():
+    number = torch.tensor(2.5)
+    read = devices.begin_to_read(number)
+    number.zero_()
+    assert read() == 2.5
+
+
+def test_the_cpu_has_no_tf32_and_its_optimizers_stay_as_they_are():
+    assert not devices.has_tf32(CPU)
+    assert not devices.has_fused_optimizers(CPU)
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "expected"),
+    [((7, 5), None, False), ((8, 0), None, True), ((9, 0), None, True), ((9, 4), "6.0", False)],
+)
+def test_who_has_tf32(monkeypatch, capability, hip, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert devices.has_tf32(torch.device("cuda", 0)) == expected
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_float32_products_are_the_users_again_afterwards(rounded):
+    """The settings themselves can be read and written without a GPU."""
+
+    def settings():
+        older = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32  # an error if they do not fit
+        return older, devices.convolution_flags()
+
+    before = settings()
+    with devices.float32_products(torch.device("cuda", 0), rounded=rounded):
+        assert devices.rounds_float32(torch.device("cuda", 0)) == rounded
+        assert torch.backends.cudnn.benchmark == rounded
+    assert settings() == before
+    with devices.float32_products(CPU, rounded=True):
+        assert settings() == before

@@ -1,0 +1,55 @@
+"""Messages that are given once, and notes on exceptions."""
+
+import logging
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from manyhands.runtime import errors
+
+
+def test_say_once_logs_a_message_the_first_time_only(caplog):
+    for _ in range(3):
+        errors.say_once("the same")
+    errors.say_once("another")
+    assert [(r.name, r.levelno, r.getMessage()) for r in caplog.records] == [
+        ("manyhands", logging.WARNING, "the same"),
+        ("manyhands", logging.WARNING, "another"),
+    ]
+
+
+def test_say_once_shows_a_message_as_it_is(caplog):
+    errors.say_once("100 % of %s rows")
+    assert caplog.messages == ["100 % of %s rows"]
+
+
+def test_say_once_from_many_threads_is_once(caplog):
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(errors.say_once, ["told"] * 100))
+    assert caplog.messages == ["told"]
+
+
+def test_warn_once_warns_the_first_time_only():
+    with pytest.warns(UserWarning, match="mind the gap"):
+        errors.warn_once("mind the gap")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        errors.warn_once("mind the gap")
+    errors.forget_what_was_said()
+    with pytest.warns(UserWarning, match="mind the gap"):
+        errors.warn_once("mind the gap")
+
+
+def test_annotate_returns_the_lowest_replicas_error_with_notes_on_all():
+    """F1, F2: the same exception object, and the others in its note."""
+    first, second = ValueError("bad rows"), KeyError("name")
+    assert errors.annotate([("replica 1 on cpu", first), ("replica 3 on cpu", second)]) is first
+    assert first.__notes__ == ["raised in replica 1 on cpu", "replica 3 on cpu raised too: KeyError: 'name'"]
+    assert not hasattr(second, "__notes__")
+
+
+def test_annotate_does_not_name_one_exception_twice():
+    shared = RuntimeError("raised by every replica")
+    assert errors.annotate([("replica 0", shared), ("replica 1", shared)]) is shared
+    assert shared.__notes__ == ["raised in replica 0"]

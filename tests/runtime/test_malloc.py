@@ -1,0 +1,95 @@
+"""`keep_freed_memory`: it takes effect here and in workers, nowhere else, and only when asked for."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import manyhands
+from manyhands.runtime import malloc
+from manyhands.runtime.thread_state import ProcessState
+
+# Prints the MiB that are resident after many large blocks have been freed, less those before they were made; and what
+# keep_freed_memory returned, if it was called. The blocks are made in the process that `call` runs a function in.
+MEASURE = """
+import json, os, sys
+import torch, manyhands
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+class Measure(torch.nn.Module):
+    def forward(self, x):
+        before = resident()
+        blocks = [torch.ones(2**20) for _ in range(64)]  # 4 MiB each
+        del blocks
+        return torch.full((len(x),), resident() - before)
+
+def kept():
+    return manyhands.keep_freed_memory()
+"""
+
+glibc = pytest.mark.skipif(malloc._mallopt() is None, reason="needs glibc")
+
+
+def run(code: str) -> list[float]:
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE + code], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@glibc
+def test_freed_blocks_are_kept():
+    done, resident = run("print(json.dumps([kept(), Measure()(torch.zeros(1)).item()]))")
+    assert done is True
+    assert resident > 128
+
+
+@glibc
+def test_a_plain_import_changes_nothing():
+    (resident,) = run("print(json.dumps([Measure()(torch.zeros(1)).item()]))")
+    assert resident < 128
+
+
+@glibc
+def test_workers_do_as_their_caller():
+    """Also those that were started before."""
+    here, there, here_then, there_then = run("""
+model = manyhands.DataParallel(Measure(), ["cpu", "cpu"], engine="processes")
+before = model(torch.zeros(2)).tolist()
+kept()
+print(json.dumps(before + model(torch.zeros(2)).tolist()))
+""")
+    assert max(here, there) < 128
+    assert min(here_then, there_then) > 128
+
+
+def test_elsewhere_nothing_is_done(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(malloc.sys, "platform", "darwin")
+    malloc._mallopt.cache_clear()
+    monkeypatch.setattr(malloc, "_kept", False)
+    try:
+        assert manyhands.keep_freed_memory() is False
+        assert ProcessState.capture().keeps_freed_memory is False
+    finally:
+        malloc._mallopt.cache_clear()
+
+
+@glibc
+@pytest.mark.parametrize("refused", [{(-3, 2**30)}, {(-3, 2**30), (-3, 2**25)}])
+def test_what_an_older_glibc_refuses(refused, monkeypatch: pytest.MonkeyPatch):
+    """A large threshold: then a smaller one; if all is refused, it says so."""
+    given = []
+
+    def mallopt(parameter: int, value: int) -> int:
+        given.append((parameter, value))
+        return int((parameter, value) not in refused)
+
+    monkeypatch.setattr(malloc, "_mallopt", lambda: mallopt)
+    monkeypatch.setattr(malloc, "_kept", False)
+    assert manyhands.keep_freed_memory() is (len(refused) == 1)
+    assert given[:2] == [(-3, 2**30), (-3, 2**25)]

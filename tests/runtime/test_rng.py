@@ -1,0 +1,439 @@
+"""Random streams: what is caught, wherever it is drawn; what is reported; what is left as it was.
+
+What the streams are for, same seed, same run, is in tests/contract/test_engines.py, for every engine.
+"""
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from manyhands import data_parallel, parallel_apply
+from manyhands.runtime import devices, rng, torch_private
+from manyhands.runtime.rng import operations_that_draw, own_streams
+
+CPU = torch.device("cpu")
+WAIT_S = 15.0
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+def run(function: Function, num_replicas: int = 3, seed: int = 1) -> list[torch.Tensor]:
+    torch.manual_seed(seed)
+    return parallel_apply([function] * num_replicas, list(torch.ones(num_replicas, 2, 16, 8)))
+
+
+def assert_streams(function: Function, same_as: Function | None = None) -> None:
+    """Assert that replicas draw different numbers, and the same at every run; those of `same_as`, if given."""
+    first = run(same_as or function)
+    assert len({tuple(part.flatten().tolist()) for part in first}) == len(first)
+    for _ in range(4):
+        assert all(torch.equal(a, b) for a, b in zip(run(function), first, strict=True))
+    assert not torch.equal(run(function, seed=2)[0], first[0])
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "manyhands"]
+
+
+# ---- what is caught ------------------------------------------------------------------------------
+
+# Tagged as drawing, present on the CPU, and yet not caught.
+_NOT_CAUGHT = {
+    "aten::native_dropout": "caught, by a handler of its own",
+    "aten::native_dropout.out": "calls native_dropout",
+    "aten::_fused_sdp_choice": "draws nothing",
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "refuses dropout",
+    "aten::_scaled_dot_product_fused_attention_overrideable": "refuses to run",
+}
+_OF_OTHER_DEVICES = ("_fused_dropout", "_cudnn", "_lstm_mps", "miopen", "_triton")
+
+
+def operations_with_random_numbers() -> Iterator[tuple[str, Any]]:
+    """Yield every operation of torch that the CPU has, and that draws by itself."""
+    for name in torch._C._dispatch_get_all_op_names():
+        packet, _, overload = name.removeprefix("aten::").partition(".")
+        operation = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+        if (
+            not name.startswith("aten::")
+            or operation is None
+            or torch.Tag.nondeterministic_seeded not in operation.tags
+        ):
+            continue
+        kernels = [
+            torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in ("CPU", "CompositeExplicitAutograd")
+        ]
+        if any(kernels) and not packet.startswith(_OF_OTHER_DEVICES):
+            yield name, operation
+
+
+def test_every_operation_that_draws_on_the_host_is_caught() -> None:
+    """N6: a release of torch with a new one fails here."""
+    caught = {operation for operation, _ in operations_that_draw()}
+    found = dict(operations_with_random_numbers())
+    assert len(found) > 90
+    assert {name for name, operation in found.items() if operation not in caught} == set(_NOT_CAUGHT)
+
+
+def test_each_has_an_overload_with_a_generator_in_the_last_place() -> None:
+    """What `_draw` counts on."""
+    for operation, drawn_by in operations_that_draw():
+        names = [argument.name for argument in drawn_by._schema.arguments]
+        positional = [argument.name for argument in drawn_by._schema.arguments if not argument.kwarg_only]
+        assert "generator" not in positional[:-1]
+        names.remove("generator")
+        assert [argument.name for argument in operation._schema.arguments if argument.name != "generator"] == names
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def in_mode(function: Function) -> Function:
+    def run_in_mode(x: torch.Tensor) -> torch.Tensor:
+        with Mode():
+            return function(x)
+
+    return run_in_mode
+
+
+DRAWS: dict[str, Function] = {
+    "dropout": F.dropout,
+    "native_dropout": lambda x: torch.native_dropout(x, 0.3, True)[0],
+    "native_dropout's mask": lambda x: torch.native_dropout(x, 0.3, True)[1],
+    "rand": lambda x: torch.rand(9, 9),
+    "randint": lambda x: torch.randint(1000, (9, 9)),
+    "randint from": lambda x: torch.randint(5, 1000, (9, 9)),
+    "randint_like": lambda x: torch.randint_like(x, 1000),
+    "randperm": lambda x: torch.randperm(99),
+    "randn with out": lambda x: torch.randn(9, 9, out=torch.empty(9, 9)),
+    "rand_like": torch.rand_like,
+    "normal": lambda x: torch.normal(0.0, 1.0, (9, 9)),
+    "exponential_": lambda x: torch.empty_like(x).exponential_(),
+    "rrelu": lambda x: F.rrelu(-x, training=True),
+    "binomial": lambda x: torch.binomial(50 * x, 0.5 * x),
+    "the default generator by name": lambda x: torch.rand(9, 9, generator=torch.default_generator),
+    "the default generator in its place": lambda x: torch.poisson(100 * x, torch.default_generator),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_in_a_dispatch_mode_the_same_is_drawn(name: str) -> None:
+    """N6: a mode runs operations where what they call inside is hidden."""
+    assert_streams(in_mode(DRAWS[name]), same_as=DRAWS[name])
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+def test_native_dropout_is_torchs(p: float) -> None:
+    """The formula, and its derivative."""
+
+    def dropout(x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        output, mask = torch.native_dropout(x, p, True)
+        assert torch.equal(torch.native_dropout(x, p, False)[0], x)
+        (grad,) = torch.autograd.grad(output.pow(2).sum(), x)
+        return torch.stack([output.detach(), mask, grad])
+
+    (output, mask, grad), _ = run(dropout, 2)
+    scale = 1 / (1 - p) if p < 1 else 0.0
+    torch.testing.assert_close(output, mask * scale)
+    torch.testing.assert_close(grad, 2 * output * mask * scale)
+    assert mask.mean().item() == pytest.approx(1 - p, abs=0.15)
+
+
+def scripted(x: torch.Tensor) -> torch.Tensor:
+    return torch.dropout(x, 0.5, True) + torch.rand_like(x)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_in_a_script() -> None:
+    """N6: TorchScript calls operations without Python."""
+    assert_streams(torch.jit.script(scripted))
+
+
+def test_under_transforms() -> None:
+    """N6: torch.func inside forward."""
+    assert_streams(torch.vmap(F.dropout, randomness="different"))
+    assert_streams(torch.vmap(F.dropout, randomness="same"))
+    assert_streams(torch.vmap(lambda x: torch.native_dropout(x, 0.5, True)[0], randomness="different"))
+    assert_streams(torch.func.grad(lambda x: F.dropout(x).sum()))
+
+
+def test_selective_checkpoints() -> None:
+    """N6, R13: torch implements them with dispatch modes."""
+    weight = torch.randn(8, 8)
+
+    def policy(context: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        products = operation == torch.ops.aten.mm.default
+        return CheckpointPolicy.MUST_SAVE if products else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def forward(x: torch.Tensor, recompute: bool) -> torch.Tensor:
+        x = x.requires_grad_()
+        layer: Function = lambda x: F.dropout(x @ weight).tanh()  # noqa: E731
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        output = checkpoint(layer, x, use_reentrant=False, context_fn=contexts) if recompute else layer(x)
+        (grad,) = torch.autograd.grad(output.pow(2).sum(), x)
+        return torch.stack([output.detach(), grad])
+
+    assert_streams(functools.partial(forward, recompute=True), same_as=functools.partial(forward, recompute=False))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_code(backend: str, caplog: pytest.LogCaptureFixture) -> None:
+    """N6, R13: also in the call that compiles; inside replicas and outside of them, one compilation each."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(lambda x: F.dropout(x.tanh()) + torch.rand_like(x), backend=counter)
+    try:
+        assert_streams(compiled)
+        inside = counter.frame_count
+        for _ in range(2):
+            compiled(torch.ones(2, 16, 8))
+            assert_streams(compiled)
+        assert counter.frame_count <= inside + 1
+    finally:
+        torch._dynamo.reset()
+    assert not said(caplog)
+
+
+def test_recording_is_not_disturbed() -> None:
+    """N6: no generator is recorded where operations are recorded rather than carried out."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    graphs = []
+    lock = threading.Lock()  # torch records in one thread at a time
+
+    def record(x: torch.Tensor) -> torch.Tensor:
+        with lock:
+            graphs.append(make_fx(lambda x: torch.native_dropout(x, 0.5, True)[0] + torch.rand(8))(x))
+            with FakeTensorMode():
+                F.dropout(torch.rand(3))
+        return torch.rand(3)
+
+    assert_streams(record)
+    for graph in graphs:
+        targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+        assert torch.ops.aten.native_dropout.default in targets
+        assert torch.ops.aten.rand.default in targets
+
+
+class Draws(nn.Module):
+    def __init__(self, draw: Function) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.draw(x)
+
+
+def test_simulated_accelerators(sim: Sequence[torch.device]) -> None:
+    """N6: simulated devices draw on the host."""
+    draws: list[Function] = [
+        nn.Dropout(),
+        torch.rand_like,
+        lambda x: torch.rand(len(x), 9, device=x.device),
+        lambda x: torch.multinomial(torch.ones(len(x), 30, device=x.device), 9),
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).to(sim[0]),
+    ]
+    x = torch.ones(6, 16, 8).to(sim[0])
+    for draw in draws:
+        outputs = []
+        for _ in range(3):
+            torch.manual_seed(1)
+            outputs.append(data_parallel(Draws(draw), x, sim[:3]).cpu())
+        assert torch.equal(outputs[0], outputs[1])
+        assert torch.equal(outputs[0], outputs[2])
+        first, second, third = outputs[0].chunk(3)
+        assert not torch.equal(first, second)
+        assert not torch.equal(second, third)
+
+
+def test_draws_for_an_accelerator_are_its_generators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """N6: the CPU's generators are of no use there. Here the meta device stands for one."""
+    monkeypatch.setattr(devices, "computes_on_host", lambda device: device.type == "cpu")
+    named = []
+    handler = rng._draw
+
+    class Recorder:
+        def redispatch(self, keys: object, *args: object, **kwargs: object) -> None:
+            named.append("generator" in kwargs)
+
+    def draw(x: torch.Tensor) -> torch.Tensor:
+        for device in ("cpu", "meta"):
+            handler(Recorder(), Recorder(), 9, None, (3,), device=torch.device(device))
+            handler(Recorder(), Recorder(), 9, None, torch.empty(3, device=device))
+        return x
+
+    with own_streams("Test", [CPU, CPU]) as streams, streams(0):
+        draw(torch.ones(1))
+    assert named == [True, True, False, False]
+
+
+# ---- what is left as it was ----------------------------------------------------------------------
+
+
+def test_the_callers_thread_draws_from_torchs_generator_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """N6, F3: after a pass, one that failed, and one that was interrupted."""
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        torch.rand(3)
+        raise error
+
+    errors: list[BaseException | None] = [None, ValueError("no"), KeyboardInterrupt()]
+    for error in errors:
+        torch.manual_seed(0)
+        if error is None:
+            run(F.dropout, seed=0)
+            torch.manual_seed(0)
+        else:
+            with pytest.raises(type(error)):
+                run(fails, seed=0)
+        expected = torch.Generator().manual_seed(0)
+        assert torch.equal(torch.get_rng_state(), expected.get_state())
+        assert torch.equal(torch.rand(9), torch.rand(9, generator=expected))
+        assert torch.manual_seed(4) is torch.default_generator
+
+
+def test_replicas_that_run_one_after_the_other_draw_from_torchs_generator() -> None:
+    """N6: a single one, and under a mode that other threads cannot join."""
+    torch.manual_seed(0)
+    expected = [torch.rand(3) for _ in range(3)]
+    torch.manual_seed(0)
+    assert torch.equal(parallel_apply([torch.rand], [(3,)])[0], expected[0])
+    torch.manual_seed(0)
+    with Mode():
+        drawn = parallel_apply([torch.rand] * 3, [(3,)] * 3)
+    assert all(torch.equal(a, b) for a, b in zip(drawn, expected, strict=True))
+
+
+def test_a_stream_is_made_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that draws nothing pays for no generator."""
+    made = []
+    make = torch.Generator
+
+    def count(*args: Any) -> torch.Generator:
+        made.append(args)
+        return make(*args)
+
+    monkeypatch.setattr(torch, "Generator", count)
+    run(torch.tanh)
+    assert len(made) == 0
+    run(F.dropout)
+    assert len(made) == 3
+
+
+def test_a_fork_inside_a_replica() -> None:
+    """F5: the child is no replica: it draws from torch's generator."""
+
+    def forks(x: torch.Tensor) -> torch.Tensor:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                torch.manual_seed(5)
+                drawn = torch.rand(3)
+                torch.default_generator.manual_seed(5)
+                status = 0 if torch.equal(drawn, torch.rand(3)) else 2
+            finally:
+                os._exit(status)
+        return torch.tensor(os.waitpid(child, 0)[1])
+
+    assert [int(status) for status in run(forks)] == [0, 0, 0]
+
+
+# ---- what is reported ----------------------------------------------------------------------------
+
+
+class Stubborn(torch.Tensor):
+    """A subclass that knows `rand_like` without a generator only."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.rand_like.generator:
+            raise NotImplementedError(func)
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
+def test_a_subclass_that_knows_no_generator_works_and_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """N6"""
+    run(lambda x: torch.rand_like(x.as_subclass(Stubborn)))
+    (message,) = said(caplog)
+    assert "a tensor subclass" in message
+
+
+def test_where_torch_offers_no_way(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """N6: everything runs, on one generator; what draws is reported."""
+    monkeypatch.setattr(torch_private, "catch_operations", lambda handlers: None)
+    monkeypatch.setattr(torch_private, "redirect_random_state", None)
+    monkeypatch.setattr(rng, "_process", rng._Process())
+    run(torch.tanh)
+    assert not said(caplog)
+    before = torch.get_rng_state()
+    run(F.dropout)
+    run(F.dropout)
+    assert not torch.equal(torch.get_rng_state(), before)
+    (message,) = said(caplog)
+    assert "this release of torch offers no way" in message
+
+
+def test_replicas_on_accelerators_have_no_streams_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """N6: what they draw there is reported. Here the CPU stands for an accelerator."""
+    monkeypatch.setattr(devices, "computes_on_host", lambda device: False)
+    monkeypatch.setattr(devices, "seed_apart", lambda devices: None)
+    monkeypatch.setattr(devices, "shared_random_states", lambda devices: {})
+    expected = torch.Generator().manual_seed(1)
+    torch.manual_seed(1)
+    for draws in (False, True):
+        with own_streams("Net", [CPU, CPU]) as streams, streams(1):
+            assert torch.equal(torch.get_rng_state(), expected.get_state())
+            if draws:
+                assert torch.equal(torch.rand(3), torch.rand(3, generator=expected))
+        assert ["an operation on the CPU" in message for message in said(caplog)] == [True] * draws
+    assert torch.equal(torch.get_rng_state(), expected.get_state())
+
+
+def test_passes_at_the_same_time_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """N6, F5: each moves torch's random state on while the others run."""
+    together = threading.Barrier(3)
+
+    def call() -> None:
+        together.wait(WAIT_S)
+        for _ in range(30):
+            parallel_apply([F.dropout] * 2, list(torch.ones(2, 9)))
+
+    callers = [threading.Thread(target=call, daemon=True) for _ in range(3)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(WAIT_S)
+        assert not caller.is_alive(), "it hangs"
+    assert not said(caplog)
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_two_replicas_on_one_accelerator(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, draws: bool
+) -> None:
+    """N6, A12: they share its generator, which is reported when they draw from it."""
+    device = torch.device("cuda", 1)
+    state = torch.zeros(16, dtype=torch.uint8)
+    monkeypatch.setattr(devices, "computes_on_host", lambda device: False)
+    monkeypatch.setattr(devices, "seed_apart", lambda devices: None)
+    monkeypatch.setattr(devices, "shared_random_states", lambda devices: {device: state.clone()})
+    for _ in range(2):
+        with own_streams("Net", [CPU, CPU]):
+            state[0] += draws
+    assert len(said(caplog)) == draws
+    assert all("several replicas of Net are on cuda:1 and draw from its one" in message for message in said(caplog))

@@ -1,0 +1,439 @@
+"""Batch norm over all replicas: what is taken over, and the ways of running replicas.
+
+What every engine must do is in test_engines.py. Here are also the plain composition (a verb is overridden) and
+accelerators, where the replicas share one graph and one call walks it backward; simulated devices stand in for these.
+"""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from helpers.in_time import in_time
+from manyhands import DataParallel
+from manyhands.runtime import devices
+from manyhands.sync_batch_norm.function_mode import inside_synchronised_replica
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+# ---- what is taken over --------------------------------------------------------------------------
+
+
+class Calls(nn.Module):
+    """Calls a function on its rows, with a batch norm of its own that the function may use."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function, self.norm = function, nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(x, self.norm)
+
+
+@pytest.fixture(params=["threads", "processes"])
+def over_replicas(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
+    """Call a function as a replica's forward, on the rows of each of two replicas; return what is gathered."""
+    models = []
+
+    def call(function: Callable[..., Any], x: torch.Tensor) -> Any:
+        models.append(DataParallel(Calls(function), ["cpu"] * 2, engine=request.param, sync_batch_norm=True))
+        return in_time(lambda: models[-1](x))
+
+    yield call
+    for model in models:
+        model.close()
+
+
+OverReplicas = Callable[..., Any]
+ROWS = torch.zeros(4, 3)
+
+
+def test_only_batch_statistics_are_taken_over(over_replicas: OverReplicas) -> None:
+    x, mean, var = torch.randn(6, 3), torch.randn(3), torch.rand(3)
+
+    def with_batch_statistics(x: torch.Tensor, _: nn.Module) -> torch.Tensor:
+        return F.batch_norm(x, None, None, training=True)
+
+    def with_given_statistics(x: torch.Tensor, _: nn.Module) -> torch.Tensor:
+        return F.batch_norm(x, mean, var) + F.layer_norm(x, (3,))
+
+    for function in (with_batch_statistics, with_given_statistics):
+        whole = over_replicas(function, x)
+        torch.testing.assert_close(whole, function(x, nn.Identity()), rtol=1e-12, atol=1e-12)
+
+
+def test_a_replica_knows_that_it_is_synchronised(over_replicas: OverReplicas) -> None:
+    assert not inside_synchronised_replica()
+    assert over_replicas(lambda x, _: int(inside_synchronised_replica()), ROWS) == [1, 1]
+    assert not inside_synchronised_replica()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"input": torch.ones(2, 3), "eps": 0.0},
+        {"input": torch.ones(3)},
+        {"input": torch.ones(2, 3), "weight": torch.ones(4)},
+    ],
+    ids=["eps", "one axis", "weight"],
+)
+def test_wrong_arguments_raise_what_torch_raises(over_replicas: OverReplicas, arguments: dict[str, Any]) -> None:
+    def call(*_: Any) -> None:
+        F.batch_norm(running_mean=None, running_var=None, training=True, **arguments)
+
+    with pytest.raises((ValueError, RuntimeError, IndexError)) as expected:
+        call()
+    with pytest.raises(expected.type):
+        over_replicas(call, ROWS)
+
+
+def test_transforms_inside_a_replica_are_refused(over_replicas: OverReplicas) -> None:
+    x = torch.randn(4, 5, 3)
+
+    def call(*_: Any) -> torch.Tensor:
+        return torch.vmap(lambda x: F.batch_norm(x, None, None, training=True))(x)
+
+    with pytest.raises(RuntimeError, match=r"inside a torch.func transform that forward applies"):
+        over_replicas(call, ROWS)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("how", ["Tensor.backward", "autograd.backward", "autograd.grad", "of some inputs"])
+def test_a_backward_pass_inside_forward_runs_checkpoints_over_all_replicas(
+    over_replicas: OverReplicas, how: str, reentrant: bool
+) -> None:
+    """However it is asked for: a function mode is off while a torch function runs, backward passes among them."""
+    if reentrant and how in ("autograd.grad", "of some inputs"):
+        pytest.skip("torch refuses reentrant checkpoints there")
+    x = torch.randn(6, 3)
+
+    def gradient(x: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+        leaf = x.detach().clone().requires_grad_()
+        loss = checkpoint(norm, leaf, use_reentrant=reentrant).pow(3).sum()
+        if how == "autograd.grad":
+            return torch.autograd.grad([loss], [leaf])[0]
+        if how == "Tensor.backward":
+            loss.backward()
+        elif how == "autograd.backward":
+            torch.autograd.backward([loss.view(1)], [torch.ones(1)])
+        else:
+            loss.backward(inputs={"leaf": leaf})
+        assert leaf.grad is not None
+        return leaf.grad
+
+    whole = gradient(x, nn.BatchNorm1d(3))
+    torch.testing.assert_close(over_replicas(gradient, x), whole, rtol=1e-12, atol=1e-12)
+
+
+def test_mistakes_in_a_backward_pass_inside_forward_are_torchs_own_errors(over_replicas: OverReplicas) -> None:
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        over_replicas(lambda x, _: torch.ones(2).sum().backward(), ROWS)
+
+
+def test_the_graph_holds_no_more_than_torchs_own(over_replicas: OverReplicas) -> None:
+    """The input, and some numbers a channel."""
+
+    def saved_bytes(x: torch.Tensor, norm: nn.Module) -> int:
+        held: dict[int, int] = {}
+        parameters = {parameter.untyped_storage().data_ptr() for parameter in norm.parameters()}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                held[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = norm(x.detach().requires_grad_() * 1)
+        del output
+        return sum(held.values())
+
+    x = torch.randn(8, 3, 256)
+    of_torch = [saved_bytes(shard, nn.BatchNorm1d(3)) for shard in x.tensor_split(2)]
+    for mine, theirs in zip(over_replicas(saved_bytes, x), of_torch, strict=True):
+        assert mine <= theirs + 100
+
+
+# ---- ways of running replicas ---------------------------------------------------------------
+
+
+class OwnGather(DataParallel):
+    """An overridden verb: the plain composition runs."""
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        return super().gather(outputs, output_device)
+
+
+@contextlib.contextmanager
+def simulated_accelerators_with_one_graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make simulated devices count as accelerators whose graphs one call walks backward."""
+    with monkeypatch.context() as patch:
+        patch.setattr(devices, "computes_on_host", lambda device: device.type == "cpu")
+        patch.setattr(devices, "has_streams", lambda device: False)
+        patch.setattr(devices, "current_streams", lambda devices: [])
+        patch.setattr(devices, "using", lambda device, streams: contextlib.nullcontext())
+        patch.setattr(devices, "warn_if_unequal", lambda devices: None)
+        yield
+
+
+Wrap = Callable[[nn.Module, int], DataParallel]
+
+
+@pytest.fixture(
+    params=["composition", "composition, simulated", "accelerators", "threads, simulated", "threads", "processes"]
+)
+def wrap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wrap]:
+    """Wrap a copy of a module, synchronised, for a number of replicas; the first three ways share one graph."""
+    if request.param in ("threads", "processes"):
+        yield lambda module, n: DataParallel(
+            copy.deepcopy(module), ["cpu"] * n, engine=request.param, sync_batch_norm=True
+        )
+        return
+    cls = OwnGather if "composition" in request.param else DataParallel
+    if request.param == "composition":
+        yield lambda module, n: cls(copy.deepcopy(module), ["cpu"] * n, sync_batch_norm=True)
+        return
+    sim = request.getfixturevalue("sim")
+    one_graph = simulated_accelerators_with_one_graph(monkeypatch)
+    with one_graph if request.param == "accelerators" else contextlib.nullcontext():
+        yield lambda module, n: cls(
+            copy.deepcopy(module).to(sim[0]), [sim[i % len(sim)] for i in range(n)], sync_batch_norm=True
+        )
+
+
+def shares_no_graph(way: str) -> bool:
+    return way in ("threads, simulated", "threads", "processes")
+
+
+class Block(nn.Module):
+    """Batch norms of several kinds, side by side and one behind the other; one is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.long = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Tanh(), nn.Conv2d(3, 3, 1))
+        self.short = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3, affine=False, momentum=None))
+        self.twice, self.head = nn.BatchNorm2d(3), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.twice(torch.tanh(self.twice(self.short(x) + self.long(x))))
+        logits = self.head(hidden.mean((2, 3)))
+        return F.batch_norm(logits, None, None, training=True)
+
+
+def assert_like_plain(model: DataParallel, plain: nn.Module, x: torch.Tensor, tolerance: float = 1e-12) -> None:
+    """Compare output, gradients and buffers, also of a loss of gradients."""
+    results = []
+    for module in (plain, model):
+        x_here = x.clone().requires_grad_()
+
+        def run(module: nn.Module = module, x_here: torch.Tensor = x_here) -> torch.Tensor:
+            module.zero_grad()
+            output = module(x_here)
+            (gradient,) = torch.autograd.grad(output.pow(3).sum(), x_here, create_graph=True)
+            (output.cpu().sin().sum() + gradient.pow(2).sum() / 100).backward()
+            return output
+
+        output = in_time(run)
+        tensors = [output, x_here.grad, *(p.grad for p in module.parameters()), *module.buffers()]
+        results.append([tensor.detach().cpu() for tensor in tensors])
+    for mine, theirs in zip(*reversed(results), strict=True):
+        scale = max(1.0, theirs.abs().max().item())
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize(("num_replicas", "rows"), [(2, 7), (3, 3), (4, 6)])
+def test_one_graph(wrap: Wrap, num_replicas: int, rows: int) -> None:
+    """N3, N5: as the plain module, first and second derivatives, several steps."""
+    plain = Block()
+    model = wrap(plain, num_replicas)
+    for _ in range(2):
+        assert_like_plain(model, plain, torch.randn(rows, 2, 4, 4), 1e-11)
+    for module in (plain, model):
+        module.eval()
+    assert_like_plain(model, plain, torch.randn(rows, 2, 4, 4), 1e-11)
+
+
+def test_one_graph_where_rows_are_selected(wrap: Wrap) -> None:
+    """N5: forward leaves some replicas no rows."""
+
+    class Selects(nn.BatchNorm1d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x[x[:, 0] > 0])
+
+    plain = Selects(2)
+    model = wrap(plain, 3)
+    x = torch.arange(18.0).view(9, 2).sin() + torch.arange(9.0)[:, None]
+    for smallest in (-2.0, 4.0, 6.0):
+        assert_like_plain(model, plain, x - smallest)
+
+
+def test_one_graph_and_a_failure(wrap: Wrap) -> None:
+    """F1, N5: a replica that fails releases the others."""
+
+    class Fails(nn.BatchNorm1d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x[0, 0] > 0:
+                raise ValueError("as asked")
+            return super().forward(x)
+
+    plain = Fails(2)
+    model = wrap(plain, 3)
+    with pytest.raises(ValueError, match="as asked"):
+        in_time(lambda: model(torch.tensor([-1.0, -1.0, 1.0])[:, None].expand(3, 2)))
+    assert_like_plain(model, plain, -torch.rand(5, 2))
+
+
+class Checkpointed(nn.Module):
+    """Batch norms inside checkpoints; the second is used twice in one of them, and once more in the other."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.linear, self.norm, self.twice = nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2, momentum=None)
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = checkpoint(self.first, self.linear(x), use_reentrant=self.reentrant)
+        return checkpoint(self.second, hidden, use_reentrant=self.reentrant)
+
+    def first(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.twice(torch.tanh(self.norm(x) + 0.5 * x)))
+
+    def second(self, x: torch.Tensor) -> torch.Tensor:
+        return self.twice(torch.tanh(self.twice(x) + 0.5 * x))
+
+
+def assert_same_step(model: DataParallel, plain: nn.Module, x: torch.Tensor) -> None:
+    """Compare gradients and buffers after a forward and a backward."""
+    for module in (plain, model):
+        module.zero_grad()
+        in_time(lambda module=module: module(x.clone().requires_grad_()).pow(3).sum().backward())
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.cpu(), theirs.grad, rtol=1e-11, atol=1e-11)
+    for mine, theirs in zip(model.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_one_graph_and_checkpoints_inside(wrap: Wrap, reentrant: bool, request: pytest.FixtureRequest) -> None:
+    """N5, R13: right, or refused: what a checkpoint runs again, it runs while nobody is there to meet."""
+    way = request.node.callspec.params["wrap"]
+    plain = Checkpointed(reentrant)
+    model = wrap(plain, 3)
+    x = torch.randn(7, 2)
+    if shares_no_graph(way) or (way == "accelerators" and not reentrant):
+        for _ in range(2):
+            assert_same_step(model, plain, x)
+    else:
+        with pytest.raises(RuntimeError, match="inside an activation checkpoint: on accelerators"):
+            in_time(lambda: model(x))
+    model.module.load_state_dict(plain.state_dict())
+    with torch.no_grad():  # where nothing will be run again
+        expected = plain(x)
+        output = model(x)
+    torch.testing.assert_close(output.cpu(), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_accelerators_and_a_checkpoint_around_a_batch_norm_without_tensors(sim: Any, monkeypatch: Any) -> None:
+    """N5, R13: it could not be found again, so it is refused in forward."""
+
+    class Functional(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def run(x: torch.Tensor) -> torch.Tensor:
+                return F.batch_norm(x, None, None, training=True)
+
+            return checkpoint(run, super().forward(x), use_reentrant=False)
+
+    with simulated_accelerators_with_one_graph(monkeypatch):
+        model = DataParallel(Functional(2, 2).to(sim[0]), [0, 1], sync_batch_norm=True)
+        with pytest.raises(RuntimeError, match="the batch norm has to have a tensor of its own"):
+            in_time(lambda: model(torch.randn(4, 2)))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_one_graph_and_a_checkpoint_around_the_wrapper(wrap: Wrap, reentrant: bool) -> None:
+    """N5, R14"""
+    plain = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model = wrap(plain, 3)
+    x = torch.randn(7, 2)
+    for module in (plain, model):
+
+        def step(module: nn.Module = module) -> None:
+            checkpoint(module, x.clone().requires_grad_(), use_reentrant=reentrant).pow(3).sum().backward()
+
+        in_time(step)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.cpu(), theirs.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_one_graph_and_a_derivative_inside_forward(wrap: Wrap, request: pytest.FixtureRequest) -> None:
+    """N5: a replica knows its own part of the derivative only; refused, not computed wrongly."""
+
+    class Differentiates(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.requires_grad_()
+            return torch.autograd.grad(self.norm(x).pow(3).sum(), x, create_graph=True)[0]
+
+    if shares_no_graph(request.node.callspec.params["wrap"]):
+        x = torch.randn(6, 2)
+        output, expected = in_time(lambda: wrap(Differentiates(), 2)(x)), Differentiates()(x.clone())
+        torch.testing.assert_close(output.detach().cpu(), expected.detach(), rtol=1e-12, atol=1e-12)
+    else:
+        with pytest.raises(RuntimeError, match="was differentiated inside forward"):
+            in_time(lambda: wrap(Differentiates(), 2)(torch.randn(6, 2)))
+
+
+@pytest.mark.parametrize("how", ["subclass", "attribute"])
+def test_a_parallel_apply_of_ones_own_is_refused(how: str) -> None:
+    """A9, N5: it may run replicas one after the other, which would wait for ever."""
+
+    class OneByOne(DataParallel):
+        def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
+            return [replica(*args, **kw) for replica, args, kw in zip(replicas, inputs, kwargs, strict=True)]
+
+    if how == "subclass":
+        model: DataParallel = OneByOne(nn.BatchNorm1d(2), ["cpu"] * 2, sync_batch_norm=True)
+    else:
+        model = DataParallel(nn.BatchNorm1d(2), ["cpu"] * 2, sync_batch_norm=True)
+        model.parallel_apply = lambda replicas, inputs, kwargs: [r(*a) for r, a in zip(replicas, inputs, strict=True)]
+    with pytest.raises(RuntimeError, match="sync_batch_norm=True with a parallel_apply of your own"):
+        in_time(lambda: model(torch.randn(4, 2)))
+
+
+def test_a_replicate_of_ones_own(wrap: Wrap) -> None:
+    """A9, N5: replicas may be anything that can be called."""
+
+    class Functions(DataParallel):
+        def replicate(self, module: nn.Module, device_ids: Any) -> list[Any]:
+            return [lambda x, replica=replica: replica(x) for replica in super().replicate(module, device_ids)]
+
+    plain = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    model = Functions(copy.deepcopy(plain), ["cpu"] * 3, sync_batch_norm=True)
+    assert_like_plain(model, plain, torch.randn(8, 2), 1e-11)
+
+
+# ---- the option ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [None, 1, "yes"])
+def test_the_option_is_true_or_false(value: Any) -> None:
+    with pytest.raises(TypeError, match=rf"sync_batch_norm={value!r}: expected True or False"):
+        DataParallel(nn.BatchNorm1d(2), ["cpu"] * 2, sync_batch_norm=value)
+
+
+def test_the_option_survives_a_copy() -> None:
+    """A14"""
+    plain = nn.BatchNorm1d(2)
+    model = copy.deepcopy(DataParallel(copy.deepcopy(plain), ["cpu"] * 2, sync_batch_norm=True))
+    assert_like_plain(model, plain, torch.randn(5, 2), 1e-11)
