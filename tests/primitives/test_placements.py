@@ -3,51 +3,51 @@
 import pytest
 import torch
 
-from manyhands.primitives.placements import Layout, Only, Rows, Stack, Weighted, Whole
+from manyhands.primitives.placements import Placement, Replicate, Shard, Single, Stack, WeightedSum
 
 LAYOUTS = [
-    (Rows(0, (2, 0, 3)), (5, 4), [(2, 4), (0, 4), (3, 4)]),
-    (Rows(-1, (1, 2, 1)), (3, 4), [(3, 1), (3, 2), (3, 1)]),
+    (Shard(0, (2, 0, 3)), (5, 4), [(2, 4), (0, 4), (3, 4)]),
+    (Shard(-1, (1, 2, 1)), (3, 4), [(3, 1), (3, 2), (3, 1)]),
     (Stack(), (3,), [(), (), ()]),
-    (Whole(), (2, 2), [(2, 2)] * 3),
-    (Only(1), (4,), [None, (4,), None]),
-    (Weighted((0.5, 0.0, 2.0)), (3,), [(3,), None, (3,)]),
-    (Weighted((1, 1, 1)), (), [(), (), ()]),
+    (Replicate(), (2, 2), [(2, 2)] * 3),
+    (Single(1), (4,), [None, (4,), None]),
+    (WeightedSum((0.5, 0.0, 2.0)), (3,), [(3,), None, (3,)]),
+    (WeightedSum((1, 1, 1)), (), [(), (), ()]),
 ]
 
 
 @pytest.mark.parametrize(
-    ("layout", "shape", "part_shapes"), LAYOUTS, ids=lambda value: str(value).split(" object at")[0]
+    ("placement", "shape", "part_shapes"), LAYOUTS, ids=lambda value: str(value).split(" object at")[0]
 )
-def test_part_and_join_are_adjoint(layout: Layout, shape, part_shapes):
+def test_part_and_join_are_adjoint(placement: Placement, shape, part_shapes):
     """<join(parts), t> equals the sum of <part_i, part(t, i)>: that is why one layout serves forward and backward."""
     t = torch.randn(shape, dtype=torch.float64)
     parts = [None if s is None else torch.randn(s, dtype=torch.float64) for s in part_shapes]
-    of_t = [layout.part(t, i) for i in range(3)]
+    of_t = [placement.part(t, i) for i in range(3)]
     assert [None if p is None else tuple(p.shape) for p in of_t] == part_shapes
     right = sum((p * q).sum() for p, q in zip(parts, of_t, strict=True) if p is not None)
-    torch.testing.assert_close((layout.join(parts) * t).sum(), right, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close((placement.join(parts) * t).sum(), right, rtol=1e-14, atol=1e-14)
 
 
-@pytest.mark.parametrize("layout", [Rows(0, (2, 0, 3)), Rows(1, (4, 1)), Only(0)], ids=str)
-def test_join_undoes_part(layout):
+@pytest.mark.parametrize("placement", [Shard(0, (2, 0, 3)), Shard(1, (4, 1)), Single(0)], ids=str)
+def test_join_undoes_part(placement):
     t = torch.randn(5, 5)
-    count = len(layout.sizes) if isinstance(layout, Rows) else 2
-    assert torch.equal(layout.join([layout.part(t, i) for i in range(count)]), t)
+    count = len(placement.sizes) if isinstance(placement, Shard) else 2
+    assert torch.equal(placement.join([placement.part(t, i) for i in range(count)]), t)
 
 
 def test_a_weight_of_zero_keeps_nan_out():
     """The mean over a replica's tokens is NaN where it has none."""
-    joined = Weighted((1.0, 0.0)).join([torch.tensor(2.0), torch.tensor(float("nan"))])
+    joined = WeightedSum((1.0, 0.0)).join([torch.tensor(2.0), torch.tensor(float("nan"))])
     assert joined.item() == 2
 
 
 def test_a_weight_of_one_keeps_integers():
-    assert Weighted((1, 1)).join([torch.tensor(2), torch.tensor(3)]).dtype == torch.int64
+    assert WeightedSum((1, 1)).join([torch.tensor(2), torch.tensor(3)]).dtype == torch.int64
 
 
 def test_sums_are_in_replica_order():
     big, small = torch.tensor(1e8), torch.tensor(-1e8)
     one = torch.tensor(1.0)
-    assert Whole().join([big, small, one]).item() == 1
-    assert Whole().join([big, one, small]).item() == 0  # float32 cannot tell 1e8 + 1 from 1e8
+    assert Replicate().join([big, small, one]).item() == 1
+    assert Replicate().join([big, one, small]).item() == 0  # float32 cannot tell 1e8 + 1 from 1e8

@@ -8,7 +8,7 @@ import torch
 
 from helpers.in_time import WAIT_S, in_time
 from manyhands.runtime.thread_pool import run_together
-from manyhands.sync_batch_norm.exchange import Meeting, MeetingHere, Met, Visit
+from manyhands.sync_batch_norm.exchange import Exchange, LocalExchange, Request, Result
 
 CPU = torch.device("cpu")
 BOTH = frozenset({0, 1})
@@ -17,8 +17,8 @@ BOTH = frozenset({0, 1})
 class Visits:
     """Lets replicas visit one meeting, each in a thread of its own, each after a script."""
 
-    def __init__(self, *scripts: Callable[[Meeting, int], Any]) -> None:
-        self.meeting = MeetingHere(len(scripts))
+    def __init__(self, *scripts: Callable[[Exchange, int], Any]) -> None:
+        self.exchange = LocalExchange(len(scripts))
         self._scripts = scripts
 
     def __call__(self) -> list[Any]:
@@ -29,24 +29,24 @@ class Visits:
         return [outcome.error or outcome.value for outcome in outcomes]
 
     def _visit(self, index: int) -> Callable[[], Any]:
-        def visit() -> Any:
+        def wait_for() -> Any:
             failed = True
             try:
-                result = self._scripts[index](self.meeting, index)
+                result = self._scripts[index](self.exchange, index)
                 failed = False
                 return result
             finally:
-                self.meeting.leave(index, failed=failed)
+                self.exchange.withdraw(index, failed=failed)
 
-        return visit
+        return wait_for
 
 
-def meets(*names: str, places: dict[str, int] | None = None) -> Callable[[Meeting, int], list[dict[int, Any]]]:
+def meets(*names: str, places: dict[str, int] | None = None) -> Callable[[Exchange, int], list[dict[int, Any]]]:
     """A replica that exchanges its own number under these names, one after the other."""
     places = places or {}
 
-    def script(meeting: Meeting, index: int) -> list[dict[int, Any]]:
-        return [meeting.exchange(index, name, index, places.get(name, 0)).values for name in names]
+    def script(exchange: Exchange, index: int) -> list[dict[int, Any]]:
+        return [exchange.all_gather(index, name, index, places.get(name, 0)).values for name in names]
 
     return script
 
@@ -58,8 +58,8 @@ def test_everybody_gets_what_everybody_gave() -> None:
 
 
 def test_the_calls_under_one_name_meet_in_order() -> None:
-    def script(meeting: Meeting, index: int) -> list[Any]:
-        return [meeting.exchange(index, "a", (index, call)).values for call in range(3)]
+    def script(exchange: Exchange, index: int) -> list[Any]:
+        return [exchange.all_gather(index, "a", (index, call)).values for call in range(3)]
 
     assert Visits(script, script)() == [[{0: (0, call), 1: (1, call)} for call in range(3)]] * 2
 
@@ -69,16 +69,16 @@ def test_who_has_left_is_not_waited_for() -> None:
 
 
 def test_who_fails_is_not_waited_for() -> None:
-    def fails(meeting: Meeting, index: int) -> None:
-        meeting.exchange(index, "a", index)
+    def fails(exchange: Exchange, index: int) -> None:
+        exchange.all_gather(index, "a", index)
         raise ValueError("as asked")
 
     visits = Visits(meets("a", "b"), fails)
     waited, error = visits()
     assert waited == [{0: 0, 1: 1}, {0: 0}]
     assert isinstance(error, ValueError)
-    assert visits.meeting.failed
-    assert visits.meeting.is_over
+    assert visits.exchange.failed
+    assert visits.exchange.is_over
 
 
 def test_branches_meet_again_behind_themselves() -> None:
@@ -106,12 +106,12 @@ def test_an_answer_waits_for_those_who_asked() -> None:
     """Of three replicas, two answer to an exchange between two; the third is busy elsewhere."""
     together = threading.Barrier(3)
 
-    def answers(meeting: Meeting, index: int) -> dict[int, Any]:
-        values = meeting.answer(index, 7, frozenset({0, 2}), index).values
+    def answers(exchange: Exchange, index: int) -> dict[int, Any]:
+        values = exchange.answer(index, 7, frozenset({0, 2}), index).values
         together.wait(WAIT_S)
         return values
 
-    def is_busy(meeting: Meeting, index: int) -> None:
+    def is_busy(exchange: Exchange, index: int) -> None:
         together.wait(WAIT_S)
 
     assert Visits(answers, is_busy, answers)() == [{0: 0, 2: 2}, None, {0: 0, 2: 2}]
@@ -120,11 +120,11 @@ def test_an_answer_waits_for_those_who_asked() -> None:
 def test_answers_go_from_the_latest_to_the_earliest() -> None:
     """A replica that has nothing to answer to the later exchange keeps nobody waiting."""
 
-    def both(meeting: Meeting, index: int) -> list[dict[int, Any]]:
-        return [meeting.answer(index, number, BOTH, index).values for number in (4, 3)]
+    def both(exchange: Exchange, index: int) -> list[dict[int, Any]]:
+        return [exchange.answer(index, number, BOTH, index).values for number in (4, 3)]
 
-    def only_early(meeting: Meeting, index: int) -> list[dict[int, Any]]:
-        return [meeting.answer(index, 3, BOTH, index).values]
+    def only_early(exchange: Exchange, index: int) -> list[dict[int, Any]]:
+        return [exchange.answer(index, 3, BOTH, index).values]
 
     assert Visits(both, only_early)() == [[{0: 0}, {0: 0, 1: 1}], [{0: 0, 1: 1}]]
     assert Visits(only_early, both)() == [[{0: 0, 1: 1}], [{1: 1}, {0: 0, 1: 1}]]
@@ -133,11 +133,11 @@ def test_answers_go_from_the_latest_to_the_earliest() -> None:
 def test_an_answer_that_comes_too_late_is_an_error() -> None:
     """Not a part of a gradient that is lost without a word."""
 
-    def in_order(meeting: Meeting, index: int) -> list[dict[int, Any]]:
-        return [meeting.answer(index, number, BOTH, index).values for number in (4, 3)]
+    def in_order(exchange: Exchange, index: int) -> list[dict[int, Any]]:
+        return [exchange.answer(index, number, BOTH, index).values for number in (4, 3)]
 
-    def out_of_order(meeting: Meeting, index: int) -> list[dict[int, Any]]:
-        return [meeting.answer(index, number, BOTH, index).values for number in (3, 4)]
+    def out_of_order(exchange: Exchange, index: int) -> list[dict[int, Any]]:
+        return [exchange.answer(index, number, BOTH, index).values for number in (3, 4)]
 
     _, error = Visits(in_order, out_of_order)()
     assert isinstance(error, RuntimeError)
@@ -146,28 +146,28 @@ def test_an_answer_that_comes_too_late_is_an_error() -> None:
 
 def test_replicas_of_other_processes_are_taken_in_while_one_of_this_process_waits() -> None:
     """In one thread: nobody else would. They are told what the exchange came to before the one here goes on."""
-    told: list[tuple[int, Met | None]] = []
+    told: list[tuple[int, Result | None]] = []
 
-    def come(index: int) -> None:
-        visit = Visit("a", index, among=None, rank=(0, 0))
-        meeting.come(index, visit, lambda met: told.append((index, met)))
+    def submit(index: int) -> None:
+        wait_for = Request("a", index, among=None, rank=(0, 0))
+        exchange.submit(index, wait_for, lambda result: told.append((index, result)))
 
-    events = iter([lambda: come(2), lambda: come(1), lambda: meeting.leave(3, failed=True)])
+    events = iter([lambda: submit(2), lambda: submit(1), lambda: exchange.withdraw(3, failed=True)])
 
     def serve(enough: Callable[[], bool]) -> None:
         while not enough():
             next(events)()
 
-    meeting = MeetingHere(4, serve)
-    met = meeting.exchange(0, "a", 0)
-    assert met.values == {0: 0, 1: 1, 2: 2}
-    assert told == [(2, met), (1, met)]
-    assert meeting.failed
+    exchange = LocalExchange(4, serve)
+    result = exchange.all_gather(0, "a", 0)
+    assert result.values == {0: 0, 1: 1, 2: 2}
+    assert told == [(2, result), (1, result)]
+    assert exchange.failed
 
 
 def test_one_of_another_process_is_told_that_it_comes_too_late() -> None:
-    told: list[Met | None] = []
-    meeting = MeetingHere(2)
+    told: list[Result | None] = []
+    exchange = LocalExchange(2)
     for index, number in ((0, 4), (1, 3), (1, 4)):  # 4 goes on without 1, which waits elsewhere
-        meeting.come(index, Visit(number, index, BOTH, rank=(1, -number)), told.append)
-    assert [met and met.values for met in told] == [{0: 0}, None]
+        exchange.submit(index, Request(number, index, BOTH, rank=(1, -number)), told.append)
+    assert [result and result.values for result in told] == [{0: 0}, None]

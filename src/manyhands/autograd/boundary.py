@@ -6,8 +6,9 @@
                                                  ▼       │
     replica graphs:   leaves of replica i ──► replica i ──► outputs of replica i      one graph for each replica
 
-    (1) Each input is parted into one leaf a replica by its layout: tensors with rows by `Rows`, parameters by `Whole`.
-    (2) Each output is joined from the replicas' outputs, by its layout.
+    (1) Each input is parted into one leaf a replica by its placement: tensors with rows by `Shard`, parameters by
+        `Replicate`.
+    (2) Each output is joined from the replicas' outputs, by its placement.
     (3) Backward goes the other way with the roles exchanged: output gradients are parted as (2) joined, every replica
         graph is walked, and the leaves' gradients are joined as (1) parted: rows concatenated, whole tensors summed in
         replica order, so that runs repeat bit for bit.
@@ -34,7 +35,7 @@ from manyhands.autograd.broadcast import brought_home
 from manyhands.autograd.reducer import NOTHING_EARLY, sum_in_place, summed_early
 from manyhands.distributed.gradient_sync import Contribution, Sum
 from manyhands.primitives.parallel_apply import values_or_raise
-from manyhands.primitives.placements import Layout, Whole
+from manyhands.primitives.placements import Placement, Replicate
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.streams import follow_others
@@ -52,35 +53,35 @@ BackwardContext: TypeAlias = Callable[[], AbstractContextManager[Any]]
 
 
 class Edge(NamedTuple):
-    """One input or output of the boundary: its layout, its device, and what each replica has of it.
+    """One input or output of the boundary: its placement, its device, and what each replica has of it.
 
     For an input the replicas have leaves (None where it needs no gradient, or the replica has nothing of it), for an
     output they have results (None where a replica has none, or it does not count).
     """
 
-    layout: Layout
+    placement: Placement
     device: torch.device
     tensors: Sequence[torch.Tensor | None]
 
     def part(self, tensor: torch.Tensor, index: int, device: torch.device) -> torch.Tensor | None:
-        part = self.layout.part(tensor, index)
+        part = self.placement.part(tensor, index)
         return None if part is None else _devices.copy_to(part, device)
 
     def join(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        return self.layout.join(self._here(parts))
+        return self.placement.join(self._here(parts))
 
     def join_gradients(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """Return the gradient of an input from its leaves' gradients; None if no replica has one."""
         given = [part for part in parts if part is not None]
         if not given:
             return None
-        if isinstance(self.layout, Whole):
+        if isinstance(self.placement, Replicate):
             return sum_in_place([_devices.copy_to(part, self.device) for part in given])
-        return self.layout.join(self._here(self.with_every_part(parts)))
+        return self.placement.join(self._here(self.with_every_part(parts)))
 
     def with_every_part(self, parts: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """Return the leaves' gradients with zeros for rows that nothing depends on."""
-        if not self.layout.needs_every_part:
+        if not self.placement.needs_every_part:
             return parts
         pairs = zip(parts, self.tensors, strict=True)
         return [torch.zeros_like(leaf) if part is None and leaf is not None else part for part, leaf in pairs]
@@ -204,7 +205,7 @@ class Graphs:
         if over_processes is not None:
             return summed_early(leaves, emit, emitted)
         if self._walked_one_by_one():
-            return summed_early([edge.tensors for edge in self.inputs if isinstance(edge.layout, Whole)])
+            return summed_early([edge.tensors for edge in self.inputs if isinstance(edge.placement, Replicate)])
         return nullcontext()
 
     def let_outputs_stream_wait(self) -> None:
@@ -229,7 +230,7 @@ class Graphs:
                 continue
             parts = [edge.part(grad.detach(), i, self.timings[i].device) for i in replicas]
             parts = [None if p is None else p.detach().requires_grad_(grad.requires_grad) for p in parts]
-            incoming.append(Edge(edge.layout, grad.device, parts if grad.requires_grad else [None] * len(parts)))
+            incoming.append(Edge(edge.placement, grad.device, parts if grad.requires_grad else [None] * len(parts)))
             for i, (end, part) in enumerate(zip(edge.tensors, parts, strict=True)):
                 if end is not None and end.requires_grad and part is not None:
                     ends[i].append(end)
@@ -377,7 +378,9 @@ def _differentiable_backward(graphs: Graphs, grads: Sequence[torch.Tensor | None
     graphs.keep = True
     higher, parts = graphs.differentiable_walk(grads)
     gradients = [
-        Edge(edge.layout, edge.device, edge.with_every_part(of_edge)) if any(p is not None for p in of_edge) else None
+        Edge(edge.placement, edge.device, edge.with_every_part(of_edge))
+        if any(p is not None for p in of_edge)
+        else None
         for edge, of_edge in zip(graphs.inputs, parts, strict=True)
     ]
     higher.outputs = [edge for edge in gradients if edge is not None]

@@ -16,8 +16,8 @@ from manyhands.distributed.gradient_sync import Contribution
 from manyhands.primitives.dims import OutputRules
 from manyhands.primitives.inputs import Arguments
 from manyhands.runtime.thread_pool import ReplicaTiming
-from manyhands.sync_batch_norm.across_processes import BeyondThisProcess
-from manyhands.sync_batch_norm.exchange import Beyond
+from manyhands.sync_batch_norm.across_processes import CrossProcessAllGather
+from manyhands.sync_batch_norm.exchange import CrossProcess
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ def called(module: nn.Module, method: str | None) -> Callable[..., Any]:
     return module if method is None else getattr(module, method)
 
 
-def beyond_this_process(call: Call) -> Beyond | None:
+def cross_process_all_gather(call: Call) -> CrossProcess | None:
     """Return what takes batch norm's exchanges among the call's replicas to other processes; None if they stay here."""
     contribution = call.contribution
     if contribution is None or not call.sync_batch_norm:
         return None
-    return BeyondThisProcess(contribution.reduction.cluster, call.source, contribution.weight_of_loss)
+    return CrossProcessAllGather(contribution.reduction.cluster, call.source, contribution.weight_of_loss)
 
 
 class Engine(abc.ABC):

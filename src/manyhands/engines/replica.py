@@ -16,7 +16,7 @@ from manyhands.autograd.broadcast import copies_of
 from manyhands.engines.base import Call
 from manyhands.primitives.batch_types import batch_type_of
 from manyhands.primitives.outputs import Group
-from manyhands.primitives.placements import Layout, Whole
+from manyhands.primitives.placements import Placement, Replicate
 from manyhands.primitives.references import INERT
 from manyhands.primitives.replicate import Blueprint
 from manyhands.runtime import devices as _devices
@@ -40,12 +40,12 @@ class Inputs:
         self.edges: list[Edge] = []
         self.parts_elsewhere: set[int] = set()
 
-        def place(tensor: torch.Tensor, layout: Layout) -> list[torch.Tensor | None]:
-            parts = [layout.part(tensor.detach(), i) for i in range(len(call.devices))]
+        def place(tensor: torch.Tensor, placement: Placement) -> list[torch.Tensor | None]:
+            parts = [placement.part(tensor.detach(), i) for i in range(len(call.devices))]
             if tracked and tensor.requires_grad:
                 parts = [part if part is None else part.detach().requires_grad_() for part in parts]
                 self.live.append(tensor)
-                self.edges.append(Edge(layout, tensor.device, parts))
+                self.edges.append(Edge(placement, tensor.device, parts))
             # A copy even on the same device, so that a module that writes into its input writes into its own; and
             # made in the replica's graph, because writing into a leaf is forbidden.
             numbered = enumerate(zip(parts, call.devices, strict=True))
@@ -160,7 +160,7 @@ def carries_objects(call: Call) -> bool:
 def parameter_edges(live: Sequence[torch.Tensor], leaves: Sequence[Sequence[torch.Tensor]]) -> Iterator[Edge]:
     """Yield the boundary's edges of parameters: `leaves[i][k]` is replica i's leaf for live tensor k."""
     for tensor, of_edge in zip(live, zip(*leaves, strict=True), strict=True):
-        yield Edge(Whole(), tensor.device, of_edge)
+        yield Edge(Replicate(), tensor.device, of_edge)
 
 
 def pass_on_gradients(graphs: Graphs, live: Sequence[torch.Tensor]) -> None:

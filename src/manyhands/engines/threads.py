@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from manyhands.autograd.boundary import Alias, BackwardContext, Boundary, Edge, Graphs
-from manyhands.engines.base import Call, Engine, beyond_this_process, called
+from manyhands.engines.base import Call, Engine, called, cross_process_all_gather
 from manyhands.engines.compile_lock import Turns
 from manyhands.engines.replica import (
     Inputs,
@@ -40,13 +40,13 @@ from manyhands.engines.replica import (
 from manyhands.primitives import pytree
 from manyhands.primitives.outputs import Outputs
 from manyhands.primitives.parallel_apply import values_or_raise
-from manyhands.primitives.placements import Whole
+from manyhands.primitives.placements import Replicate
 from manyhands.primitives.replicate import Blueprint, check_device, collector_paused, unchanged_on_failure
 from manyhands.runtime import devices as _devices
 from manyhands.runtime.rng import own_streams
 from manyhands.runtime.streams import Copies
 from manyhands.runtime.thread_pool import PassContext, ReplicaTiming, inside_replica, one_pass, run_together
-from manyhands.sync_batch_norm.exchange import MeetingHere
+from manyhands.sync_batch_norm.exchange import LocalExchange
 from manyhands.sync_batch_norm.function_mode import BatchNormOverReplicas, Walk
 
 _MOST_STRUCTURES = 64
@@ -108,7 +108,7 @@ class ThreadsEngine(Engine):
             tasks = [task(i) for i in range(len(call.devices))]  # step 4
             outputs = values_or_raise(run_together(tasks, call.devices, surroundings), where)
             matched = Outputs(outputs, call.rules, call.sizes)  # step 5
-            edges = [Edge(group.layout, call.output_device, group.tensors) for group in matched.groups]
+            edges = [Edge(group.placement, call.output_device, group.tensors) for group in matched.groups]
             if structure is None:
                 joined: Sequence[torch.Tensor] = [edge.join(edge.tensors) for edge in edges]
             else:
@@ -124,7 +124,7 @@ class ThreadsEngine(Engine):
                     inputs=[
                         *inputs.edges,
                         *parameter_edges(live_parameters, [stamp.leaves for stamp in stamps]),
-                        *(Edge(Whole(), leaf.device, [leaf] * len(stamps)) for leaf in outside),
+                        *(Edge(Replicate(), leaf.device, [leaf] * len(stamps)) for leaf in outside),
                     ],
                     outputs=edges,
                     shared_leaves=bool(outside),
@@ -162,14 +162,16 @@ def _batch_norm_over_replicas(call: Call, stamps: Sequence[Stamp]) -> tuple[list
     Raises:
         RuntimeError: replicas would have to wait for other processes where nothing may wait.
     """
-    beyond = beyond_this_process(call)
-    if len(stamps) == 1 and beyond is None:
+    cross_process = cross_process_all_gather(call)
+    if len(stamps) == 1 and cross_process is None:
         return [], nullcontext
     on_host = all(map(_devices.computes_on_host, call.devices))
-    if beyond is not None and len(stamps) > 1 and not on_host:
+    if cross_process is not None and len(stamps) > 1 and not on_host:
         raise RuntimeError(_TOO_MANY_ACCELERATORS)
     walk = Walk.APART if on_host or len(stamps) == 1 else Walk.TOGETHER
-    batch_norm = BatchNormOverReplicas([stamp.replica for stamp in stamps], walk, partial(MeetingHere, beyond=beyond))
+    batch_norm = BatchNormOverReplicas(
+        [stamp.replica for stamp in stamps], walk, partial(LocalExchange, cross_process=cross_process)
+    )
     if on_host:
         return [batch_norm.one_pass], nullcontext
     return [batch_norm.one_pass], batch_norm.repeating if walk is Walk.TOGETHER else batch_norm.only_replica

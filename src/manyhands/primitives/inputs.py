@@ -9,11 +9,11 @@ import torch
 from manyhands.primitives import pytree
 from manyhands.primitives.batch_types import batch_type_of
 from manyhands.primitives.dims import spread_inputs
-from manyhands.primitives.placements import Layout, Only, Rows, Whole
+from manyhands.primitives.placements import Placement, Replicate, Shard, Single
 from manyhands.runtime import devices as _devices
 
 # From a tensor and how it is parted to what each replica gets for it.
-Place = Callable[[torch.Tensor, Layout], Sequence[Any]]
+Place = Callable[[torch.Tensor, Placement], Sequence[Any]]
 
 
 class Arguments:
@@ -115,7 +115,7 @@ class Arguments:
     def _parts(self, leaf: Any, axis: int | None, sizes: Sequence[int], place: Place) -> Sequence[Any]:
         """Return what each replica gets for a leaf."""
         if isinstance(leaf, torch.Tensor):
-            return place(leaf, Rows(axis, tuple(sizes)) if axis is not None and leaf.dim() else Whole())
+            return place(leaf, Shard(axis, tuple(sizes)) if axis is not None and leaf.dim() else Replicate())
         batch_type = batch_type_of(leaf)
         if batch_type is None:
             return [leaf] * len(sizes)
@@ -141,7 +141,7 @@ def _placed(shard: Any, index: int, place: Place) -> Any:
     """Return a shard of a registered batch type with its tensors placed at the replica that alone has them."""
 
     def place_one(tensor: torch.Tensor) -> Any:
-        return place(tensor, Only(index))[index]
+        return place(tensor, Single(index))[index]
 
     batch_type = batch_type_of(shard)
     if batch_type is None:  # a scatter may return containers of tensors, or a tensor
@@ -158,8 +158,8 @@ def scattered(
     They are copies even where the device is the same, so that a module that writes into its input writes into its own.
     """
 
-    def place(tensor: torch.Tensor, layout: Layout) -> list[Any]:
-        parts = [layout.part(tensor, i) for i in range(len(devices))]
+    def place(tensor: torch.Tensor, placement: Placement) -> list[Any]:
+        parts = [placement.part(tensor, i) for i in range(len(devices))]
         return [p if p is None else _devices.copied_to(p, device) for p, device in zip(parts, devices, strict=True)]
 
     return arguments.deal(sizes, place)

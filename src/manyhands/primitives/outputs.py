@@ -9,7 +9,7 @@ import torch
 from manyhands.primitives import pytree
 from manyhands.primitives.batch_types import batch_type_of
 from manyhands.primitives.dims import OutputRules, spread
-from manyhands.primitives.placements import Layout, Only, Rows, Stack, Weighted
+from manyhands.primitives.placements import Placement, Shard, Single, Stack, WeightedSum
 from manyhands.runtime import devices as _devices
 from manyhands.runtime.errors import warn_once
 
@@ -22,7 +22,7 @@ class Group:
     """
 
     tensors: tuple[torch.Tensor | None, ...]
-    layout: Layout
+    placement: Placement
 
 
 class Outputs:
@@ -77,10 +77,10 @@ class Outputs:
         first = given[0]
         if axis is None:
             _check_agree(path, given)
-            return Group((first, *[None] * (len(given) - 1)), Only(0))
+            return Group((first, *[None] * (len(given) - 1)), Single(0))
         if first.dim() == 0:
             if rule != "stack":
-                return Group(given, Weighted(self._weights(path, rule, len(given))))
+                return Group(given, WeightedSum(self._weights(path, rule, len(given))))
             warn_once(
                 "gathering 0-dim outputs, such as a loss: they become a vector with one entry a replica. Take its mean "
                 'or sum before backward(), or have it done exactly: DataParallel(..., scalars="mean").'
@@ -98,7 +98,7 @@ class Outputs:
                 "give total_length=. If the rows are on another axis, say so: DataParallel(..., out_dims=...)."
             )
             raise error
-        return Group(given, Rows(axis, tuple(tensor.size(axis) for tensor in given)))
+        return Group(given, Shard(axis, tuple(tensor.size(axis) for tensor in given)))
 
     def _batches(self, path: str, given: tuple[Any, ...], num_counting: int) -> Callable[[Sequence[Any]], Any]:
         """Join batches of a registered class: their tensors come out one by one, then their own rule joins them.
@@ -113,7 +113,7 @@ class Outputs:
         for index, value in enumerate(given[:num_counting]):
             tensors, rebuild = batch_type.parts(value)
             alone = [tuple(t if i == index else None for i in range(len(given))) for t in tensors]
-            makers.append((rebuild, [self._joined(Group(each, Only(index))) for each in alone]))
+            makers.append((rebuild, [self._joined(Group(each, Single(index))) for each in alone]))
 
         def gathered(joined: Sequence[Any]) -> Any:
             return batch_type.gather([rebuild([make(joined) for make in parts]) for rebuild, parts in makers])
@@ -164,7 +164,7 @@ def gathered(
     """Join the replicas' outputs on `device` by the caller's rules; `sizes` are the replicas' rows. Differentiable."""
     matched = Outputs(outputs, rules, sizes)
     here = [[t if t is None else _devices.copy_to(t, device) for t in group.tensors] for group in matched.groups]
-    joined = [group.layout.join(tensors) for group, tensors in zip(matched.groups, here, strict=True)]
+    joined = [group.placement.join(tensors) for group, tensors in zip(matched.groups, here, strict=True)]
     return matched.put_together(joined)
 
 

@@ -1,8 +1,8 @@
 """Layouts: how one tensor of the caller's and the replicas' tensors belong together.
 
-A layout has two halves, `part` (from the one to the replicas) and `join` (from the replicas to the one), which are each
-other's adjoint: the gradient of a part is joined by the same layout, and the gradient of a join is parted by it. So
-one layout serves inputs and outputs, forward and backward, and derivatives of any order.
+A placement has two halves, `part` (from the one to the replicas) and `join` (from the replicas to the one), which are each
+other's adjoint: the gradient of a part is joined by the same placement, and the gradient of a join is parted by it. So
+one placement serves inputs and outputs, forward and backward, and derivatives of any order.
 
     Rows        each replica has some rows of it
     Stack       each replica has one entry of a vector
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 
-class Layout(abc.ABC):
+class Placement(abc.ABC):
     """How one tensor and the replicas' tensors belong together.
 
     Attributes:
@@ -37,7 +37,7 @@ class Layout(abc.ABC):
 
 
 @dataclass(frozen=True)
-class Rows(Layout):
+class Shard(Placement):
     """A tensor of which replica i has `sizes[i]` rows along `dim`, in order."""
 
     dim: int
@@ -54,7 +54,7 @@ class Rows(Layout):
         return torch.cat(_given(parts), self.dim)
 
 
-class Stack(Layout):
+class Stack(Placement):
     """A vector with one entry a replica, made of 0-dim tensors."""
 
     needs_every_part = True
@@ -66,7 +66,7 @@ class Stack(Layout):
         return torch.stack(_given(parts))
 
 
-class Whole(Layout):
+class Replicate(Placement):
     """A tensor of which every replica has all; its gradient is the sum of theirs."""
 
     def part(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
@@ -77,7 +77,7 @@ class Whole(Layout):
 
 
 @dataclass(frozen=True)
-class Only(Layout):
+class Single(Placement):
     """A tensor that replica `index` alone has, or that counts from there because the replicas agree on it."""
 
     index: int
@@ -92,7 +92,7 @@ class Only(Layout):
 
 
 @dataclass(frozen=True)
-class Weighted(Layout):
+class WeightedSum(Placement):
     """A weighted sum over the replicas.
 
     A replica whose weight is 0 takes no part, forward and backward: its mean over nothing is NaN.

@@ -32,7 +32,7 @@ _UNEQUAL = (
 _DOING = "a batch norm over all processes"
 
 
-class BeyondThisProcess:
+class CrossProcessAllGather:
     """Exchanges what one pass over the replicas of this process comes to with the other processes.
 
     Args:

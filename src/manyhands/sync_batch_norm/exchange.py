@@ -1,7 +1,7 @@
 """Meetings: replicas that run at the same time exchange values.
 
-Who waits for whom, and who is released when, is decided in one place, `MeetingHere`. Its replicas run in threads of
-this process, or in other processes, whose messages bring what they come with; `Meeting` is what a replica sees of it,
+Who waits for whom, and who is released when, is decided in one place, `LocalExchange`. Its replicas run in threads of
+this process, or in other processes, whose messages bring what they come with; `Exchange` is what a replica sees of it,
 wherever it runs.
 
 Guarantees
@@ -31,7 +31,7 @@ _TOO_LATE = (
 
 
 @dataclass(frozen=True)
-class Met:
+class Result:
     """What an exchange came to.
 
     Attributes:
@@ -47,10 +47,10 @@ class Met:
 
 
 # From the name of an exchange and what this process's replicas gave to what each process has, by rank.
-Beyond: TypeAlias = Callable[[Hashable, dict[int, Any]], dict[int, Any]]
+CrossProcess: TypeAlias = Callable[[Hashable, dict[int, Any]], dict[int, Any]]
 
 
-class Visit(NamedTuple):
+class Request(NamedTuple):
     """What a replica comes to a meeting with.
 
     Attributes:
@@ -67,7 +67,7 @@ class Visit(NamedTuple):
     rank: tuple[int, float]
 
 
-class Meeting(abc.ABC):
+class Exchange(abc.ABC):
     """Where replicas exchange values while they run.
 
     Attributes:
@@ -78,7 +78,7 @@ class Meeting(abc.ABC):
     failed = False
     is_over = False
 
-    def exchange(self, index: int, name: str, value: Any, place: float = math.inf) -> Met:
+    def all_gather(self, index: int, name: str, value: Any, place: float = math.inf) -> Result:
         """Give replica `index`'s value under a name; wait for the others' and return them all.
 
         A name may be used again and again: the n-th call of one replica meets the n-th of each other.
@@ -88,46 +88,46 @@ class Meeting(abc.ABC):
             place: that of the name in the order in which replicas are likely to come to the names. It decides who
                 goes on first where all wait, each elsewhere.
         """
-        met = self.visit(index, Visit(name, value, among=None, rank=(0, place)))
-        assert met is not None
-        return met
+        result = self.wait_for(index, Request(name, value, among=None, rank=(0, place)))
+        assert result is not None
+        return result
 
-    def answer(self, index: int, number: int, among: frozenset[int], value: Any) -> Met:
+    def answer(self, index: int, number: int, among: frozenset[int], value: Any) -> Result:
         """Exchange values again among replicas that took part in exchange `number`, of this meeting or of another.
 
         Raises:
             RuntimeError: the others could not wait for this replica, and have gone on without it.
         """
         # Backward comes to what was exchanged in forward in reverse: to the latest first.
-        met = self.visit(index, Visit(number, value, among, rank=(1, -number)))
-        if met is None:
+        result = self.wait_for(index, Request(number, value, among, rank=(1, -number)))
+        if result is None:
             raise RuntimeError(_TOO_LATE)
-        return met
+        return result
 
     @abc.abstractmethod
-    def visit(self, index: int, visit: Visit) -> Met | None:
+    def wait_for(self, index: int, request: Request) -> Result | None:
         """Wait for the others; return what the exchange came to, None if they could not wait for an answer."""
 
     @abc.abstractmethod
-    def leave(self, index: int, *, failed: bool) -> None:
+    def withdraw(self, index: int, *, failed: bool) -> None:
         """Be waited for no longer."""
 
 
 @dataclass
-class _Table:
+class _Pending:
     """Where replicas wait until all of `among` that can still come have come: what they gave, and whom to tell."""
 
     among: frozenset[int]
     rank: tuple[int, float]
     values: dict[int, Any] = field(default_factory=dict)
-    tell: list[Callable[[Met], None]] = field(default_factory=list)
+    tell: list[Callable[[Result], None]] = field(default_factory=list)
 
 
-class MeetingHere(Meeting):
+class LocalExchange(Exchange):
     """A meeting of the replicas 0 to `num_replicas` - 1 that is held in this process.
 
     Attributes:
-        error: what `beyond` has raised. After that nobody else is told anything: whoever waits elsewhere waits in vain.
+        error: what `cross_process` has raised. After that no other replica gets a result.
 
     Args:
         num_replicas: how many meet.
@@ -141,79 +141,81 @@ class MeetingHere(Meeting):
         self,
         num_replicas: int,
         serve: Callable[[Callable[[], bool]], None] | None = None,
-        beyond: Beyond | None = None,
+        cross_process: CrossProcess | None = None,
     ) -> None:
         self._serve = serve
-        self._beyond = beyond
+        self._cross_process = cross_process
         self.error: BaseException | None = None
         self._condition = threading.Condition()
         self._all = frozenset(range(num_replicas))
         self._present = set(self._all)
-        self._tables: dict[tuple[Hashable, int], _Table] = {}
+        self._pending: dict[tuple[Hashable, int], _Pending] = {}
         self._answered_without_all: set[tuple[Hashable, int]] = set()
         self._num_calls: Counter[Hashable] = Counter()  # of each replica, and of each replica under each name
 
-    def visit(self, index: int, visit: Visit) -> Met | None:
-        mets: list[Met | None] = []
+    def wait_for(self, index: int, request: Request) -> Result | None:
+        results: list[Result | None] = []
         with self._condition:
-            self.come(index, visit, mets.append)
-            while not mets:
+            self.submit(index, request, results.append)
+            while not results:
                 if self.error is not None:
                     raise self.error
                 if self._serve is not None:
-                    self._serve(lambda: bool(mets))
+                    self._serve(lambda: bool(results))
                 else:
                     self._condition.wait(_WAKE_S)
-        return mets[0]
+        return results[0]
 
-    def come(self, index: int, visit: Visit, tell: Callable[[Met | None], None]) -> None:
-        """Give what a replica comes with; `tell` is called with what `visit` would return, now or when it is known."""
+    def submit(self, index: int, request: Request, tell: Callable[[Result | None], None]) -> None:
+        """Submit a replica's request; `tell` is called with its result, now or as soon as it is known."""
         with self._condition:
-            self._num_calls.update([index, (index, visit.name)])
-            key = (visit.name, self._num_calls[index, visit.name])
+            self._num_calls.update([index, (index, request.name)])
+            key = (request.name, self._num_calls[index, request.name])
             if key in self._answered_without_all:
                 tell(None)
                 return
-            table = self._tables.setdefault(key, _Table(visit.among or self._all, visit.rank))
-            table.values[index] = visit.value
-            table.tell.append(tell)
-            self._close_tables()
+            pending = self._pending.setdefault(key, _Pending(request.among or self._all, request.rank))
+            pending.values[index] = request.value
+            pending.tell.append(tell)
+            self._complete_pending()
 
-    def leave(self, index: int, *, failed: bool) -> None:
+    def withdraw(self, index: int, *, failed: bool) -> None:
         with self._condition:
             self.failed |= failed
             self._present.discard(index)
             self.is_over = not self._present
-            self._close_tables()
+            self._complete_pending()
 
-    def _close_tables(self) -> None:
+    def _complete_pending(self) -> None:
         """Let everybody go on who need not wait any more."""
-        while self._tables:
-            full = [key for key, table in self._tables.items() if self._present & table.among <= table.values.keys()]
+        while self._pending:
+            full = [
+                key for key, pending in self._pending.items() if self._present & pending.among <= pending.values.keys()
+            ]
             if not full:
-                waiting = {index for table in self._tables.values() for index in table.values}
+                waiting = {index for pending in self._pending.values() for index in pending.values}
                 if self._present - waiting:
                     return
-                full = [min(self._tables, key=self._rank)]
+                full = [min(self._pending, key=self._rank)]
                 self._answered_without_all.update(key for key in full if not isinstance(key[0], str))
             for key in full:
-                table = self._tables.pop(key)
-                values = dict(sorted(table.values.items()))
-                if self._beyond is not None:
+                pending = self._pending.pop(key)
+                values = dict(sorted(pending.values.items()))
+                if self._cross_process is not None:
                     try:
-                        values = self._beyond(key[0], values)
+                        values = self._cross_process(key[0], values)
                     except BaseException as error:
                         self.error = error
                         self._condition.notify_all()
                         raise
-                met = Met(values, next(_numbers), frozenset(table.values))
-                for tell in table.tell:
-                    tell(met)
+                result = Result(values, next(_numbers), frozenset(pending.values))
+                for tell in pending.tell:
+                    tell(result)
             self._condition.notify_all()
 
     def _rank(self, key: tuple[Hashable, int]) -> tuple[tuple[int, float], int, int]:
-        table = self._tables[key]
-        return table.rank, *min((self._num_calls[index], index) for index in table.values)
+        pending = self._pending[key]
+        return pending.rank, *min((self._num_calls[index], index) for index in pending.values)
 
 
 _numbers = itertools.count()

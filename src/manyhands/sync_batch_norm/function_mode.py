@@ -49,7 +49,7 @@ from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.errors import say_once
 from manyhands.runtime.thread_pool import inside_replica
-from manyhands.sync_batch_norm.exchange import Meeting, MeetingHere, Met
+from manyhands.sync_batch_norm.exchange import Exchange, LocalExchange, Result
 from manyhands.sync_batch_norm.statistics import OfGradient, Statistics
 
 _CANNOT_MEET = (
@@ -119,17 +119,17 @@ class BatchNormOverReplicas:
     Args:
         replicas: the replicas of one forward; None for each that runs in another process.
         walk: how their graphs will be walked backward.
-        new_meeting: makes the meeting of so many replicas for one pass, in this process's view.
+        new_exchange: makes the meeting of so many replicas for one pass, in this process's view.
     """
 
     def __init__(
         self,
         replicas: Sequence[Callable[..., Any] | None],
         walk: Walk,
-        new_meeting: Callable[[int], Meeting] = MeetingHere,
+        new_exchange: Callable[[int], Exchange] = LocalExchange,
     ) -> None:
         self.walk = walk
-        self._new_meeting = new_meeting
+        self._new_exchange = new_exchange
         self.identity = object()  # what the graphs know this by; if they held this, they would hold the replicas
         self.num_replicas = len(replicas)
         self._replicas = replicas
@@ -143,13 +143,13 @@ class BatchNormOverReplicas:
 
     def begin(self) -> Callable[[int], AbstractContextManager[None]]:
         """Begin a pass over all replicas, forward or (`Walk.APART`) backward; return what surrounds replica i in it."""
-        meeting = self._new_meeting(self.num_replicas) if not inside_replica() else None
+        exchange = self._new_exchange(self.num_replicas) if not inside_replica() else None
         tracked = torch.is_grad_enabled()
-        return lambda index: self._taking_part(meeting, index, tracked)
+        return lambda index: self._taking_part(exchange, index, tracked)
 
     @contextlib.contextmanager
-    def _taking_part(self, meeting: Meeting | None, index: int, tracked: bool) -> Iterator[None]:
-        seat = _Seat(self, meeting, index, tracked) if meeting is not None else None
+    def _taking_part(self, exchange: Exchange | None, index: int, tracked: bool) -> Iterator[None]:
+        seat = _Seat(self, exchange, index, tracked) if exchange is not None else None
         before = _current_seat()
         _thread.seat = seat
         failed = True
@@ -159,8 +159,8 @@ class BatchNormOverReplicas:
             failed = False
         finally:
             _thread.seat = before
-            if meeting is not None:
-                meeting.leave(index, failed=failed)
+            if exchange is not None:
+                exchange.withdraw(index, failed=failed)
 
     @contextlib.contextmanager
     def only_replica(self) -> Iterator[None]:
@@ -231,9 +231,9 @@ def inside_synchronised_replica() -> bool:
 class _Seat:
     """One replica's place in one pass; `tracked` says whether there can be a backward pass after it."""
 
-    def __init__(self, over: BatchNormOverReplicas, meeting: Meeting, index: int, tracked: bool) -> None:
+    def __init__(self, over: BatchNormOverReplicas, exchange: Exchange, index: int, tracked: bool) -> None:
         self.over = over
-        self.meeting = meeting
+        self.exchange = exchange
         self.index = index
         self._tracked = tracked
         self._num_checkpoints_around = _num_checkpoints()
@@ -244,10 +244,10 @@ class _Seat:
         Where these have no history: also what links them to x.
         """
         if self.over.walk is Walk.APART:
-            met = self._exchange(Part(Statistics.of(x), x.size(0)), x, tensors)
-            link = _Link(self.over.identity, met.number, met.among)
-            whole = put_together(met.values, x.device)
-            return met.values, whole, lambda grad: _SumOverReplicas.apply(grad, link)  # type: ignore[no-untyped-call]
+            result = self._exchange(Part(Statistics.of(x), x.size(0)), x, tensors)
+            link = _Link(self.over.identity, result.number, result.among)
+            whole = put_together(result.values, x.device)
+            return result.values, whole, lambda grad: _SumOverReplicas.apply(grad, link)  # type: ignore[no-untyped-call]
 
         repeated = self._tracked and _num_checkpoints() > self._num_checkpoints_around
         if repeated and (
@@ -256,27 +256,27 @@ class _Seat:
             or self.over.owner_of(tensors) != self.index
         ):
             raise RuntimeError(_CHECKPOINT)
-        meeting = self.meeting
+        exchange = self.exchange
 
         def known_when_all_are_done(grad: torch.Tensor) -> torch.Tensor:
-            if not meeting.is_over:
+            if not exchange.is_over:
                 raise RuntimeError(_INSIDE_FORWARD)
             return grad
 
-        met = self._exchange(Part(Statistics.of(x).with_history(x, known_when_all_are_done), x.size(0)), x, tensors)
+        result = self._exchange(Part(Statistics.of(x).with_history(x, known_when_all_are_done), x.size(0)), x, tensors)
         if repeated:
-            self.over.note(self.index, self._name(x, tensors)[0], met.values)
-        return met.values, put_together(met.values, x.device), None
+            self.over.note(self.index, self._name(x, tensors)[0], result.values)
+        return result.values, put_together(result.values, x.device), None
 
-    def _exchange(self, part: Part, x: torch.Tensor, tensors: Tensors) -> Met:
+    def _exchange(self, part: Part, x: torch.Tensor, tensors: Tensors) -> Result:
         name, place = self._name(x, tensors)
-        met = self.meeting.exchange(self.index, name, part, place)
-        if len(met.among) < self.over.num_replicas and not self.meeting.failed:
+        result = self.exchange.all_gather(self.index, name, part, place)
+        if len(result.among) < self.over.num_replicas and not self.exchange.failed:
             say_once(
                 f"the batch norm of {name} saw the rows of some replicas only: the others did not call it, because "
                 "their rows led them into another branch of forward."
             )
-        return met
+        return result
 
     def _name(self, x: torch.Tensor, tensors: Tensors) -> tuple[str, float]:
         return self.over.name_of(self.index, tensors) or (f"{x.size(1)} channels", math.inf)
@@ -349,9 +349,9 @@ class _SumOverReplicas(torch.autograd.Function):
         if seat is None or seat.over.identity is not link.identity:
             raise RuntimeError(_CANNOT_MEET)
         gradients = Gradients(tensor.detach(), link.weighted)
-        met = seat.meeting.answer(seat.index, link.number, link.replicas, gradients)
-        ctx.link = _Link(link.identity, met.number, met.among, not link.weighted)
-        return sum_of(met.values, tensor.device)
+        result = seat.exchange.answer(seat.index, link.number, link.replicas, gradients)
+        ctx.link = _Link(link.identity, result.number, result.among, not link.weighted)
+        return sum_of(result.values, tensor.device)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -406,7 +406,7 @@ class _TakesOverBatchNorm(TorchFunctionMode):
         parts, whole, of_gradient = seat.parts_of_all(input, tensors)
         if whole.count == 0:
             return by_itself()
-        if whole.count == 1 and not (isinstance(seat, _Seat) and seat.meeting.failed):
+        if whole.count == 1 and not (isinstance(seat, _Seat) and seat.exchange.failed):
             size = torch.Size([sum(part.rows for part in parts.values()), *input.shape[1:]])
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
         whole.update(running_mean, running_var, momentum)

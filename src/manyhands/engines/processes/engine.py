@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from manyhands.autograd.boundary import Alias, Boundary, Edge
-from manyhands.engines.base import Call, Engine, beyond_this_process, called
+from manyhands.engines.base import Call, Engine, called, cross_process_all_gather
 from manyhands.engines.processes.messages import Answer, Forward, Sent
 from manyhands.engines.processes.module_sync import Mirror
 from manyhands.engines.processes.pickling import dumps
@@ -44,7 +44,7 @@ from manyhands.engines.replica import Inputs, Stamp, carries_objects, look_for_l
 from manyhands.engines.threads import ThreadsEngine
 from manyhands.primitives.outputs import Outputs
 from manyhands.primitives.parallel_apply import values_or_raise
-from manyhands.primitives.placements import Whole
+from manyhands.primitives.placements import Replicate
 from manyhands.primitives.replicate import HOOKS, Blueprint, check_device, unchanged_on_failure
 from manyhands.runtime import torch_private
 from manyhands.runtime.errors import say_once
@@ -115,9 +115,9 @@ class ProcessesEngine(Engine):
             graphs.keep_alive = stamp
             graphs.contribution = call.contribution
             if call.sync_batch_norm:
-                meet = partial(team.meet, beyond=beyond_this_process(call))
+                new_exchange = partial(team.open_exchange, cross_process=cross_process_all_gather(call))
                 replicas = [stamp.replica, *[None] * (len(where) - 1)]
-                graphs.begin_walk = [BatchNormOverReplicas(replicas, Walk.APART, meet).one_pass]
+                graphs.begin_walk = [BatchNormOverReplicas(replicas, Walk.APART, new_exchange).one_pass]
 
             def run() -> Any:
                 started = time.perf_counter()
@@ -145,7 +145,7 @@ class ProcessesEngine(Engine):
             if structure is not None:
                 own_leaves = [edge.tensors[0] for edge in inputs.edges if edge.tensors[0] is not None] + stamp.leaves
                 self._look_at_first_graph(structure, blueprint, call, matched, own_leaves)
-            graphs.outputs = [Edge(group.layout, call.output_device, group.tensors) for group in matched.groups]
+            graphs.outputs = [Edge(group.placement, call.output_device, group.tensors) for group in matched.groups]
             output = matched.put_together(self._joined(graphs, inputs, objects, stamp, answers, tracked))
         stamp.commit_buffers()
         return output
@@ -245,11 +245,11 @@ class ProcessesEngine(Engine):
         mirror = self._mirror
         edges = [*inputs.edges]
         for tensor in objects:  # the first replica's graph leads through it by itself
-            edges.append(Edge(Whole(), tensor.device, [None, *[tensor.detach()] * others]))
+            edges.append(Edge(Replicate(), tensor.device, [None, *[tensor.detach()] * others]))
         graphs.parameters = range(len(edges), len(edges) + len(stamp.leaves))
         numbers = mirror.numbers(stamp.live_parameters)
         graphs.keys = [*(~k for k in range(len(edges))), *numbers]
-        whole = Whole()
+        whole = Replicate()
         for tensor, leaf in zip(stamp.live_parameters, stamp.leaves, strict=True):
             edges.append(Edge(whole, tensor.device, [leaf] * (1 + others)))
         theirs = {id(mirror.tensors[number]): number for number in mirror.outside}

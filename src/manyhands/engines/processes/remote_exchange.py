@@ -1,7 +1,7 @@
 """A meeting (sync_batch_norm/exchange.py) that is held in another process: a worker's view of it, and what travels.
 
     worker i                                   caller, whose own replica waits at the meeting or has ended
-    comes ──► a `Visit`, on its channel ──────────► `MeetingHere.come`
+    comes ──► a `Request`, on its channel ──────────► `LocalExchange.submit`
     waits ◄── what the exchange came to ◄────────── when everybody who can still come has come
 
 The channel is the worker's only one. Visits, and that it has left the meeting, go before the answer to the message that
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from manyhands.engines.processes.channel import Channel
-from manyhands.sync_batch_norm.exchange import Meeting, Met, Visit
+from manyhands.sync_batch_norm.exchange import Exchange, Request, Result
 
 _SPIN_S = 0.0002
 
@@ -28,21 +28,21 @@ class Left(NamedTuple):
     failed: bool
 
 
-class MeetingElsewhere(Meeting):
+class RemoteExchange(Exchange):
     """A worker's view of a meeting that is held at the other end of its channel."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
-    def visit(self, index: int, visit: Visit) -> Met | None:
-        self._channel.send(packed(visit))
+    def wait_for(self, index: int, request: Request) -> Result | None:
+        self._channel.send(packed(request))
         self._channel.spin(_SPIN_S)
         body, _ = self._channel.receive()
-        met: Met | None
-        met, self.failed = pickle.loads(body)
-        return met
+        result: Result | None
+        result, self.failed = pickle.loads(body)
+        return result
 
-    def leave(self, index: int, *, failed: bool) -> None:
+    def withdraw(self, index: int, *, failed: bool) -> None:
         self._channel.send(packed(Left(failed)))
 
 

@@ -28,7 +28,7 @@ from manyhands.engines.processes.reducers.shared_memory import LARGE_BYTES, Summ
 from manyhands.engines.processes.shared_memory import Packing, Segment, can_lie_in_memory
 from manyhands.engines.processes.worker_group import Steps, Team
 from manyhands.primitives.parallel_apply import values_or_raise
-from manyhands.primitives.placements import Whole
+from manyhands.primitives.placements import Replicate
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.errors import say_once
@@ -180,8 +180,8 @@ class Divided(Graphs):
             own = edge.part(grad.detach(), 0, self.timings[0].device)
             if grad.requires_grad:
                 own = None if own is None else own.detach().requires_grad_()
-                parts = [own, *(edge.layout.part(grad.detach(), i) for i in range(1, len(self.where)))]
-            incoming.append(Edge(edge.layout, grad.device, parts))
+                parts = [own, *(edge.placement.part(grad.detach(), i) for i in range(1, len(self.where)))]
+            incoming.append(Edge(edge.placement, grad.device, parts))
             keys.append(key)
             own_grads.append(own)
             sent_grads.append((grad.detach(), key))
@@ -237,7 +237,7 @@ class Divided(Graphs):
             end = edge.tensors[index + 1]
             if grad is None or end is None or not end.requires_grad:
                 continue
-            part = edge.layout.part(grad, index + 1)
+            part = edge.placement.part(grad, index + 1)
             if part is not None:
                 outbox = self.team.members[index].outbox
                 parts.append((self._output_numbers[id(end)], Sent.by(outbox, part)._replace(leaf=leaf)))
@@ -382,7 +382,7 @@ class Divided(Graphs):
                 else:
                     grad = self._received(i, standing, answer)
                 of_edge = parts[number]
-                if not isinstance(self.inputs[number].layout, Whole):
+                if not isinstance(self.inputs[number].placement, Replicate):
                     of_edge[i + 1] = grad.clone()
                     continue
                 total = of_edge[0]

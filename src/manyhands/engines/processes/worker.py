@@ -29,12 +29,12 @@ from manyhands.engines.processes.pickling import classes_by_value, dumps, loads
 from manyhands.engines.processes.reducers.base import Part
 from manyhands.engines.processes.reducers.collectives import Groups, ReducedPart, Rendezvous
 from manyhands.engines.processes.reducers.shared_memory import Ground, SummedPart, Summing
-from manyhands.engines.processes.remote_exchange import MeetingElsewhere
+from manyhands.engines.processes.remote_exchange import RemoteExchange
 from manyhands.engines.processes.shared_memory import Outbox, Segment, can_lie_in_memory
 from manyhands.engines.processes.worker_module import Module
 from manyhands.engines.replica import Stamp, look_for_live_tensors
 from manyhands.primitives.outputs import Group
-from manyhands.primitives.placements import Only
+from manyhands.primitives.placements import Single
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import Bucket
@@ -207,7 +207,7 @@ class Worker:
         index, num_replicas = message.seat
         replicas = [stamp.replica if i == index else None for i in range(num_replicas)]
         channel = self._channel
-        batch_norm = BatchNormOverReplicas(replicas, Walk.APART, lambda _: MeetingElsewhere(channel))
+        batch_norm = BatchNormOverReplicas(replicas, Walk.APART, lambda _: RemoteExchange(channel))
         return lambda: batch_norm.begin()(index)
 
     def _look_for_strangers(
@@ -224,7 +224,7 @@ class Worker:
         if self._num_looks == 2:
             return
         self._num_looks += 1
-        groups = [Group((tensor,), Only(0)) for tensor in outputs]
+        groups = [Group((tensor,), Single(0)) for tensor in outputs]
         known = self._strangers
         strangers = look_for_live_tensors(self._module.blueprint, groups, [message.where], list(leaves.values()))
         self._strangers = [weakref.ref(tensor) for tensor in strangers]

@@ -30,7 +30,7 @@ from manyhands.runtime import affinity
 from manyhands.runtime import devices as _devices
 from manyhands.runtime.errors import annotate
 from manyhands.runtime.thread_state import ProcessState
-from manyhands.sync_batch_norm.exchange import Beyond, MeetingHere, Met, Visit
+from manyhands.sync_batch_norm.exchange import CrossProcess, LocalExchange, Request, Result
 
 _SPIN_S = 0.0005
 _ENDING_TAKES_S = 1.0  # for all connections of a process that is killed to end
@@ -84,20 +84,20 @@ class Member:
         self.channel.send(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL), [segment.fd for segment in new])
         self.known.update(segment.number for segment in new)
 
-    def receive(self) -> Answer | Visit | Left:
+    def receive(self) -> Answer | Request | Left:
         """Return the next that it says: its answer, or what it comes to the meeting with."""
         body, fds = self.channel.receive()
-        answer: Answer | Visit | Left = pickle.loads(body)
-        if isinstance(answer, Visit | Left):
+        answer: Answer | Request | Left = pickle.loads(body)
+        if isinstance(answer, Request | Left):
             return answer
         for (number, num_bytes), fd in zip(answer.segments, fds, strict=True):
             self.inbox = {number: Segment(fd, num_bytes, number)}  # the worker writes into its newest only
         return answer
 
-    def tell(self, met: Met | None, failed: bool) -> None:
+    def tell(self, result: Result | None, failed: bool) -> None:
         """Send what the exchange at which the worker waits came to, and whether a replica has failed."""
         with contextlib.suppress(ChannelClosedError):  # it has died: seen by whoever receives from it
-            self.channel.send(packed((met, failed)))
+            self.channel.send(packed((result, failed)))
 
 
 class Steps:
@@ -147,7 +147,7 @@ class Team:
         self._lost: set[int] = set()  # those of them whose channel has closed
         self._behind: set[int] = set()  # replicas that have not done their part in what all do together
         self._answers: dict[int, Answer] = {}  # of those that were asked and are not awaited any more
-        self._meeting: MeetingHere | None = None
+        self._exchange: LocalExchange | None = None
         parts = affinity.divided(num_workers + 1)
         self.members: list[Member] = []  # the last of what `end` needs
         _teams.add(self)
@@ -188,7 +188,7 @@ class Team:
                 self.end()
             raise
         finally:
-            self._answers, self._meeting = {}, None
+            self._answers, self._exchange = {}, None
 
     @contextlib.contextmanager
     def in_step(self) -> Iterator[None]:
@@ -197,16 +197,16 @@ class Team:
         yield
         self._behind.discard(0)
 
-    def meet(self, num_replicas: int, beyond: Beyond | None = None) -> MeetingHere:
+    def open_exchange(self, num_replicas: int, cross_process: CrossProcess | None = None) -> LocalExchange:
         """Open the meeting of the caller's replica and of the workers that have been asked; return it.
 
         Workers are served while the caller's replica waits at the meeting, and in `answers`. That is early enough: no
         exchange is complete before every replica that takes part in it has come or left.
         """
-        self._meeting = MeetingHere(num_replicas, self._receive, beyond)
+        self._exchange = LocalExchange(num_replicas, self._receive, cross_process)
         for index in set(range(num_replicas - 1)) - self._awaited:
-            self._meeting.leave(index + 1, failed=False)
-        return self._meeting
+            self._exchange.withdraw(index + 1, failed=False)
+        return self._exchange
 
     def answers(self, where: Sequence[str]) -> dict[int, Answer]:
         """Wait for the answers of the workers that were asked; return them by index.
@@ -217,8 +217,8 @@ class Team:
             WorkerDiedError: one has died. The team is ended.
             BaseException: what has ended their meeting, at which some of them may be waiting.
         """
-        if self._meeting is not None and self._meeting.error is not None:
-            raise self._meeting.error
+        if self._exchange is not None and self._exchange.error is not None:
+            raise self._exchange.error
         self._receive(lambda: bool(self._lost) or any(map(_stops, self._answers.values())))
         self._raise_if_died(where)
         answers, self._answers = self._answers, {}
@@ -237,7 +237,7 @@ class Team:
                 return
 
     def _receive_from(self, index: int) -> None:
-        member, meeting = self.members[index], self._meeting
+        member, exchange = self.members[index], self._exchange
         try:
             received = member.receive()
         except ChannelClosedError:
@@ -245,20 +245,20 @@ class Team:
             failed = True
         else:
             if isinstance(received, Left):
-                assert meeting is not None
-                meeting.leave(index + 1, failed=received.failed)
+                assert exchange is not None
+                exchange.withdraw(index + 1, failed=received.failed)
                 return
-            if isinstance(received, Visit):
-                assert meeting is not None
-                meeting.come(index + 1, received, lambda met: member.tell(met, meeting.failed))
+            if isinstance(received, Request):
+                assert exchange is not None
+                exchange.submit(index + 1, received, lambda result: member.tell(result, exchange.failed))
                 return
             self._awaited.remove(index)
             self._answers[index] = received
             if received.out_of_step:
                 self._behind.add(index + 1)
             failed = received.error is not None
-        if meeting is not None:
-            meeting.leave(index + 1, failed=failed)
+        if exchange is not None:
+            exchange.withdraw(index + 1, failed=failed)
 
     def attend(self, where: Sequence[str]) -> None:
         """Receive what workers have sent so far; for a caller who waits for them in another way.
