@@ -48,7 +48,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def _nothing_has_been_said() -> None:
     """Let each test see the messages that are given once in a process."""
-    errors.forget_what_was_said()
+    errors.forget_logged()
 
 
 @pytest.fixture

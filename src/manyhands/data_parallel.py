@@ -17,8 +17,8 @@ from torch import nn
 
 from manyhands.distributed.comm_hooks import CommHook
 from manyhands.distributed.environment import devices_of_process, started_by_launcher
-from manyhands.distributed.gradient_sync import Reduction, Unjoined
-from manyhands.distributed.process_group import join
+from manyhands.distributed.gradient_sync import GradientSync, UnboundGradientSync
+from manyhands.distributed.process_group import join_processes
 from manyhands.distributed.uneven_inputs import even_batches
 from manyhands.engines.base import Call, Engine, called
 from manyhands.engines.distributed import forward_over_processes
@@ -34,7 +34,7 @@ from manyhands.primitives.scatter_gather import check_kwargs, gather
 from manyhands.primitives.split_sizes import Shares, check_shares, split_rows
 from manyhands.runtime import devices as _devices
 from manyhands.runtime.devices import DeviceLike
-from manyhands.runtime.errors import say_once
+from manyhands.runtime.errors import log_once
 from manyhands.runtime.thread_pool import ReplicaTiming, inside_replica, replica_device
 from manyhands.runtime.thread_state import modes_that_stay
 from manyhands.sync_batch_norm.function_mode import inside_synchronised_replica, run_synchronised
@@ -167,7 +167,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             raise TypeError(f"output_device: expected an int, a string or a torch.device, got {output_device!r}")
         if loss not in _LOSSES:
             raise ValueError(f"loss={loss!r}: expected one of {list(_LOSSES)}")
-        cluster = join(process_group)
+        cluster = join_processes(process_group)
         self.dim = dim
         one_of_several = cluster is not None or (process_group is None and started_by_launcher())
         self.devices = (devices_of_process if one_of_several else _devices.resolve)(device_ids)
@@ -185,17 +185,17 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             self.output_device = _devices.public_id(self._gather_on)
             self.src_device_obj = self.devices[0]  # torch's, for code that reads it off a wrapper
         self.register_load_state_dict_pre_hook(accept_clean_names)  # type: ignore[no-untyped-call]
-        self._reduction: Reduction | Unjoined | None = None
+        self._gradient_sync: GradientSync | UnboundGradientSync | None = None
         self.module = module  # the last one: from here on, what is assigned and only the module has is the module's
         if not self.devices:
-            say_once(_NO_ACCELERATOR)
+            log_once(_NO_ACCELERATOR)
             return
         _devices.warn_if_unequal(self.devices)
         if len(self.devices) == 1:
             module.to(self.devices[0])
         if cluster is not None:
-            self._reduction = Reduction(cluster, self.devices[0], loss)
-            self._reduction.begin_with(module)
+            self._gradient_sync = GradientSync(cluster, self.devices[0], loss)
+            self._gradient_sync.begin_with(module)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on every device, each on its share of the rows; return the outputs as one.
@@ -235,36 +235,36 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
     def _run(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.devices:
             return called(self.module, method)(*inputs, **kwargs)
-        if self._reduction is not None and torch.is_grad_enabled() and not inside_replica():
-            reduction = self._joined()
-            if reduction is not None:
-                return self._run_across_processes(reduction, method, inputs, kwargs)
+        if self._gradient_sync is not None and torch.is_grad_enabled() and not inside_replica():
+            gradient_sync = self._joined()
+            if gradient_sync is not None:
+                return self._run_across_processes(gradient_sync, method, inputs, kwargs)
         if len(self.devices) == 1 or self._runs_whole():
             return self._run_on_one_device(method, inputs, kwargs)
         if torch.compiler.is_compiling():  # a model that this wrapper is, or is part of: replicas are no part of it
             return torch.compiler.disable(self._run_uncompiled)(method, inputs, kwargs)  # type: ignore[no-untyped-call]
         return self._run_on_devices(method, inputs, kwargs)
 
-    def _joined(self) -> Reduction | None:
+    def _joined(self) -> GradientSync | None:
         """Return what sums the gradients over the processes; None where this process is alone."""
-        if isinstance(self._reduction, Unjoined):
-            self._reduction = self._reduction.joined(self.module)
-        return self._reduction
+        if isinstance(self._gradient_sync, UnboundGradientSync):
+            self._gradient_sync = self._gradient_sync.joined(self.module)
+        return self._gradient_sync
 
     def _run_across_processes(
-        self, reduction: Reduction, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+        self, gradient_sync: GradientSync, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run forward so that backward sums the gradients over the processes."""
         if torch.compiler.is_compiling():
             again = torch.compiler.disable(self._run_across_processes)  # type: ignore[no-untyped-call]
-            return again(reduction, method, inputs, kwargs)
+            return again(gradient_sync, method, inputs, kwargs)
         if verb := self._overridden_verb():
             raise RuntimeError(
                 f"{type(self).__name__}.{verb} is overridden, and its gradients cannot be summed over processes: leave "
                 "it as it is, or keep the model to this process with process_group=False."
             )
         call = self._plan(method, inputs, kwargs)
-        return forward_over_processes(self._engine, reduction, self.devices, self.module, call)
+        return forward_over_processes(self._engine, gradient_sync, self.devices, self.module, call)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
         """Split the inputs of a call for `device_ids`; override it, and forward uses yours.
@@ -346,15 +346,15 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         by its rows, as it would be outside. Until that next backward `grad` is this process's own. Where there is one
         process it changes nothing.
         """
-        reduction = self._joined()
-        if reduction is None:
+        gradient_sync = self._joined()
+        if gradient_sync is None:
             yield
             return
-        before, reduction.synchronised = reduction.synchronised, False
+        before, gradient_sync.synchronised = gradient_sync.synchronised, False
         try:
             yield
         finally:
-            reduction.synchronised = before
+            gradient_sync.synchronised = before
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of this process's loader, and then empty ones until every process has had all of its own.
@@ -367,8 +367,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         but without rows, and counts for nothing; what a loss makes of no rows (nan, for a mean) is not read. Where
         there is one process these are the loader's batches.
         """
-        reduction = self._joined()
-        cluster = reduction.cluster if reduction is not None else None
+        gradient_sync = self._joined()
+        cluster = gradient_sync.cluster if gradient_sync is not None else None
         return even_batches(cluster, loader, self.dim)
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
@@ -389,9 +389,9 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         """
         if not callable(hook):
             raise TypeError(f"hook={hook!r}: expected a function of a state and a bucket")
-        reduction = self._joined()
-        if reduction is not None:
-            reduction.hook = (state, hook)
+        gradient_sync = self._joined()
+        if gradient_sync is not None:
+            gradient_sync.hook = (state, hook)
 
     def set_batch_weight(self, weight: float) -> None:
         """Say what the next batch of this process weighs beside the other processes', in the place of its rows.
@@ -414,9 +414,9 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             raise TypeError(f"weight={weight!r}: {expected}") from None
         if not 0 <= number < math.inf:
             raise ValueError(f"weight={weight!r}: {expected}")
-        reduction = self._joined()
-        if reduction is not None:
-            reduction.next_weight = number
+        gradient_sync = self._joined()
+        if gradient_sync is not None:
+            gradient_sync.next_weight = number
 
     def close(self) -> None:
         """Give back what the engine holds: threads, or worker processes. A later forward starts again.
@@ -435,7 +435,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         >>> manyhands.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"]).spans_processes
         False
         """
-        return self._reduction is not None
+        return self._gradient_sync is not None
 
     @property
     def replica_timings(self) -> list[ReplicaTiming]:
@@ -496,14 +496,14 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         idle = [str(d) for d, size, share in zip(self.devices, sizes, self._has_share(), strict=True) if share > size]
         if full and idle:
             better = 'shares="even"' if rows >= len(sizes) else f"batches of {len(sizes)} rows or more"
-            say_once(
+            log_once(
                 f"a batch of {rows} rows gives {list(sizes)} rows to the {len(sizes)} devices: {len(idle)} of them "
                 f"({', '.join(dict.fromkeys(idle))}) stay idle. Use {better}."
             )
 
     def _run_uncompiled(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not inside_replica():
-            say_once(_COMPILED_OUTSIDE)
+            log_once(_COMPILED_OUTSIDE)
         return self._run_on_devices(method, inputs, kwargs)
 
     def _run_on_devices(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -547,7 +547,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         if inside_replica():
             return self.sync_batch_norm or inside_synchronised_replica()
         if self.sync_batch_norm and modes_that_stay():
-            say_once(_RUNS_WHOLE)
+            log_once(_RUNS_WHOLE)
             return True
         return False
 
@@ -629,7 +629,7 @@ def data_parallel(
     kwargs = check_kwargs(module_kwargs, "module_kwargs")
     devices = _devices.resolve(device_ids)
     if not devices:
-        say_once(_NO_ACCELERATOR)
+        log_once(_NO_ACCELERATOR)
         return module(*inputs, **kwargs)
     if len(devices) == 1:
         return DataParallel(module, devices, output_device, dim, process_group=False)(*inputs, **kwargs)

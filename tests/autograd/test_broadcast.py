@@ -63,7 +63,7 @@ def homecoming(
     of_parameters: Sequence[Sequence[torch.Tensor]], walk: Callable[[], None], emit: Any = NOTHING_EARLY
 ) -> dict[int, list[float]]:
     totals: dict[int, torch.Tensor] = {}
-    with broadcast.brought_home(of_parameters, [CPU] * len(of_parameters), totals, *emit):
+    with broadcast.reduce_coalesced(of_parameters, [CPU] * len(of_parameters), totals, *emit):
         walk()
     assert all(leaf.grad is None for of_parameter in of_parameters for leaf in of_parameter)
     return {k: total.tolist() for k, total in totals.items()}
@@ -189,7 +189,7 @@ def test_a_leaf_that_receives_twice(arrivals: tuple[int, ...]) -> None:
 def test_a_bucket_leaves_while_backward_runs(copied: list[torch.Size]) -> None:
     """N10: the last parameters first, when the bucket is full; and it is given away when it has come from all."""
     of_parameters = leaves(4, 2)
-    emitted: list[tuple[int, list[float]]] = []
+    reduced: list[tuple[int, list[float]]] = []
 
     def walk() -> None:
         give(of_parameters[3][1], 1.0)
@@ -197,12 +197,12 @@ def test_a_bucket_leaves_while_backward_runs(copied: list[torch.Size]) -> None:
         give(of_parameters[2][1], 1.0)
         assert copied == [(8,)]
         give(of_parameters[3][0], 1.0)
-        assert not emitted
+        assert not reduced
         give(of_parameters[2][0], 1.0)
-        assert emitted == [(3, [2.0] * 4)]
+        assert reduced == [(3, [2.0] * 4)]
         give(of_parameters[0][1], 1.0)
 
-    emit = (lambda k, total: emitted.append((k, total.tolist()))), {1, 3}
+    emit = (lambda k, total: reduced.append((k, total.tolist()))), {1, 3}
     assert homecoming(of_parameters, walk, emit) == {2: [2.0] * 4, 0: [1.0] * 4}
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from manyhands import DataParallel
-from manyhands.autograd.reducer import sum_in_place, summed_early
+from manyhands.autograd.reducer import reduce_early, sum_in_place
 
 LARGE = 1 << 14  # this many float32 numbers are worth summing early
 PARTS = (1e8, 1.0, -1e8)  # in float32 their sum depends on the order
@@ -28,7 +28,7 @@ def give(leaf: torch.Tensor, value: float) -> None:
 def test_the_sum_is_made_in_replica_order(arrivals: tuple[int, ...]) -> None:
     """N1: whoever is first."""
     of_tensor = leaves(3)
-    with summed_early([of_tensor]):
+    with reduce_early([of_tensor]):
         for replica in arrivals:
             give(of_tensor[replica], PARTS[replica])
             assert of_tensor[replica].grad is None
@@ -42,7 +42,7 @@ def test_a_leaf_that_receives_twice(arrivals: tuple[int, ...]) -> None:
     """N1: first contributions in replica order, then second ones."""
     values = {0: [1e8, 3.0], 1: [1.0, -1e8], 2: [5.0]}
     of_tensor = leaves(3)
-    with summed_early([of_tensor]):
+    with reduce_early([of_tensor]):
         for replica in arrivals:
             give(of_tensor[replica], values[replica].pop(0))
     expected = torch.zeros(())
@@ -57,7 +57,7 @@ def test_gradients_go_as_soon_as_they_are_added() -> None:
     gone: list[weakref.ref[torch.Tensor]] = []
     for leaf in of_tensor:
         leaf.register_post_accumulate_grad_hook(lambda leaf: gone.append(weakref.ref(leaf.grad)))
-    with summed_early([of_tensor]):
+    with reduce_early([of_tensor]):
         give(of_tensor[0], 1.0)
         give(of_tensor[2], 1.0)
         assert [reference() is None for reference in gone] == [False, False]  # the sum; one that waits for the second
@@ -69,7 +69,7 @@ def test_gradients_go_as_soon_as_they_are_added() -> None:
 def test_replicas_without_a_gradient() -> None:
     """N2: they hold nothing up; where none has one there is none."""
     some, none = leaves(3), leaves(2)
-    with summed_early([some, none]):
+    with reduce_early([some, none]):
         give(some[2], 2.0)
         give(some[1], 1.0)
     assert torch.equal(some[0].grad, torch.full((LARGE,), 3.0))
@@ -80,7 +80,7 @@ def test_what_is_left_alone() -> None:
     """Small tensors, tensors that one replica has, and leaves on several devices."""
     small, single = leaves(2, size=3), [*leaves(1), None]
     elsewhere = [torch.zeros(LARGE, device=device, requires_grad=True) for device in ("cpu", "meta")]
-    with summed_early([small, single, elsewhere]):
+    with reduce_early([small, single, elsewhere]):
         for leaf in (*small, single[0], *elsewhere):
             give(leaf, 1.0)
             assert leaf.grad is not None
@@ -92,7 +92,7 @@ def test_hooks_go_with_the_block() -> None:
     of_tensor = leaves(2)
 
     def fail() -> None:
-        with summed_early([of_tensor]):
+        with reduce_early([of_tensor]):
             give(of_tensor[1], 1.0)
             raise KeyError
 
@@ -107,7 +107,7 @@ def test_hooks_go_with_the_block() -> None:
 def test_a_hook_that_takes_the_gradient_away() -> None:
     of_tensor = leaves(2)
     of_tensor[0].register_post_accumulate_grad_hook(lambda leaf: setattr(leaf, "grad", None))
-    with summed_early([of_tensor]):
+    with reduce_early([of_tensor]):
         give(of_tensor[0], 1.0)
         give(of_tensor[1], 2.0)
     assert torch.equal(of_tensor[0].grad, torch.full((LARGE,), 2.0))
@@ -117,7 +117,7 @@ def test_gradients_in_the_callers_memory_are_not_written_into() -> None:
     """N1: a leaf's gradient may be a view of what was given to backward, or share memory with another leaf's."""
     a, b = leaves(2), leaves(2)
     given = [torch.full((LARGE,), 1.0), torch.full((LARGE,), 2.0)]
-    with summed_early([a, b]):
+    with reduce_early([a, b]):
         for i in range(2):
             (a[i].view(-1) + b[i].view(-1)).backward(given[i])
     assert [tensor[0].item() for tensor in given] == [1.0, 2.0]

@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from manyhands.bench import command, interleaved
+from manyhands.bench import command
+from manyhands.bench import measure as measure_module
 from manyhands.bench.contenders import Contender
 from manyhands.bench.progress import Lines
 from manyhands.bench.results import Line, Workload
@@ -52,7 +53,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, list[Conte
         lines = [Line(c.name, c.replicas, [times[c.name]] * rounds, 2**20, [1.0]) for c in contenders]
         return Workload(name, lines, 8, 24)
 
-    monkeypatch.setattr(interleaved, "measure", measure)
+    monkeypatch.setattr(measure_module, "measure", measure)
     monkeypatch.setattr("manyhands.bench.one_device.measure", lambda progress: {"one Linear": 12.0})
     monkeypatch.setattr(command, "is_installed", lambda name: name not in ("accelerate", "fabric"))
     return calls
@@ -101,7 +102,7 @@ def test_replicas_as_told(measured: list):
 
 def test_a_contender_that_fails_is_a_failure_of_ours(measured: list, monkeypatch: pytest.MonkeyPatch):
     failed = Workload("tiny", [Line("plain", 1, [0.1]), Line("ddp", 2, failure="for some reason")])
-    monkeypatch.setattr(interleaved, "measure", lambda *_: failed)
+    monkeypatch.setattr(measure_module, "measure", lambda *_: failed)
     assert run("--workloads", "tiny") == 1
     assert run("own:build") == 0
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import manyhands
 from helpers.ranks import run_ranks
-from manyhands.distributed.process_group import join
+from manyhands.distributed.process_group import join_processes
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -681,7 +681,7 @@ def one_process_evaluates_between_forward_and_backward(rank: int, options: dict)
             model(x)
     output.sum().backward()
     statistics = module[0].running_mean
-    both = join().exchange(statistics, "comparing buffers")
+    both = join_processes().exchange(statistics, "comparing buffers")
     assert torch.equal(*both)
 
 

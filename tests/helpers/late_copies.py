@@ -46,16 +46,16 @@ class LateCopies(Copies):
                     copy.copy_(source)
             self._pending = [each for each in self._pending if each[0] != reader and reader is not None]
 
-    def arrive(self, reader: int) -> None:
+    def wait_copies(self, reader: int) -> None:
         if reader and self.not_before is not None:
             assert self.not_before.wait(WAIT_S)
         self._make(reader)
-        super().arrive(reader)
+        super().wait_copies(reader)
 
     @contextlib.contextmanager
-    def behind(self, reader: int) -> Iterator[None]:
+    def on_copy_stream(self, reader: int) -> Iterator[None]:
         self._make(reader)
-        with super().behind(reader):
+        with super().on_copy_stream(reader):
             yield
 
     def __exit__(self, *error: object) -> None:

@@ -12,8 +12,8 @@ import pytest
 from manyhands.plan import published
 from manyhands.plan.allreduce import ALGORITHMS, halving_doubling, ring, tree, two_level
 from manyhands.plan.links import BYTES, SECONDS, Cluster, Link, parse_link, parse_quantity
-from manyhands.plan.plans import Plan
-from manyhands.plan.prediction import BEST, COUNTS, Step, exposed_s, predict
+from manyhands.plan.plans import ScalingPlan
+from manyhands.plan.prediction import BEST, COUNTS, StepCost, exposed_s, predict
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -21,7 +21,7 @@ INSIDE = Link(5e-6, 16e9)
 BETWEEN = Link(10e-6, 3e9)
 CLUSTER = Cluster(INSIDE, BETWEEN, 8)
 PERFECT = Link(0.0, math.inf)
-STEP = Step(compute_s=0.3, backward_s=0.2, gradient_bytes=100e6, bucket_bytes=25e6)
+STEP = StepCost(compute_s=0.3, backward_s=0.2, gradient_bytes=100e6, bucket_bytes=25e6)
 
 algorithms = pytest.mark.parametrize("algorithm", [*ALGORITHMS, BEST])
 
@@ -179,35 +179,35 @@ def test_one_bucket_overlaps_with_nothing():
 
 def test_the_conclusion_names_what_limits():
     slow = Link(10e-6, 0.5e9)
-    plan = Plan(STEP, Cluster(INSIDE, slow, 8))
+    plan = ScalingPlan(STEP, Cluster(INSIDE, slow, 8))
     assert plan.good_up_to() == 8
     assert "above 90 % up to 8 devices; beyond that, the bandwidth between machines limits it" in plan.conclusion()
-    far = Plan(replace(STEP, gradient_bytes=1e6), Cluster(INSIDE, Link(0.01, 100e9), 8), "ring")
+    far = ScalingPlan(replace(STEP, gradient_bytes=1e6), Cluster(INSIDE, Link(0.01, 100e9), 8), "ring")
     assert "the latency between machines limits it" in far.conclusion()
-    inside = Plan(STEP, Cluster(Link(5e-6, 0.2e9), BETWEEN, 2048))
+    inside = ScalingPlan(STEP, Cluster(Link(5e-6, 0.2e9), BETWEEN, 2048))
     assert "on 2 devices already; the bandwidth inside a machine limits it" in inside.conclusion()
-    assert "above 90 % up to 1,024 devices, the most" in Plan(STEP, CLUSTER).conclusion()
-    both = Plan(STEP, Cluster(Link(0.0, 0.5e9), Link(0.0, 0.5e9), 8), "ring")
+    assert "above 90 % up to 1,024 devices, the most" in ScalingPlan(STEP, CLUSTER).conclusion()
+    both = ScalingPlan(STEP, Cluster(Link(0.0, 0.5e9), Link(0.0, 0.5e9), 8), "ring")
     assert both.good_up_to() < 1024
 
 
 def test_the_conclusion_tells_the_truth_about_what_would_help():
-    plan = Plan(STEP, Cluster(INSIDE, Link(10e-6, 0.5e9), 8))
-    better = Plan(STEP, Cluster(INSIDE, Link(10e-6, 1e9), 8))
+    plan = ScalingPlan(STEP, Cluster(INSIDE, Link(10e-6, 0.5e9), 8))
+    better = ScalingPlan(STEP, Cluster(INSIDE, Link(10e-6, 1e9), 8))
     assert f"With one twice as good it would stay above 90 % up to {better.good_up_to():,} devices" in plan.conclusion()
 
 
 def test_links_that_limit_together_are_named_together():
     """In a ring the narrowest link sets the pace: to better one of two equal ones gains nothing."""
     equal = Link(0.0, 0.3e9)
-    plan = Plan(replace(STEP, bucket_bytes=1e9), Cluster(equal, equal, 2), "ring")
+    plan = ScalingPlan(replace(STEP, bucket_bytes=1e9), Cluster(equal, equal, 2), "ring")
     what, better = plan._limit(1024)
     assert better is None
     assert what.startswith("no single figure")
 
 
 def test_strong_scaling_says_where_it_turns():
-    plan = Plan(STEP, CLUSTER, strong=True)
+    plan = ScalingPlan(STEP, CLUSTER, strong=True)
     speeds = {one.num_devices: one.num_devices * one.efficiency for one in plan.predictions}
     fastest = max(speeds, key=speeds.__getitem__)
     assert 1 < fastest < 1024
@@ -215,7 +215,7 @@ def test_strong_scaling_says_where_it_turns():
 
 
 def test_the_table_has_every_count():
-    lines = Plan(STEP, CLUSTER).to_table().splitlines()
+    lines = ScalingPlan(STEP, CLUSTER).to_table().splitlines()
     assert [int(line.split("|")[1]) for line in lines[2:]] == list(COUNTS)
     assert COUNTS == (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 

@@ -73,12 +73,12 @@ def test_full_buckets_are_handed_out_once_and_in_order():
     like = [torch.empty(300) for _ in range(4)]
     filling = Filling(buckets_of(forms(*like), full_bytes=1000))
     assert filling.numbers == [0, 1, 2, 3]
-    assert filling.give(1, torch.full((300,), 1.0))
+    assert filling.add(1, torch.full((300,), 1.0))
     assert not list(filling.full()), "the first is missing"
-    assert filling.give(0, torch.full((300,), 0.0))
+    assert filling.add(0, torch.full((300,), 0.0))
     assert [flat[0].item() for _, flat in filling.full()] == [0.0, 1.0]
     assert not list(filling.full())
-    assert filling.give(3, torch.full((300,), 3.0))
+    assert filling.add(3, torch.full((300,), 3.0))
     filling.fill_up()
     flats = [flat for _, flat in filling.full()]
     assert [flat[0].item() for flat in flats] == [0.0, 3.0]
@@ -89,7 +89,7 @@ def test_full_buckets_are_handed_out_once_and_in_order():
 def test_what_is_missing_is_zero_and_marked():
     like = [torch.empty(2, 2).t(), torch.empty(3), torch.empty(())]
     filling = Filling(buckets_of(forms(*like)))
-    assert filling.give(1, torch.tensor([1.0, 2.0, 3.0]))
+    assert filling.add(1, torch.tensor([1.0, 2.0, 3.0]))
     filling.fill_up()
     ((bucket, flat),) = filling.full()
     assert flat.tolist() == [0, 0, 0, 0, 1, 2, 3, 0, 0, 1, 0]
@@ -98,13 +98,13 @@ def test_what_is_missing_is_zero_and_marked():
 
 def test_what_is_taken_and_what_is_not():
     filling = Filling(buckets_of(forms(torch.empty(3), torch.empty(3)), full_bytes=1))
-    assert not filling.give(2, torch.ones(3))
-    assert not filling.give(0, torch.ones(3, dtype=torch.float64))
-    assert not filling.give(0, torch.ones(1, 3))
-    assert filling.give(0, torch.ones(6, requires_grad=True)[::2])
-    assert not filling.give(0, torch.ones(3)), "a second one"
+    assert not filling.add(2, torch.ones(3))
+    assert not filling.add(0, torch.ones(3, dtype=torch.float64))
+    assert not filling.add(0, torch.ones(1, 3))
+    assert filling.add(0, torch.ones(6, requires_grad=True)[::2])
+    assert not filling.add(0, torch.ones(3)), "a second one"
     assert len(list(filling.full())) == 1
-    assert not filling.give(0, torch.ones(3)), "its bucket has gone"
+    assert not filling.add(0, torch.ones(3)), "its bucket has gone"
 
 
 # ---- fingerprints --------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from manyhands.runtime import errors
 
 def test_say_once_logs_a_message_the_first_time_only(caplog):
     for _ in range(3):
-        errors.say_once("the same")
-    errors.say_once("another")
+        errors.log_once("the same")
+    errors.log_once("another")
     assert [(r.name, r.levelno, r.getMessage()) for r in caplog.records] == [
         ("manyhands", logging.WARNING, "the same"),
         ("manyhands", logging.WARNING, "another"),
@@ -20,13 +20,13 @@ def test_say_once_logs_a_message_the_first_time_only(caplog):
 
 
 def test_say_once_shows_a_message_as_it_is(caplog):
-    errors.say_once("100 % of %s rows")
+    errors.log_once("100 % of %s rows")
     assert caplog.messages == ["100 % of %s rows"]
 
 
 def test_say_once_from_many_threads_is_once(caplog):
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(errors.say_once, ["told"] * 100))
+        list(pool.map(errors.log_once, ["told"] * 100))
     assert caplog.messages == ["told"]
 
 
@@ -36,7 +36,7 @@ def test_warn_once_warns_the_first_time_only():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         errors.warn_once("mind the gap")
-    errors.forget_what_was_said()
+    errors.forget_logged()
     with pytest.warns(UserWarning, match="mind the gap"):
         errors.warn_once("mind the gap")
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from manyhands.runtime import streams
-from manyhands.runtime.streams import Copies, follow_others, join
+from manyhands.runtime.streams import Copies, join_streams, wait_for_streams
 
 CPU = torch.device("cpu")
 A, B = torch.device("cuda", 0), torch.device("cuda", 1)  # names only
@@ -169,7 +169,7 @@ def test_between_accelerators(machine: Machine, target: torch.device) -> None:
     with Copies([A, target]) as copies:
         copy = copies.to(batch, 1)
         assert streams.copy_stream(A) is not machine.computing[A]
-        copies.arrive(1)
+        copies.wait_copies(1)
         copy.read_on(machine.computing[target])
     assert copy.may_be_freed()
     assert batch.may_be_freed()
@@ -182,10 +182,10 @@ def test_computation_does_not_wait_for_another_readers_copy(machine: Machine) ->
     shards = [Tensor(CPU, {}, pinned=True) for _ in range(2)]
     with Copies([A, A]) as copies:
         first, second = (copies.to(shard, reader) for reader, shard in enumerate(shards))
-        copies.arrive(0)
+        copies.wait_copies(0)
         first.read_on(machine.computing[A])
         assert not comes_before(second.written, machine.computing[A].clock)
-        copies.arrive(1)
+        copies.wait_copies(1)
         second.read_on(machine.computing[A])
 
 
@@ -229,7 +229,7 @@ def test_memory_that_computation_never_reads_is_free_again_soon(machine: Machine
     far = machine.computed_on(B)
     with Copies([A]) as copies:
         part = copies.to_add(far, 0)
-        with copies.behind(0):
+        with copies.on_copy_stream(0):
             part.read_on(machine.current[A])
     assert part.told == []
     assert part.may_be_freed()
@@ -242,7 +242,7 @@ def test_tensors_that_were_made_on_several_streams(machine: Machine) -> None:
     late = machine.computed_on(A)
     with pytest.raises(AssertionError, match="before it was written"):
         early.read_on(machine.computing[A])
-    join([side, machine.computing[A]], [early, late], A)
+    join_streams([side, machine.computing[A]], [early, late], A)
     for tensor in (early, late):
         tensor.read_on(machine.computing[A])
         assert tensor.may_be_freed()
@@ -251,24 +251,24 @@ def test_tensors_that_were_made_on_several_streams(machine: Machine) -> None:
 def test_what_is_ready_on_other_devices(machine: Machine) -> None:
     """N1: autograd looks for all of a node's gradients on one stream."""
     gradient = machine.computed_on(B)
-    follow_others(A, [A, B, CPU])
+    wait_for_streams(A, [A, B, CPU])
     assert comes_before(gradient.written, machine.computing[A].clock)
-    assert follow_others(CPU, [CPU]) is None
+    assert wait_for_streams(CPU, [CPU]) is None
 
 
 def test_sums_beside(machine: Machine) -> None:
-    """N1: what `behind` queues comes after copies, and after what it was told to follow; `arrive` waits for it too."""
+    """N1: `on_copy_stream` work runs after the copies and what it waits for; `wait_copies` waits for it too."""
     own, far = machine.computed_on(A), machine.computed_on(B)
     with Copies([A]) as copies:
         part = copies.to_add(far, 0)
-        copies.lend(own, 0)
-        copies.follow(0)
-        with copies.behind(0):
+        copies.record_stream(own, 0)
+        copies.wait_compute(0)
+        with copies.on_copy_stream(0):
             for tensor in (own, part):
                 tensor.read_on(machine.current[A])
             total = Tensor(A, machine.current[A].operation(), allocated_on=machine.current[A])
-        copies.lend(total, 0)
-        copies.arrive(0)
+        copies.record_stream(total, 0)
+        copies.wait_copies(0)
         total.read_on(machine.computing[A])
     assert all(tensor.may_be_freed() for tensor in (own, far, part, total))
 
@@ -286,9 +286,9 @@ def test_on_the_host_a_copy_is_made_at_once() -> None:
     x = torch.arange(6.0).view(2, 3)
     with Copies([CPU]) as copies:
         copy = copies.to(x, 0)
-        copies.lend(copy, 0)
-        copies.follow(0)
-        with copies.behind(0), copies.read(0):
-            copies.arrive(0)
+        copies.record_stream(copy, 0)
+        copies.wait_compute(0)
+        with copies.on_copy_stream(0), copies.read(0):
+            copies.wait_copies(0)
     x.zero_()
     assert copy.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]

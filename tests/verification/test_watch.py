@@ -9,13 +9,13 @@ from torch import nn
 
 from manyhands import DataParallel
 from manyhands.verification.compare import Tolerance
-from manyhands.verification.watch import Watch, match, parting
+from manyhands.verification.watch import CallRecorder, match, parting
 
 CLOSE = Tolerance(1e-6, 0.0)
 
 
-def watched(model: nn.Module, x: torch.Tensor, module: nn.Module | None = None) -> Watch:
-    watch = Watch(lambda: False)
+def watched(model: nn.Module, x: torch.Tensor, module: nn.Module | None = None) -> CallRecorder:
+    watch = CallRecorder(lambda: False)
     with watch.attached(module or model):
         model(x)
     return watch

@@ -31,14 +31,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from manyhands.autograd.broadcast import brought_home
-from manyhands.autograd.reducer import NOTHING_EARLY, sum_in_place, summed_early
-from manyhands.distributed.gradient_sync import Contribution, Sum
+from manyhands.autograd.broadcast import reduce_coalesced
+from manyhands.autograd.reducer import NOTHING_EARLY, reduce_early, sum_in_place
+from manyhands.distributed.gradient_sync import Sum, SyncContext
 from manyhands.primitives.parallel_apply import values_or_raise
 from manyhands.primitives.placements import Placement, Replicate
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
-from manyhands.runtime.streams import follow_others
+from manyhands.runtime.streams import wait_for_streams
 from manyhands.runtime.thread_pool import PassContext, ReplicaTiming, one_pass, run_together
 from manyhands.runtime.thread_state import modes_that_stay
 
@@ -52,7 +52,7 @@ _BACKWARD_INSIDE = (
 BackwardContext: TypeAlias = Callable[[], AbstractContextManager[Any]]
 
 
-class Edge(NamedTuple):
+class BoundaryTensor(NamedTuple):
     """One input or output of the boundary: its placement, its device, and what each replica has of it.
 
     For an input the replicas have leaves (None where it needs no gradient, or the replica has nothing of it), for an
@@ -91,7 +91,7 @@ class Edge(NamedTuple):
 
 
 @dataclass
-class Graphs:
+class ReplicaGraphs:
     """The replica graphs of one forward: what goes in, what comes out, and where each stands.
 
     Attributes:
@@ -102,9 +102,9 @@ class Graphs:
         keep: whether graphs of a higher order share nodes with these, so that a backward must not free them.
         keep_alive: what must not go before the graphs.
         begin_walk: what surrounds the replicas during a walk, where each is walked by a worker of its own.
-        around_walk: what surrounds a walk of all by one call.
+        backward_context: what surrounds a walk of all by one call.
         live_inputs: the caller's tensors, one an input edge.
-        contribution: what these graphs count for when the gradients of the module's parameters are summed over
+        sync_context: what these graphs count for when the gradients of the module's parameters are summed over
             processes; None: they are not.
         parameters: which input edges are those parameters.
         parameters_apart: whether any of their leaves is not where the parameter is.
@@ -112,15 +112,15 @@ class Graphs:
 
     timings: list[ReplicaTiming]
     where: list[str]
-    inputs: list[Edge]
-    outputs: list[Edge]
+    inputs: list[BoundaryTensor]
+    outputs: list[BoundaryTensor]
     shared_leaves: bool = False
     keep: bool = False
     keep_alive: Any = None
-    begin_walk: Sequence[PassContext] = ()
-    around_walk: BackwardContext = nullcontext
+    pass_contexts: Sequence[PassContext] = ()
+    backward_context: BackwardContext = nullcontext
     live_inputs: tuple[torch.Tensor, ...] = ()
-    contribution: Contribution | None = None
+    sync_context: SyncContext | None = None
     parameters: range = range(0)
     parameters_apart: bool = False
     released: bool = field(default=False, init=False)
@@ -129,11 +129,11 @@ class Graphs:
     def release(self) -> None:
         """Let the replica graphs go; what only they held is freed here."""
         self.inputs, self.outputs, self.live_inputs = [], [], ()
-        self.keep_alive, self.begin_walk, self.around_walk, self.released = None, (), nullcontext, True
+        self.keep_alive, self.pass_contexts, self.backward_context, self.released = None, (), nullcontext, True
 
     def check_backward_inside_forward(self) -> None:
         """Raise RuntimeError if a backward that the module has called itself has left gradients that cannot count."""
-        if self.contribution is not None:
+        if self.sync_context is not None:
             raise RuntimeError(_BACKWARD_INSIDE)
 
     def begin_sum(self, boundary: Any) -> Sum | None:
@@ -142,15 +142,15 @@ class Graphs:
         Args:
             boundary: the node whose backward runs.
         """
-        if self.contribution is None:
+        if self.sync_context is None:
             return None
         following = boundary.next_functions  # where the gradient of each input is taken
         nodes = [following[k][0] for k in self.parameters]
         if not any(map(torch_private.backward_reaches, nodes)):
             return None
-        return self.contribution.begin([self.live_inputs[k] for k in self.parameters], nodes)
+        return self.sync_context.begin([self.live_inputs[k] for k in self.parameters], nodes)
 
-    def walk(
+    def backward(
         self, output_grads: Sequence[torch.Tensor | None], keep: bool, over_processes: Sum | None = None
     ) -> list[list[torch.Tensor | None]]:
         """Run backward in every replica graph; return each input edge's gradients, one a replica.
@@ -162,19 +162,19 @@ class Graphs:
             # A leaf's .grad cannot hold a batch of gradients, that of a shared one is the caller's, and another walk of
             # the same graphs may be filling it now. Graphs that share a leaf may share nodes too, which must not be
             # freed by the first who has walked them.
-            keep = keep or (self._walked_one_by_one() and not together)
+            keep = keep or (self._one_backward_each() and not together)
             return self._gradients(*self._ends(output_grads), together=together, retain_graph=keep)
         try:
-            return self._walk_into_grad(output_grads, keep, over_processes)
+            return self._backward_into_grad(output_grads, keep, over_processes)
         finally:
             self._grad_is_free.release()
 
-    def _walk_into_grad(
+    def _backward_into_grad(
         self, output_grads: Sequence[torch.Tensor | None], keep: bool, over_processes: Sum | None
     ) -> list[list[torch.Tensor | None]]:
         ends, grads = self._ends(output_grads)
 
-        def walk_some(replicas: Sequence[int]) -> None:
+        def backward_some(replicas: Sequence[int]) -> None:
             started = time.perf_counter()
             some_ends = [end for i in replicas for end in ends[i]]
             if some_ends:
@@ -184,11 +184,11 @@ class Graphs:
 
         totals: dict[int, torch.Tensor] = {}
         with self._summed_early(over_processes, totals):
-            if self._walked_one_by_one():
-                self._run_together(lambda index: walk_some([index]))
+            if self._one_backward_each():
+                self._run_together(lambda index: backward_some([index]))
             else:
-                with self.around_walk():
-                    walk_some(range(len(self.timings)))
+                with self.backward_context():
+                    backward_some(range(len(self.timings)))
         found = self.take_leaf_gradients()
         for k, total in totals.items():
             found[self.parameters[k]] = [total]
@@ -199,30 +199,30 @@ class Graphs:
     ) -> AbstractContextManager[None]:
         """Return what sums the leaves' gradients while a walk runs: into `.grad` of the first, or into `totals`."""
         leaves = [self.inputs[k].tensors for k in self.parameters]
-        emit, emitted = (over_processes.add, over_processes.early) if over_processes is not None else NOTHING_EARLY
+        emit, reduced = (over_processes.add, over_processes.early) if over_processes is not None else NOTHING_EARLY
         if self.parameters_apart:
-            return brought_home(leaves, [self.inputs[k].device for k in self.parameters], totals, emit, emitted)
+            return reduce_coalesced(leaves, [self.inputs[k].device for k in self.parameters], totals, emit, reduced)
         if over_processes is not None:
-            return summed_early(leaves, emit, emitted)
-        if self._walked_one_by_one():
-            return summed_early([edge.tensors for edge in self.inputs if isinstance(edge.placement, Replicate)])
+            return reduce_early(leaves, emit, reduced)
+        if self._one_backward_each():
+            return reduce_early([edge.tensors for edge in self.inputs if isinstance(edge.placement, Replicate)])
         return nullcontext()
 
     def let_outputs_stream_wait(self) -> None:
         """Have the inputs' gradients ready where autograd looks: on the stream of the boundary's first output."""
-        if not self._walked_one_by_one():
-            follow_others(self.outputs[0].device, [edge.device for edge in self.inputs])
+        if not self._one_backward_each():
+            wait_for_streams(self.outputs[0].device, [edge.device for edge in self.inputs])
 
     def take_leaf_gradients(self) -> list[list[torch.Tensor | None]]:
         """Return what the leaves hold in `.grad`, by edge and replica, and take it away from them."""
         return [[take_grad(leaf) for leaf in edge.tensors] for edge in self.inputs]
 
-    def differentiable_walk(
+    def differentiable_backward(
         self, output_grads: Sequence[torch.Tensor | None]
-    ) -> tuple["Graphs", list[list[torch.Tensor | None]]]:
-        """Run backward with a graph of its own; return it, without outputs yet, and what `walk` returns."""
+    ) -> tuple["ReplicaGraphs", list[list[torch.Tensor | None]]]:
+        """Run backward with a graph of its own; return it, without outputs yet, and what `backward` returns."""
         replicas = range(len(self.timings))
-        incoming: list[Edge] = []
+        incoming: list[BoundaryTensor] = []
         ends: list[list[torch.Tensor]] = [[] for _ in replicas]
         end_grads: list[list[torch.Tensor]] = [[] for _ in replicas]
         for edge, grad in zip(self.outputs, output_grads, strict=True):
@@ -230,7 +230,9 @@ class Graphs:
                 continue
             parts = [edge.part(grad.detach(), i, self.timings[i].device) for i in replicas]
             parts = [None if p is None else p.detach().requires_grad_(grad.requires_grad) for p in parts]
-            incoming.append(Edge(edge.placement, grad.device, parts if grad.requires_grad else [None] * len(parts)))
+            incoming.append(
+                BoundaryTensor(edge.placement, grad.device, parts if grad.requires_grad else [None] * len(parts))
+            )
             for i, (end, part) in enumerate(zip(edge.tensors, parts, strict=True)):
                 if end is not None and end.requires_grad and part is not None:
                     ends[i].append(end)
@@ -272,28 +274,28 @@ class Graphs:
             results = torch.autograd.grad(some_ends, list(leaves.values()), some_grads, allow_unused=True, **options)
             return dict(zip(leaves, results, strict=True))
 
-        def walk_one(index: int) -> None:
+        def backward_one(index: int) -> None:
             found[index] = gradients([index])
 
-        if together or not self._walked_one_by_one():
-            with self.around_walk():
+        if together or not self._one_backward_each():
+            with self.backward_context():
                 found = [gradients(replicas)] * len(replicas)
         else:
-            self._run_together(walk_one)
+            self._run_together(backward_one)
         # What all replicas share is in one dictionary if one call has found it, and counts once.
         return [[found[i].pop(id(leaf), None) for i, leaf in enumerate(edge.tensors)] for edge in self.inputs]
 
-    def _walked_one_by_one(self) -> bool:
+    def _one_backward_each(self) -> bool:
         """Return whether a thread of its own walks each replica's graph."""
         return all(_devices.computes_on_host(timing.device) for timing in self.timings)
 
-    def _run_together(self, walk_one: Callable[[int], None]) -> None:
+    def _run_together(self, backward_one: Callable[[int], None]) -> None:
         """Walk each replica's graph in a thread of its own."""
         torch_private.import_what_backward_imports()
-        tasks = [lambda i=i: walk_one(i) for i in range(len(self.timings))]
+        tasks = [lambda i=i: backward_one(i) for i in range(len(self.timings))]
         devices = [timing.device for timing in self.timings]
         where = [f"the backward of {place}" for place in self.where]
-        with one_pass(self.begin_walk) as surroundings:
+        with one_pass(self.pass_contexts) as surroundings:
             # The outcomes have no name here: an error's traceback refers to this frame.
             values_or_raise(run_together(tasks, devices, surroundings), where)
 
@@ -318,7 +320,7 @@ class Boundary(torch.autograd.Function):
     """The node of the caller's graph; `Boundary.apply(graphs, *live_inputs)` returns the joined outputs."""
 
     @staticmethod
-    def forward(ctx: Any, graphs: Graphs, *live_inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, graphs: ReplicaGraphs, *live_inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.graphs = graphs
         ctx.set_materialize_grads(False)
         graphs.live_inputs = live_inputs
@@ -336,7 +338,7 @@ class Boundary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        graphs: Graphs = ctx.graphs
+        graphs: ReplicaGraphs = ctx.graphs
         if graphs.released:
             raise RuntimeError(
                 "Trying to backward through the replicas a second time: what they had saved was freed by the first "
@@ -353,7 +355,7 @@ class Boundary(torch.autograd.Function):
                 if over_processes is not None:
                     joined[of_parameters] = over_processes.differentiable(joined[of_parameters])
                 return (None, *joined)
-            parts = graphs.walk(grads, keep, over_processes)
+            parts = graphs.backward(grads, keep, over_processes)
             joined = []
             for edge, of_edge in zip(graphs.inputs, parts, strict=True):
                 joined.append(edge.join_gradients(of_edge))
@@ -373,12 +375,12 @@ class Boundary(torch.autograd.Function):
         return (None, *joined)
 
 
-def _differentiable_backward(graphs: Graphs, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+def _differentiable_backward(graphs: ReplicaGraphs, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Return the inputs' gradients as outputs of one more Boundary (4)."""
     graphs.keep = True
-    higher, parts = graphs.differentiable_walk(grads)
+    higher, parts = graphs.differentiable_backward(grads)
     gradients = [
-        Edge(edge.placement, edge.device, edge.with_every_part(of_edge))
+        BoundaryTensor(edge.placement, edge.device, edge.with_every_part(of_edge))
         if any(p is not None for p in of_edge)
         else None
         for edge, of_edge in zip(graphs.inputs, parts, strict=True)

@@ -24,7 +24,7 @@ from manyhands.autograd.reducer import Emit, sum_in_place
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import Form, buckets_of, is_plain
-from manyhands.runtime.streams import Copies, current_stream, join
+from manyhands.runtime.streams import Copies, current_stream, join_streams
 
 _ALIGNED_BYTES = 16  # what kernels ask for where they load several entries at once
 
@@ -32,12 +32,12 @@ _ALIGNED_BYTES = 16  # what kernels ask for where they load several entries at o
 always_apart = False
 
 
-def is_apart(replica: int, device: torch.device, home: torch.device) -> bool:
+def is_remote(replica: int, device: torch.device, home: torch.device) -> bool:
     """Return whether what a replica has on `device` cannot be what is at home."""
     return not _devices.same_device(device, home) or (always_apart and replica > 0)
 
 
-def copies_of(
+def broadcast_coalesced(
     tensors: Mapping[int, torch.Tensor], devices: Sequence[torch.device], copies: Copies
 ) -> list[dict[int, torch.Tensor]]:
     """Return, for each replica, copies of those tensors that are not on its device already; they are under way.
@@ -49,7 +49,7 @@ def copies_of(
     """
     found: list[dict[int, torch.Tensor]] = [{} for _ in devices]
     homes = {tensor.device for tensor in tensors.values()}
-    if not any(is_apart(i, device, home) for i, device in enumerate(devices) for home in homes):
+    if not any(is_remote(i, device, home) for i, device in enumerate(devices) for home in homes):
         return found
     tensors = {number: tensor.detach() for number, tensor in tensors.items()}
     forms = {n: Form.of(tensor, tensor.device) for n, tensor in tensors.items() if is_plain(tensor) and tensor.numel()}
@@ -57,23 +57,23 @@ def copies_of(
         bucket = bucket._replace(aligned_bytes=_ALIGNED_BYTES)
         flat = bucket.flat(tensors)  # of an only one too: the replica at home may write into it while it is sent
         for i, device in enumerate(devices):
-            if is_apart(i, device, flat.device):
+            if is_remote(i, device, flat.device):
                 # Each by `data` a tensor of its own: what is written into one would else count as written into all.
                 found[i].update((n, piece.data) for n, piece in bucket.pieces(copies.to(flat, i)).items())
     for number in tensors.keys() - forms.keys():
         for i, device in enumerate(devices):
-            if is_apart(i, device, tensors[number].device):
+            if is_remote(i, device, tensors[number].device):
                 found[i][number] = copies.to(tensors[number], i)
     return found
 
 
 @contextlib.contextmanager
-def brought_home(
+def reduce_coalesced(
     leaves: Sequence[Sequence[torch.Tensor | None]],
     homes: Sequence[torch.device],
     totals: dict[int, torch.Tensor],
     emit: Emit,
-    emitted: Set[int],
+    reduced: Set[int],
 ) -> Iterator[None]:
     """Within the block, bring gradients home and sum them: `leaves[k]` are the replicas' leaves for parameter k.
 
@@ -81,11 +81,11 @@ def brought_home(
 
     Args:
         homes: where each parameter is.
-        emit: takes k and the sum of one gradient from each replica as soon as it is there, for every k in `emitted`;
+        emit: takes k and the sum of one gradient from each replica as soon as it is there, for every k in `reduced`;
             then only what has not been emitted is in `totals`.
     """
     with Copies(list(dict.fromkeys(homes))) as copies:
-        coming = _Homecoming(leaves, homes, copies, emit, emitted)
+        coming = _CoalescedReduce(leaves, homes, copies, emit, reduced)
         handles = [
             leaf.register_post_accumulate_grad_hook(partial(coming.take, k, i))  # type: ignore[no-untyped-call]
             for k, of_parameter in enumerate(leaves)
@@ -101,7 +101,7 @@ def brought_home(
     totals.update(coming.totals)
 
 
-class _Homecoming:
+class _CoalescedReduce:
     """The gradients of one backward, on their way home. `take` may be called from several threads."""
 
     def __init__(
@@ -110,9 +110,9 @@ class _Homecoming:
         homes: Sequence[torch.device],
         copies: Copies,
         emit: Emit,
-        emitted: Set[int],
+        reduced: Set[int],
     ) -> None:
-        self._homes, self._copies, self._emit, self._emitted = homes, copies, emit, emitted
+        self._homes, self._copies, self._emit, self._emitted = homes, copies, emit, reduced
         self.totals: dict[int, torch.Tensor] = {}
         # Backward makes the last parameters' gradients first.
         plain = [
@@ -158,7 +158,7 @@ class _Homecoming:
             for b in sorted(self._at_home):
                 self._sum(b)
             for reader in self._reader.values():
-                self._copies.arrive(reader)
+                self._copies.wait_copies(reader)
             for k, of_parameter in sorted(self._beside.items()):
                 self._add_beside(k, of_parameter)
 
@@ -169,8 +169,8 @@ class _Homecoming:
         if len(gradients) < len(bucket.items):
             bucket = bucket._replace(items=tuple(item for item in bucket.items if item[0] in gradients))
         device = next(iter(gradients.values())).device
-        join(self._made_on.pop((b, replica)), gradients.values(), device)
-        if is_apart(replica, device, home):
+        join_streams(self._made_on.pop((b, replica)), gradients.values(), device)
+        if is_remote(replica, device, home):
             parts = bucket.pieces(self._copies.to_add(bucket.flat(gradients), self._reader[home]))
         else:
             parts = {}
@@ -178,8 +178,8 @@ class _Homecoming:
                 gradient = gradients.pop(k)
                 # A gradient can be in memory that is not its own: see `sum_in_place`.
                 parts[k] = gradient if torch_private.owns_its_memory(gradient) else gradient.clone()
-                self._copies.lend(parts[k], self._reader[home])
-            self._copies.follow(self._reader[home])
+                self._copies.record_stream(parts[k], self._reader[home])
+            self._copies.wait_compute(self._reader[home])
         here = self._at_home.setdefault(b, {})
         here[replica] = parts
         if len(here) == self._num_replicas and not self._ending:
@@ -190,17 +190,17 @@ class _Homecoming:
         at_home = self._at_home.pop(b)
         totals: dict[int, torch.Tensor] = {}
         reader = self._reader[self._home(b)]
-        with self._copies.behind(reader):
+        with self._copies.on_copy_stream(reader):
             for replica in sorted(at_home):
                 parts = at_home.pop(replica)
                 both = [k for k in parts if k in totals]
                 torch_private.add_all_in_place([totals[k] for k in both], [parts[k] for k in both])
                 totals.update((k, part) for k, part in parts.items() if k not in totals)
         for total in totals.values():
-            self._copies.lend(total, reader)
-        emitted = [] if self._ending else [k for k in totals if k in self._emitted]
-        with self._copies.read(reader) if emitted else contextlib.nullcontext():
-            for k in emitted:
+            self._copies.record_stream(total, reader)
+        reduced = [] if self._ending else [k for k in totals if k in self._emitted]
+        with self._copies.read(reader) if reduced else contextlib.nullcontext():
+            for k in reduced:
                 self._emit(k, totals.pop(k))
         self.totals.update(totals)
 
@@ -215,6 +215,6 @@ class _Homecoming:
             for replica in sorted(of_parameter):
                 if number < len(of_parameter[replica]):
                     gradient, stream = of_parameter[replica][number]
-                    join([stream], [gradient] if is_plain(gradient) else [], gradient.device)
+                    join_streams([stream], [gradient] if is_plain(gradient) else [], gradient.device)
                     part = _devices.copied_to(gradient, self._homes[k])
                     self.totals[k] = sum_in_place([self.totals[k], part]) if k in self.totals else part

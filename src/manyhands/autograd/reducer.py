@@ -29,10 +29,10 @@ _LARGE_BYTES = 1 << 16  # smaller gradients are not worth a call into Python in 
 
 
 @contextlib.contextmanager
-def summed_early(
+def reduce_early(
     tensors: Sequence[Sequence[torch.Tensor | None]],
     emit: Emit = NOTHING_EARLY[0],
-    emitted: Set[int] = NOTHING_EARLY[1],
+    reduced: Set[int] = NOTHING_EARLY[1],
 ) -> Iterator[None]:
     """Within the block, sum the gradients of large leaves: `tensors[k]` are the replicas' leaves for one tensor.
 
@@ -40,16 +40,16 @@ def summed_early(
     several devices are left alone.
 
     Args:
-        emit: takes k and the sum of one gradient from each replica as soon as it is there, for every k in `emitted`, of
+        emit: takes k and the sum of one gradient from each replica as soon as it is there, for every k in `reduced`, of
             small leaves too; then only what has not been emitted is in `.grad` when the block ends.
     """
     sums: list[tuple[list[torch.Tensor], _RunningSum]] = []
     handles = []
     for k, of_tensor in enumerate(tensors):
         leaves = [leaf for leaf in of_tensor if leaf is not None]
-        worth_it = k in emitted or (len(leaves) > 1 and leaves[0].nbytes >= _LARGE_BYTES)
+        worth_it = k in reduced or (len(leaves) > 1 and leaves[0].nbytes >= _LARGE_BYTES)
         if leaves and worth_it and len({leaf.device for leaf in leaves}) == 1:
-            running = _RunningSum(len(leaves), partial(emit, k) if k in emitted else None)
+            running = _RunningSum(len(leaves), partial(emit, k) if k in reduced else None)
             sums.append((leaves, running))
             for i, leaf in enumerate(leaves):
                 handles.append(leaf.register_post_accumulate_grad_hook(running.taking(i)))  # type: ignore[no-untyped-call]
@@ -79,7 +79,7 @@ class _RunningSum:
         self._emit = emit
         self._lock = threading.Lock()
         self._waiting: list[deque[torch.Tensor]] = [deque() for _ in range(num_replicas)]
-        self._turn = 0  # whose contribution is added next
+        self._turn = 0  # whose sync_context is added next
         self._total: torch.Tensor | None = None
         self._ending = False
 

@@ -106,7 +106,7 @@ def run(given: dict[str, Any]) -> int:
         Task.of_target(target)  # what cannot be built is said before anything is started
 
     from manyhands.bench import machine, memory, one_device, progress
-    from manyhands.bench.interleaved import measure
+    from manyhands.bench.measure import measure
     from manyhands.bench.results import Results
 
     _make_folder(output)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from manyhands.bench.started import Started
+from manyhands.bench.contender_processes import ContenderProcesses
 
 _SAMPLE_EVERY_S = 0.02
 _PSS = re.compile(rb"^Pss:\s+(\d+) kB", re.MULTILINE)
@@ -22,7 +22,7 @@ def kind() -> str:
     return "RSS" if _pss(psutil.Process().pid) is None else "PSS"
 
 
-def peak(started: Started, num_steps: int) -> int:
+def peak(started: ContenderProcesses, num_steps: int) -> int:
     """Return the most bytes that a contender takes during some steps, which are sampled and not timed."""
     most = 0
     started.ask(0, num_steps)

@@ -15,7 +15,7 @@ from torch import nn
 from manyhands.data_parallel import DataParallel
 
 if TYPE_CHECKING:
-    from manyhands.bench.interleaved import Progress
+    from manyhands.bench.measure import Progress
 
 _REPEATS = 2000
 _WARM_UP = 20

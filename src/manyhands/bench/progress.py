@@ -5,7 +5,7 @@ import sys
 import time
 from typing import TextIO
 
-from manyhands.bench.interleaved import Progress
+from manyhands.bench.measure import Progress
 
 _SECONDS_BETWEEN_LINES = 5.0
 

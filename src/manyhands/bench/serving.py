@@ -46,7 +46,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Taken:
+class StepTimes:
     """What a turn gave: the seconds of the timed steps together, and the loss before each of all steps."""
 
     seconds: float
@@ -88,9 +88,9 @@ def serve(fd: int) -> None:
             connection.send(Failure(said_by(error)))
 
 
-def _take(step: Callable[[], Tensor], turn: Turn) -> Taken:
+def _take(step: Callable[[], Tensor], turn: Turn) -> StepTimes:
     losses = [step() for _ in range(turn.num_untimed)]
     began = time.perf_counter()
     losses += [step() for _ in range(turn.num_timed)]
     seconds = time.perf_counter() - began
-    return Taken(seconds, torch.stack(losses).tolist())
+    return StepTimes(seconds, torch.stack(losses).tolist())

@@ -4,7 +4,7 @@
                                                                           │
     gradients of the one loss over all rows   ◄── (3) what is late ◄──────┘
 
-    (1) `Plan` gives each tensor a place. What a process has no gradient for is zeros.
+    (1) `BucketPlan` gives each tensor a place. What a process has no gradient for is zeros.
     (2) A bucket leaves when it is full, those before it have left, and all processes have said what they weigh. So
         they leave in the same order in all processes, whatever the order in which gradients come.
     (3) What has no place, being sparse or coming after its bucket has left (a tensor's gradient may come in several
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from manyhands.distributed.comm_hooks import CommHook, GradBucket
-from manyhands.distributed.consistency import Step, described
+from manyhands.distributed.consistency import RankStep, described
 from manyhands.distributed.process_group import Cluster, Gathering, digest_of, distributed
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import BUCKET_BYTES, Bucket, Form, buckets_of
@@ -32,14 +32,14 @@ DOING = "summing gradients over the processes"
 _PLACED, _LATE, _SPARSE = range(3)
 
 
-class Plan(NamedTuple):
+class BucketPlan(NamedTuple):
     """How the gradients of some tensors travel, and a number by which processes see whether theirs are the same."""
 
     buckets: tuple[Bucket, ...]
     digest: int
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], without: Callable[[torch.Tensor], bool]) -> "Plan":
+    def of(cls, tensors: Sequence[torch.Tensor], without: Callable[[torch.Tensor], bool]) -> "BucketPlan":
         """Plan for the gradients of `tensors`, those of the last first, as backward makes them.
 
         Args:
@@ -77,7 +77,7 @@ class _Begun:
     unscaled: list[torch.Tensor] = field(default_factory=list)
 
 
-class BucketedSum:
+class BucketedAllReduce:
     """See the module's docstring. `add` may be called from several threads.
 
     Args:
@@ -94,10 +94,10 @@ class BucketedSum:
         self,
         cluster: Cluster,
         group: Any,
-        plan: Plan,
+        plan: BucketPlan,
         tensors: Sequence[torch.Tensor],
         hook: tuple[Any, CommHook] | None,
-        scale_of: Callable[[Sequence[Step]], float | None],
+        scale_of: Callable[[Sequence[RankStep]], float | None],
         steps: Gathering,
         kept: Mapping[int, torch.Tensor],
     ) -> None:
@@ -204,7 +204,7 @@ class BucketedSum:
     def _scaled(self) -> float | None:
         """Return what this process's gradients are multiplied by; wait for what the others say."""
         if not self._scale_known:
-            self._scale = self._scale_of([Step(*step) for step in self._steps()])
+            self._scale = self._scale_of([RankStep(*step) for step in self._steps()])
             self._scale_known = True
         return self._scale
 

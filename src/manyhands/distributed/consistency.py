@@ -1,8 +1,8 @@
 """What has to be the same in all processes, and in words what is not.
 
 Processes that wait for each other have to do the same things in the same order. Before they sum anything, each says in
-a few numbers what it is about to sum (`Step`); where they do not all say the same, the descriptions behind the numbers
-are exchanged, and every process raises an error that names the first difference and the ranks.
+a few numbers what it is about to sum (`RankStep`); where they do not all say the same, the descriptions behind the
+numbers are exchanged, and every process raises an error that names the first difference and the ranks.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from torch import nn
 from manyhands.distributed.process_group import Cluster, digest_of, ranks_of
 
 
-class Step(NamedTuple):
+class RankStep(NamedTuple):
     """What one process says about a sum that it begins; all but the weight has to be alike in all.
 
     Attributes:
@@ -66,7 +66,7 @@ def check_alike(cluster: Cluster, module: nn.Module) -> None:
 
 
 def check_steps(
-    cluster: Cluster, steps: Sequence[Step], tensors: Sequence[torch.Tensor], module: nn.Module | None, doing: str
+    cluster: Cluster, steps: Sequence[RankStep], tensors: Sequence[torch.Tensor], module: nn.Module | None, doing: str
 ) -> None:
     """Check that all processes have begun the same sum, of the gradients of `tensors`, parameters of `module`.
 
@@ -85,7 +85,7 @@ def check_steps(
     )
 
 
-def _difference(steps: Sequence[Step], tensors: Sequence[Sequence[Any]], rank: int) -> str:
+def _difference(steps: Sequence[RankStep], tensors: Sequence[Sequence[Any]], rank: int) -> str:
     """Return in words what two ranks, 0 and `rank`, do not do alike."""
     first, other = steps[0], steps[rank]
     if first.model != other.model:

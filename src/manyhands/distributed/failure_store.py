@@ -20,7 +20,7 @@ STORE_ERRORS = (
 )
 
 
-class Notices:
+class FailureStore:
     """What is told, seen from one of the processes.
 
     Attributes:

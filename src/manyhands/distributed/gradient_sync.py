@@ -33,11 +33,11 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from manyhands.distributed.bucketed_all_reduce import DOING, BucketedSum, Plan
+from manyhands.distributed.bucketed_all_reduce import DOING, BucketedAllReduce, BucketPlan
 from manyhands.distributed.comm_hooks import CommHook
-from manyhands.distributed.consistency import Step, check_alike, check_steps
+from manyhands.distributed.consistency import RankStep, check_alike, check_steps
 from manyhands.distributed.environment import start_default_group
-from manyhands.distributed.process_group import Cluster, distributed, join
+from manyhands.distributed.process_group import Cluster, distributed, join_processes
 from manyhands.primitives.inputs import Arguments
 from manyhands.runtime import torch_private
 
@@ -48,13 +48,13 @@ _OF_A_GROUP = (
 _MOST_PLANS = 8  # models whose parts are frozen in turn have several
 
 
-class Unjoined(NamedTuple):
+class UnboundGradientSync(NamedTuple):
     """A reduction that has been pickled: it joins the processes of the program that has loaded it, when it is needed.
 
     Not earlier, so that one process alone can load a model and evaluate it.
 
     Attributes:
-        device, loss: as in `Reduction`.
+        device, loss: as in `GradientSync`.
         of_all: whether it was among all processes of its program, not those of a group only.
     """
 
@@ -62,7 +62,7 @@ class Unjoined(NamedTuple):
     loss: str
     of_all: bool
 
-    def joined(self, module: nn.Module) -> "Reduction | None":
+    def joined(self, module: nn.Module) -> "GradientSync | None":
         """Join; return None where this process is alone. To be called by all processes at once.
 
         Raises:
@@ -70,15 +70,15 @@ class Unjoined(NamedTuple):
         """
         if not self.of_all and start_default_group() and distributed.get_world_size() > 1:
             raise RuntimeError(_OF_A_GROUP)
-        cluster = join()
+        cluster = join_processes()
         if cluster is None:
             return None
-        reduction = Reduction(cluster, self.device, self.loss)
-        reduction.begin_with(module)
-        return reduction
+        gradient_sync = GradientSync(cluster, self.device, self.loss)
+        gradient_sync.begin_with(module)
+        return gradient_sync
 
 
-class Reduction:
+class GradientSync:
     """Sums the gradients of one module over processes.
 
     Args:
@@ -99,15 +99,15 @@ class Reduction:
         self._sparse = _Tensors()  # whose gradients have been sparse
         self._number = 0  # of the model among those that are wrapped
         self.num_forwards = 0
-        self._plans: dict[Any, Plan] = {}
+        self._plans: dict[Any, BucketPlan] = {}
 
-    def __deepcopy__(self, memo: object) -> "Reduction":
-        copied = Reduction(self.cluster, self._device, self.loss)  # a copied model has summed nothing yet
+    def __deepcopy__(self, memo: object) -> "GradientSync":
+        copied = GradientSync(self.cluster, self._device, self.loss)  # a copied model has summed nothing yet
         copied.hook = self.hook
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Unjoined, (self._device, self.loss, self.cluster.is_all)
+        return UnboundGradientSync, (self._device, self.loss, self.cluster.is_all)
 
     @property
     def group(self) -> Any:
@@ -123,34 +123,34 @@ class Reduction:
         doing = "sending the first process's parameters to all"
         self.cluster.begin_to_send_from(0, tensors, self.group, doing)()
 
-    def contribution(self, module: nn.Module, rows: int | None) -> "Contribution":
+    def sync_context(self, module: nn.Module, rows: int | None) -> "SyncContext":
         """Return what a forward of so many rows is to count for, if it succeeds."""
         given = self.next_weight
         weight = 0.0 if rows == 0 else given if given is not None else float(1 if rows is None else rows)
         number, training = self.num_forwards + module.training, module.training
-        return Contribution(self, weakref.ref(module), weight, given is not None, number, training, self.synchronised)
+        return SyncContext(self, weakref.ref(module), weight, given is not None, number, training, self.synchronised)
 
-    def plan(self, tensors: Sequence[torch.Tensor]) -> Plan:
+    def plan(self, tensors: Sequence[torch.Tensor]) -> BucketPlan:
         """Return how the gradients of `tensors` travel."""
         key = tuple((id(tensor), tensor.dtype, tensor.size(), tensor.stride()) for tensor in tensors)
         if key not in self._plans:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
-            self._plans[key] = Plan.of(tensors, without=self._sparse.has)
+            self._plans[key] = BucketPlan.of(tensors, without=self._sparse.has)
         return self._plans[key]
 
-    def step(self, contribution: "Contribution", plan: Plan) -> Step:
+    def step(self, sync_context: "SyncContext", plan: BucketPlan) -> RankStep:
         """Return what this process says about the sum that it begins."""
         if not self._number:  # of a copy, which all processes have begun to train
             self._number = self.cluster.next_number()
-        return Step(
-            weight=contribution.weight,
+        return RankStep(
+            weight=sync_context.weight,
             model=self._number,
-            forward=contribution.number,
-            training=contribution.training,
+            forward=sync_context.number,
+            training=sync_context.training,
             digest=plan.digest,
-            synchronised=contribution.synchronised,
-            weight_given=contribution.weight_given,
+            synchronised=sync_context.synchronised,
+            weight_given=sync_context.weight_given,
             is_sum=self.loss == "sum",
             has_hook=self.hook is not None,
         )
@@ -192,7 +192,7 @@ class _Tensors:
 
 
 @dataclass(frozen=True)
-class Contribution:
+class SyncContext:
     """What one forward counts for when gradients are summed.
 
     Attributes:
@@ -205,7 +205,7 @@ class Contribution:
         synchronised: whether its gradients go to the other processes at once.
     """
 
-    reduction: Reduction
+    gradient_sync: GradientSync
     module: "weakref.ref[nn.Module]"
     weight: float
     weight_given: bool
@@ -216,23 +216,23 @@ class Contribution:
     @property
     def weight_of_loss(self) -> float:
         """What the loss of this process weighs in the one of all processes, compared with the others'."""
-        return self.weight if self.reduction.loss == "mean" else float(self.weight > 0)
+        return self.weight if self.gradient_sync.loss == "mean" else float(self.weight > 0)
 
-    def scale(self, steps: Sequence[Step], tensors: Sequence[torch.Tensor]) -> float | None:
+    def scale(self, steps: Sequence[RankStep], tensors: Sequence[torch.Tensor]) -> float | None:
         """Return what the gradients of `tensors` are multiplied by; None if they are not to be read.
 
         Raises:
             RuntimeError: the processes have not begun the same sum.
         """
-        check_steps(self.reduction.cluster, steps, tensors, self.module(), DOING)
+        check_steps(self.gradient_sync.cluster, steps, tensors, self.module(), DOING)
         if self.weight == 0:
             return None
-        return 1.0 if self.reduction.loss == "sum" else self.weight / sum(step.weight for step in steps)
+        return 1.0 if self.gradient_sync.loss == "sum" else self.weight / sum(step.weight for step in steps)
 
     def has_run(self) -> None:
         """Count the forward: one that fails, and is perhaps tried again with fewer rows, does not count."""
-        self.reduction.num_forwards = self.number
-        self.reduction.next_weight = None
+        self.gradient_sync.num_forwards = self.number
+        self.gradient_sync.next_weight = None
 
     def of_callers_graph(
         self, module: nn.Module, method: str | None
@@ -245,7 +245,7 @@ class Contribution:
 
     def begin(self, tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> "Sum":
         """Begin to sum the gradients of `tensors`; `nodes` are where the running backward takes them."""
-        return (_SumOfAll if self.synchronised else _SumHere)(self, tensors, nodes)
+        return (_AllReduceOfAll if self.synchronised else _LocalAccumulation)(self, tensors, nodes)
 
 
 class Sum(abc.ABC):
@@ -260,12 +260,12 @@ class Sum(abc.ABC):
 
     derivative = 1.0
 
-    def __init__(self, contribution: "Contribution", tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> None:
-        self._contribution, self._tensors, self._nodes = contribution, tensors, nodes
-        self._reduction = contribution.reduction
-        self._cluster = self._reduction.cluster
-        self._plan = self._reduction.plan(tensors)
-        self._steps = self._cluster.gather(self._reduction.step(contribution, self._plan), DOING)
+    def __init__(self, sync_context: "SyncContext", tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> None:
+        self._contribution, self._tensors, self._nodes = sync_context, tensors, nodes
+        self._gradient_sync = sync_context.gradient_sync
+        self._cluster = self._gradient_sync.cluster
+        self._plan = self._gradient_sync.plan(tensors)
+        self._steps = self._cluster.gather(self._gradient_sync.step(sync_context, self._plan), DOING)
 
     @property
     @abc.abstractmethod
@@ -289,7 +289,7 @@ class Sum(abc.ABC):
         so a sum is its own derivative.
         """
         there = [number for number, gradient in enumerate(gradients) if gradient is not None]
-        return list(_DifferentiableSum.apply(self, there, *(gradients[number] for number in there)))  # type: ignore[no-untyped-call]
+        return list(_DifferentiableAllReduce.apply(self, there, *(gradients[number] for number in there)))  # type: ignore[no-untyped-call]
 
     def failed(self, error: BaseException) -> None:
         """Tell the other processes that this one cannot go on."""
@@ -301,22 +301,22 @@ class Sum(abc.ABC):
         return [n for n, node in nodes if self._tensors[n].is_leaf and torch_private.backward_runs(node)]
 
 
-class _SumOfAll(Sum):
+class _AllReduceOfAll(Sum):
     """The sum over the processes; None for a tensor that no process used."""
 
-    def __init__(self, contribution: "Contribution", tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> None:
-        super().__init__(contribution, tensors, nodes)
+    def __init__(self, sync_context: "SyncContext", tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> None:
+        super().__init__(sync_context, tensors, nodes)
         # What backwards in no_sync() have left in `grad` goes into this sum, whose result takes its place.
-        own = self._reduction.own_grads
+        own = self._gradient_sync.own_grads
         mine = [n for n in self._accumulated() if own.has(tensors[n])] if own else []
         for n in mine:
             own.discard(tensors[n])
         kept = {n: grad for n in mine if (grad := tensors[n].grad) is not None}
         self._kept = [tensors[n] for n in kept]
         # A method of this object would make a cycle of the two, and the buckets would outlive the gradients.
-        scale_of = partial(contribution.scale, tensors=tensors)
-        group, hook = self._reduction.group, self._reduction.hook
-        self._sum = BucketedSum(self._cluster, group, self._plan, tensors, hook, scale_of, self._steps, kept)
+        scale_of = partial(sync_context.scale, tensors=tensors)
+        group, hook = self._gradient_sync.group, self._gradient_sync.hook
+        self._sum = BucketedAllReduce(self._cluster, group, self._plan, tensors, hook, scale_of, self._steps, kept)
 
     @property
     def early(self) -> Set[int]:
@@ -328,7 +328,7 @@ class _SumOfAll(Sum):
     def finish(self, rest: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
         self._sum.add_all(rest)
         found = self._sum.finish(self._begin_to_send_buffers)
-        self._reduction.have_sparse_gradients([self._tensors[number] for number in self._sum.sparse])
+        self._gradient_sync.have_sparse_gradients([self._tensors[number] for number in self._sum.sparse])
         self._wait_for_buffers()
         for tensor in self._kept:
             tensor.grad = None  # it is in what is returned, which autograd puts there
@@ -337,15 +337,15 @@ class _SumOfAll(Sum):
     def _begin_to_send_buffers(self) -> None:
         module = self._contribution.module() if self._contribution.training else None
         # As of all replicas it is the first whose buffers persist.
-        first_with_rows = next((rank for rank, step in enumerate(self._steps()) if Step(*step).weight), 0)
-        self._wait_for_buffers = self._reduction.begin_to_send_buffers(first_with_rows, module)
+        first_with_rows = next((rank for rank, step in enumerate(self._steps()) if RankStep(*step).weight), 0)
+        self._wait_for_buffers = self._gradient_sync.begin_to_send_buffers(first_with_rows, module)
 
 
-class _SumHere(Sum):
+class _LocalAccumulation(Sum):
     """In no_sync(): this process's own gradients, as much larger as there are processes."""
 
-    def __init__(self, contribution: "Contribution", tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> None:
-        super().__init__(contribution, tensors, nodes)
+    def __init__(self, sync_context: "SyncContext", tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> None:
+        super().__init__(sync_context, tensors, nodes)
         self._here: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
 
@@ -362,15 +362,15 @@ class _SumHere(Sum):
         with torch.no_grad():
             for number, gradient in rest.items():
                 self.add(number, gradient)
-        steps = [Step(*step) for step in self._steps()]
+        steps = [RankStep(*step) for step in self._steps()]
         self.derivative = scale = (self._contribution.scale(steps, self._tensors) or 0.0) * self._cluster.world_size
         for n in self._accumulated():
-            self._reduction.own_grads.add(self._tensors[n])
+            self._gradient_sync.own_grads.add(self._tensors[n])
         with torch.no_grad():
             return [self._here[n] * scale if scale and n in self._here else None for n in range(len(self._tensors))]
 
 
-class _DifferentiableSum(torch.autograd.Function):
+class _DifferentiableAllReduce(torch.autograd.Function):
     """The sum of gradients that have a history; see `Sum.differentiable`."""
 
     @staticmethod
@@ -407,18 +407,18 @@ class _OverProcesses(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, contribution: Contribution, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.contribution, ctx.tensors = contribution, tensors
+    def forward(ctx: Any, sync_context: SyncContext, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.sync_context, ctx.tensors = sync_context, tensors
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        contribution: Contribution = ctx.contribution
+        sync_context: SyncContext = ctx.sync_context
         nodes = [node for node, _ in ctx.next_functions]
         if not any(map(torch_private.backward_reaches, nodes)):
             return (None, *grads)
-        begun = contribution.begin(ctx.tensors, nodes)
+        begun = sync_context.begin(ctx.tensors, nodes)
         try:
             if torch.is_grad_enabled():
                 return (None, *begun.differentiable(grads))

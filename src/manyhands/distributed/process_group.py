@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from manyhands.distributed.environment import start_default_group
-from manyhands.distributed.failure_store import STORE_ERRORS, Notices, machine
+from manyhands.distributed.failure_store import STORE_ERRORS, FailureStore, machine
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import Form, buckets_of
@@ -44,14 +44,14 @@ _LAST_WORDS_NAP_S = 0.05
 _MARGIN_S = 5.0
 _MOST_TEXT = 2000
 _LENGTH = 16  # of what is gathered
-_TELLING = "telling the others what it does"
+_TELLING = "config_for the others what it does"
 
 _NOT_IN_GROUP = -100  # torch.distributed.GroupMember.NON_GROUP_MEMBER
 
 distributed: Any = torch.distributed
 
 
-def join(process_group: Any = None) -> "Cluster | None":
+def join_processes(process_group: Any = None) -> "Cluster | None":
     """Return the processes that belong together; None where this process is alone.
 
     Args:
@@ -105,7 +105,7 @@ class Cluster:
         self._ranks = distributed.get_process_group_ranks(process_group)
         self.is_all = self.world_size == distributed.get_world_size()
         self._store = distributed.PrefixStore("manyhands", process_group.get_group_store())
-        self._notices = Notices(self._store, self.rank)
+        self._notices = FailureStore(self._store, self.rank)
         self._look_every_s = max(_LOOK_EVERY_S, self.world_size / 500)
         self._num_arrivals = self._num_models = 0
         self._groups: dict[tuple[str, str], Any] = {}
@@ -134,7 +134,7 @@ class Cluster:
         return self  # a copied model belongs to the same processes
 
     def __reduce__(self) -> tuple[Callable[[], "Cluster | None"], tuple[()]]:
-        return join, ()
+        return join_processes, ()
 
     # ---- exchanging values -----------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.distributed.gradient_sync import Contribution
+from manyhands.distributed.gradient_sync import SyncContext
 from manyhands.primitives.dims import OutputRules
 from manyhands.primitives.inputs import Arguments
 from manyhands.runtime.thread_pool import ReplicaTiming
@@ -33,7 +33,7 @@ class Call:
         output_device, rules: where and how outputs are joined.
         method: the module's method that is called; None for the module itself.
         sync_batch_norm: whether batch norms in training see the rows of all replicas.
-        contribution: what the call counts for when gradients are summed over processes; None: they are not.
+        sync_context: what the call counts for when gradients are summed over processes; None: they are not.
     """
 
     arguments: Arguments
@@ -45,7 +45,7 @@ class Call:
     rules: OutputRules
     method: str | None = None
     sync_batch_norm: bool = False
-    contribution: Contribution | None = None
+    sync_context: SyncContext | None = None
 
     def where(self) -> list[str]:
         """Return how a message calls each replica: its number, its device and its rows."""
@@ -65,10 +65,10 @@ def called(module: nn.Module, method: str | None) -> Callable[..., Any]:
 
 def cross_process_all_gather(call: Call) -> CrossProcess | None:
     """Return what takes batch norm's exchanges among the call's replicas to other processes; None if they stay here."""
-    contribution = call.contribution
-    if contribution is None or not call.sync_batch_norm:
+    sync_context = call.sync_context
+    if sync_context is None or not call.sync_batch_norm:
         return None
-    return CrossProcessAllGather(contribution.reduction.cluster, call.source, contribution.weight_of_loss)
+    return CrossProcessAllGather(sync_context.gradient_sync.cluster, call.source, sync_context.weight_of_loss)
 
 
 class Engine(abc.ABC):

@@ -1,4 +1,4 @@
-"""Turns: the replicas of a compiled module run one after the other while there may be something to compile.
+"""CompileLock: the replicas of a compiled module run one after the other while there may be something to compile.
 
 torch.compile looks for what it has compiled, finds nothing that fits, and compiles. Replicas that look at the same
 moment all find nothing, and all compile the same thing: in turn, because torch compiles one thing at a time, and
@@ -22,7 +22,7 @@ _MOST_KINDS = 32  # torch keeps 8 versions of a function: for training and eval,
 _PATIENCE_S = 60.0
 
 
-class Turns:
+class CompileLock:
     """Which kinds of inputs the replicas of one wrapper have met."""
 
     def __init__(self) -> None:

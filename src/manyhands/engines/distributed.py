@@ -1,6 +1,6 @@
 """A forward of one process among several that train a model together: its backward sums the gradients over them.
 
-The process's own engine runs it, with a contribution (gradient_sync.py) that goes with the graph. Two cases are
+The process's own engine runs it, with a sync_context (gradient_sync.py) that goes with the graph. Two cases are
 special:
 
     a mode that other threads cannot join    the module runs whole and in the caller's graph, with parameters behind a
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.distributed.gradient_sync import Contribution, Reduction
+from manyhands.distributed.gradient_sync import GradientSync, SyncContext
 from manyhands.engines.base import Call, Engine
 from manyhands.engines.replica import leaves_and_nodes
 from manyhands.primitives import pytree
@@ -26,7 +26,7 @@ from manyhands.primitives.inputs import scattered
 from manyhands.primitives.outputs import without_rows
 from manyhands.primitives.parallel_apply import values_or_raise
 from manyhands.runtime import devices as _devices
-from manyhands.runtime.errors import say_once
+from manyhands.runtime.errors import log_once
 from manyhands.runtime.thread_pool import run_together
 from manyhands.runtime.thread_state import modes_that_stay
 
@@ -54,7 +54,7 @@ _STAND_IN_ROWS = 2  # batch norm needs more than one
 
 
 def forward_over_processes(
-    engine: Engine, reduction: Reduction, devices: Sequence[torch.device], module: nn.Module, call: Call
+    engine: Engine, gradient_sync: GradientSync, devices: Sequence[torch.device], module: nn.Module, call: Call
 ) -> Any:
     """Run a forward of `module` with `engine`; its backward sums the gradients over the processes.
 
@@ -68,24 +68,24 @@ def forward_over_processes(
     if len(devices) == 1:  # as with one device alone: there is nothing to join, and what is 0-dim stays so
         call = replace(call, rules=replace(rules, out_dims=None))
     if call.arguments.rows == 0:
-        return without_rows(_on_stand_in(engine, reduction, devices, module, call), rules)
-    output = _contributing(engine, devices, module, call, reduction.contribution(module, call.arguments.rows))
-    if reduction.sample is None and call.arguments.rows:
-        reduction.sample = call.arguments.first_rows(_STAND_IN_ROWS)
+        return without_rows(_on_stand_in(engine, gradient_sync, devices, module, call), rules)
+    output = _contributing(engine, devices, module, call, gradient_sync.sync_context(module, call.arguments.rows))
+    if gradient_sync.sample is None and call.arguments.rows:
+        gradient_sync.sample = call.arguments.first_rows(_STAND_IN_ROWS)
     return output
 
 
 def _on_stand_in(
-    engine: Engine, reduction: Reduction, devices: Sequence[torch.device], module: nn.Module, call: Call
+    engine: Engine, gradient_sync: GradientSync, devices: Sequence[torch.device], module: nn.Module, call: Call
 ) -> Any:
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     # One replica, as for no rows: several might have too few each.
-    sample = reduction.sample
+    sample = gradient_sync.sample
     if sample is None or len(sample.leaves) != len(call.arguments.leaves):
         sample = call.arguments.with_rows(_STAND_IN_ROWS)
     stand_in = replace(call, arguments=sample, sizes=(_STAND_IN_ROWS,))
     try:
-        output = _contributing(engine, devices, module, stand_in, reduction.contribution(module, 0))
+        output = _contributing(engine, devices, module, stand_in, gradient_sync.sync_context(module, 0))
     except BaseException as error:
         error.add_note(_NO_ROWS)
         raise
@@ -95,24 +95,22 @@ def _on_stand_in(
 
 
 def _contributing(
-    engine: Engine, devices: Sequence[torch.device], module: nn.Module, call: Call, contribution: Contribution
+    engine: Engine, devices: Sequence[torch.device], module: nn.Module, call: Call, sync_context: SyncContext
 ) -> Any:
     if modes_that_stay():
-        output = _in_callers_graph(devices, module, call, contribution)
+        output = _in_callers_graph(devices, module, call, sync_context)
     else:
-        output = engine.forward(module, replace(call, contribution=contribution))
-    contribution.has_run()
+        output = engine.forward(module, replace(call, sync_context=sync_context))
+    sync_context.has_run()
     return output
 
 
-def _in_callers_graph(
-    devices: Sequence[torch.device], module: nn.Module, call: Call, contribution: Contribution
-) -> Any:
+def _in_callers_graph(devices: Sequence[torch.device], module: nn.Module, call: Call, sync_context: SyncContext) -> Any:
     if call.sync_batch_norm:
         raise RuntimeError(_CANNOT_MEET)
     if len(devices) > 1:
-        say_once(_RUNS_WHOLE)
-    run = contribution.of_callers_graph(module, call.method)
+        log_once(_RUNS_WHOLE)
+    run = sync_context.of_callers_graph(module, call.method)
     [shard] = scattered(call.arguments, call.devices[:1], [call.arguments.rows or 0])
     # As a replica, for the wrappers inside.
     [output] = values_or_raise(run_together([lambda: run(*shard)], call.devices[:1]), call.where()[:1])

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.autograd.boundary import Edge, Graphs
-from manyhands.autograd.broadcast import copies_of
+from manyhands.autograd.boundary import BoundaryTensor, ReplicaGraphs
+from manyhands.autograd.broadcast import broadcast_coalesced
 from manyhands.engines.base import Call
 from manyhands.primitives.batch_types import batch_type_of
 from manyhands.primitives.outputs import Group
@@ -37,7 +37,7 @@ class Inputs:
     def __init__(self, call: Call, tracked: bool, copies: Copies, num_here: int | None = None) -> None:
         here = range(len(call.devices) if num_here is None else num_here)
         self.live: list[torch.Tensor] = []
-        self.edges: list[Edge] = []
+        self.edges: list[BoundaryTensor] = []
         self.parts_elsewhere: set[int] = set()
 
         def place(tensor: torch.Tensor, placement: Placement) -> list[torch.Tensor | None]:
@@ -45,7 +45,7 @@ class Inputs:
             if tracked and tensor.requires_grad:
                 parts = [part if part is None else part.detach().requires_grad_() for part in parts]
                 self.live.append(tensor)
-                self.edges.append(Edge(placement, tensor.device, parts))
+                self.edges.append(BoundaryTensor(placement, tensor.device, parts))
             # A copy even on the same device, so that a module that writes into its input writes into its own; and
             # made in the replica's graph, because writing into a leaf is forbidden.
             numbered = enumerate(zip(parts, call.devices, strict=True))
@@ -77,7 +77,7 @@ def stamped(
     """Return a replica for each device, the first with the live module's buffers unless these are elsewhere."""
     # A plain tensor in an attribute goes with the module if it is where the module is.
     constants = {key: c for key, c in blueprint.constants.items() if _devices.same_device(c.device, source)}
-    copied = copies_of({**blueprint.parameters, **blueprint.buffers, **constants}, devices, copies)
+    copied = broadcast_coalesced({**blueprint.parameters, **blueprint.buffers, **constants}, devices, copies)
     return [Stamp(blueprint, own, tracked, with_live_buffers and i == 0) for i, own in enumerate(copied)]
 
 
@@ -96,7 +96,7 @@ class Stamp:
     ) -> None:
         self.live_parameters: list[torch.Tensor] = []
         self.leaves: list[torch.Tensor] = []
-        self.is_apart = bool(copied)
+        self.is_remote = bool(copied)
         tensors: dict[int, torch.Tensor] = {}
         for key, parameter in blueprint.parameters.items():
             if tracked and parameter.requires_grad:
@@ -157,13 +157,13 @@ def carries_objects(call: Call) -> bool:
     )
 
 
-def parameter_edges(live: Sequence[torch.Tensor], leaves: Sequence[Sequence[torch.Tensor]]) -> Iterator[Edge]:
+def parameter_edges(live: Sequence[torch.Tensor], leaves: Sequence[Sequence[torch.Tensor]]) -> Iterator[BoundaryTensor]:
     """Yield the boundary's edges of parameters: `leaves[i][k]` is replica i's leaf for live tensor k."""
     for tensor, of_edge in zip(live, zip(*leaves, strict=True), strict=True):
-        yield Edge(Replicate(), tensor.device, of_edge)
+        yield BoundaryTensor(Replicate(), tensor.device, of_edge)
 
 
-def pass_on_gradients(graphs: Graphs, live: Sequence[torch.Tensor]) -> None:
+def pass_on_gradients(graphs: ReplicaGraphs, live: Sequence[torch.Tensor]) -> None:
     """Pass on what a module's own call of backward, inside forward, has left in the replicas' leaves.
 
     Raises:

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.autograd.boundary import Alias, BackwardContext, Boundary, Edge, Graphs
+from manyhands.autograd.boundary import Alias, BackwardContext, Boundary, BoundaryTensor, ReplicaGraphs
 from manyhands.engines.base import Call, Engine, called, cross_process_all_gather
-from manyhands.engines.compile_lock import Turns
+from manyhands.engines.compile_lock import CompileLock
 from manyhands.engines.replica import (
     Inputs,
     Stamp,
@@ -63,7 +63,7 @@ class ThreadsEngine(Engine):
         # Structures whose replicas' graphs have been looked at and led nowhere but to the replicas' own leaves.
         self._self_contained: set[tuple[Any, ...]] = set()
         self._timings: list[ReplicaTiming] = []
-        self._turns = Turns()
+        self._turns = CompileLock()
 
     def forward(self, module: nn.Module, call: Call) -> Any:
         with Copies(call.devices) as copies:
@@ -84,9 +84,9 @@ class ThreadsEngine(Engine):
             self._timings = timings
 
         begin_pass: list[PassContext] = [partial(own_streams, type(module).__name__, call.devices)]
-        around_walk: BackwardContext = nullcontext
+        backward_context: BackwardContext = nullcontext
         if call.sync_batch_norm:
-            begin_batch_norm, around_walk = _batch_norm_over_replicas(call, stamps)
+            begin_batch_norm, backward_context = _batch_norm_over_replicas(call, stamps)
             begin_pass += begin_batch_norm
         elif blueprint.compiled:  # with batch norm over all replicas they wait for each other, and cannot take turns
             begin_pass += self._turns.if_new([(tracked, module.training, *_kind(shard)) for shard in inputs.shards])
@@ -94,7 +94,7 @@ class ThreadsEngine(Engine):
         def task(index: int) -> Callable[[], Any]:
             def run() -> Any:
                 started = time.perf_counter()
-                copies.arrive(index)
+                copies.wait_copies(index)
                 args, kwargs = inputs.shards[index]
                 output = called(stamps[index].replica, call.method)(*args, **kwargs)
                 timings[index].forward_s = time.perf_counter() - started
@@ -108,7 +108,7 @@ class ThreadsEngine(Engine):
             tasks = [task(i) for i in range(len(call.devices))]  # step 4
             outputs = values_or_raise(run_together(tasks, call.devices, surroundings), where)
             matched = Outputs(outputs, call.rules, call.sizes)  # step 5
-            edges = [Edge(group.placement, call.output_device, group.tensors) for group in matched.groups]
+            edges = [BoundaryTensor(group.placement, call.output_device, group.tensors) for group in matched.groups]
             if structure is None:
                 joined: Sequence[torch.Tensor] = [edge.join(edge.tensors) for edge in edges]
             else:
@@ -118,23 +118,23 @@ class ThreadsEngine(Engine):
                     if not outside and not with_objects:
                         self._remember(structure)
                 live_parameters = stamps[0].live_parameters
-                graphs = Graphs(
+                graphs = ReplicaGraphs(
                     timings=timings,
                     where=where,
                     inputs=[
                         *inputs.edges,
                         *parameter_edges(live_parameters, [stamp.leaves for stamp in stamps]),
-                        *(Edge(Replicate(), leaf.device, [leaf] * len(stamps)) for leaf in outside),
+                        *(BoundaryTensor(Replicate(), leaf.device, [leaf] * len(stamps)) for leaf in outside),
                     ],
                     outputs=edges,
                     shared_leaves=bool(outside),
                     keep=with_objects,
                     keep_alive=stamps,
-                    begin_walk=begin_pass,
-                    around_walk=around_walk,
-                    contribution=call.contribution,
+                    pass_contexts=begin_pass,
+                    backward_context=backward_context,
+                    sync_context=call.sync_context,
                     parameters=range(len(inputs.edges), len(inputs.edges) + len(live_parameters)),
-                    parameters_apart=any(stamp.is_apart for stamp in stamps),
+                    parameters_apart=any(stamp.is_remote for stamp in stamps),
                 )
                 joined = _join(graphs, [*inputs.live, *live_parameters, *outside], own_leaves)  # step 6
             output = matched.put_together(joined)
@@ -177,7 +177,9 @@ def _batch_norm_over_replicas(call: Call, stamps: Sequence[Stamp]) -> tuple[list
     return [batch_norm.one_pass], batch_norm.repeating if walk is Walk.TOGETHER else batch_norm.only_replica
 
 
-def _join(graphs: Graphs, live: Sequence[torch.Tensor], own_leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _join(
+    graphs: ReplicaGraphs, live: Sequence[torch.Tensor], own_leaves: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
     """Return the joined outputs, linked to the `live` tensors through the boundary if any of them needs a gradient."""
     if any(leaf.grad is not None for leaf in own_leaves):
         pass_on_gradients(graphs, live)

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from manyhands.plan.allreduce import ALGORITHMS
-from manyhands.plan.plans import GOOD, Plan
+from manyhands.plan.plans import GOOD, ScalingPlan
 from manyhands.plan.prediction import COUNTS
 
 _COLORS = {"ring": "#2a6f97", "tree": "#e08e45", "two-level": "#4f9d69"}
@@ -23,7 +23,7 @@ _MACHINE = "#f6f6f6"
 logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 
 
-def png(plan: Plan, title: str) -> bytes:
+def png(plan: ScalingPlan, title: str) -> bytes:
     """Return the picture."""
     figure = Figure(figsize=(11, 5), facecolor="white", layout="constrained")
     efficiency_axes, time_axes = figure.subplots(1, 2)
@@ -36,7 +36,7 @@ def png(plan: Plan, title: str) -> bytes:
     return buffer.getvalue()
 
 
-def _efficiency(axes: Axes, plan: Plan) -> None:
+def _efficiency(axes: Axes, plan: ScalingPlan) -> None:
     places = range(len(COUNTS))
     axes.axhline(100 * GOOD, color=_INK, linewidth=0.8, linestyle=(0, (2, 2)))
     one_machine = math.log2(plan.cluster.devices_per_machine)
@@ -54,7 +54,7 @@ def _efficiency(axes: Axes, plan: Plan) -> None:
     axes.legend(frameon=False, labelcolor=_INK, loc="best")
 
 
-def _time(axes: Axes, plan: Plan) -> None:
+def _time(axes: Axes, plan: ScalingPlan) -> None:
     places = range(len(COUNTS))
     below = [0.0] * len(COUNTS)
     parts: Sequence[tuple[str, str, list[float]]] = (

@@ -12,8 +12,8 @@ from manyhands.plan import published
 from manyhands.plan.allreduce import ALGORITHMS
 from manyhands.plan.links import BYTES, SECONDS, Cluster, Link, parse_link, parse_quantity
 from manyhands.plan.measure import measured_step
-from manyhands.plan.plans import Plan, document
-from manyhands.plan.prediction import BEST, MOST_BUCKETS, Step
+from manyhands.plan.plans import ScalingPlan, document
+from manyhands.plan.prediction import BEST, MOST_BUCKETS, StepCost
 
 _DONE = 0
 _BACKWARD_FRACTION = 2 / 3
@@ -131,7 +131,7 @@ def run(given: dict[str, Any], expect_installed: Callable[[], None]) -> int:
             num_machine = 1
     _check_buckets(step)
     cluster = Cluster(figures["inside"], figures["between"], num_machine)
-    plan = Plan(step, cluster, given.get("all_reduce", BEST), given.get("strong", False))
+    plan = ScalingPlan(step, cluster, given.get("all_reduce", BEST), given.get("strong", False))
 
     from manyhands.plan.chart import png  # matplotlib, which --published can do without
 
@@ -146,7 +146,7 @@ def run(given: dict[str, Any], expect_installed: Callable[[], None]) -> int:
     return _DONE
 
 
-def _described_step(given: dict[str, Any], bucket_bytes: float) -> Step:
+def _described_step(given: dict[str, Any], bucket_bytes: float) -> StepCost:
     missing = [name for name in ("compute", "gradients") if name not in given]
     if missing:
         raise OptionError(
@@ -156,10 +156,10 @@ def _described_step(given: dict[str, Any], bucket_bytes: float) -> Step:
     backward_s: float = given.get("backward", _BACKWARD_FRACTION * compute_s)
     if backward_s > compute_s:
         raise OptionError(f"--backward {backward_s:g}s is a part of --compute {compute_s:g}s, and cannot be longer")
-    return Step(compute_s, backward_s, given["gradients"], bucket_bytes)
+    return StepCost(compute_s, backward_s, given["gradients"], bucket_bytes)
 
 
-def _check_buckets(step: Step) -> None:
+def _check_buckets(step: StepCost) -> None:
     num_buckets = step.gradient_bytes / step.bucket_bytes
     if num_buckets > MOST_BUCKETS:
         raise OptionError(

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from manyhands import keep_freed_memory
 from manyhands.bench.contenders import Task
-from manyhands.plan.prediction import Step
+from manyhands.plan.prediction import StepCost
 from manyhands.runtime.devices import accelerators
 from manyhands.verification.targets import TargetError, current_folder_first, said_by
 
@@ -17,7 +17,7 @@ _FEWEST_STEPS, _MOST_STEPS = 5, 100
 _SECONDS = 5.0
 
 
-def measured_step(target: str, bucket_bytes: float) -> tuple[Step, torch.device, int]:
+def measured_step(target: str, bucket_bytes: float) -> tuple[StepCost, torch.device, int]:
     """Take training steps (forward, loss, backward, SGD with momentum) for some seconds, and return their medians.
 
     Args:
@@ -44,7 +44,7 @@ def measured_step(target: str, bucket_bytes: float) -> tuple[Step, torch.device,
     sizes = [p.grad.numel() * p.grad.element_size() for p in task.model.parameters() if p.grad is not None]
     if not sizes:
         raise TargetError(f"{target}: backward gave no parameter a gradient, so there is nothing to reduce")
-    step = Step(statistics.median(totals), statistics.median(backwards), float(sum(sizes)), bucket_bytes)
+    step = StepCost(statistics.median(totals), statistics.median(backwards), float(sum(sizes)), bucket_bytes)
     return step, device, task.rows
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from manyhands.bench.tables import table
 from manyhands.plan.allreduce import ALGORITHMS
 from manyhands.plan.links import Cluster, Link
-from manyhands.plan.prediction import BEST, COUNTS, Prediction, Step, predict
+from manyhands.plan.prediction import BEST, COUNTS, Prediction, StepCost, predict
 
 GOOD = 0.9
 
@@ -16,7 +16,7 @@ _STRONG = "Strong scaling: the devices share the batch of one; computing is take
 
 
 @dataclass(frozen=True)
-class Plan:
+class ScalingPlan:
     """A step, where it is to run, and how.
 
     Attributes:
@@ -24,7 +24,7 @@ class Plan:
         strong: whether the devices share the batch of one.
     """
 
-    step: Step
+    step: StepCost
     cluster: Cluster
     algorithm: str = BEST
     strong: bool = False
@@ -102,7 +102,7 @@ class Plan:
         peak = "" if fastest == COUNTS[-1] else f" More than {fastest:,} are slower than {fastest:,}."
         return f"{said} {what} limits it.{remedy}{peak} {_UPPER_BOUND}"
 
-    def _limit(self, num_devices: int) -> tuple[str, "Plan | None"]:
+    def _limit(self, num_devices: int) -> tuple[str, "ScalingPlan | None"]:
         """Return what costs the most time on so many devices, and the plan with one that is twice as good.
 
         What it costs is the time that would be gained if it were perfect and all else as it is.
@@ -137,7 +137,7 @@ def _percent(fraction: float) -> str:
     return f"{100 * fraction:.1f} %"
 
 
-def document(plan: Plan, title: str) -> str:
+def document(plan: ScalingPlan, title: str) -> str:
     """Return plan.md."""
     picture = "![Efficiency and time of a step](plan.png)"
     return f"# {title}\n\n{plan.assumptions()}\n\n{picture}\n\n{plan.to_table()}\n\n{plan.conclusion()}\n"

@@ -24,7 +24,7 @@ BEST = "best"
 
 
 @dataclass(frozen=True)
-class Step:
+class StepCost:
     """A training step on one device.
 
     Attributes:
@@ -52,7 +52,7 @@ class Step:
         """Return when each bucket is full, in seconds from the beginning of backward."""
         return [self.backward_s * filled / self.gradient_bytes for filled in accumulate(self.buckets())]
 
-    def divided_by(self, num_devices: int) -> "Step":
+    def divided_by(self, num_devices: int) -> "StepCost":
         """Return the step of one of so many devices that share its batch."""
         return replace(self, compute_s=self.compute_s / num_devices, backward_s=self.backward_s / num_devices)
 
@@ -112,7 +112,7 @@ def exposed_s(ready_s: Sequence[float], reduce_s: Sequence[float], backward_s: f
 
 
 def predict(
-    step: Step, cluster: Cluster, num_devices: int, algorithm: str = BEST, *, strong: bool = False
+    step: StepCost, cluster: Cluster, num_devices: int, algorithm: str = BEST, *, strong: bool = False
 ) -> Prediction:
     """Predict a step on so many devices.
 
@@ -131,7 +131,7 @@ def predict(
     return min(tried, key=lambda one: (one.step_s, one.communication_s))
 
 
-def _predict(step: Step, cluster: Cluster, num_devices: int, name: str, all_reduce: AllReduce) -> Prediction:
+def _predict(step: StepCost, cluster: Cluster, num_devices: int, name: str, all_reduce: AllReduce) -> Prediction:
     sizes = step.buckets()
     seconds = {size: all_reduce(cluster, num_devices, size) for size in set(sizes)}
     reduce_s = [seconds[size] for size in sizes]

@@ -14,7 +14,7 @@ from typing import Any
 
 from manyhands.bench.tables import table
 from manyhands.plan.links import Cluster, Link
-from manyhands.plan.prediction import Step, predict
+from manyhands.plan.prediction import StepCost, predict
 
 CLOSE_POINTS = 10.0
 _BYTES_PER_PARAMETER = 4  # all of these runs have gradients in single precision
@@ -110,7 +110,7 @@ def _compared(run: dict[str, Any]) -> list[Comparison]:
     cluster = Cluster(known[figures["inside"]], known[figures["between"]], figures["devices_per_machine"])
     compute_s = figures["rows_per_device"] / figures["rows_per_s"]
     backward_s = figures["backward_fraction"] * compute_s
-    step = Step(compute_s, backward_s, _BYTES_PER_PARAMETER * figures["parameters"], figures["bucket_bytes"])
+    step = StepCost(compute_s, backward_s, _BYTES_PER_PARAMETER * figures["parameters"], figures["bucket_bytes"])
 
     def efficiency(num_devices: int) -> float:
         return predict(step, cluster, num_devices, figures["all_reduce"]).efficiency

@@ -1,6 +1,7 @@
 """Layouts: how one tensor of the caller's and the replicas' tensors belong together.
 
-A placement has two halves, `part` (from the one to the replicas) and `join` (from the replicas to the one), which are each
+A placement has two halves, `part` (from the one to the replicas) and `join` (from the replicas to the one), which are
+each
 other's adjoint: the gradient of a part is joined by the same placement, and the gradient of a join is parted by it. So
 one placement serves inputs and outputs, forward and backward, and derivatives of any order.
 

@@ -134,7 +134,7 @@ class Filling:
         """The numbers of the tensors that the buckets are for."""
         return list(self._bucket_of)
 
-    def give(self, number: int, tensor: torch.Tensor) -> bool:
+    def add(self, number: int, tensor: torch.Tensor) -> bool:
         """Copy a tensor to its place; return whether it has one: the first of its number, and of the planned form."""
         form = self._form_of.get(number)
         if form is None or (tensor.dtype, tuple(tensor.size())) != (form.dtype, form.size):

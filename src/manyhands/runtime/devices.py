@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from manyhands.runtime.errors import say_once
+from manyhands.runtime.errors import log_once
 
 DeviceLike: TypeAlias = int | str | torch.device
 
@@ -178,7 +178,7 @@ def _copies_arrive(source: torch.device, target: torch.device) -> bool:
                 with ThreadPoolExecutor(1) as elsewhere:  # in a thread where none of this one's modes and streams hold
                     _arriving[pair] = elsewhere.submit(_arrives_both_ways, source, target).result()
         if not _arriving[pair]:
-            say_once(
+            log_once(
                 f"copies between {source} and {target} arrive damaged: {_NUM_TRIED} known numbers did not all come as "
                 "they were sent. manyhands copies through the host instead, which is slower; other programs on this "
                 "machine are likely to compute wrong numbers. The usual causes are PCIe access control (ACS) and an "

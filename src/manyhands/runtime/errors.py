@@ -11,11 +11,11 @@ import warnings
 
 log = logging.getLogger("manyhands")
 
-_said: set[str] = set()
-_said_lock = threading.Lock()
+_logged: set[str] = set()
+_logged_lock = threading.Lock()
 
 
-def say_once(message: str) -> None:
+def log_once(message: str) -> None:
     """Log `message` as a warning, the first time only in this process."""
     if _first_time(message):
         log.warning(message)
@@ -27,16 +27,16 @@ def warn_once(message: str) -> None:
         warnings.warn(message, UserWarning, stacklevel=2)
 
 
-def forget_what_was_said() -> None:
+def forget_logged() -> None:
     """Let every message be said again (for tests)."""
-    with _said_lock:
-        _said.clear()
+    with _logged_lock:
+        _logged.clear()
 
 
 def _first_time(message: str) -> bool:
-    with _said_lock:
-        first = message not in _said
-        _said.add(message)
+    with _logged_lock:
+        first = message not in _logged
+        _logged.add(message)
     return first
 
 

@@ -45,7 +45,7 @@ import torch
 
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
-from manyhands.runtime.errors import say_once
+from manyhands.runtime.errors import log_once
 from manyhands.runtime.thread_pool import inside_replica
 from manyhands.runtime.thread_state import modes_that_stay
 
@@ -99,12 +99,12 @@ def own_streams(name: str, devices: Sequence[torch.device]) -> Iterator[Callable
 
     if _state_of(torch.default_generator) != state and _process.last_move is last_move:
         what = _WHAT_IS_NOT_CAUGHT if caught else _NOTHING_IS_CAUGHT if on_host else _ON_ACCELERATORS
-        say_once(_SHARED.format(name=name, what=what))
+        log_once(_SHARED.format(name=name, what=what))
     if any(stream.has_moved() for stream in streams):
         _process.move_on()
     for device, before in on_accelerators.items():
         if not torch.equal(before, _devices.shared_random_states([device, device])[device]):
-            say_once(_ONE_DEVICE.format(name=name, device=device))
+            log_once(_ONE_DEVICE.format(name=name, device=device))
 
 
 class _Stream:

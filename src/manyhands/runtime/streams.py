@@ -8,7 +8,7 @@ what comes after. So each accelerator gets streams for copies only, one for thos
     copies                                   └─── copy ────┴─────────────────────────────┘
 
     (1) A copy waits for what its source's device had been given until then; one from the host waits for nothing.
-    (2) `arrive`: its reader waits for it, and for no later one.
+    (2) `wait_copies`: its reader waits for it, and for no later one.
     (3) When the block ends, the sources may be written into again. Pinned memory of the caller's is waited for.
 
 From pageable memory the driver would copy in the calling thread, after all that the stream has queued; such tensors go
@@ -60,7 +60,7 @@ class Copies:
         return copy
 
     def to_add(self, tensor: torch.Tensor, reader: int) -> torch.Tensor:
-        """Return a copy of `tensor` on the reader's device, for what `behind` queues; it may still be under way."""
+        """Return a copy of `tensor` on the reader's device for work on the copy stream; it may still be in flight."""
         target, source = self._devices[reader], tensor.device
         if not _devices.has_streams(target) or not is_plain(tensor):
             return _devices.copied_to(tensor, target)
@@ -95,11 +95,11 @@ class Copies:
             if _devices.has_streams(target):
                 self._last[reader, from_host] = copy_stream(target, from_host).record_event()
 
-    def behind(self, reader: int) -> AbstractContextManager[None]:
-        """Queue what the block queues on the reader's device behind the copies, and before `arrive`."""
+    def on_copy_stream(self, reader: int) -> AbstractContextManager[None]:
+        """Queue what the block queues on the reader's device behind the copies, and before `wait_copies`."""
         return self._on_copy_streams(reader, self._devices[reader])
 
-    def follow(self, reader: int) -> None:
+    def wait_compute(self, reader: int) -> None:
         """Let what is queued for a reader from now on wait for what the calling thread has queued on its device."""
         target = self._devices[reader]
         if _devices.has_streams(target):
@@ -111,10 +111,10 @@ class Copies:
         target = self._devices[reader]
         streams = [self._computing[target]] if _devices.has_streams(target) else []
         with _devices.using(target, streams):
-            self.arrive(reader)
+            self.wait_copies(reader)
             yield
 
-    def arrive(self, reader: int) -> None:
+    def wait_copies(self, reader: int) -> None:
         """Let the calling thread's stream on the reader's device wait for what has been queued for it."""
         with self._lock:
             events = [event for (other, _), event in self._last.items() if other == reader]
@@ -132,7 +132,7 @@ class Copies:
         for event in self._of_callers_memory:
             event.synchronize()
 
-    def lend(self, tensor: torch.Tensor, reader: int) -> None:
+    def record_stream(self, tensor: torch.Tensor, reader: int) -> None:
         """Keep the memory of a tensor on the reader's device until computation and copies are done with it."""
         target = self._devices[reader]
         if _devices.has_streams(target):
@@ -145,7 +145,7 @@ def current_stream(device: torch.device) -> torch.Stream | None:
     return torch.accelerator.current_stream(device) if _devices.has_streams(device) else None
 
 
-def join(streams: Iterable[torch.Stream | None], tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+def join_streams(streams: Iterable[torch.Stream | None], tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     """Let the calling thread's stream on `device` wait for others of the device, on which tensors were made."""
     here = current_stream(device)
     others = [stream for stream in streams if stream is not None and stream != here]
@@ -156,7 +156,7 @@ def join(streams: Iterable[torch.Stream | None], tensors: Iterable[torch.Tensor]
         tensor.record_stream(here)  # type: ignore[arg-type]
 
 
-def follow_others(device: torch.device, others: Iterable[torch.device]) -> None:
+def wait_for_streams(device: torch.device, others: Iterable[torch.device]) -> None:
     """Let the calling thread's stream on `device` wait for its streams on other devices."""
     here = current_stream(device)
     for other in set(others) - {device} if here is not None else ():

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from manyhands.distributed.process_group import Cluster, digest_of, distributed
-from manyhands.runtime.errors import say_once
-from manyhands.sync_batch_norm.function_mode import Gradients, Part, put_together, sum_of
+from manyhands.runtime.errors import log_once
+from manyhands.sync_batch_norm.function_mode import Gradients, ReplicaStatistics, put_together, sum_of
 from manyhands.sync_batch_norm.statistics import Statistics
 
 _UNEQUAL = (
@@ -53,17 +53,17 @@ class CrossProcessAllGather:
             name: what the exchange is called, if that is the same everywhere: a string.
         """
         first = next(iter(values.values()))
-        if isinstance(first, Part):
+        if isinstance(first, ReplicaStatistics):
             whole = put_together(values, first.statistics.mean.device)
             rows = sum(part.rows for part in values.values())
             steps, tensors = self._exchange(name, "forward", torch.stack([whole.mean, whole.var]), whole.count, rows)
             return {
-                rank: Part(Statistics(int(count), *tensor), int(rows))
+                rank: ReplicaStatistics(Statistics(int(count), *tensor), int(rows))
                 for rank, ((_, count, rows, *_), tensor) in enumerate(zip(steps, tensors, strict=True))
             }
         steps, tensors = self._exchange(name, "backward", sum_of(values, first.tensor.device))
         if not first.weighted and len({step[0] for step in steps}) > 1:
-            say_once(_UNEQUAL)
+            log_once(_UNEQUAL)
         if first.weighted and self._weight:
             tensors = [tensor * (step[0] / self._weight) for step, tensor in zip(steps, tensors, strict=True)]
         return {rank: Gradients(tensor, first.weighted) for rank, tensor in enumerate(tensors)}

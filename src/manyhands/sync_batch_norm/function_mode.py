@@ -47,7 +47,7 @@ from torch.overrides import TorchFunctionMode
 
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
-from manyhands.runtime.errors import say_once
+from manyhands.runtime.errors import log_once
 from manyhands.runtime.thread_pool import inside_replica
 from manyhands.sync_batch_norm.exchange import Exchange, LocalExchange, Result
 from manyhands.sync_batch_norm.statistics import OfGradient, Statistics
@@ -85,7 +85,7 @@ class Walk(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Part:
+class ReplicaStatistics:
     """What one replica brings to a batch norm."""
 
     statistics: Statistics
@@ -110,7 +110,7 @@ class _Noted:
 
     name: str
     mean: torch.Tensor
-    parts: dict[int, Part]
+    parts: dict[int, ReplicaStatistics]
 
 
 class BatchNormOverReplicas:
@@ -189,12 +189,12 @@ class BatchNormOverReplicas:
         owners = [index for index in range(self.num_replicas) if self.name_of(index, tensors) is not None]
         return owners[0] if len(owners) == 1 else None
 
-    def note(self, index: int, name: str, parts: dict[int, Part]) -> None:
+    def note(self, index: int, name: str, parts: dict[int, ReplicaStatistics]) -> None:
         """Note a batch norm of replica `index`, which a checkpoint will run again."""
-        leaves = {i: Part(part.statistics.detached(), part.rows) for i, part in parts.items()}
+        leaves = {i: ReplicaStatistics(part.statistics.detached(), part.rows) for i, part in parts.items()}
         self._noted[index].append(_Noted(name, leaves[index].statistics.mean, leaves))
 
-    def noted(self, index: int, name: str, mine: Statistics) -> dict[int, Part]:
+    def noted(self, index: int, name: str, mine: Statistics) -> dict[int, ReplicaStatistics]:
         """Return everybody's part in a batch norm that replica `index` runs again, with these statistics."""
         same_name = [noted for noted in self._noted[index] if noted.name == name]
         if len(same_name) > 1:  # used more than once
@@ -238,13 +238,15 @@ class _Seat:
         self._tracked = tracked
         self._num_checkpoints_around = _num_checkpoints()
 
-    def parts_of_all(self, x: torch.Tensor, tensors: Tensors) -> tuple[dict[int, Part], Statistics, OfGradient | None]:
+    def parts_of_all(
+        self, x: torch.Tensor, tensors: Tensors
+    ) -> tuple[dict[int, ReplicaStatistics], Statistics, OfGradient | None]:
         """Return every replica's part in the batch norm of `x` that has `tensors`, and the statistics of all rows.
 
         Where these have no history: also what links them to x.
         """
         if self.over.walk is Walk.APART:
-            result = self._exchange(Part(Statistics.of(x), x.size(0)), x, tensors)
+            result = self._exchange(ReplicaStatistics(Statistics.of(x), x.size(0)), x, tensors)
             link = _Link(self.over.identity, result.number, result.among)
             whole = put_together(result.values, x.device)
             return result.values, whole, lambda grad: _SumOverReplicas.apply(grad, link)  # type: ignore[no-untyped-call]
@@ -263,16 +265,18 @@ class _Seat:
                 raise RuntimeError(_INSIDE_FORWARD)
             return grad
 
-        result = self._exchange(Part(Statistics.of(x).with_history(x, known_when_all_are_done), x.size(0)), x, tensors)
+        result = self._exchange(
+            ReplicaStatistics(Statistics.of(x).with_history(x, known_when_all_are_done), x.size(0)), x, tensors
+        )
         if repeated:
             self.over.note(self.index, self._name(x, tensors)[0], result.values)
         return result.values, put_together(result.values, x.device), None
 
-    def _exchange(self, part: Part, x: torch.Tensor, tensors: Tensors) -> Result:
+    def _exchange(self, part: ReplicaStatistics, x: torch.Tensor, tensors: Tensors) -> Result:
         name, place = self._name(x, tensors)
         result = self.exchange.all_gather(self.index, name, part, place)
         if len(result.among) < self.over.num_replicas and not self.exchange.failed:
-            say_once(
+            log_once(
                 f"the batch norm of {name} saw the rows of some replicas only: the others did not call it, because "
                 "their rows led them into another branch of forward."
             )
@@ -292,12 +296,14 @@ class _Repetition:
             raise RuntimeError(_CHECKPOINT)
         self.index = owner
 
-    def parts_of_all(self, x: torch.Tensor, tensors: Tensors) -> tuple[dict[int, Part], Statistics, OfGradient | None]:
+    def parts_of_all(
+        self, x: torch.Tensor, tensors: Tensors
+    ) -> tuple[dict[int, ReplicaStatistics], Statistics, OfGradient | None]:
         """Return every replica's part as it was noted, its own with the history of now."""
         name = self.over.name_of(self.index, tensors)
         mine = Statistics.of(x).with_history(x, lambda grad: grad)
         noted = self.over.noted(self.index, name[0] if name else "", mine)
-        parts = {**noted, self.index: Part(mine, x.size(0))}
+        parts = {**noted, self.index: ReplicaStatistics(mine, x.size(0))}
         return parts, put_together(parts, x.device), None
 
 
@@ -306,7 +312,7 @@ def sum_of(gradients: Mapping[int, Gradients], device: torch.device) -> torch.Te
     return torch.stack([_devices.copy_to(each.tensor, device) for each in gradients.values()]).sum(0)
 
 
-def put_together(parts: Mapping[int, Part], device: torch.device) -> Statistics:
+def put_together(parts: Mapping[int, ReplicaStatistics], device: torch.device) -> Statistics:
     """Return the statistics of all parts together, in their order."""
     return Statistics.of_all([part.statistics for part in parts.values()], device)
 

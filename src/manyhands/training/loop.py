@@ -35,7 +35,7 @@ from manyhands.training.ranks import ALONE, Ranks
 from manyhands.training.run import Run, describe
 from manyhands.training.run_folder import RunFolder
 from manyhands.training.schedule import epoch_batches, learning_rate
-from manyhands.training.under_way import Step, UnderWay
+from manyhands.training.under_way import PendingStep, UnderWay
 from manyhands.training.work import Work
 
 
@@ -132,7 +132,7 @@ def _train_epoch(run: Run, epoch: int, under_way: UnderWay, display: Display, st
         loss = devices.begin_to_read(loss_of_parts)
         optimizer.step()
 
-        under_way.add(Step(step, epoch, rate, len(rows), loss, work.shares))
+        under_way.add(PendingStep(step, epoch, rate, len(rows), loss, work.shares))
         if under_way.long_unsaved:
             under_way.record()
             run.keep()

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from manyhands.console.errors import OptionError, TrainingError
-from manyhands.distributed.process_group import Cluster, Gathering, distributed, join
+from manyhands.distributed.process_group import Cluster, Gathering, distributed, join_processes
 from manyhands.training.data import DataError
 
 _SPEECH_S = 300.0  # how long the first may take to save and say why it stops
@@ -54,7 +54,7 @@ class Ranks:
             OptionError: what the launcher says in the environment cannot be.
         """
         try:
-            return cls(join())
+            return cls(join_processes())
         except (RuntimeError, ValueError) as error:
             raise OptionError(error) from error
 
@@ -121,7 +121,7 @@ class Ranks:
 
     def everybodys(self, value: T) -> list[T]:
         """Return what each process gives, in rank order."""
-        return [value] if self._cluster is None else self._cluster.exchange(value, "telling each other")
+        return [value] if self._cluster is None else self._cluster.exchange(value, "config_for each other")
 
     # ---- training --------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ _SAVE_EVERY_S = 300.0  # within an epoch; each epoch ends with a checkpoint anyw
 
 
 @dataclass(frozen=True)
-class Step:
+class PendingStep:
     """A step that has been taken, as far as this process goes.
 
     Args:
@@ -54,7 +54,7 @@ class UnderWay:
 
     def __init__(self, run: Run, display: Display) -> None:
         self._run, self._display = run, display
-        self._steps: deque[Step] = deque()
+        self._steps: deque[PendingStep] = deque()
         self.start_clock()
 
     def start_clock(self) -> None:
@@ -62,7 +62,7 @@ class UnderWay:
         self._recorded_at = self._saved_at = time.perf_counter()
         self.long_unsaved = False
 
-    def add(self, step: Step) -> None:
+    def add(self, step: PendingStep) -> None:
         """Add a step, and record those that should have arrived.
 
         Raises:
@@ -83,7 +83,7 @@ class UnderWay:
         while len(self._steps) > num_steps:
             self._record(self._steps.popleft())
 
-    def _record(self, step: Step) -> None:
+    def _record(self, step: PendingStep) -> None:
         run = self._run
         loss = step.loss()  # waits for the accelerators, and the sum for the other processes
         first_says_save = run.ranks.is_first and time.perf_counter() - self._saved_at > _SAVE_EVERY_S

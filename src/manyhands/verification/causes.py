@@ -20,7 +20,7 @@ from manyhands.primitives import pytree
 from manyhands.primitives.dims import spread
 from manyhands.verification.compare import Tolerance, plain, tensors_in
 from manyhands.verification.report import Cause, Finding, Kind, Row
-from manyhands.verification.step import Step
+from manyhands.verification.step import RecordedStep
 from manyhands.verification.watch import Parting, match, parting
 
 # An option that is given with this value asks for what differs, and so explains it.
@@ -45,8 +45,8 @@ class Comparison:
     mode: str
     wrapped: DataParallel
     given: Mapping[str, Any]
-    one: Step
-    many: Step
+    one: RecordedStep
+    many: RecordedStep
     rows: Sequence[Row]
     tolerance: Tolerance
 
@@ -239,7 +239,7 @@ def is_open(findings: Sequence[Finding]) -> bool:
     return any(finding.cause in _OPEN for finding in findings)
 
 
-def about_repetition(first: Step, again: Step, tolerance: Tolerance) -> str:
+def about_repetition(first: RecordedStep, again: RecordedStep, tolerance: Tolerance) -> str:
     """Return what to say where a step was repeated on one device, from the same state, and gave something else."""
     apart = parting(first.watch, again.watch, (), tolerance)
     where = f", first at {apart.name or 'the model itself'}" if apart else ""

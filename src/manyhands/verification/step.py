@@ -12,7 +12,7 @@ from manyhands.engines.replica import leaves_and_nodes
 from manyhands.runtime import devices as _devices
 from manyhands.verification.compare import in_one_number, map_tensors_in, plain, tensors_in
 from manyhands.verification.state import Snapshot
-from manyhands.verification.watch import Watch
+from manyhands.verification.watch import CallRecorder
 
 _SEED = 0  # of what is random but always the same: projection and nudges
 
@@ -85,7 +85,7 @@ def _projection(output: Any, like: Any) -> torch.Tensor | None:
 
 
 @dataclass
-class Step:
+class RecordedStep:
     """What one step gave.
 
     Attributes:
@@ -99,7 +99,7 @@ class Step:
         no_gradients: why nothing was derived, where the backward failed.
     """
 
-    watch: Watch
+    watch: CallRecorder
     output: Any = None
     loss: torch.Tensor | None = None
     gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
@@ -122,9 +122,9 @@ def take_step(
     device: torch.device,
     output_device: torch.device,
     model: nn.Module,
-    like: Step | None = None,
+    like: RecordedStep | None = None,
     nudge: float = 0.0,
-) -> Step:
+) -> RecordedStep:
     """Run one step from the state in `state`, and leave the model as the step does.
 
     Args:
@@ -141,7 +141,7 @@ def take_step(
         model.eval()
     elif not module.training:
         model.train()
-    step = Step(Watch(state.random.has_moved if like is None else lambda: False))
+    step = RecordedStep(CallRecorder(state.random.has_moved if like is None else lambda: False))
     args, kwargs = example.fresh_inputs(device)
     if nudge:
         _nudge([*module.parameters(), *(tensor for _, tensor in (*tensors_in(args), *tensors_in(kwargs)))], nudge)
@@ -178,7 +178,7 @@ def _is_of_a_replica(error: Exception) -> bool:
 
 
 def _derive(
-    step: Step, loss: torch.Tensor, state: Snapshot, mode: str, module: nn.Module, args: Any, kwargs: Any
+    step: RecordedStep, loss: torch.Tensor, state: Snapshot, mode: str, module: nn.Module, args: Any, kwargs: Any
 ) -> None:
     """Run the backward, and take the gradients."""
     leaves = [leaf for leaf in leaves_and_nodes([loss]) if isinstance(leaf, torch.Tensor)]

@@ -28,7 +28,7 @@ from manyhands.verification.causes import Comparison, about_repetition, is_open,
 from manyhands.verification.compare import Tolerance
 from manyhands.verification.report import MODES, Finding, Kind, Report, Row
 from manyhands.verification.state import Snapshot
-from manyhands.verification.step import Example, Step, take_step
+from manyhands.verification.step import Example, RecordedStep, take_step
 
 _WORKERS_NOT_WATCHED = (
     'what submodules return in other processes is not seen: engine="threads" tells which one differs first, and why'
@@ -147,7 +147,9 @@ class _SpareStep:
         self._sensitivity = 0.0
         self._unsteady = ""
 
-    def allow_jumps(self, rows: list[Row], step: Callable[..., Step], one: Step, tolerance: Tolerance) -> list[Row]:
+    def allow_jumps(
+        self, rows: list[Row], step: Callable[..., RecordedStep], one: RecordedStep, tolerance: Tolerance
+    ) -> list[Row]:
         """Return rows whose gradients may differ as far as they move when everything is changed a little."""
         if not self._taken:
             self._taken = True
@@ -163,7 +165,7 @@ class _SpareStep:
         return allowed
 
     def settle(
-        self, findings: list[Finding], step: Callable[..., Step], one: Step, tolerance: Tolerance
+        self, findings: list[Finding], step: Callable[..., RecordedStep], one: RecordedStep, tolerance: Tolerance
     ) -> list[Finding]:
         """Return the findings after it was seen whether the same step, repeated, gives the same."""
         if is_open(findings) and not self._taken:
@@ -212,14 +214,14 @@ def _wrap(
     return DataParallel(model, devices, output_device, dim, process_group=False, **options)
 
 
-def _dtypes(module: nn.Module, one: Step) -> Iterator[torch.dtype]:
+def _dtypes(module: nn.Module, one: RecordedStep) -> Iterator[torch.dtype]:
     """Yield the types that a step computed in."""
     yield from one.watch.dtypes()
     yield from (tensor.dtype for _, tensor in compare.tensors_in(one.output))
     yield from (parameter.dtype for parameter in module.parameters())
 
 
-def _rows(mode: str, one: Step, many: Step, tolerance: Tolerance) -> list[Row]:
+def _rows(mode: str, one: RecordedStep, many: RecordedStep, tolerance: Tolerance) -> list[Row]:
     """Return every comparison of two steps."""
     rows: list[Row] = []
     if many.error is not None:
@@ -242,7 +244,7 @@ def _only_gradients_differ(rows: Sequence[Row]) -> bool:
     return Kind.GRADIENT in kinds and not kinds & {Kind.OUTPUT, Kind.LOSS}
 
 
-def _notes(mode: str, one: Step, many: Step) -> Iterator[str]:
+def _notes(mode: str, one: RecordedStep, many: RecordedStep) -> Iterator[str]:
     if one.loss is None:
         yield "no output is floating: there is no loss, and no gradients to compare"
     elif many.loss is None:
@@ -255,7 +257,7 @@ def _notes(mode: str, one: Step, many: Step) -> Iterator[str]:
         yield "only one replica had rows: give a batch with more of them"
 
 
-def _title(wrapped: DataParallel, many: Step) -> str:
+def _title(wrapped: DataParallel, many: RecordedStep) -> str:
     devices = [str(device) for device in wrapped.devices]
     if len(many.rows) == len(devices):
         devices = [f"{device} {rows} rows" for device, rows in zip(devices, many.rows, strict=True)]

@@ -1,6 +1,6 @@
 """What goes into and comes out of every submodule, on one device and in the replicas, and where the two part.
 
-A `Watch` is a set of forward hooks on the live module; replicas have them too, and each call is filed under the
+A `CallRecorder` is a set of forward hooks on the live module; replicas have them too, and each call is filed under the
 replica in whose thread it ran. What is kept are copies on the host, made when the tensor is seen, so that a later
 in-place operation changes nothing; a tensor that several modules hand on is copied once. So a watched step needs about
 as much memory on the host as its activations need on the device. The hooks return nothing: what runs is what would run
@@ -49,7 +49,7 @@ class Seen:
 
 
 @dataclass
-class Watch:
+class CallRecorder:
     """Records every call of every submodule while it is attached.
 
     Attributes:
@@ -196,7 +196,7 @@ class Parting:
     only_numbers: bool
 
 
-def parting(one: Watch, many: Watch, rows: Sequence[int], tolerance: Tolerance) -> Parting | None:
+def parting(one: CallRecorder, many: CallRecorder, rows: Sequence[int], tolerance: Tolerance) -> Parting | None:
     """Return the first call, in order of execution, whose output differs; None where none is seen to differ."""
     of_many = many.calls()
     for call, seen in one.calls().items():

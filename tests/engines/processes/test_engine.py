@@ -59,7 +59,7 @@ def workers_of(model: DataParallel) -> list[int]:
     """Return the process ids of the workers that a model has."""
     engine = model._engine
     assert isinstance(engine, ProcessesEngine)
-    return [member.pid for member in engine._team.members] if engine._team is not None else []
+    return [member.pid for member in engine._worker_group.workers] if engine._worker_group is not None else []
 
 
 def is_running(pid: int) -> bool:
@@ -164,7 +164,7 @@ def test_parameters_that_are_sent_are_sent_when_they_have_changed(wrap, transpor
         pytest.skip("they are not sent")
     model = wrap(Says(lambda module, x: 1, frozen=nn.Parameter(torch.ones(3), requires_grad=False)))
     said(model)
-    known = model._engine._mirror._buckets
+    known = model._engine._module_sync._buckets
     assert [len(each.bucket.items) for each in known] == [1, 1], "what is frozen travels apart"
     sent: list[list[int]] = []
     for change in (lambda w: None, lambda w: w.add_(1), lambda w: w.data.add_(1), lambda w: w.data.view(1).add_(1)):
@@ -876,7 +876,7 @@ def test_ctrl_c_before_a_team_has_workers(monkeypatch):
 
     monkeypatch.setattr(worker_group, "_transport_for", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        worker_group.Team([torch.device("cpu")] * 2)
+        worker_group.WorkerGroup([torch.device("cpu")] * 2)
     gc.collect()  # an error in `__del__` would be noticed by pytest
 
 

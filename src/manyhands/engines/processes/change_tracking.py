@@ -23,8 +23,8 @@ class GONE:
     """Stands for an attribute that was deleted."""
 
 
-class Watch:
-    """Notices what is rebound in modules, and what changes in the plain containers that they hold."""
+class ChangeTracker:
+    """FailureStore what is rebound in modules, and what changes in the plain containers that they hold."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._own: list[Any] = [module.__dict__ for module in modules]
@@ -72,7 +72,7 @@ class Watch:
             self._held_own[number] = _copy(now)
         return found
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """Take what containers hold now as known."""
         if not _equal(self._containers, self._held):
             self._held = [_copy(container) for container in self._containers]

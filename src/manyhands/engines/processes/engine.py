@@ -32,14 +32,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.autograd.boundary import Alias, Boundary, Edge
+from manyhands.autograd.boundary import Alias, Boundary, BoundaryTensor
 from manyhands.engines.base import Call, Engine, called, cross_process_all_gather
-from manyhands.engines.processes.messages import Answer, Forward, Sent
-from manyhands.engines.processes.module_sync import Mirror
+from manyhands.engines.processes.messages import Forward, Reply, TensorRef
+from manyhands.engines.processes.module_sync import ModuleSync
 from manyhands.engines.processes.pickling import dumps
-from manyhands.engines.processes.remote_graph import Divided
-from manyhands.engines.processes.shared_memory import Outbox
-from manyhands.engines.processes.worker_group import Steps, Team
+from manyhands.engines.processes.remote_graph import RemoteGraphs
+from manyhands.engines.processes.shared_memory import SendBuffer
+from manyhands.engines.processes.worker_group import Steps, WorkerGroup
 from manyhands.engines.replica import Inputs, Stamp, carries_objects, look_for_live_tensors, stamped
 from manyhands.engines.threads import ThreadsEngine
 from manyhands.primitives.outputs import Outputs
@@ -47,7 +47,7 @@ from manyhands.primitives.parallel_apply import values_or_raise
 from manyhands.primitives.placements import Replicate
 from manyhands.primitives.replicate import HOOKS, Blueprint, check_device, unchanged_on_failure
 from manyhands.runtime import torch_private
-from manyhands.runtime.errors import say_once
+from manyhands.runtime.errors import log_once
 from manyhands.runtime.rng import SeededStreams
 from manyhands.runtime.streams import Copies
 from manyhands.runtime.thread_pool import (
@@ -72,8 +72,8 @@ class ProcessesEngine(Engine):
     def __init__(self) -> None:
         self._here = ThreadsEngine()  # for calls that cannot leave this thread
         self._steps = Steps()
-        self._mirror = Mirror()
-        self._team: Team | None = None
+        self._module_sync = ModuleSync()
+        self._worker_group: WorkerGroup | None = None
         self._timings: list[ReplicaTiming] = []
         self._checked: list[Any] = []  # signature of the blueprint whose first replica's graph has been looked at
         self._outside: list[torch.Tensor] = []  # leaves found there that are not the module's: a global, say
@@ -85,7 +85,7 @@ class ProcessesEngine(Engine):
             if not mine:
                 return self._here.forward(module, call)
             if torch_private.hooks_of_every_module():
-                say_once(_HOOKS_OF_EVERY_MODULE)
+                log_once(_HOOKS_OF_EVERY_MODULE)
                 return self._here.forward(module, call)
             return self._forward(module, call)
 
@@ -94,18 +94,27 @@ class ProcessesEngine(Engine):
         where = call.where()
         timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
         self._timings = timings
-        team = self._team_of(call.devices)
-        if len(where) - 1 > team.num_told:
-            self._mirror.forget()  # some workers have missed something
-        blueprint = self._mirror.look(module)  # step 1
+        worker_group = self._worker_group_for(call.devices)
+        if len(where) - 1 > worker_group.num_told:
+            self._module_sync.forget()  # some workers have missed something
+        blueprint = self._module_sync.diff(module)  # step 1
         check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], call.source)
         structure = [call.method, *blueprint.signature()] if tracked else None
         number = next(self._steps.graph_numbers)
-        graphs = Divided(timings, where, [], [], team=team, steps=self._steps, mirror=self._mirror, number=number)
+        graphs = RemoteGraphs(
+            timings,
+            where,
+            [],
+            [],
+            worker_group=worker_group,
+            steps=self._steps,
+            module_sync=self._module_sync,
+            number=number,
+        )
         with (
             divided_intra_op_threads(call.devices) as num_threads,
             unchanged_on_failure(blueprint.buffers.values()),
-            team.whole_or_ended(),
+            worker_group.whole_or_ended(),
             Copies(call.devices[:1]) as copies,
         ):
             inputs = Inputs(call, tracked, copies, num_here=1)  # step 2
@@ -113,31 +122,31 @@ class ProcessesEngine(Engine):
             objects = self._send(graphs, blueprint, call, inputs, num_threads, streams.seeds)
             (stamp,) = stamped(blueprint, call.source, call.devices[:1], tracked, copies)  # step 3
             graphs.keep_alive = stamp
-            graphs.contribution = call.contribution
+            graphs.sync_context = call.sync_context
             if call.sync_batch_norm:
-                new_exchange = partial(team.open_exchange, cross_process=cross_process_all_gather(call))
+                new_exchange = partial(worker_group.open_exchange, cross_process=cross_process_all_gather(call))
                 replicas = [stamp.replica, *[None] * (len(where) - 1)]
-                graphs.begin_walk = [BatchNormOverReplicas(replicas, Walk.APART, new_exchange).one_pass]
+                graphs.pass_contexts = [BatchNormOverReplicas(replicas, Walk.APART, new_exchange).one_pass]
 
             def run() -> Any:
                 started = time.perf_counter()
-                copies.arrive(0)
+                copies.wait_copies(0)
                 args, kwargs = inputs.shards[0]
                 output = called(stamp.replica, call.method)(*args, **kwargs)
                 timings[0].forward_s = time.perf_counter() - started
                 return output
 
-            with streams, one_pass(graphs.begin_walk) as surroundings:
+            with streams, one_pass(graphs.pass_contexts) as surroundings:
                 outcomes = run_together([run], call.devices[:1], surroundings)
                 try:
-                    self._mirror.settle()
-                    with team.in_step():
-                        team.transport.end_sending(lambda: team.attend(where))
-                    answers = graphs.take_answers(streams)  # step 4
-                    for i, answer in answers.items():
-                        timings[i + 1].forward_s = answer.seconds
-                    outcomes += graphs.outcomes(answers)
-                    outputs = values_or_raise(outcomes, [where[0], *(where[i + 1] for i in sorted(answers))])
+                    self._module_sync.commit()
+                    with worker_group.in_step():
+                        worker_group.transport.end_sending(lambda: worker_group.attend(where))
+                    replies = graphs.take_replies(streams)  # step 4
+                    for i, reply in replies.items():
+                        timings[i + 1].forward_s = reply.seconds
+                    outcomes += graphs.outcomes(replies)
+                    outputs = values_or_raise(outcomes, [where[0], *(where[i + 1] for i in sorted(replies))])
                 finally:
                     outcomes.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
             matched = Outputs(outputs, call.rules, call.sizes)  # step 5
@@ -145,8 +154,10 @@ class ProcessesEngine(Engine):
             if structure is not None:
                 own_leaves = [edge.tensors[0] for edge in inputs.edges if edge.tensors[0] is not None] + stamp.leaves
                 self._look_at_first_graph(structure, blueprint, call, matched, own_leaves)
-            graphs.outputs = [Edge(group.placement, call.output_device, group.tensors) for group in matched.groups]
-            output = matched.put_together(self._joined(graphs, inputs, objects, stamp, answers, tracked))
+            graphs.outputs = [
+                BoundaryTensor(group.placement, call.output_device, group.tensors) for group in matched.groups
+            ]
+            output = matched.put_together(self._joined(graphs, inputs, objects, stamp, replies, tracked))
         stamp.commit_buffers()
         return output
 
@@ -162,18 +173,18 @@ class ProcessesEngine(Engine):
 
     def _joined(
         self,
-        graphs: Divided,
+        graphs: RemoteGraphs,
         inputs: Inputs,
         objects: list[torch.Tensor],
         stamp: Stamp,
-        answers: dict[int, Answer],
+        replies: dict[int, Reply],
         tracked: bool,
     ) -> Sequence[torch.Tensor]:
         """Return the joined outputs, linked to the caller's tensors through the boundary if any needs a gradient."""
         if not tracked:
             return graphs.joined_outputs()
         live = self._link(graphs, inputs, objects, stamp)
-        graphs.pass_on_gradients_of_forward(live, answers)
+        graphs.pass_on_gradients_of_forward(live, replies)
         if not any(t is not None and t.requires_grad for edge in graphs.outputs for t in edge.tensors):
             return graphs.joined_outputs()
         joined: tuple[torch.Tensor, ...] = Boundary.apply(  # type: ignore[no-untyped-call]
@@ -183,27 +194,29 @@ class ProcessesEngine(Engine):
         return joined
 
     def _send(
-        self, graphs: Divided, blueprint: Blueprint, call: Call, inputs: Inputs, num_threads: int, seeds: list[int]
+        self, graphs: RemoteGraphs, blueprint: Blueprint, call: Call, inputs: Inputs, num_threads: int, seeds: list[int]
     ) -> list[torch.Tensor]:
         """Send every worker its forward; return the tensors inside objects in the inputs that need a gradient."""
-        team, mirror = graphs.team, self._mirror
+        worker_group, module_sync = graphs.worker_group, self._module_sync
         num_workers = len(call.devices) - 1
-        update = mirror.update(blueprint, call.source, team.transport.shares_parameters)
+        update = module_sync.pack(blueprint, call.source, worker_group.transport.shares_parameters)
         if update.module is not None:
             _say_if_hooks(blueprint)
-            for member in team.members:
-                member.gradients = None
+            for worker in worker_group.workers:
+                worker.gradients = None
         if update.says_something:
-            team.num_told = num_workers
+            worker_group.num_told = num_workers
         thread, process = ThreadState.capture(), ProcessState.capture()
         tracked = thread.grad_enabled
         leaves = {id(leaf): ~k for k, edge in enumerate(inputs.edges) for leaf in edge.tensors if leaf is not None}
         objects: list[torch.Tensor] = []
         replicas = tuple(range(num_workers + 1))
         for i in range(num_workers):
-            outbox = team.members[i].outbox
+            send_buffer = worker_group.workers[i].send_buffer
 
-            def take(tensor: torch.Tensor, outbox: Outbox = outbox, device: torch.device = call.devices[i + 1]) -> Sent:
+            def take(
+                tensor: torch.Tensor, send_buffer: SendBuffer = send_buffer, device: torch.device = call.devices[i + 1]
+            ) -> TensorRef:
                 leaf = None
                 if tracked and tensor.requires_grad:
                     leaf = leaves.get(id(tensor))
@@ -211,12 +224,12 @@ class ProcessesEngine(Engine):
                         leaf = leaves[id(tensor)] = ~(len(inputs.edges) + len(objects))
                         objects.append(tensor)
                 there = device if id(tensor) in inputs.parts_elsewhere else tensor.device
-                standing = Sent.by(outbox, tensor)
-                return standing._replace(leaf=leaf, requires_grad=tensor.requires_grad, device=there)
+                tensor_ref = TensorRef.by(send_buffer, tensor)
+                return tensor_ref._replace(leaf=leaf, requires_grad=tensor.requires_grad, device=there)
 
             shard = dumps(inputs.shards[i + 1], take)
             message = Forward(
-                places=outbox.flush(),
+                places=send_buffer.flush(),
                 thread=thread,
                 graph=graphs.number,
                 update=update,
@@ -227,40 +240,48 @@ class ProcessesEngine(Engine):
                 where=graphs.where[i + 1],
                 seat=(i + 1, num_workers + 1) if call.sync_batch_norm else None,
                 device=call.devices[i + 1],
-                rendezvous=team.transport.rendezvous(i + 1) if update.sent else None,
+                rendezvous=worker_group.transport.rendezvous(i + 1) if update.sent else None,
                 replicas=replicas,
             )
-            segments = [*mirror.segments, *team.transport.segments] if update.sent else mirror.segments
-            team.ask(i, message, segments, process, graphs.where[i + 1])
-        with team.in_step():
-            team.transport.begin_sending(mirror.take_flats(), replicas, lambda: team.attend(graphs.where))
+            segments = (
+                [*module_sync.segments, *worker_group.transport.segments] if update.sent else module_sync.segments
+            )
+            worker_group.ask(i, message, segments, process, graphs.where[i + 1])
+        with worker_group.in_step():
+            worker_group.transport.begin_sending(
+                module_sync.take_flats(), replicas, lambda: worker_group.attend(graphs.where)
+            )
         return objects
 
-    def _link(self, graphs: Divided, inputs: Inputs, objects: list[torch.Tensor], stamp: Stamp) -> list[torch.Tensor]:
+    def _link(
+        self, graphs: RemoteGraphs, inputs: Inputs, objects: list[torch.Tensor], stamp: Stamp
+    ) -> list[torch.Tensor]:
         """Give the boundary its input edges; return the live tensors behind them.
 
         What other processes have for a leaf cannot be seen from here, only that they have one: a tensor stands for it.
         """
         others = len(graphs.where) - 1
-        mirror = self._mirror
+        module_sync = self._module_sync
         edges = [*inputs.edges]
         for tensor in objects:  # the first replica's graph leads through it by itself
-            edges.append(Edge(Replicate(), tensor.device, [None, *[tensor.detach()] * others]))
+            edges.append(BoundaryTensor(Replicate(), tensor.device, [None, *[tensor.detach()] * others]))
         graphs.parameters = range(len(edges), len(edges) + len(stamp.leaves))
-        numbers = mirror.numbers(stamp.live_parameters)
+        numbers = module_sync.numbers(stamp.live_parameters)
         graphs.keys = [*(~k for k in range(len(edges))), *numbers]
         whole = Replicate()
         for tensor, leaf in zip(stamp.live_parameters, stamp.leaves, strict=True):
-            edges.append(Edge(whole, tensor.device, [leaf] * (1 + others)))
-        theirs = {id(mirror.tensors[number]): number for number in mirror.outside}
+            edges.append(BoundaryTensor(whole, tensor.device, [leaf] * (1 + others)))
+        theirs = {id(module_sync.tensors[number]): number for number in module_sync.outside}
         here = set(map(id, self._outside))
-        outside = {id(tensor): tensor for tensor in (*(mirror.tensors[n] for n in mirror.outside), *self._outside)}
+        outside = {
+            id(tensor): tensor for tensor in (*(module_sync.tensors[n] for n in module_sync.outside), *self._outside)
+        }
         for key, tensor in outside.items():
             stand_in = tensor if key in theirs else None
-            edges.append(Edge(whole, tensor.device, [tensor if key in here else None, *[stand_in] * others]))
+            edges.append(BoundaryTensor(whole, tensor.device, [tensor if key in here else None, *[stand_in] * others]))
             graphs.keys.append(theirs.get(key))
         of_the_module = [*zip(numbers, stamp.live_parameters, strict=True)]
-        graphs.in_workers = dict(of_the_module + [(n, mirror.tensors[n]) for n in mirror.outside])
+        graphs.in_workers = dict(of_the_module + [(n, module_sync.tensors[n]) for n in module_sync.outside])
         graphs.inputs = edges
         graphs.shared_leaves = bool(self._outside)
         graphs.keep = bool(objects)
@@ -271,27 +292,27 @@ class ProcessesEngine(Engine):
 
     def refresh(self) -> None:
         with self._steps.begin():
-            self._mirror.forget()
+            self._module_sync.forget()
             self._checked = []
 
     def close(self) -> None:
         with self._steps.begin():
             self._timings = []
             self._here.close()
-            self._end_team()
+            self._end_worker_group()
 
-    def _team_of(self, devices: Sequence[torch.device]) -> Team:
-        team = self._team
-        if team is None or team.ended or team.devices[: len(devices)] != list(devices):
-            self._end_team()
-            team = self._team = Team(devices)
-        return team
+    def _worker_group_for(self, devices: Sequence[torch.device]) -> WorkerGroup:
+        worker_group = self._worker_group
+        if worker_group is None or worker_group.ended or worker_group.devices[: len(devices)] != list(devices):
+            self._end_worker_group()
+            worker_group = self._worker_group = WorkerGroup(devices)
+        return worker_group
 
-    def _end_team(self) -> None:
-        team, self._team = self._team, None
-        self._mirror.forget()
-        if team is not None:
-            team.end(patient=True)
+    def _end_worker_group(self) -> None:
+        worker_group, self._worker_group = self._worker_group, None
+        self._module_sync.forget()
+        if worker_group is not None:
+            worker_group.end(patient=True)
 
 
 def _say_if_hooks(blueprint: Blueprint) -> None:
@@ -299,7 +320,7 @@ def _say_if_hooks(blueprint: Blueprint) -> None:
         for name in HOOKS:
             for hook in module.__dict__[name].values():
                 if not (getattr(hook, "__module__", None) or "").startswith("torch."):
-                    say_once(
+                    log_once(
                         f'{type(module).__name__} has hooks: with engine="processes" they run in every worker on '
                         "copies of what they refer to; what they change there stays there."
                     )

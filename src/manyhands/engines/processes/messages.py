@@ -15,13 +15,13 @@ import torch
 
 from manyhands.engines.processes.module_sync import Update
 from manyhands.engines.processes.pickling import dumps, loads
-from manyhands.engines.processes.reducers.collectives import Reducing, Rendezvous
-from manyhands.engines.processes.reducers.shared_memory import Summing
-from manyhands.engines.processes.shared_memory import Outbox, Place, can_lie_in_memory
+from manyhands.engines.processes.reducers.collectives import CollectiveConfig, Rendezvous
+from manyhands.engines.processes.reducers.shared_memory import SharedMemoryConfig
+from manyhands.engines.processes.shared_memory import SendBuffer, TensorSpec, can_lie_in_memory
 from manyhands.runtime.thread_state import ProcessState, ThreadState
 
 
-class Sent(NamedTuple):
+class TensorRef(NamedTuple):
     """A tensor in a message: the number of its place, or a tensor that cannot lie in memory, pickled.
 
     Attributes:
@@ -39,11 +39,11 @@ class Sent(NamedTuple):
     device: torch.device | None = None
 
     @classmethod
-    def by(cls, outbox: Outbox, tensor: torch.Tensor) -> "Sent":
+    def by(cls, send_buffer: SendBuffer, tensor: torch.Tensor) -> "TensorRef":
         """Put a tensor into an outbox; return what stands for it in the message."""
         tensor = tensor.detach()
         if can_lie_in_memory(tensor):
-            return cls(place=outbox.add(tensor))
+            return cls(place=send_buffer.add(tensor))
         return cls(inline=dumps(tensor.cpu(), lambda tensor: None))
 
 
@@ -65,7 +65,7 @@ class Message:
         process: the state of the caller's process; None if it is what it was.
     """
 
-    places: list[Place]
+    places: list[TensorSpec]
     thread: ThreadState
     num_threads: int
     seed: int
@@ -106,19 +106,19 @@ class Backward(Message):
         grads: (number of the output, its gradient, the leaf before that gradient if it needs a gradient itself).
         gradients: a place for the gradient of each of the module's tensors that has a small one; None if it is what it
             was.
-        walk: what the transport has to tell about gradients; None if there is nothing to do.
+        reducer_config: what the worker's reducer is made of; None if no gradient is to be reduced.
     """
 
     graph: int
     keep: bool
-    grads: list[tuple[int, Sent]]
+    grads: list[tuple[int, TensorRef]]
     derive: int | None
-    gradients: dict[int, Place] | None
-    walk: Summing | Reducing | None
+    gradients: dict[int, TensorSpec] | None
+    reducer_config: SharedMemoryConfig | CollectiveConfig | None
 
 
 @dataclass(slots=True)
-class Answer:
+class Reply:
     """What a worker answers.
 
     Attributes:
@@ -135,10 +135,10 @@ class Answer:
     """
 
     value: bytes | None = None
-    gradients: list[tuple[int, Sent | None]] = field(default_factory=list)
+    gradients: list[tuple[int, TensorRef | None]] = field(default_factory=list)
     seconds: float = 0.0
-    error: "Failed | None" = None
-    places: list[Place] = field(default_factory=list)
+    error: "RemoteError | None" = None
+    places: list[TensorSpec] = field(default_factory=list)
     segments: list[tuple[int, int]] = field(default_factory=list)
     drew: bool = False
     warnings: list[tuple[str, type[Warning], str, int]] = field(default_factory=list)
@@ -147,7 +147,7 @@ class Answer:
 
 
 @dataclass(slots=True)
-class Failed:
+class RemoteError:
     """An exception of a worker's.
 
     Attributes:

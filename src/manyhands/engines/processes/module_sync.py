@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.engines.processes.change_tracking import Watch
+from manyhands.engines.processes.change_tracking import ChangeTracker
 from manyhands.engines.processes.pickling import dumps
 from manyhands.engines.processes.shared_memory import (
-    Packing,
-    Place,
+    BumpAllocator,
     Segment,
+    TensorSpec,
     can_lie_in_memory,
     is_movable,
     move_to_shared_memory,
@@ -45,7 +45,7 @@ from manyhands.runtime.buckets import Bucket, Form, buckets_of, fingerprint
 
 _LITTLE_BYTES = 1 << 20
 _never_equal = itertools.count()
-_mirrors: "weakref.WeakSet[Mirror]" = weakref.WeakSet()
+_module_syncs: "weakref.WeakSet[ModuleSync]" = weakref.WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Described:
         is_shared: whether it has to stay in the shared memory where it lies, rather than be copied from there.
     """
 
-    place: Place | None
+    place: TensorSpec | None
     inline: torch.Tensor | None
     later: Form | None
     device: torch.device | None
@@ -101,7 +101,7 @@ class Update:
         return any(said)
 
 
-class Mirror:
+class ModuleSync:
     """What the workers have of one live module.
 
     Attributes:
@@ -111,7 +111,7 @@ class Mirror:
     """
 
     def __init__(self) -> None:
-        _mirrors.add(self)
+        _module_syncs.add(self)
         self.forget()
 
     def forget(self) -> None:
@@ -122,7 +122,7 @@ class Mirror:
         self._modules: list[nn.Module] = []  # kept, so that nothing else can come to have their ids
         self._ids: list[int] = []
         self._number: dict[int, int] = {}  # of each tensor, by its id
-        self._watch = Watch([])
+        self._watch = ChangeTracker([])
         self._blueprint: Blueprint | None = None
         self._changes: list[tuple[int, str, Any]] | None = None
         self._is_settled = True
@@ -139,9 +139,9 @@ class Mirror:
         self._flats: list[torch.Tensor] = []
         self._requires_grad: tuple[bool, ...] = ()
 
-    def look(self, root: nn.Module) -> Blueprint:
+    def diff(self, root: nn.Module) -> Blueprint:
         """Look for what has changed; return a blueprint of the module as it is: the last one, if that still holds."""
-        if not self._is_settled:  # a step has ended between `look` and `settle`: what was to be sent may not have been
+        if not self._is_settled:  # a step has ended between `diff` and `commit`: what was to be sent may not have been
             self.forget()
         self._is_settled = False
         known = self._blueprint
@@ -156,8 +156,8 @@ class Mirror:
         without_gradients = (*blueprint.buffers.values(), *blueprint.constants.values())
         return blueprint.follows_from_attributes and not any(t.requires_grad for t in without_gradients)
 
-    def update(self, blueprint: Blueprint, source: torch.device, shares_parameters: bool) -> Update:
-        """Return what has to be sent to make workers have what `look` has found, and take it as sent.
+    def pack(self, blueprint: Blueprint, source: torch.device, shares_parameters: bool) -> Update:
+        """Return what has to be sent to make workers have what `diff` has found, and take it as sent.
 
         Args:
             source: where the module is.
@@ -180,10 +180,10 @@ class Mirror:
         sent = self._changed_parameters()
         return Update(changes=tuple(changes), requires_grad=changed_flags, rewritten=rewritten, sent=sent)
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """Take all as sent, and what containers hold now as known: the replicas have changed their own."""
         self._is_settled = True
-        self._watch.settle()
+        self._watch.commit()
 
     def numbers(self, parameters: Iterable[torch.Tensor]) -> list[int]:
         """Return the numbers of some of the module's tensors."""
@@ -216,7 +216,7 @@ class Mirror:
         return not any(is_movable([tensor]) for tensor, _ in self._always)
 
     def take_flats(self) -> list[torch.Tensor]:
-        """Return the buckets that `update` has said are sent."""
+        """Return the buckets that `pack` has said are sent."""
         flats, self._flats = self._flats, []
         return flats
 
@@ -256,7 +256,7 @@ class Mirror:
         self._blueprint = blueprint
         self._modules = blueprint.modules
         self._ids = _identities(blueprint)
-        self._watch = Watch(blueprint.modules)
+        self._watch = ChangeTracker(blueprint.modules)
         parameters = blueprint.parameters.values()
         self.tensors = [*parameters, *blueprint.buffers.values(), *blueprint.constants.values()]
         self._number = {id(tensor): number for number, tensor in enumerate(self.tensors)}
@@ -289,7 +289,7 @@ class Mirror:
         with_gradients = self.with_gradients().values()
         ids = set(map(id, with_gradients))
         places = move_to_shared_memory([*with_gradients]) if shares_parameters else {}
-        packing, described = Packing(), []
+        allocator, described = BumpAllocator(), []
         for number, tensor in enumerate(self.tensors):
             place, inline, later = None, None, None
             if not shares_parameters and id(tensor) in ids and can_lie_in_memory(tensor.detach()):
@@ -301,7 +301,7 @@ class Mirror:
                     self.segments.append(segment)
                 self._in_shared_memory.append(tensor)
             elif can_lie_in_memory(tensor.detach()):
-                place = packing.place(tensor.detach())
+                place = allocator.place(tensor.detach())
             else:
                 inline = tensor.detach()
                 self._inline_versions.append((tensor, tensor._version))
@@ -319,7 +319,7 @@ class Mirror:
                     is_shared=id(tensor) in ids or id(tensor) in blueprint.buffers,
                 )
             )
-        self._num_copied_bytes = packing.num_bytes
+        self._num_copied_bytes = allocator.num_bytes
         return described
 
     def _copied_into_a_segment(self, described: Sequence[Described]) -> list[Described]:
@@ -446,7 +446,7 @@ def _copy_in_this_thread(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _after_fork() -> None:
-    for mirror in list(_mirrors):
+    for mirror in list(_module_syncs):
         mirror.leave_shared_memory()
 
 

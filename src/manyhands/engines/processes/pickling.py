@@ -120,15 +120,15 @@ def dumps(value: Any, take: Take, modules: list[nn.Module] | None = None, known:
     return stream.getvalue()
 
 
-def loads(data: bytes, give: Give) -> Any:
-    """Return what `dumps` was given; `give` returns the tensor for what stands for it."""
-    return _ModuleUnpickler(io.BytesIO(data), give).load()
+def loads(data: bytes, add: Give) -> Any:
+    """Return what `dumps` was given; `add` returns the tensor for what stands for it."""
+    return _ModuleUnpickler(io.BytesIO(data), add).load()
 
 
 class _ModuleUnpickler(pickle.Unpickler):
-    def __init__(self, stream: io.BytesIO, give: Give) -> None:
+    def __init__(self, stream: io.BytesIO, add: Give) -> None:
         super().__init__(stream)
-        self._give = give
+        self._give = add
 
     def persistent_load(self, reference: Any) -> Any:
         return _class_of(reference) if isinstance(reference, _KnownClass) else self._give(reference)

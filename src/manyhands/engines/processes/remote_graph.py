@@ -17,21 +17,21 @@ from typing import Any
 
 import torch
 
-from manyhands.autograd.boundary import Edge, Graphs, take_grad
+from manyhands.autograd.boundary import BoundaryTensor, ReplicaGraphs, take_grad
 from manyhands.distributed.gradient_sync import Sum
-from manyhands.engines.processes.messages import Answer, Backward, Sent
-from manyhands.engines.processes.module_sync import Mirror
+from manyhands.engines.processes.messages import Backward, Reply, TensorRef
+from manyhands.engines.processes.module_sync import ModuleSync
 from manyhands.engines.processes.pickling import loads
-from manyhands.engines.processes.reducers.base import Part
-from manyhands.engines.processes.reducers.collectives import Reducing
-from manyhands.engines.processes.reducers.shared_memory import LARGE_BYTES, Summing
-from manyhands.engines.processes.shared_memory import Packing, Segment, can_lie_in_memory
-from manyhands.engines.processes.worker_group import Steps, Team
+from manyhands.engines.processes.reducers.base import Reducer
+from manyhands.engines.processes.reducers.collectives import CollectiveConfig
+from manyhands.engines.processes.reducers.shared_memory import LARGE_BYTES, SharedMemoryConfig
+from manyhands.engines.processes.shared_memory import BumpAllocator, Segment, can_lie_in_memory
+from manyhands.engines.processes.worker_group import Steps, WorkerGroup
 from manyhands.primitives.parallel_apply import values_or_raise
 from manyhands.primitives.placements import Replicate
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
-from manyhands.runtime.errors import say_once
+from manyhands.runtime.errors import log_once
 from manyhands.runtime.rng import SeededStreams
 from manyhands.runtime.thread_pool import Outcome, divided_intra_op_threads, one_pass, run_together
 from manyhands.runtime.thread_state import ProcessState, ThreadState, modes_that_stay
@@ -40,7 +40,7 @@ _registry: dict[Any, Any] = {}  # which of the workers' warnings have been given
 
 
 @dataclass
-class Divided(Graphs):
+class RemoteGraphs(ReplicaGraphs):
     """See the module's docstring.
 
     What stands in an edge for a worker's output is a view of memory that its next answer writes over; what stands for
@@ -53,9 +53,9 @@ class Divided(Graphs):
         in_workers: something of the size of each of the module's tensors that they have leaves for, by number.
     """
 
-    team: Team = field(kw_only=True)
+    worker_group: WorkerGroup = field(kw_only=True)
     steps: Steps = field(kw_only=True)
-    mirror: Mirror = field(kw_only=True)
+    module_sync: ModuleSync = field(kw_only=True)
     number: int = field(kw_only=True)
     keys: list[int | None] = field(default_factory=list, kw_only=True)
     in_workers: Mapping[int, torch.Tensor] = field(default_factory=dict, kw_only=True)
@@ -66,74 +66,74 @@ class Divided(Graphs):
 
     def release(self) -> None:
         if not self.released:
-            self.team.forget_graph(self.number)
+            self.worker_group.forget_graph(self.number)
         self.in_workers = {}
-        Graphs.release(self)
+        ReplicaGraphs.release(self)
 
-    def take_answers(self, streams: SeededStreams) -> dict[int, Answer]:
+    def take_replies(self, streams: SeededStreams) -> dict[int, Reply]:
         """Wait for the workers' answers; warn and say here what they have, and note whether they drew."""
-        answers = self.team.answers(self.where)
-        streams.others_drew = any(answer.drew for answer in answers.values())
-        for _, answer in sorted(answers.items()):
-            for text in answer.said:
-                say_once(text)
-            for text, category, filename, line in answer.warnings:
+        replies = self.worker_group.replies(self.where)
+        streams.others_drew = any(reply.drew for reply in replies.values())
+        for _, reply in sorted(replies.items()):
+            for text in reply.said:
+                log_once(text)
+            for text, category, filename, line in reply.warnings:
                 warnings.warn_explicit(text, category, filename, line, registry=_registry)
-        return answers
+        return replies
 
     # ---- after a forward ----
 
-    def outcomes(self, answers: dict[int, Answer]) -> list[Outcome[Any]]:
+    def outcomes(self, replies: dict[int, Reply]) -> list[Outcome[Any]]:
         """Return how the workers' forwards ended, in order; outputs have tensors that stand for the workers'."""
-        return [self._outcome(i, answer) for i, answer in sorted(answers.items())]
+        return [self._outcome(i, reply) for i, reply in sorted(replies.items())]
 
     def joined_outputs(self) -> list[torch.Tensor]:
         """Return the joined outputs where no backward will follow."""
         joined = [edge.join(edge.tensors) for edge in self.outputs]
         return [tensor.clone() if id(tensor) in self._output_numbers else tensor for tensor in joined]
 
-    def pass_on_gradients_of_forward(self, live: Sequence[torch.Tensor], answers: dict[int, Answer]) -> None:
+    def pass_on_gradients_of_forward(self, live: Sequence[torch.Tensor], replies: dict[int, Reply]) -> None:
         """Pass on what the module's own call of backward, inside forward, has left in the replicas' leaves."""
         own = [
             take_grad(edge.tensors[0]) if edge.tensors[0] is not t else None
             for edge, t in zip(self.inputs, live, strict=True)
         ]
-        if all(grad is None for grad in own) and not any(answer.gradients for answer in answers.values()):
+        if all(grad is None for grad in own) and not any(reply.gradients for reply in replies.values()):
             return
         self.check_backward_inside_forward()
-        parts = zip(self.inputs, self._with_others(own, answers), strict=True)
+        parts = zip(self.inputs, self._with_others(own, replies), strict=True)
         gradients = [edge.join_gradients(of_edge) for edge, of_edge in parts]
         reached = [(tensor, grad) for tensor, grad in zip(live, gradients, strict=True) if grad is not None]
         torch.autograd.backward([tensor for tensor, _ in reached], [grad for _, grad in reached])
 
-    def _outcome(self, index: int, answer: Answer) -> Outcome[Any]:
-        if answer.error is not None:
-            return Outcome(error=answer.error.exception())
+    def _outcome(self, index: int, reply: Reply) -> Outcome[Any]:
+        if reply.error is not None:
+            return Outcome(error=reply.error.exception())
         views: dict[int, torch.Tensor] = {}
 
-        def give(sent: Sent) -> torch.Tensor:
+        def add(sent: TensorRef) -> torch.Tensor:
             if sent.output not in views:
-                tensor = self._received(index, sent, answer)
+                tensor = self._received(index, sent, reply)
                 if sent.requires_grad:
                     tensor.requires_grad_()
                 views[sent.output] = tensor
                 self._output_numbers[id(tensor)] = sent.output
             return views[sent.output]
 
-        assert answer.value is not None
-        return Outcome(value=loads(answer.value, give))
+        assert reply.value is not None
+        return Outcome(value=loads(reply.value, add))
 
     # ---- backward ----
 
-    def walk(
+    def backward(
         self, output_grads: Sequence[torch.Tensor | None], keep: bool, over_processes: Sum | None = None
     ) -> list[list[torch.Tensor | None]]:
         # Nothing is given to the sum over processes in the meantime: what this process has is known at the end.
         if any(grad is not None and torch_private.is_batched(grad) for grad in output_grads):
-            return self._walk_batch(output_grads)
-        return self._walk(output_grads, keep, in_leaves=not self.shared_leaves and not modes_that_stay())
+            return self._backward_batch(output_grads)
+        return self._backward(output_grads, keep, in_leaves=not self.shared_leaves and not modes_that_stay())
 
-    def _walk(
+    def _backward(
         self, output_grads: Sequence[torch.Tensor | None], keep: bool, in_leaves: bool
     ) -> list[list[torch.Tensor | None]]:
         torch_private.import_what_backward_imports()
@@ -142,31 +142,31 @@ class Divided(Graphs):
             streams = SeededStreams(len(self.where))
             sent_grads: list[tuple[torch.Tensor | None, int | None]] = [(grad, None) for grad in output_grads]
             asked = {i: parts for i in range(len(self.where) - 1) if (parts := self._parts(i, sent_grads))}
-            transport, replicas = self.team.transport, (0, *(i + 1 for i in asked))
-            has_work = bool(asked) and transport.begin_walk(self.in_workers, replicas)
+            transport, replicas = self.worker_group.transport, (0, *(i + 1 for i in asked))
+            has_work = bool(asked) and transport.begin_backward(self.in_workers, replicas)
             for i, parts in asked.items():
-                telling = transport.telling(i + 1) if has_work else None
-                self._ask(i, parts, keep, None, num_threads, state, streams.seeds[i + 1], telling)
-            with self.team.in_step():
+                config = transport.config_for(i + 1) if has_work else None
+                self._ask(i, parts, keep, None, num_threads, state, streams.seeds[i + 1], config)
+            with self.worker_group.in_step():
                 part = transport.part(self._watch) if has_work else None
 
-            def walk_own() -> list[torch.Tensor | None]:
+            def backward_own() -> list[torch.Tensor | None]:
                 started = time.perf_counter()
-                grads = self._walk_own(output_grads, keep, in_leaves, part)
+                grads = self._backward_own(output_grads, keep, in_leaves, part)
                 if not keep:
                     self.keep_alive = None  # now, while the workers are still walking
                 self.timings[0].backward_s = time.perf_counter() - started
                 return grads
 
-            own, answers = self._own_and_answers(walk_own, streams, part)
-            for i, answer in answers.items():
-                self.timings[i + 1].backward_s = answer.seconds
-            return self._with_others(own, answers, transport.results() if has_work else {})
+            own, replies = self._own_and_answers(backward_own, streams, part)
+            for i, reply in replies.items():
+                self.timings[i + 1].backward_s = reply.seconds
+            return self._with_others(own, replies, transport.results() if has_work else {})
 
-    def differentiable_walk(
+    def differentiable_backward(
         self, output_grads: Sequence[torch.Tensor | None]
-    ) -> tuple[Graphs, list[list[torch.Tensor | None]]]:
-        incoming: list[Edge] = []
+    ) -> tuple[ReplicaGraphs, list[list[torch.Tensor | None]]]:
+        incoming: list[BoundaryTensor] = []
         keys: list[int | None] = []
         own_grads: list[torch.Tensor | None] = []
         sent_grads: list[tuple[torch.Tensor | None, int | None]] = []
@@ -181,7 +181,7 @@ class Divided(Graphs):
             if grad.requires_grad:
                 own = None if own is None else own.detach().requires_grad_()
                 parts = [own, *(edge.placement.part(grad.detach(), i) for i in range(1, len(self.where)))]
-            incoming.append(Edge(edge.placement, grad.device, parts))
+            incoming.append(BoundaryTensor(edge.placement, grad.device, parts))
             keys.append(key)
             own_grads.append(own)
             sent_grads.append((grad.detach(), key))
@@ -195,7 +195,7 @@ class Divided(Graphs):
             keys=[*self.keys, *keys],
         )
 
-        def walk_own() -> list[torch.Tensor | None]:
+        def backward_own() -> list[torch.Tensor | None]:
             pairs = [
                 (edge.tensors[0], grad)
                 for edge, grad in zip(self.outputs, own_grads, strict=True)
@@ -215,60 +215,62 @@ class Divided(Graphs):
             for i in range(len(self.where) - 1):
                 if sent_parts := self._parts(i, sent_grads):
                     self._ask(i, sent_parts, True, higher.number, num_threads, state, streams.seeds[i + 1], None)
-            own_results, answers = self._own_and_answers(walk_own, streams)
+            own_results, replies = self._own_and_answers(backward_own, streams)
             parts_by_edge = [[grad, *[None] * (len(self.where) - 1)] for grad in own_results]
             edge_of = {key: e for e, key in enumerate(self.keys) if key is not None}
-            for i, answer in answers.items():
-                for key, standing in answer.gradients:
-                    assert standing is not None
-                    tensor = self._received(i, standing, answer).clone()
-                    higher._output_numbers[id(tensor)] = standing.output
-                    parts_by_edge[edge_of[key]][i + 1] = tensor.requires_grad_(standing.requires_grad)
+            for i, reply in replies.items():
+                for key, tensor_ref in reply.gradients:
+                    assert tensor_ref is not None
+                    tensor = self._received(i, tensor_ref, reply).clone()
+                    higher._output_numbers[id(tensor)] = tensor_ref.output
+                    parts_by_edge[edge_of[key]][i + 1] = tensor.requires_grad_(tensor_ref.requires_grad)
         return higher, parts_by_edge
 
-    def _parts(self, index: int, grads: Sequence[tuple[torch.Tensor | None, int | None]]) -> list[tuple[int, Sent]]:
+    def _parts(
+        self, index: int, grads: Sequence[tuple[torch.Tensor | None, int | None]]
+    ) -> list[tuple[int, TensorRef]]:
         """Put a worker's part of the output gradients into its outbox, each with the leaf that is to stand before it.
 
         Returns:
             (the worker's number of the output, what stands for its gradient in a message).
         """
-        parts: list[tuple[int, Sent]] = []
+        parts: list[tuple[int, TensorRef]] = []
         for edge, (grad, leaf) in zip(self.outputs, grads, strict=True):
             end = edge.tensors[index + 1]
             if grad is None or end is None or not end.requires_grad:
                 continue
             part = edge.placement.part(grad, index + 1)
             if part is not None:
-                outbox = self.team.members[index].outbox
-                parts.append((self._output_numbers[id(end)], Sent.by(outbox, part)._replace(leaf=leaf)))
+                send_buffer = self.worker_group.workers[index].send_buffer
+                parts.append((self._output_numbers[id(end)], TensorRef.by(send_buffer, part)._replace(leaf=leaf)))
         return parts
 
     def _ask(
         self,
         index: int,
-        parts: list[tuple[int, Sent]],
+        parts: list[tuple[int, TensorRef]],
         keep: bool,
         derive: int | None,
         num_threads: int,
         state: tuple[ThreadState, ProcessState],
         seed: int,
-        walk: Summing | Reducing | None,
+        reducer_config: SharedMemoryConfig | CollectiveConfig | None,
     ) -> None:
         """Have a worker walk its graph."""
         thread, process = state
-        member = self.team.members[index]
-        segments = [*self.team.transport.segments] if walk is not None else []
+        worker = self.worker_group.workers[index]
+        segments = [*self.worker_group.transport.segments] if reducer_config is not None else []
         places = None
-        if member.gradients is None and self.team.transport.shares_parameters:
-            packing = Packing()
-            tensors = {n: t.detach() for n, t in self.mirror.with_gradients().items() if t.nbytes < LARGE_BYTES}
-            offsets = {n: packing.place(t) for n, t in tensors.items() if can_lie_in_memory(t)}
-            segment = Segment.create(packing.num_bytes)
+        if worker.gradients is None and self.worker_group.transport.shares_parameters:
+            allocator = BumpAllocator()
+            tensors = {n: t.detach() for n, t in self.module_sync.with_gradients().items() if t.nbytes < LARGE_BYTES}
+            offsets = {n: allocator.place(t) for n, t in tensors.items() if can_lie_in_memory(t)}
+            segment = Segment.create(allocator.num_bytes)
             places = {n: place._replace(segment=segment.number) for n, place in offsets.items()}
-            member.gradients = {n: segment.view(place) for n, place in places.items()}
+            worker.gradients = {n: segment.view(place) for n, place in places.items()}
             segments.append(segment)
         message = Backward(
-            places=member.outbox.flush(),
+            places=worker.send_buffer.flush(),
             thread=thread,
             seed=seed,
             graph=self.number,
@@ -277,32 +279,32 @@ class Divided(Graphs):
             derive=derive,
             gradients=places,
             num_threads=num_threads,
-            walk=walk,
+            reducer_config=reducer_config,
         )
-        self.team.ask(index, message, segments, process, self.where[index + 1])
+        self.worker_group.ask(index, message, segments, process, self.where[index + 1])
 
     def _own_and_answers(
-        self, walk_own: Callable[[], list[torch.Tensor | None]], streams: SeededStreams, part: Part | None = None
-    ) -> tuple[list[torch.Tensor | None], dict[int, Answer]]:
+        self, backward_own: Callable[[], list[torch.Tensor | None]], streams: SeededStreams, part: Reducer | None = None
+    ) -> tuple[list[torch.Tensor | None], dict[int, Reply]]:
         """Walk the first replica's graph, and wait for the workers; raise what one of them raised."""
-        with streams, one_pass(self.begin_walk) as surroundings:
-            outcomes: list[Outcome[Any]] = [*run_together([walk_own], [self.timings[0].device], surroundings)]
+        with streams, one_pass(self.pass_contexts) as surroundings:
+            outcomes: list[Outcome[Any]] = [*run_together([backward_own], [self.timings[0].device], surroundings)]
             try:
                 if part is not None:
-                    with self.team.in_step():
+                    with self.worker_group.in_step():
                         (part.end if outcomes[0].error is None else part.fail)(self._watch)
-                answers = self.take_answers(streams)
+                replies = self.take_replies(streams)
                 outcomes += [Outcome() for _ in self.where[1:]]
-                for i, answer in answers.items():
-                    if answer.error is not None:
-                        outcomes[i + 1] = Outcome(error=answer.error.exception())
+                for i, reply in replies.items():
+                    if reply.error is not None:
+                        outcomes[i + 1] = Outcome(error=reply.error.exception())
                 grads, *_ = values_or_raise(outcomes, [f"the backward of {place}" for place in self.where])
-                return grads, answers
+                return grads, replies
             finally:
                 outcomes.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
 
-    def _walk_own(
-        self, output_grads: Sequence[torch.Tensor | None], keep: bool, in_leaves: bool, part: Part | None
+    def _backward_own(
+        self, output_grads: Sequence[torch.Tensor | None], keep: bool, in_leaves: bool, part: Reducer | None
     ) -> list[torch.Tensor | None]:
         """Walk the first replica's graph; return the gradient of each input edge's leaf, less what `part` has taken.
 
@@ -328,35 +330,35 @@ class Divided(Graphs):
             torch.autograd.backward(ends, grads, retain_graph=keep)
         return self._not_taken([take_grad(leaf) for leaf in leaves], part)
 
-    def _not_taken(self, grads: list[torch.Tensor | None], part: Part | None) -> list[torch.Tensor | None]:
+    def _not_taken(self, grads: list[torch.Tensor | None], part: Reducer | None) -> list[torch.Tensor | None]:
         """Return the gradients of the input edges without those that go into the sums."""
         if part is None:
             return grads
         return [
-            None if grad is not None and key is not None and part.give(key, grad) else grad
+            None if grad is not None and key is not None and part.add(key, grad) else grad
             for key, grad in zip(self.keys, grads, strict=True)
         ]
 
-    def _walk_batch(self, output_grads: Sequence[torch.Tensor | None]) -> list[list[torch.Tensor | None]]:
+    def _backward_batch(self, output_grads: Sequence[torch.Tensor | None]) -> list[list[torch.Tensor | None]]:
         """Walk once for each entry of the axis that vmap hides; hide it again in the results."""
         plain = [None if grad is None else torch_private.without_batch(grad) for grad in output_grads]
-        num_walks = next(len(grad) for grad in plain if grad is not None)
-        walks = [
-            self._walk([None if grad is None else grad[b] for grad in plain], keep=True, in_leaves=False)
-            for b in range(num_walks)
+        num_passes = next(len(grad) for grad in plain if grad is not None)
+        passes = [
+            self._backward([None if grad is None else grad[b] for grad in plain], keep=True, in_leaves=False)
+            for b in range(num_passes)
         ]
         return [
             [
                 None if parts[0] is None else torch_private.with_batch(torch.stack(parts))
                 for parts in zip(*of_edge, strict=True)
             ]
-            for of_edge in zip(*walks, strict=True)
+            for of_edge in zip(*passes, strict=True)
         ]
 
     def _with_others(
         self,
         own: Sequence[torch.Tensor | None],
-        answers: dict[int, Answer],
+        replies: dict[int, Reply],
         sums: Mapping[int, torch.Tensor] = MappingProxyType({}),
     ) -> list[list[torch.Tensor | None]]:
         """Return each input edge's gradients, one a replica; those of whole tensors summed in replica order.
@@ -369,18 +371,18 @@ class Divided(Graphs):
         for key, summed in sums.items():
             of_edge = parts[edge_of[key]]
             of_edge[0] = summed if of_edge[0] is None else summed.add_(of_edge[0])
-        for i, answer in sorted(answers.items()):
-            views = self.team.members[i].gradients
+        for i, reply in sorted(replies.items()):
+            views = self.worker_group.workers[i].gradients
             totals, others = [], []
-            for key, standing in answer.gradients:
+            for key, tensor_ref in reply.gradients:
                 number = edge_of.get(key)
                 if number is None:
                     continue
-                if standing is None:
+                if tensor_ref is None:
                     assert views is not None
                     grad = views[key]
                 else:
-                    grad = self._received(i, standing, answer)
+                    grad = self._received(i, tensor_ref, reply)
                 of_edge = parts[number]
                 if not isinstance(self.inputs[number].placement, Replicate):
                     of_edge[i + 1] = grad.clone()
@@ -399,14 +401,14 @@ class Divided(Graphs):
         return parts
 
     def _watch(self) -> None:
-        self.team.attend(self.where)
+        self.worker_group.attend(self.where)
 
-    def _received(self, index: int, sent: Sent, answer: Answer) -> torch.Tensor:
+    def _received(self, index: int, sent: TensorRef, reply: Reply) -> torch.Tensor:
         if sent.inline is not None:
             tensor: torch.Tensor = loads(sent.inline, lambda reference: reference)
             return tensor
-        place = answer.places[sent.place]
-        return self.team.members[index].inbox[place.segment].view(place)
+        place = reply.places[sent.place]
+        return self.worker_group.workers[index].inbox[place.segment].view(place)
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[int]:
@@ -417,11 +419,11 @@ class Divided(Graphs):
                     'backward through a model with engine="processes" was called from inside a step of the same model '
                     '(a hook, say), whose workers are busy: use engine="threads".'
                 )
-            if self.team.ended:
+            if self.worker_group.ended:
                 raise RuntimeError(
                     "the worker processes that ran this forward have ended, and what they had saved for its backward "
                     "is gone: call the model again."
                 )
             devices = [timing.device for timing in self.timings]
-            with divided_intra_op_threads(devices) as num_threads, self.team.whole_or_ended():
+            with divided_intra_op_threads(devices) as num_threads, self.worker_group.whole_or_ended():
                 yield num_threads

@@ -7,7 +7,8 @@ not matter.
 Guarantees
     - A tensor in a segment keeps the mapping alive: a ctypes array between the two holds the map's buffer open, and an
       open buffer cannot be unmapped.
-    - `Outbox` writes into one segment again and again. What it hands out are places, not tensors: nobody outside the
+    - `SendBuffer` writes into one segment again and again. What it hands out are places, not tensors: nobody outside
+    the
       engine may keep a tensor in there, so that nothing that is still in use is ever written over.
 
 Assumes that the two sides take turns: while one reads what an outbox holds, the other does not write.
@@ -36,7 +37,7 @@ _numbers = itertools.count()
 _moved_into: "weakref.WeakSet[Segment]" = weakref.WeakSet()  # segments that tensors have been moved into
 
 
-class Place(NamedTuple):
+class TensorSpec(NamedTuple):
     """Where a tensor lies in a segment; `offset` in bytes."""
 
     segment: int
@@ -79,12 +80,12 @@ class Segment:
         array = (ctypes.c_char * num_bytes).from_buffer(self._map, offset)
         return torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
 
-    def view(self, place: Place) -> torch.Tensor:
+    def view(self, place: TensorSpec) -> torch.Tensor:
         """Return the tensor at a place; its storage is that of the whole segment."""
         empty = torch.empty(0, dtype=place.dtype, device=_CPU)
         return empty.set_(self._whole, place.offset // place.dtype.itemsize, place.size, place.stride)
 
-    def alone(self, place: Place) -> torch.Tensor:
+    def alone(self, place: TensorSpec) -> torch.Tensor:
         """Return the tensor at a place, with a storage of its own that ends where the tensor does."""
         storage = self.storage(place.offset, num_bytes(place))
         return torch.empty(0, dtype=place.dtype, device=_CPU).set_(storage, 0, place.size, place.stride)
@@ -98,7 +99,7 @@ class Segment:
             os.close(self.fd)
 
 
-def num_bytes(place: Place) -> int:
+def num_bytes(place: TensorSpec) -> int:
     """Return how many bytes a tensor at a place reaches over."""
     return (1 + sum((n - 1) * s for n, s in zip(place.size, place.stride, strict=True))) * place.dtype.itemsize
 
@@ -112,48 +113,50 @@ def can_lie_in_memory(tensor: torch.Tensor) -> bool:
 
 
 @dataclass
-class Packing:
+class BumpAllocator:
     """Places for tensors one behind the other, in a segment that need not exist yet."""
 
     num_bytes: int = 0
 
-    def place(self, tensor: torch.Tensor, segment: int = -1) -> Place:
+    def place(self, tensor: torch.Tensor, segment: int = -1) -> TensorSpec:
         """Return where a copy of `tensor` is to lie, behind all others."""
         return self.place_for(tensor.dtype, tuple(tensor.size()), dense_stride(tensor), segment)
 
-    def place_for(self, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...], segment: int = -1) -> Place:
+    def place_for(
+        self, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...], segment: int = -1
+    ) -> TensorSpec:
         """Return where a tensor without gaps is to lie, behind all others."""
         offset = -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
         self.num_bytes = offset + math.prod(size) * dtype.itemsize
-        return Place(segment, offset, dtype, size, stride)
+        return TensorSpec(segment, offset, dtype, size, stride)
 
 
-class Outbox:
+class SendBuffer:
     """Writes the tensors of one message after the other into a segment, which grows when it has to."""
 
     def __init__(self) -> None:
         self.segment = Segment.create(_PAGE)
-        self._packing = Packing()
-        self._waiting: list[tuple[Place, torch.Tensor]] = []
+        self._packing = BumpAllocator()
+        self._waiting: list[tuple[TensorSpec, torch.Tensor]] = []
 
     def add(self, tensor: torch.Tensor) -> int:
         """Take a tensor for the next `flush`; return its number in this message."""
         self._waiting.append((self._packing.place(tensor), tensor))
         return len(self._waiting) - 1
 
-    def flush(self) -> list[Place]:
+    def flush(self) -> list[TensorSpec]:
         """Write all tensors that were added since the last time; return their places, by number."""
-        waiting, packing = self._waiting, self._packing
-        self._waiting, self._packing = [], Packing()
-        if packing.num_bytes > self.segment.num_bytes:
-            self.segment = Segment.create(max(packing.num_bytes, 2 * self.segment.num_bytes))
+        waiting, allocator = self._waiting, self._packing
+        self._waiting, self._packing = [], BumpAllocator()
+        if allocator.num_bytes > self.segment.num_bytes:
+            self.segment = Segment.create(max(allocator.num_bytes, 2 * self.segment.num_bytes))
         places = [place._replace(segment=self.segment.number) for place, _ in waiting]
         copy_all([self.segment.view(place) for place in places], [tensor for _, tensor in waiting])
         return places
 
     def forget(self) -> None:
         """Drop what was added, after a message that could not be written."""
-        self._waiting, self._packing = [], Packing()
+        self._waiting, self._packing = [], BumpAllocator()
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
@@ -166,7 +169,7 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Iterable[torch.Tensor]) -
 # ---- tensors that stay what they are ---------------------------------------------------------------
 
 
-def move_to_shared_memory(tensors: Sequence[torch.Tensor]) -> dict[int, tuple[Segment, Place]]:
+def move_to_shared_memory(tensors: Sequence[torch.Tensor]) -> dict[int, tuple[Segment, TensorSpec]]:
     """Move tensors' memory into a segment, unless it is in one already; ties, strides and identities stay.
 
     Returns:
@@ -177,7 +180,7 @@ def move_to_shared_memory(tensors: Sequence[torch.Tensor]) -> dict[int, tuple[Se
     for tensor in tensors:
         if can_lie_in_memory(tensor.detach()) and tensor.numel():
             by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
-    found: dict[int, tuple[Segment, Place]] = {}
+    found: dict[int, tuple[Segment, TensorSpec]] = {}
     to_move: list[tuple[list[torch.Tensor], int]] = []
     total_bytes = 0
     for address, group in by_storage.items():
@@ -209,6 +212,6 @@ def is_movable(group: Sequence[torch.Tensor]) -> bool:
     return not storage.is_shared() and torch_private.num_references(storage) == len(group) + 1
 
 
-def _place_in(segment: Segment, tensor: torch.Tensor) -> Place:
+def _place_in(segment: Segment, tensor: torch.Tensor) -> TensorSpec:
     offset = tensor.data_ptr() - segment.address
-    return Place(segment.number, offset, tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()))
+    return TensorSpec(segment.number, offset, tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()))

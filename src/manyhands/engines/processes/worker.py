@@ -24,13 +24,13 @@ import torch
 
 from manyhands.engines.base import called
 from manyhands.engines.processes.channel import Channel
-from manyhands.engines.processes.messages import Answer, Backward, Failed, Forward, Message, Sent
+from manyhands.engines.processes.messages import Backward, Forward, Message, RemoteError, Reply, TensorRef
 from manyhands.engines.processes.pickling import classes_by_value, dumps, loads
-from manyhands.engines.processes.reducers.base import Part
-from manyhands.engines.processes.reducers.collectives import Groups, ReducedPart, Rendezvous
-from manyhands.engines.processes.reducers.shared_memory import Ground, SummedPart, Summing
+from manyhands.engines.processes.reducers.base import Reducer
+from manyhands.engines.processes.reducers.collectives import CollectiveReducer, Groups, Rendezvous
+from manyhands.engines.processes.reducers.shared_memory import ReduceBuffers, SharedMemoryConfig, SharedMemoryReducer
 from manyhands.engines.processes.remote_exchange import RemoteExchange
-from manyhands.engines.processes.shared_memory import Outbox, Segment, can_lie_in_memory
+from manyhands.engines.processes.shared_memory import Segment, SendBuffer, can_lie_in_memory
 from manyhands.engines.processes.worker_module import Module
 from manyhands.engines.replica import Stamp, look_for_live_tensors
 from manyhands.primitives.outputs import Group
@@ -63,13 +63,13 @@ class Worker:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._segments: dict[int, Segment] = {}
-        self._outbox = Outbox()
+        self._outbox = SendBuffer()
         self._known_segment = -1
         self._graphs: dict[int, Graph] = {}
         self._module: Module | None = None
         self._gradients: dict[int, torch.Tensor] = {}
         self._device = torch.device("cpu")
-        self._ground: Ground | None = None
+        self._ground: ReduceBuffers | None = None
         self._groups: Groups | None = None
         self._of_parameters: Sequence[Bucket] = ()  # the buckets in which they are sent
         self._of_gradients: Sequence[Bucket] = ()  # those in which they are reduced
@@ -91,20 +91,20 @@ class Worker:
             self._begin(message, fds)
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
-                answer = self._answer(message)
-                answer.warnings = [(str(w.message), _builtin(w.category), w.filename, w.lineno) for w in said]
-                answer.said, self._to_be_said[:] = self._to_be_said[:], []
+                reply = self._answer(message)
+                reply.warnings = [(str(w.message), _builtin(w.category), w.filename, w.lineno) for w in said]
+                reply.said, self._to_be_said[:] = self._to_be_said[:], []
             tracked = message.thread.grad_enabled or isinstance(message, Backward)
             del message, said
             segment = self._outbox.segment
             new = segment.number != self._known_segment
             self._known_segment = segment.number
             if new:
-                answer.segments = [(segment.number, segment.num_bytes)]
+                reply.segments = [(segment.number, segment.num_bytes)]
             sys.stdout.flush()
-            self._channel.send(_pickled(answer), [segment.fd] if new else [])
-            failed = answer.error is not None
-            del answer
+            self._channel.send(_pickled(reply), [segment.fd] if new else [])
+            failed = reply.error is not None
+            del reply
             if self._module is not None and not failed:
                 self._module.prepare(tracked)
 
@@ -118,9 +118,9 @@ class Worker:
         if message.process is not None:
             message.process.set()
 
-    def _answer(self, message: Forward | Backward) -> Answer:
-        answer = Answer()
-        together = message.rendezvous if isinstance(message, Forward) else message.walk
+    def _answer(self, message: Forward | Backward) -> Reply:
+        reply = Reply()
+        together = message.rendezvous if isinstance(message, Forward) else message.reducer_config
         self._is_awaited = together is not None
         try:
             if torch.get_num_threads() != message.num_threads:
@@ -131,22 +131,22 @@ class Worker:
             random_states = _devices.generator_states(self._device)
             started = time.perf_counter()
             if isinstance(message, Forward):
-                self._forward(message, answer)
+                self._forward(message, reply)
             else:
-                self._backward(message, answer)
-            answer.seconds += time.perf_counter() - started
+                self._backward(message, reply)
+            reply.seconds += time.perf_counter() - started
             states_now = _devices.generator_states(self._device)
-            answer.drew = not all(torch.equal(*pair) for pair in zip(random_states, states_now, strict=True))
-            answer.places = self._outbox.flush()
+            reply.drew = not all(torch.equal(*pair) for pair in zip(random_states, states_now, strict=True))
+            reply.places = self._outbox.flush()
         except BaseException as error:  # noqa: BLE001 - it is the caller's to handle
             self._outbox.forget()
-            answer.value, answer.gradients = None, []
-            answer.error = self._failed(error)
-            answer.out_of_step = self._is_awaited
+            reply.value, reply.gradients = None, []
+            reply.error = self._failed(error)
+            reply.out_of_step = self._is_awaited
             traceback.clear_frames(error.__traceback__)
-        return answer
+        return reply
 
-    def _forward(self, message: Forward, answer: Answer) -> None:
+    def _forward(self, message: Forward, reply: Reply) -> None:
         update = message.update
         if update.buckets is not None:
             self._of_parameters = update.buckets
@@ -176,17 +176,17 @@ class Worker:
 
             output = _run(run, self._device, around)
         outputs: list[torch.Tensor] = []
-        numbers: dict[int, Sent] = {}
+        numbers: dict[int, TensorRef] = {}
 
-        def take(tensor: torch.Tensor) -> Sent:
+        def take(tensor: torch.Tensor) -> TensorRef:
             if id(tensor) not in numbers:
                 outputs.append(tensor)
-                standing = Sent.by(self._outbox, tensor)
-                numbers[id(tensor)] = standing._replace(output=len(outputs) - 1, requires_grad=tensor.requires_grad)
+                tensor_ref = TensorRef.by(self._outbox, tensor)
+                numbers[id(tensor)] = tensor_ref._replace(output=len(outputs) - 1, requires_grad=tensor.requires_grad)
             return numbers[id(tensor)]
 
         try:
-            answer.value = dumps(output, take, known=set(classes_by_value()) - self._own_classes)
+            reply.value = dumps(output, take, known=set(classes_by_value()) - self._own_classes)
         except Exception as error:
             raise TypeError(
                 f"cannot gather the output, which cannot leave the worker process ({error}). Return tensors, numbers "
@@ -198,7 +198,7 @@ class Worker:
         self._look_for_strangers(message, outputs, leaves)
         self._graphs[message.graph] = Graph(leaves, outputs, stamp, around)
         if any(leaf.grad is not None for leaf in leaves.values()):  # forward has called backward
-            self._take_gradients(leaves, answer)
+            self._take_gradients(leaves, reply)
 
     def _around(self, message: Forward, stamp: Stamp) -> Around:
         """Return what surrounds the replica in each pass: batch norm over all replicas, or nothing."""
@@ -237,7 +237,7 @@ class Worker:
                 )
 
     def _shard(self, message: Forward, leaves: dict[int, torch.Tensor]) -> Any:
-        def give(sent: Sent) -> torch.Tensor:
+        def add(sent: TensorRef) -> torch.Tensor:
             tensor = self._received(sent, message)
             if sent.leaf is not None:
                 leaves[sent.leaf] = tensor = tensor.requires_grad_()
@@ -246,40 +246,40 @@ class Worker:
             # Where nothing is tracked, a module may switch gradients on for what it does inside.
             return own.requires_grad_() if sent.requires_grad and sent.leaf is None else own
 
-        return loads(message.shard, give)
+        return loads(message.shard, add)
 
-    def _backward(self, message: Backward, answer: Answer) -> None:
+    def _backward(self, message: Backward, reply: Reply) -> None:
         graph = self._graphs[message.graph]
         if message.gradients is not None:
             places = message.gradients.items()
             self._gradients = {number: self._segments[place.segment].view(place) for number, place in places}
         received = []
-        for output, standing in message.grads:
-            grad = self._received(standing, message).to(graph.outputs[output].device, copy=True)
-            received.append((output, grad, standing.leaf))
+        for output, tensor_ref in message.grads:
+            grad = self._received(tensor_ref, message).to(graph.outputs[output].device, copy=True)
+            received.append((output, grad, tensor_ref.leaf))
         if message.derive is not None:
-            self._differentiate(message.derive, graph, received, message, answer)
+            self._differentiate(message.derive, graph, received, message, reply)
             return
         if not message.keep:
             del self._graphs[message.graph]
         leaves, keep_alive, around = graph.leaves, graph.keep_alive, graph.around
         ends, grads = [graph.outputs[output] for output, _, _ in received], [grad for _, grad, _ in received]
-        walk = partial(torch.autograd.backward, ends, grads, retain_graph=message.keep)
+        run_backward = partial(torch.autograd.backward, ends, grads, retain_graph=message.keep)
         del graph, received, ends, grads
         part = self._part(message)
         try:
             with message.thread.applied(), part.hooked(leaves) if part else contextlib.nullcontext():
-                _run(walk, self._device, around)
+                _run(run_backward, self._device, around)
         except BaseException:
             if part:
                 part.fail()
                 self._is_awaited = False
             raise
-        del walk, keep_alive, around
+        del run_backward, keep_alive, around
         if part:
-            answer.seconds -= part.end()
+            reply.seconds -= part.end()
             self._is_awaited = False
-        self._take_gradients(leaves, answer)
+        self._take_gradients(leaves, reply)
 
     def _differentiate(
         self,
@@ -287,7 +287,7 @@ class Worker:
         graph: Graph,
         received: Sequence[tuple[int, torch.Tensor, int | None]],
         message: Backward,
-        answer: Answer,
+        reply: Reply,
     ) -> None:
         """Walk a graph so that the gradients have one, and keep that as `number`.
 
@@ -311,36 +311,36 @@ class Worker:
         outputs: list[torch.Tensor] = []
         for key, result in zip(keys, results, strict=True):
             if result is not None:
-                standing = Sent.by(self._outbox, result)
-                answer.gradients.append(
-                    (key, standing._replace(output=len(outputs), requires_grad=result.requires_grad))
+                tensor_ref = TensorRef.by(self._outbox, result)
+                reply.gradients.append(
+                    (key, tensor_ref._replace(output=len(outputs), requires_grad=result.requires_grad))
                 )
                 outputs.append(result)
         self._graphs[number] = Graph(leaves, outputs, graph.keep_alive, graph.around)
 
-    def _part(self, message: Backward) -> Part | None:
+    def _part(self, message: Backward) -> Reducer | None:
         """Return this replica's part in what is done with gradients; None if there is none."""
-        walk = message.walk
-        if walk is None:
+        config = message.reducer_config
+        if config is None:
             return None
-        if isinstance(walk, Summing):
-            if walk.places is not None:
-                self._ground = Ground(walk.places, self._segments, self._segments[walk.turns])
-                for gone in walk.gone:
+        if isinstance(config, SharedMemoryConfig):
+            if config.places is not None:
+                self._ground = ReduceBuffers(config.places, self._segments, self._segments[config.turns])
+                for gone in config.gone:
                     del self._segments[gone]
             assert self._ground is not None
-            return SummedPart(self._ground, walk.replica, walk.replicas)
-        if walk.buckets is not None:
-            self._of_gradients = walk.buckets
-        groups = self._groups_of(walk.rendezvous)
-        return ReducedPart(self._of_gradients, groups.of(walk.replicas), groups.place(), self._device)
+            return SharedMemoryReducer(self._ground, config.replica, config.replicas)
+        if config.buckets is not None:
+            self._of_gradients = config.buckets
+        groups = self._groups_of(config.rendezvous)
+        return CollectiveReducer(self._of_gradients, groups.of(config.replicas), groups.place(), self._device)
 
     def _groups_of(self, rendezvous: Rendezvous) -> Groups:
         if self._groups is None:
             self._groups = Groups(self._segments[rendezvous.store], rendezvous, self._device)
         return self._groups
 
-    def _take_gradients(self, leaves: dict[int, torch.Tensor], answer: Answer) -> None:
+    def _take_gradients(self, leaves: dict[int, torch.Tensor], reply: Reply) -> None:
         """Write the leaves' gradients to their places, or into the outbox, and take them away."""
         targets, sources = [], []
         for number, leaf in leaves.items():
@@ -351,20 +351,20 @@ class Worker:
             if own is not None and own.dtype == grad.dtype and own.shape == grad.shape and can_lie_in_memory(grad):
                 targets.append(own)
                 sources.append(grad)
-                answer.gradients.append((number, None))
+                reply.gradients.append((number, None))
             else:
-                answer.gradients.append((number, Sent.by(self._outbox, grad)))
+                reply.gradients.append((number, TensorRef.by(self._outbox, grad)))
         with torch.no_grad():
             torch_private.copy_all_in_place(targets, sources)
 
-    def _received(self, sent: Sent, message: Message) -> torch.Tensor:
+    def _received(self, sent: TensorRef, message: Message) -> torch.Tensor:
         if sent.inline is not None:
             tensor: torch.Tensor = pickle.loads(sent.inline)
             return tensor
         place = message.places[sent.place]
         return self._segments[place.segment].view(place)
 
-    def _failed(self, error: BaseException) -> Failed:
+    def _failed(self, error: BaseException) -> RemoteError:
         known = set(classes_by_value()) - self._own_classes
         text = "".join(traceback.format_exception_only(error)).strip()
         notes = [str(note) for note in getattr(error, "__notes__", ())]
@@ -374,10 +374,10 @@ class Worker:
                 pickled = dumps(attempt, lambda tensor: None, known=known)
                 again = loads(pickled, lambda reference: reference)
                 if attempt is not error or (type(again) is type(error) and again.args == error.args):
-                    return Failed(pickled, text, where, notes, not isinstance(error, Exception))
+                    return RemoteError(pickled, text, where, notes, not isinstance(error, Exception))
             except Exception:  # noqa: BLE001 - whatever its class raises: then another way
                 continue
-        return Failed(None, text, where, notes, not isinstance(error, Exception))
+        return RemoteError(None, text, where, notes, not isinstance(error, Exception))
 
 
 class _HandsOver(logging.Handler):
@@ -407,5 +407,5 @@ def _builtin(category: type[Warning]) -> type[Warning]:
     return next(cls for cls in category.__mro__ if cls.__module__ == "builtins")
 
 
-def _pickled(answer: Answer) -> bytes:
-    return pickle.dumps(answer, protocol=pickle.HIGHEST_PROTOCOL)
+def _pickled(reply: Reply) -> bytes:
+    return pickle.dumps(reply, protocol=pickle.HIGHEST_PROTOCOL)

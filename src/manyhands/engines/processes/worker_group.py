@@ -1,6 +1,7 @@
 """The workers of one engine, as the caller sees them: started together, asked together, ended together.
 
-A `Team` is never mended. If one of its workers dies, or the caller leaves in the middle of a step (Ctrl-C), the whole
+A `WorkerGroup` is never mended. If one of its workers dies, or the caller leaves in the middle of a step (Ctrl-C), the
+whole
 team is ended, the graphs that it kept are lost, and the next forward starts another: the live parameters were never in
 it. Starting one is a few forks of the fork server, which is shared by all teams of the process.
 """
@@ -20,12 +21,12 @@ import torch
 
 from manyhands.engines.processes import fork_server
 from manyhands.engines.processes.channel import Channel, ChannelClosedError, ready
-from manyhands.engines.processes.messages import Answer, Forward, Message
+from manyhands.engines.processes.messages import Forward, Message, Reply
 from manyhands.engines.processes.reducers.base import Transport
-from manyhands.engines.processes.reducers.collectives import Collectives
-from manyhands.engines.processes.reducers.shared_memory import SharedSums
+from manyhands.engines.processes.reducers.collectives import CollectiveTransport
+from manyhands.engines.processes.reducers.shared_memory import SharedMemoryTransport
 from manyhands.engines.processes.remote_exchange import Left, packed
-from manyhands.engines.processes.shared_memory import Outbox, Segment
+from manyhands.engines.processes.shared_memory import Segment, SendBuffer
 from manyhands.runtime import affinity
 from manyhands.runtime import devices as _devices
 from manyhands.runtime.errors import annotate
@@ -41,7 +42,7 @@ class WorkerDiedError(RuntimeError):
     """A worker process ended by itself."""
 
 
-class Member:
+class WorkerHandle:
     """One worker of a team.
 
     Attributes:
@@ -55,7 +56,7 @@ class Member:
 
     def __init__(self, pid: int, channel: Channel) -> None:
         self.pid, self.channel = pid, channel
-        self.outbox = Outbox()
+        self.send_buffer = SendBuffer()
         self.known: set[int] = set()
         self.forgotten: list[int] = []
         self.inbox: dict[int, Segment] = {}
@@ -71,7 +72,7 @@ class Member:
             segments: what the message speaks of.
             kept: what the worker is to keep even if the message brings another module.
         """
-        spoken_of = (self.outbox.segment, *segments)
+        spoken_of = (self.send_buffer.segment, *segments)
         if isinstance(message, Forward) and message.update.module is not None:  # what the last one lay in is not needed
             message.gone = list(self.known - {segment.number for segment in (*spoken_of, *kept)})
             self.known.difference_update(message.gone)
@@ -84,15 +85,15 @@ class Member:
         self.channel.send(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL), [segment.fd for segment in new])
         self.known.update(segment.number for segment in new)
 
-    def receive(self) -> Answer | Request | Left:
+    def receive(self) -> Reply | Request | Left:
         """Return the next that it says: its answer, or what it comes to the meeting with."""
         body, fds = self.channel.receive()
-        answer: Answer | Request | Left = pickle.loads(body)
-        if isinstance(answer, Request | Left):
-            return answer
-        for (number, num_bytes), fd in zip(answer.segments, fds, strict=True):
+        reply: Reply | Request | Left = pickle.loads(body)
+        if isinstance(reply, Request | Left):
+            return reply
+        for (number, num_bytes), fd in zip(reply.segments, fds, strict=True):
             self.inbox = {number: Segment(fd, num_bytes, number)}  # the worker writes into its newest only
-        return answer
+        return reply
 
     def tell(self, result: Result | None, failed: bool) -> None:
         """Send what the exchange at which the worker waits came to, and whether a replica has failed."""
@@ -126,7 +127,7 @@ class Steps:
                 self._busy = False
 
 
-class Team:
+class WorkerGroup:
     """Workers that run the replicas of one engine.
 
     Attributes:
@@ -146,25 +147,25 @@ class Team:
         self._awaited: set[int] = set()
         self._lost: set[int] = set()  # those of them whose channel has closed
         self._behind: set[int] = set()  # replicas that have not done their part in what all do together
-        self._answers: dict[int, Answer] = {}  # of those that were asked and are not awaited any more
+        self._answers: dict[int, Reply] = {}  # of those that were asked and are not awaited any more
         self._exchange: LocalExchange | None = None
         parts = affinity.divided(num_workers + 1)
-        self.members: list[Member] = []  # the last of what `end` needs
-        _teams.add(self)
+        self.workers: list[WorkerHandle] = []  # the last of what `end` needs
+        _groups.add(self)
         for i in range(num_workers):
             try:
                 pid, channel = fork_server.server.fork(parts[i + 1], (torch.initial_seed() + i + 1) & 0xFFFFFFFF)
             except BaseException:
                 if not fork_server.server.is_running:  # Ctrl-C has ended it, and so the workers of all teams
-                    for team in list(_teams):
+                    for team in list(_groups):
                         team.ended = True
                 raise
-            self.members.append(Member(pid, channel))
+            self.workers.append(WorkerHandle(pid, channel))
 
     def forget_graph(self, graph: int) -> None:
         """Let every worker drop a graph with the next message it gets. May be called from a finalizer."""
-        for member in self.members:
-            member.forgotten.append(graph)
+        for worker in self.workers:
+            worker.forgotten.append(graph)
 
     def ask(self, index: int, message: Message, segments: Sequence[Segment], process: ProcessState, where: str) -> None:
         """Send a worker a message; what it has to know besides is put into it.
@@ -174,7 +175,7 @@ class Team:
         """
         self._awaited.add(index)  # before it is sent: what Ctrl-C breaks off in the middle must end the team
         try:
-            self.members[index].send(message, segments, process, kept=self.transport.segments)
+            self.workers[index].send(message, segments, process, kept=self.transport.segments)
         except ChannelClosedError:
             raise self.died(index, where) from None
 
@@ -200,7 +201,7 @@ class Team:
     def open_exchange(self, num_replicas: int, cross_process: CrossProcess | None = None) -> LocalExchange:
         """Open the meeting of the caller's replica and of the workers that have been asked; return it.
 
-        Workers are served while the caller's replica waits at the meeting, and in `answers`. That is early enough: no
+        Workers are served while the caller's replica waits at the meeting, and in `replies`. That is early enough: no
         exchange is complete before every replica that takes part in it has come or left.
         """
         self._exchange = LocalExchange(num_replicas, self._receive, cross_process)
@@ -208,7 +209,7 @@ class Team:
             self._exchange.withdraw(index + 1, failed=False)
         return self._exchange
 
-    def answers(self, where: Sequence[str]) -> dict[int, Answer]:
+    def replies(self, where: Sequence[str]) -> dict[int, Reply]:
         """Wait for the answers of the workers that were asked; return them by index.
 
         An answer that is to reach the caller at once is not waited behind: then it is the only one.
@@ -221,14 +222,14 @@ class Team:
             raise self._exchange.error
         self._receive(lambda: bool(self._lost) or any(map(_stops, self._answers.values())))
         self._raise_if_died(where)
-        answers, self._answers = self._answers, {}
-        return dict([item for item in answers.items() if _stops(item[1])][:1]) or answers
+        replies, self._answers = self._answers, {}
+        return dict([item for item in replies.items() if _stops(item[1])][:1]) or replies
 
     def _receive(self, enough: Callable[[], bool]) -> None:
         """Receive what workers send until all that are awaited have answered, or it is `enough`."""
         if enough():
             return
-        index_of = {self.members[i].channel: i for i in self._awaited - self._lost}
+        index_of = {self.workers[i].channel: i for i in self._awaited - self._lost}
         for channel in ready(index_of, _SPIN_S):
             self._receive_from(index_of[channel])
             if index_of[channel] not in self._awaited - self._lost:
@@ -237,9 +238,9 @@ class Team:
                 return
 
     def _receive_from(self, index: int) -> None:
-        member, exchange = self.members[index], self._exchange
+        worker, exchange = self.workers[index], self._exchange
         try:
-            received = member.receive()
+            received = worker.receive()
         except ChannelClosedError:
             self._lost.add(index)
             failed = True
@@ -250,7 +251,7 @@ class Team:
                 return
             if isinstance(received, Request):
                 assert exchange is not None
-                exchange.submit(index + 1, received, lambda result: member.tell(result, exchange.failed))
+                exchange.submit(index + 1, received, lambda result: worker.tell(result, exchange.failed))
                 return
             self._awaited.remove(index)
             self._answers[index] = received
@@ -269,19 +270,19 @@ class Team:
         """
         self._receive_what_is_there()
         self._raise_if_died(where)
-        for index, answer in sorted(self._answers.items()):
-            if answer.out_of_step and answer.error is not None:
+        for index, reply in sorted(self._answers.items()):
+            if reply.out_of_step and reply.error is not None:
                 # It may be no more than what another's end has led to, which is seen a moment later.
                 until = time.monotonic() + _ENDING_TAKES_S
                 while self._awaited and not self._lost and time.monotonic() < until:
                     time.sleep(_NAP_S)
                     self._receive_what_is_there()
                 self._raise_if_died(where)
-                raise annotate([(where[index + 1], answer.error.exception())])
+                raise annotate([(where[index + 1], reply.error.exception())])
 
     def _receive_what_is_there(self) -> None:
         for index in sorted(self._awaited - self._lost):
-            if self.members[index].channel.is_ready():
+            if self.workers[index].channel.is_ready():
                 self._receive_from(index)
 
     def _raise_if_died(self, where: Sequence[str]) -> None:
@@ -291,8 +292,8 @@ class Team:
 
     def died(self, index: int, where: str) -> WorkerDiedError:
         """End the team, one of whose workers has died; return the error that says how."""
-        pid = self.members[index].pid
-        self.members[index].channel.close()
+        pid = self.workers[index].pid
+        self.workers[index].channel.close()
         how = _how_it_ended(fork_server.server.status(pid))
         self.end()
         return WorkerDiedError(
@@ -303,17 +304,17 @@ class Team:
     def end(self, patient: bool = False) -> None:
         """End every worker: by closing its channel if `patient`, where it has nothing to do; else at once."""
         self.ended = True
-        _teams.discard(self)
-        for member in self.members:
+        _groups.discard(self)
+        for worker in self.workers:
             if not patient:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(member.pid, signal.SIGKILL)
-            member.channel.close()
-        self.members = []
+                    os.kill(worker.pid, signal.SIGKILL)
+            worker.channel.close()
+        self.workers = []
         self.transport.end()
 
     def __del__(self) -> None:  # neither the engine nor a graph needs it any more
-        if hasattr(self, "members"):  # Ctrl-C can come before there is anything to end
+        if hasattr(self, "workers"):  # Ctrl-C can come before there is anything to end
             self.end(patient=True)
 
     def forget(self) -> None:
@@ -327,13 +328,13 @@ always_send = False  # for tests: have parameters and gradients sent where they 
 
 def _transport_for(devices: Sequence[torch.device]) -> Transport:
     if always_send or not all(map(_devices.is_cpu, devices)):
-        return Collectives(devices)
-    return SharedSums()
+        return CollectiveTransport(devices)
+    return SharedMemoryTransport()
 
 
-def _stops(answer: Answer) -> bool:
+def _stops(reply: Reply) -> bool:
     """Return whether an answer is to reach the caller at once."""
-    return answer.error is not None and answer.error.stops
+    return reply.error is not None and reply.error.stops
 
 
 def _how_it_ended(status: int | None) -> str:
@@ -351,17 +352,17 @@ def _how_it_ended(status: int | None) -> str:
 
 
 def _end_all() -> None:
-    for team in list(_teams):
+    for team in list(_groups):
         team.end()
     fork_server.server.end()
 
 
 def _after_fork() -> None:
-    for team in list(_teams):
+    for team in list(_groups):
         team.forget()
     fork_server.server.forget()
 
 
-_teams: "weakref.WeakSet[Team]" = weakref.WeakSet()
+_groups: "weakref.WeakSet[WorkerGroup]" = weakref.WeakSet()
 atexit.register(_end_all)
 os.register_at_fork(after_in_child=_after_fork)

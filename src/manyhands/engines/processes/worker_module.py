@@ -68,7 +68,7 @@ class Module:
         """Stamp the next replica, while the caller has other things to do."""
         with Copies([self._device]) as copies:
             (stamp,) = stamped(self.blueprint, self._device, [self._device], tracked, copies, with_live_buffers=False)
-            copies.arrive(0)
+            copies.wait_copies(0)
         self._prepared = tracked, stamp
 
     def take(self, buckets: Sequence[Bucket], flats: Sequence[torch.Tensor]) -> None:

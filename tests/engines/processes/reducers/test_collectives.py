@@ -13,7 +13,12 @@ import pytest
 import torch
 
 from manyhands.engines.processes.reducers import collectives
-from manyhands.engines.processes.reducers.collectives import Collectives, Groups, ReducedPart, Reducing
+from manyhands.engines.processes.reducers.collectives import (
+    CollectiveConfig,
+    CollectiveReducer,
+    CollectiveTransport,
+    Groups,
+)
 from manyhands.runtime.buckets import Bucket, Form, buckets_of
 
 CPU = torch.device("cpu")
@@ -51,29 +56,29 @@ class Replicas:
 
     def __init__(self, num_replicas: int) -> None:
         self.replicas = tuple(range(num_replicas))
-        self.caller = Collectives([CPU] * num_replicas)
+        self.caller = CollectiveTransport([CPU] * num_replicas)
         (store,) = self.caller.segments
         self.groups = [Groups(store, self.caller.rendezvous(replica), CPU) for replica in self.replicas]
         self.buckets: list[Sequence[Bucket]] = [()] * num_replicas
 
-    def part_of(self, replica: int, told: Reducing) -> Any:
+    def part_of(self, replica: int, told: CollectiveConfig) -> Any:
         """Return a worker's part."""
         self.buckets[replica] = told.buckets or self.buckets[replica]
         groups = self.groups[replica]
-        return ReducedPart(self.buckets[replica], groups.of(told.replicas), groups.place(), CPU)
+        return CollectiveReducer(self.buckets[replica], groups.of(told.replicas), groups.place(), CPU)
 
     def walk(
         self, like: dict[int, torch.Tensor], given: Sequence[dict[int, torch.Tensor]], failing: Sequence[int] = ()
     ) -> dict[int, torch.Tensor]:
         """Have every replica give its gradients; return the sums."""
-        assert self.caller.begin_walk(like, self.replicas)
-        told = [self.caller.telling(replica) for replica in self.replicas]
+        assert self.caller.begin_backward(like, self.replicas)
+        told = [self.caller.config_for(replica) for replica in self.replicas]
 
         def task(replica: int) -> Callable[[], None]:
             def run_part() -> None:
                 part = self.part_of(replica, told[replica]) if replica else self.caller.part(nothing)
                 for number, gradient in given[replica].items():
-                    assert part.give(number, gradient)
+                    assert part.add(number, gradient)
                 if replica in failing:
                     part.fail()
                 else:
@@ -155,12 +160,12 @@ def test_buckets_that_are_still_on_their_way_to_the_host_keep_their_order(small_
         lambda group, flat: (reduced.append(flat[0].item()), reduce(group, flat))[1],
     )
     replicas = Replicas(1)
-    assert replicas.caller.begin_walk({n: torch.empty(300) for n in range(4)}, (0,))
+    assert replicas.caller.begin_backward({n: torch.empty(300) for n in range(4)}, (0,))
     part = replicas.caller.part(nothing)
     seen = []
     for value, now_there in ((3.0, []), (1.0, [1.0]), (2.0, [3.0]), (0.0, [2.0])):
         there += now_there
-        assert part.give(int(value), torch.full((300,), value))
+        assert part.add(int(value), torch.full((300,), value))
         seen.append(reduced[:])
     assert seen == [[], [], [3.0], [3.0, 2.0, 1.0]]
     part.end()
@@ -171,13 +176,13 @@ def test_buckets_that_are_still_on_their_way_to_the_host_keep_their_order(small_
 
 def test_what_is_taken_and_what_is_not():
     replicas = Replicas(1)
-    assert replicas.caller.begin_walk({0: torch.empty(3), 1: torch.empty(3)}, (0,))
+    assert replicas.caller.begin_backward({0: torch.empty(3), 1: torch.empty(3)}, (0,))
     part = replicas.caller.part(nothing)
-    assert not part.give(2, torch.ones(3))
-    assert not part.give(0, torch.ones(3, dtype=torch.float64))
-    assert not part.give(0, torch.ones(3).to_sparse())
-    assert part.give(0, torch.ones(6)[::2])
-    assert not part.give(0, torch.ones(3)), "a second one goes another way"
+    assert not part.add(2, torch.ones(3))
+    assert not part.add(0, torch.ones(3, dtype=torch.float64))
+    assert not part.add(0, torch.ones(3).to_sparse())
+    assert part.add(0, torch.ones(6)[::2])
+    assert not part.add(0, torch.ones(3)), "a second one goes another way"
     part.end()
     assert list(replicas.caller.results()) == [0]
 
@@ -199,8 +204,8 @@ def test_parameters_are_sent():
 
 def test_who_waits_looks_whether_the_others_are_there():
     replicas = Replicas(2)
-    assert replicas.caller.begin_walk({0: torch.empty(3)}, (0, 1))
-    told = replicas.caller.telling(1)
+    assert replicas.caller.begin_backward({0: torch.empty(3)}, (0, 1))
+    told = replicas.caller.config_for(1)
     first, second = run([lambda: replicas.caller.part(nothing), lambda: replicas.part_of(1, told)])
 
     def gone() -> None:
@@ -214,7 +219,7 @@ def test_who_waits_looks_whether_the_others_are_there():
 def test_who_waits_for_a_group_looks_whether_the_others_are_there():
     """One that never comes; where the group itself is made nobody could look."""
     replicas = Replicas(2)
-    assert replicas.caller.begin_walk({0: torch.empty(3)}, (0, 1))
+    assert replicas.caller.begin_backward({0: torch.empty(3)}, (0, 1))
 
     def gone() -> None:
         raise ChildProcessError("gone")
@@ -230,8 +235,8 @@ def test_a_group_that_lives_longer_than_its_team_writes_into_no_other_file(tmp_p
 
     def parts() -> list[Any]:
         replicas = Replicas(2)
-        assert replicas.caller.begin_walk({0: torch.empty(3)}, (0, 1))
-        told = replicas.caller.telling(1)
+        assert replicas.caller.begin_backward({0: torch.empty(3)}, (0, 1))
+        told = replicas.caller.config_for(1)
         parts = run([lambda: replicas.caller.part(nothing), lambda: replicas.part_of(1, told)])
         replicas.caller.end()
         return parts

@@ -1,6 +1,6 @@
 """Large gradients summed in shared memory: the order, the memory, and what becomes of the others when one fails.
 
-Here the replicas are threads, each with a `Part` of its own; tests/engines/processes/test_engine.py has them in
+Here the replicas are threads, each with a `Reducer` of its own; tests/engines/processes/test_engine.py has them in
 processes."""
 
 import os
@@ -11,20 +11,20 @@ import pytest
 import torch
 
 from manyhands.engines.processes.reducers import shared_memory
-from manyhands.engines.processes.reducers.shared_memory import Ground, SharedSums, SummedPart
+from manyhands.engines.processes.reducers.shared_memory import ReduceBuffers, SharedMemoryReducer, SharedMemoryTransport
 from manyhands.engines.processes.shared_memory import Segment
 
 LARGE = 700_000  # items; some chunks
 WAIT_S = 30.0
 
 
-def ground_of_worker(sums: SharedSums, replica: int) -> Ground:
+def ground_of_worker(sums: SharedMemoryTransport, replica: int) -> ReduceBuffers:
     """Return what a worker makes of what it is told."""
-    told = sums.telling(replica)
+    told = sums.config_for(replica)
     assert told.places is not None
     # As in a worker, the memory is mapped once more.
     attached = {s.number: Segment(os.dup(s.fd), s.num_bytes, s.number) for s in sums.segments}
-    return Ground(told.places, attached, attached[told.turns])
+    return ReduceBuffers(told.places, attached, attached[told.turns])
 
 
 def run(tasks: Sequence[Callable[[], None]]) -> None:
@@ -48,21 +48,21 @@ def run(tasks: Sequence[Callable[[], None]]) -> None:
 
 
 def summed(
-    sums: SharedSums, like: dict[int, torch.Tensor], given: Sequence[dict[int, torch.Tensor]]
+    sums: SharedMemoryTransport, like: dict[int, torch.Tensor], given: Sequence[dict[int, torch.Tensor]]
 ) -> dict[int, torch.Tensor]:
     """Return the sums of what replicas give, by number."""
     replicas = tuple(range(len(given)))
-    assert sums.begin_walk(like, replicas)
+    assert sums.begin_backward(like, replicas)
     sums._told.clear()
     parts = [sums.part(lambda: None)]
-    parts += [SummedPart(ground_of_worker(sums, replica), replica, replicas) for replica in replicas[1:]]
+    parts += [SharedMemoryReducer(ground_of_worker(sums, replica), replica, replicas) for replica in replicas[1:]]
 
     def task(replica: int) -> Callable[[], None]:
         part = parts[replica]
 
         def run_part() -> None:
             for number, gradient in given[replica].items():
-                assert part.give(number, gradient)
+                assert part.add(number, gradient)
             part.end()
 
         return run_part
@@ -75,7 +75,7 @@ def summed(
 def test_sums_are_in_replica_order_bit_for_bit(num_replicas):
     like = {3: torch.empty(LARGE), 5: torch.empty(300, 400).t(), 7: torch.empty(3)}
     given = [{n: torch.randn(t.shape) * 10.0**r for n, t in like.items() if n != 7} for r in range(num_replicas)]
-    results = summed(SharedSums(), like, given)
+    results = summed(SharedMemoryTransport(), like, given)
     assert list(results) == [3, 5]
     for number, result in results.items():
         expected = given[0][number]
@@ -88,27 +88,27 @@ def test_sums_are_in_replica_order_bit_for_bit(num_replicas):
 def test_a_replica_without_a_gradient_adds_nothing_and_one_that_nobody_has_is_missing():
     like = {n: torch.empty(LARGE) for n in range(3)}
     ones = torch.ones(LARGE)
-    results = summed(SharedSums(), like, [{0: ones}, {0: ones, 1: ones}, {1: ones}])
+    results = summed(SharedMemoryTransport(), like, [{0: ones}, {0: ones, 1: ones}, {1: ones}])
     assert torch.equal(results[0], 2 * ones)
     assert torch.equal(results[1], 2 * ones)
     assert 2 not in results
 
 
 def test_what_is_taken_and_what_is_not():
-    sums = SharedSums()
-    assert sums.begin_walk({0: torch.empty(LARGE)}, (0,))
+    sums = SharedMemoryTransport()
+    assert sums.begin_backward({0: torch.empty(LARGE)}, (0,))
     part = sums.part(lambda: None)
-    assert not part.give(1, torch.ones(LARGE))
-    assert not part.give(0, torch.ones(LARGE, dtype=torch.float64))
-    assert not part.give(0, torch.ones(LARGE).to_sparse())
-    assert part.give(0, torch.ones(2 * LARGE)[::2])
-    assert not part.give(0, torch.ones(LARGE)), "a second one goes another way"
+    assert not part.add(1, torch.ones(LARGE))
+    assert not part.add(0, torch.ones(LARGE, dtype=torch.float64))
+    assert not part.add(0, torch.ones(LARGE).to_sparse())
+    assert part.add(0, torch.ones(2 * LARGE)[::2])
+    assert not part.add(0, torch.ones(LARGE)), "a second one goes another way"
     part.end()
     assert torch.equal(sums.results()[0], torch.ones(LARGE))
 
 
 def test_memory_is_used_again_only_when_nobody_refers_to_it():
-    sums = SharedSums()
+    sums = SharedMemoryTransport()
     like = {0: torch.empty(LARGE), 1: torch.empty(LARGE)}
 
     def once(value: float) -> dict[int, torch.Tensor]:
@@ -131,19 +131,19 @@ def test_memory_is_used_again_only_when_nobody_refers_to_it():
 
 
 def test_a_replica_that_fails_releases_the_others():
-    sums = SharedSums()
-    assert sums.begin_walk({0: torch.empty(LARGE)}, (0, 1))
+    sums = SharedMemoryTransport()
+    assert sums.begin_backward({0: torch.empty(LARGE)}, (0, 1))
     ground = sums._ground
-    first, second = SummedPart(ground, 0, (0, 1)), SummedPart(ground, 1, (0, 1))
-    assert second.give(0, torch.ones(LARGE))
+    first, second = SharedMemoryReducer(ground, 0, (0, 1)), SharedMemoryReducer(ground, 1, (0, 1))
+    assert second.add(0, torch.ones(LARGE))
     run([first.fail, second.end])
 
 
 def test_who_waits_looks_whether_the_others_are_there():
-    sums = SharedSums()
-    assert sums.begin_walk({0: torch.empty(LARGE)}, (0, 1))
+    sums = SharedMemoryTransport()
+    assert sums.begin_backward({0: torch.empty(LARGE)}, (0, 1))
     ground = sums._ground
-    part = SummedPart(ground, 1, (0, 1))
+    part = SharedMemoryReducer(ground, 1, (0, 1))
 
     def gone() -> None:
         raise ChildProcessError("gone")

@@ -3,8 +3,8 @@
 There are two. On the CPU parameters lie in memory that all processes map, and the processes sum large gradients there
 (reducers/shared_memory.py). Elsewhere each worker has parameters of its own, on its own device, and torch.distributed
 takes both
-from process to process (collectives.py). What each replica does in one walk of the graphs is a `Part`, on both sides.
-"""
+from process to process (collectives.py). What each replica does in one walk of the graphs is a `Reducer`, on both
+sides."""
 
 import abc
 import contextlib
@@ -21,10 +21,10 @@ _SPIN_S = 0.0002
 _NAP_S = (0.0001, 0.001)  # the first nap, and the longest
 
 # What whoever waits for the others calls now and then; it raises what ends the wait.
-Watch: TypeAlias = Callable[[], None]
+OnWait: TypeAlias = Callable[[], None]
 
 
-class Part(abc.ABC):
+class Reducer(abc.ABC):
     """One replica's part in what is done with the gradients of one walk."""
 
     @property
@@ -33,15 +33,15 @@ class Part(abc.ABC):
         """The numbers of the tensors whose gradients are taken."""
 
     @abc.abstractmethod
-    def give(self, number: int, gradient: torch.Tensor) -> bool:
+    def add(self, number: int, gradient: torch.Tensor) -> bool:
         """Take a tensor's gradient; return whether it was taken: the first one, and of the kind that was expected."""
 
     @abc.abstractmethod
-    def end(self, watch: Watch = lambda: None) -> float:
+    def end(self, watch: OnWait = lambda: None) -> float:
         """Do what is still to do; return for how many seconds others were waited for."""
 
     @abc.abstractmethod
-    def fail(self, watch: Watch = lambda: None) -> None:
+    def fail(self, watch: OnWait = lambda: None) -> None:
         """See to it that nobody waits for this replica, which has failed; there will be no results."""
 
     @contextlib.contextmanager
@@ -60,7 +60,7 @@ class Part(abc.ABC):
                 handle.remove()
 
     def _take(self, number: int, leaf: torch.Tensor) -> None:
-        if leaf.grad is not None and self.give(number, leaf.grad):
+        if leaf.grad is not None and self.add(number, leaf.grad):
             leaf.grad = None
 
 
@@ -76,7 +76,7 @@ class Transport(abc.ABC):
     segments: list[Segment]
 
     @abc.abstractmethod
-    def begin_walk(self, leaves: Mapping[int, torch.Tensor], replicas: tuple[int, ...]) -> bool:
+    def begin_backward(self, leaves: Mapping[int, torch.Tensor], replicas: tuple[int, ...]) -> bool:
         """Begin a walk; return whether there is anything to do with gradients. If not, nothing of the rest is called.
 
         Args:
@@ -85,11 +85,11 @@ class Transport(abc.ABC):
         """
 
     @abc.abstractmethod
-    def telling(self, replica: int) -> Any:
+    def config_for(self, replica: int) -> Any:
         """Return what a worker has to be told about the walk that has begun; take it as told."""
 
     @abc.abstractmethod
-    def part(self, watch: Watch) -> Part:
+    def part(self, watch: OnWait) -> Reducer:
         """Return the first replica's part in the walk, when all workers have been told."""
 
     @abc.abstractmethod
@@ -101,7 +101,7 @@ class Transport(abc.ABC):
         """Return where a worker finds the others, from whom parameters come that are sent; None if they are shared."""
 
     @abc.abstractmethod
-    def begin_sending(self, flats: Sequence[torch.Tensor], replicas: tuple[int, ...], watch: Watch) -> None:
+    def begin_sending(self, flats: Sequence[torch.Tensor], replicas: tuple[int, ...], watch: OnWait) -> None:
         """Begin to send parameters, when all workers have been told.
 
         Args:
@@ -110,7 +110,7 @@ class Transport(abc.ABC):
         """
 
     @abc.abstractmethod
-    def end_sending(self, watch: Watch) -> None:
+    def end_sending(self, watch: OnWait) -> None:
         """Wait until everything is sent."""
 
     @abc.abstractmethod
@@ -122,7 +122,7 @@ class Transport(abc.ABC):
         """Let go of the parent's, in the child of a fork."""
 
 
-def wait_until(is_so: Callable[[], bool], watch: Watch) -> None:
+def wait_until(is_so: Callable[[], bool], watch: OnWait) -> None:
     """Wait until something is so; spin at first, then sleep, and call `watch` before each nap."""
     started = time.perf_counter()
     nap_s, longest_s = _NAP_S

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from manyhands.engines.processes.reducers.base import Part, Transport, Watch, wait_until
+from manyhands.engines.processes.reducers.base import OnWait, Reducer, Transport, wait_until
 from manyhands.engines.processes.shared_memory import Segment, can_lie_in_memory
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
@@ -53,7 +53,7 @@ class Rendezvous(NamedTuple):
     replica: int
 
 
-class Reducing(NamedTuple):
+class CollectiveConfig(NamedTuple):
     """What a worker is told about one walk: the buckets (None: those that it was told before), and who takes part."""
 
     buckets: tuple[Bucket, ...] | None
@@ -68,7 +68,7 @@ class Groups:
         self._store, self._rendezvous, self._device = store, rendezvous, device
         self._groups: dict[tuple[int, ...], Any] = {}
 
-    def of(self, replicas: tuple[int, ...], watch: Watch = lambda: None) -> Any:
+    def of(self, replicas: tuple[int, ...], watch: OnWait = lambda: None) -> Any:
         """Return the group of some replicas; made when first asked for, which all of them do at once."""
         if replicas not in self._groups:
             distributed: Any = torch.distributed
@@ -111,7 +111,7 @@ class Groups:
         self._groups = {}
 
 
-class ReducedPart(Part):
+class CollectiveReducer(Reducer):
     """One replica's part in the reduction of the gradients of one walk."""
 
     def __init__(self, buckets: Sequence[Bucket], group: Any, place: torch.device, device: torch.device) -> None:
@@ -131,13 +131,13 @@ class ReducedPart(Part):
         """In which order gradients came, by number."""
         return self._filling.order
 
-    def give(self, number: int, gradient: torch.Tensor) -> bool:
-        if not can_lie_in_memory(gradient) or not self._filling.give(number, gradient):
+    def add(self, number: int, gradient: torch.Tensor) -> bool:
+        if not can_lie_in_memory(gradient) or not self._filling.add(number, gradient):
             return False
         self._reduce_what_is_full(wait=False)
         return True
 
-    def end(self, watch: Watch = lambda: None) -> float:
+    def end(self, watch: OnWait = lambda: None) -> float:
         self._filling.fill_up()
         self._reduce_what_is_full(wait=True)
         started = time.perf_counter()
@@ -145,7 +145,7 @@ class ReducedPart(Part):
             wait_for(work, watch)
         return time.perf_counter() - started
 
-    def fail(self, watch: Watch = lambda: None) -> None:
+    def fail(self, watch: OnWait = lambda: None) -> None:
         self.end(watch)
 
     def results(self) -> dict[int, torch.Tensor]:
@@ -173,7 +173,7 @@ class ReducedPart(Part):
             self._reduced.append(flat)
 
 
-class Collectives(Transport):
+class CollectiveTransport(Transport):
     """The caller's side of both."""
 
     shares_parameters = False
@@ -190,10 +190,10 @@ class Collectives(Transport):
         self._buckets: tuple[Bucket, ...] = ()
         self._told: dict[int, tuple[Bucket, ...]] = {}  # by replica
         self._replicas: tuple[int, ...] = ()
-        self._part: ReducedPart | None = None
+        self._part: CollectiveReducer | None = None
         self._sending: list[Any] = []
 
-    def begin_walk(self, leaves: Mapping[int, torch.Tensor], replicas: tuple[int, ...]) -> bool:
+    def begin_backward(self, leaves: Mapping[int, torch.Tensor], replicas: tuple[int, ...]) -> bool:
         self._replicas = replicas
         like = [(number, t.dtype, t.size(), t.stride(), t.layout, type(t)) for number, t in leaves.items()]
         if like != self._like:
@@ -204,14 +204,14 @@ class Collectives(Transport):
             self._buckets = buckets_of({number: self._forms[number] for number in reversed(self._forms)})
         return bool(self._forms)
 
-    def telling(self, replica: int) -> Reducing:
+    def config_for(self, replica: int) -> CollectiveConfig:
         known = self._told.get(replica) is self._buckets
         self._told[replica] = self._buckets
-        return Reducing(None if known else self._buckets, self.rendezvous(replica), self._replicas)
+        return CollectiveConfig(None if known else self._buckets, self.rendezvous(replica), self._replicas)
 
-    def part(self, watch: Watch) -> Part:
+    def part(self, watch: OnWait) -> Reducer:
         group = self._groups.of(self._replicas, watch)
-        self._part = ReducedPart(self._buckets, group, self._groups.place(), self._device)
+        self._part = CollectiveReducer(self._buckets, group, self._groups.place(), self._device)
         return self._part
 
     def results(self) -> dict[int, torch.Tensor]:
@@ -226,13 +226,13 @@ class Collectives(Transport):
     def rendezvous(self, replica: int) -> Rendezvous:
         return self._rendezvous._replace(replica=replica)
 
-    def begin_sending(self, flats: Sequence[torch.Tensor], replicas: tuple[int, ...], watch: Watch) -> None:
+    def begin_sending(self, flats: Sequence[torch.Tensor], replicas: tuple[int, ...], watch: OnWait) -> None:
         group = self._groups.of(replicas, watch) if flats else None
         for flat in flats:
             flat = _devices.copy_to(_devices.copy_to(flat, self._device), self._groups.place())
             self._sending.append(torch_private.broadcast(group, flat.view(torch.uint8)))
 
-    def end_sending(self, watch: Watch) -> None:
+    def end_sending(self, watch: OnWait) -> None:
         works, self._sending = self._sending, []
         for work in works:
             wait_for(work, watch)
@@ -257,7 +257,7 @@ def _store() -> Segment:
     return Segment.create(0)
 
 
-def wait_for(work: Any, watch: Watch = lambda: None) -> None:
+def wait_for(work: Any, watch: OnWait = lambda: None) -> None:
     """Wait for something that a group does."""
     wait_until(work.is_completed, watch)
     try:

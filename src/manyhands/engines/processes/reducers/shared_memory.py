@@ -27,8 +27,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from manyhands.engines.processes.reducers.base import Part, Transport, Watch, wait_until
-from manyhands.engines.processes.shared_memory import Packing, Place, Segment, can_lie_in_memory, num_bytes
+from manyhands.engines.processes.reducers.base import OnWait, Reducer, Transport, wait_until
+from manyhands.engines.processes.shared_memory import BumpAllocator, Segment, TensorSpec, can_lie_in_memory, num_bytes
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import dense_stride
 
@@ -41,7 +41,7 @@ _Work: TypeAlias = tuple[int, torch.Tensor, torch.Tensor | None]  # number of th
 _lock = threading.Lock()
 
 
-class Summing(NamedTuple):
+class SharedMemoryConfig(NamedTuple):
     """What a worker is told about the sums of one backward.
 
     Attributes:
@@ -52,21 +52,23 @@ class Summing(NamedTuple):
         replicas: who takes part, in replica order.
     """
 
-    places: tuple[tuple[int, Place], ...] | None
+    places: tuple[tuple[int, TensorSpec], ...] | None
     turns: int
     gone: tuple[int, ...]
     replica: int
     replicas: tuple[int, ...]
 
 
-class Ground:
+class ReduceBuffers:
     """The memory in which one process's part in the sums is done.
 
     Attributes:
         chunks: by number of the tensor: (number of the chunk, its memory).
     """
 
-    def __init__(self, places: Iterable[tuple[int, Place]], segments: Mapping[int, Segment], turns: Segment) -> None:
+    def __init__(
+        self, places: Iterable[tuple[int, TensorSpec]], segments: Mapping[int, Segment], turns: Segment
+    ) -> None:
         self.turns = turns.numbers()
         self.places = dict(places)
         self.chunks: dict[int, list[tuple[int, torch.Tensor]]] = {}
@@ -88,10 +90,10 @@ class Ground:
         return bool(self.turns[first_chunk] & 1)
 
 
-class SummedPart(Part):
+class SharedMemoryReducer(Reducer):
     """One replica's part in the sums of one backward."""
 
-    def __init__(self, ground: Ground, replica: int, replicas: Sequence[int]) -> None:
+    def __init__(self, ground: ReduceBuffers, replica: int, replicas: Sequence[int]) -> None:
         self._ground = ground
         self._turns = ground.turns
         position = replicas.index(replica)
@@ -105,7 +107,7 @@ class SummedPart(Part):
     def numbers(self) -> Sequence[int]:
         return list(self._ground.places)
 
-    def give(self, number: int, gradient: torch.Tensor) -> bool:
+    def add(self, number: int, gradient: torch.Tensor) -> bool:
         place = self._ground.places.get(number)
         if place is None or number in self._given or not can_lie_in_memory(gradient):
             return False
@@ -126,7 +128,7 @@ class SummedPart(Part):
             self._pending.append(late)
         return True
 
-    def end(self, watch: Watch = lambda: None) -> float:
+    def end(self, watch: OnWait = lambda: None) -> float:
         for number, chunks in self._ground.chunks.items():
             if number not in self._given:
                 self._given.add(number)
@@ -138,7 +140,7 @@ class SummedPart(Part):
         self._pending.clear()
         return waited_s
 
-    def fail(self, watch: Watch = lambda: None) -> None:
+    def fail(self, watch: OnWait = lambda: None) -> None:
         self._turns[0] = 1
         self._pending.clear()
 
@@ -149,7 +151,7 @@ class SummedPart(Part):
             self._pending = [late for late in self._pending if late]
         return any(done)
 
-    def _wait(self, watch: Watch) -> float:
+    def _wait(self, watch: OnWait) -> float:
         """Wait until there is something to do; return for how many seconds."""
         started = time.perf_counter()
         wait_until(lambda: self._turns[0] != 0 or any(self._is_my_turn(late[0][0]) for late in self._pending), watch)
@@ -186,7 +188,7 @@ class SummedPart(Part):
 class _Slot:
     """Memory for one tensor's sum, which is handed out as a tensor of the caller's."""
 
-    def __init__(self, segment: Segment, place: Place) -> None:
+    def __init__(self, segment: Segment, place: TensorSpec) -> None:
         self.place = place._replace(segment=segment.number)
         self._storage = segment.storage(place.offset, num_bytes(place))
 
@@ -198,7 +200,7 @@ class _Slot:
         return empty.set_(self._storage, 0, self.place.size, self.place.stride)
 
 
-class SharedSums(Transport):
+class SharedMemoryTransport(Transport):
     """The caller's side: memory for the sums, used again once the caller has let go of what he got.
 
     Attributes:
@@ -214,11 +216,13 @@ class SharedSums(Transport):
         self._slots: dict[tuple[Any, ...], list[_Slot]] = {}  # by what a tensor is like
         self._idle: dict[int, int] = {}  # for how many backwards no sum has been made in a segment
         self._used: dict[int, _Slot] = {}  # by number of the tensor
-        self._ground: Ground | None = None
+        self._ground: ReduceBuffers | None = None
         self._replicas: tuple[int, ...] = ()
-        self._told: dict[int, tuple[Ground, set[int]]] = {}  # what each replica was told last, and the segments it has
+        self._told: dict[
+            int, tuple[ReduceBuffers, set[int]]
+        ] = {}  # what each replica was told last, and the segments it has
 
-    def begin_walk(self, leaves: Mapping[int, torch.Tensor], replicas: tuple[int, ...]) -> bool:
+    def begin_backward(self, leaves: Mapping[int, torch.Tensor], replicas: tuple[int, ...]) -> bool:
         self._replicas = replicas
         large = [(n, t.detach()) for n, t in leaves.items() if t.nbytes >= LARGE_BYTES]
         wanted = {n: (t.dtype, tuple(t.size()), dense_stride(t)) for n, t in large if can_lie_in_memory(t)}
@@ -237,24 +241,24 @@ class SharedSums(Transport):
             used = {number: used[number] for number in wanted}
         if used != self._used or self._ground is None:
             self._used = used
-            self._ground = self._new_ground()
+            self._ground = self._new_buffers()
         self._drop_idle()
         self._ground.begin()
         return True
 
-    def part(self, watch: Watch) -> Part:
+    def part(self, watch: OnWait) -> Reducer:
         assert self._ground is not None
-        return SummedPart(self._ground, 0, self._replicas)
+        return SharedMemoryReducer(self._ground, 0, self._replicas)
 
-    def telling(self, replica: int) -> Summing:
+    def config_for(self, replica: int) -> SharedMemoryConfig:
         assert self._ground is not None
         ground, has = self._told.get(replica, (None, set()))
         if ground is self._ground:
-            return Summing(None, -1, (), replica, self._replicas)
+            return SharedMemoryConfig(None, -1, (), replica, self._replicas)
         now = {segment.number for segment in self.segments}
         self._told[replica] = self._ground, now
         places = tuple((number, slot.place) for number, slot in self._used.items())
-        return Summing(places, self._turns.number, tuple(has - now), replica, self._replicas)
+        return SharedMemoryConfig(places, self._turns.number, tuple(has - now), replica, self._replicas)
 
     def results(self) -> dict[int, torch.Tensor]:
         assert self._ground is not None
@@ -263,10 +267,10 @@ class SharedSums(Transport):
     def rendezvous(self, replica: int) -> None:
         return None
 
-    def begin_sending(self, flats: Sequence[torch.Tensor], replicas: tuple[int, ...], watch: Watch) -> None:
+    def begin_sending(self, flats: Sequence[torch.Tensor], replicas: tuple[int, ...], watch: OnWait) -> None:
         pass  # the workers have them
 
-    def end_sending(self, watch: Watch) -> None:
+    def end_sending(self, watch: OnWait) -> None:
         pass
 
     def end(self) -> None:
@@ -276,23 +280,23 @@ class SharedSums(Transport):
         pass
 
     def _more(self, wanted: dict[int, tuple[Any, ...]]) -> dict[int, _Slot]:
-        packing = Packing()
-        places = {number: packing.place_for(*kind) for number, kind in wanted.items()}
-        segment = Segment.create(packing.num_bytes)
+        allocator = BumpAllocator()
+        places = {number: allocator.place_for(*kind) for number, kind in wanted.items()}
+        segment = Segment.create(allocator.num_bytes)
         self.segments.append(segment)
         slots = {number: _Slot(segment, place) for number, place in places.items()}
         for number, slot in slots.items():
             self._slots.setdefault(wanted[number], []).append(slot)
         return slots
 
-    def _new_ground(self) -> "Ground":
+    def _new_buffers(self) -> "ReduceBuffers":
         num_chunks = sum(-(-math.prod(s.place.size) // _chunk_items(s.place.dtype)) for s in self._used.values())
         if (num_chunks + 1) * 8 > self._turns.num_bytes:
             self.segments.remove(self._turns)
             self._turns = Segment.create((num_chunks + 1) * 8)
             self.segments.append(self._turns)
         by_number = {segment.number: segment for segment in self.segments}
-        return Ground([(number, slot.place) for number, slot in self._used.items()], by_number, self._turns)
+        return ReduceBuffers([(number, slot.place) for number, slot in self._used.items()], by_number, self._turns)
 
     def _drop_idle(self) -> None:
         """Let go of memory that was needed while the caller kept gradients, and no longer is."""
@@ -313,7 +317,7 @@ def _chunk_items(dtype: torch.dtype) -> int:
     return _CHUNK_BYTES // dtype.itemsize
 
 
-def _flat(place: Place) -> Place:
+def _flat(place: TensorSpec) -> TensorSpec:
     return place._replace(size=(math.prod(place.size),), stride=(1,))
 
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from manyhands.bench import memory
+from manyhands.bench.contender_processes import ContenderFailedError, ContenderProcesses, close_all
 from manyhands.bench.contenders import Contender
 from manyhands.bench.results import Line, Workload, mean_over_rows
-from manyhands.bench.serving import Taken
-from manyhands.bench.started import ContenderFailedError, Started, close_all
+from manyhands.bench.serving import StepTimes
 
 _NUM_CHECKED = 3
 _NUM_MEMORY_STEPS = 2
@@ -82,10 +82,10 @@ class Runner:
     contender: Contender
     line: Line
     step_s: float  # roughly
-    started: Started | None = None
+    started: ContenderProcesses | None = None
 
     def start(self, target: str) -> None:
-        self.started = Started(self.contender, target)
+        self.started = ContenderProcesses(self.contender, target)
 
     def warm_up(self, seconds: float) -> None:
         """Take steps for about one turn, and learn how long one takes."""
@@ -129,7 +129,7 @@ def each_alone(workload: Workload, target: str, contenders: Sequence[Contender],
 
 def _alone(contender: Contender, target: str, line: Line, workload: Workload) -> float:
     """Take the first steps of a contender and measure its memory; return the seconds of a step, roughly."""
-    with Started(contender, target) as started:
+    with ContenderProcesses(contender, target) as started:
         started.wait_until_ready()
         first = started.ready[0]
         rows = [ready.rows for ready in started.ready]
@@ -141,7 +141,7 @@ def _alone(contender: Contender, target: str, line: Line, workload: Workload) ->
         return _slowest(taken)
 
 
-def _slowest(taken: Sequence[Taken]) -> float:
+def _slowest(taken: Sequence[StepTimes]) -> float:
     return max(one.seconds for one in taken)
 
 

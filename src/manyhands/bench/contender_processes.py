@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from manyhands.bench.contenders import Contender
-from manyhands.bench.serving import Failure, Program, Ready, Taken, Turn
+from manyhands.bench.serving import Failure, Program, Ready, StepTimes, Turn
 
 _PATIENCE_S = 600.0
 _EXIT_WAIT_S = 10.0
@@ -29,7 +29,7 @@ class ContenderFailedError(Exception):
     """A contender cannot go on: one line that says why."""
 
 
-class Started:
+class ContenderProcesses:
     """The processes of one contender on one target, until the block ends.
 
     Attributes:
@@ -60,7 +60,7 @@ class Started:
         """
         self.ready = self._answers()
 
-    def take(self, num_untimed: int, num_timed: int) -> list[Taken]:
+    def take(self, num_untimed: int, num_timed: int) -> list[StepTimes]:
         """Let every process take steps at the same time; return what each has said.
 
         Raises:
@@ -79,7 +79,7 @@ class Started:
         """Wait so long for a sign of the turn's end."""
         return bool(wait(self._connections, within_s))
 
-    def taken(self) -> list[Taken]:
+    def taken(self) -> list[StepTimes]:
         """Return the answers of the turn that was begun.
 
         Raises:
@@ -105,7 +105,7 @@ class Started:
             process.wait()
         self._folder.cleanup()
 
-    def __enter__(self) -> "Started":
+    def __enter__(self) -> "ContenderProcesses":
         return self
 
     def __exit__(
@@ -156,7 +156,7 @@ class Started:
         return f"its process {how}{f', and said: {said[-1]}' if said else ''}"
 
 
-def close_all(started: Sequence[Started], patient: bool) -> None:
+def close_all(started: Sequence[ContenderProcesses], patient: bool) -> None:
     """Close several contenders, the connections of all first, so that they end at the same time."""
     for one in started:
         for connection in one._connections:

@@ -6,11 +6,11 @@ import signal
 import psutil
 import pytest
 
-from manyhands.bench import interleaved, memory
+from manyhands.bench import measure, memory
+from manyhands.bench.contender_processes import ContenderFailedError, ContenderProcesses
 from manyhands.bench.contenders import CONTENDERS, Contender, is_installed
 from manyhands.bench.results import Line, Workload
-from manyhands.bench.serving import Ready, Taken
-from manyhands.bench.started import ContenderFailedError, Started
+from manyhands.bench.serving import Ready, StepTimes
 
 TINY = "manyhands.bench.workloads:tiny"
 
@@ -29,7 +29,7 @@ class Silent:
 
 
 class Imagined:
-    """In place of `Started`: takes no time, and may fail in its n-th turn after it was started with the others."""
+    """A `ContenderProcesses` that takes no time, and may fail in its n-th turn after it was started with the others."""
 
     turns: list[str]  # of all of them, in order
     fails_in_turn: dict[str, int]
@@ -49,12 +49,12 @@ class Imagined:
     def wait_until_ready(self) -> None:
         self.ready = [Ready(8, 100, False)] * self.contender.num_programs
 
-    def take(self, num_untimed: int, num_timed: int) -> list[Taken]:
+    def take(self, num_untimed: int, num_timed: int) -> list[StepTimes]:
         self._turn += 1
         self.turns.append(f"{self.contender.name} {num_untimed}+{num_timed}")
         if self._turn == self.fails_in_turn.get(self.contender.name):
             raise ContenderFailedError("as asked")
-        taken = Taken(0.1 * num_timed, [1.0] * (num_untimed + num_timed))
+        taken = StepTimes(0.1 * num_timed, [1.0] * (num_untimed + num_timed))
         return [taken] * self.contender.num_programs
 
 
@@ -62,8 +62,8 @@ class Imagined:
 def imagined(monkeypatch: pytest.MonkeyPatch) -> type[Imagined]:
     monkeypatch.setattr(Imagined, "turns", [], raising=False)
     monkeypatch.setattr(Imagined, "fails_in_turn", {}, raising=False)
-    monkeypatch.setattr(interleaved, "Started", Imagined)
-    monkeypatch.setattr(interleaved, "close_all", lambda started, patient: None)
+    monkeypatch.setattr(measure, "ContenderProcesses", Imagined)
+    monkeypatch.setattr(measure, "close_all", lambda started, patient: None)
     monkeypatch.setattr(memory, "peak", lambda started, num_steps: 5)
     return Imagined
 
@@ -73,7 +73,7 @@ THREE = [Contender("plain", 1), Contender("ddp", 2), Contender("threads", 2)]
 
 def test_contenders_take_turns(imagined: type[Imagined]):
     """There and back again, so that nobody always follows the same one."""
-    workload = interleaved.measure("name", TINY, THREE, rounds=2, seconds=0.5, progress=Silent())
+    workload = measure.measure("name", TINY, THREE, rounds=2, seconds=0.5, progress=Silent())
     there = ["plain 1+5", "ddp 1+5", "threads 1+5"]
     assert imagined.turns[-6:] == [*there, *reversed(there)]
     assert [line.turns_s for line in workload.lines] == [[pytest.approx(0.1)] * 2] * 3
@@ -89,7 +89,7 @@ def test_a_contender_that_fails_does_so_alone(imagined: type[Imagined], turn: in
     """When it is there alone, or later, between turns that it has taken."""
     imagined.fails_in_turn["ddp"] = turn
     progress = Silent()
-    workload = interleaved.measure("name", TINY, THREE, rounds=3, seconds=0.5, progress=progress)
+    workload = measure.measure("name", TINY, THREE, rounds=3, seconds=0.5, progress=progress)
     assert [line.failure for line in workload.lines] == ["", "as asked", ""]
     assert [len(line.turns_s) for line in workload.lines] == [3, 0, 3]
     assert any("ddp, 2 replicas: as asked" in said for said in progress.said)
@@ -97,7 +97,7 @@ def test_a_contender_that_fails_does_so_alone(imagined: type[Imagined], turn: in
 
 def compared(*lines: Line, rows: int = 8, normalises_shards: bool = False) -> list[str]:
     workload = Workload("name", list(lines), rows=rows, normalises_shards=normalises_shards)
-    interleaved._compare_losses(workload)
+    measure._compare_losses(workload)
     return [line.differs for line in workload.lines]
 
 
@@ -130,7 +130,7 @@ def test_means_of_means_with_uneven_rows():
 
 
 def test_programs_take_steps_and_end():
-    with Started(Contender("limit", 2), TINY) as limit:
+    with ContenderProcesses(Contender("limit", 2), TINY) as limit:
         limit.wait_until_ready()
         assert [ready.rows for ready in limit.ready] == [32, 32]
         first, second = limit.take(1, 2)
@@ -148,7 +148,7 @@ def test_programs_take_steps_and_end():
 
 def test_a_target_that_cannot_be_built():
     with (
-        Started(Contender("plain", 1), "manyhands.bench.workloads:nothing") as started,
+        ContenderProcesses(Contender("plain", 1), "manyhands.bench.workloads:nothing") as started,
         pytest.raises(ContenderFailedError, match=r"there is no nothing in manyhands\.bench\.workloads"),
     ):
         started.wait_until_ready()
@@ -159,7 +159,7 @@ def test_a_target_that_cannot_be_built():
 def test_all_contenders_agree(workload: str):
     contenders = [Contender(name, 1 if name == "plain" else 2) for name in CONTENDERS if is_installed(name)]
     measured = Workload(workload, [Line(contender.name, contender.replicas) for contender in contenders])
-    runners = interleaved.each_alone(measured, f"manyhands.bench.workloads:{workload}", contenders, Silent())
+    runners = measure.each_alone(measured, f"manyhands.bench.workloads:{workload}", contenders, Silent())
     assert [(line.contender, line.failure, line.differs) for line in measured.lines] == [
         (contender.name, "", "") for contender in contenders
     ]
