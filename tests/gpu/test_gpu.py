@@ -631,7 +631,7 @@ def in_processes(spread: list[torch.device]) -> Iterator[Callable[..., tuple[nn.
 
 
 def backend_of(model: DataParallel) -> str:
-    return model._engine._worker_group.transport._meeting.backend
+    return model._engine._worker_group.transport._rendezvous.backend
 
 
 @pytest.mark.parametrize("make", [mlp, conv_net])

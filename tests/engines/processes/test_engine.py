@@ -999,8 +999,8 @@ def test_a_script_on_standard_input_runs_once_and_listens_to_nothing():
                 model(torch.zeros(6, 2)).sum().backward()
         listening = [line for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}") if line.split()[3] == "0A"]
         inodes = {line.split()[9] for line in listening}
-        members = [member.pid for model in models for member in model._engine._team.members]
-        for pid in [os.getpid(), *members]:
+        workers = [worker.pid for model in models for worker in model._engine._worker_group.workers]
+        for pid in [os.getpid(), *workers]:
             for fd in os.listdir(f"/proc/{pid}/fd"):
                 try:
                     target = os.readlink(f"/proc/{pid}/fd/{fd}")
