@@ -8,7 +8,6 @@ import contextlib
 import multiprocessing
 import os
 import pickle
-import signal
 import sys
 import tempfile
 import time
@@ -84,7 +83,7 @@ def end_ranks(
         late = [rank for rank, process in enumerate(processes) if process.is_alive()]
         for process in processes:
             if process.is_alive():
-                os.kill(process.pid, signal.SIGKILL)
+                process.kill()
             process.join()
         assert not late, f"ranks {late} were still running after {LIMIT_S} s"
         return [_ended(process, pipe) for process, pipe in zip(processes, pipes, strict=True)]
