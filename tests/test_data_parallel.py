@@ -496,7 +496,7 @@ def test_shares_hold_for_an_overridden_verb_too(sim, wrap, shares):
     expected = {"even": [4, 3, 3], (2, 1, 1): [5, 3, 2], (0, 1, 1): [0, 5, 5], (1, 0, 1): [5, 0, 5], (1, 1, 0): [5, 5]}
     sizes = expected[shares if isinstance(shares, str) else tuple(shares)]
     x = torch.arange(30.0).reshape(10, 3)
-    assert torch.equal(model(x).cpu(), copy.deepcopy(model.module).cpu().layer(x))
+    torch.testing.assert_close(model(x).cpu(), copy.deepcopy(model.module).cpu().layer(x))
     assert sorted(model.module.seen) == [(f"sim:{i}", size) for i, size in enumerate(sizes) if size]
 
 
@@ -803,7 +803,7 @@ def test_shares(sim):
         model = DataParallel(module, shares=shares)
         x = torch.arange(30.0).reshape(10, 3)
         output = model(x)
-        assert torch.equal(output.cpu(), copy.deepcopy(module).cpu().layer(x))
+        torch.testing.assert_close(output.cpu(), copy.deepcopy(module).cpu().layer(x))
         assert output.device == sim[0]
         assert sorted(module.seen) == [(f"sim:{i}", size) for i, size in enumerate(sizes) if size]
         assert [(t.device, t.rows) for t in model.replica_timings] == [
