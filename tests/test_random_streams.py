@@ -152,7 +152,7 @@ def scripted(x: torch.Tensor) -> torch.Tensor:
     return torch.dropout(x, 0.5, True) + torch.rand_like(x)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_in_a_script() -> None:
     """N6: TorchScript calls operations without Python."""
     assert_streams(torch.jit.script(scripted))

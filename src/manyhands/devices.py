@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from manyhands import torch_private
 from manyhands.errors import say_once
 
 DeviceLike: TypeAlias = int | str | torch.device
@@ -263,17 +264,17 @@ def using(device: torch.device, streams: Sequence[torch.Stream]) -> Iterator[Non
     if computes_on_host(device):
         yield
         return
-    device_before = torch.accelerator.current_device_index()
+    device_before = torch_private.current_device_index()
     streams_before = [torch.accelerator.current_stream(stream.device) for stream in streams]
     try:
         for stream in streams:
             torch.accelerator.set_stream(stream)
-        torch.accelerator.set_device_index(device.index)
+        torch_private.set_device_index(device.index)
         yield
     finally:
         for stream in streams_before:
             torch.accelerator.set_stream(stream)
-        torch.accelerator.set_device_index(device_before)
+        torch_private.set_device_index(device_before)
 
 
 def random_states() -> list[torch.Tensor]:
@@ -440,8 +441,7 @@ def has_room_for(device: torch.device, num_bytes: int) -> bool:
     """
     if computes_on_host(device):
         return False
-    free_bytes, _ = torch.accelerator.get_memory_info(device)
-    return num_bytes <= free_bytes // 4
+    return num_bytes <= torch_private.free_memory_bytes(device) // 4
 
 
 def rows_on(device: torch.device, tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -494,6 +494,39 @@ class _GeneratorOfThread:
         return getattr(self._look_up(), name)
 
 
+# ---- accelerators: public calls, which older releases of torch have under other names ------------
+
+
+def current_device_index() -> int:
+    """Return the index of the calling thread's current accelerator. Fallback: the call's earlier name."""
+    accelerator: Any = torch.accelerator
+    if hasattr(accelerator, "current_device_index"):
+        return int(accelerator.current_device_index())
+    return int(accelerator.current_device_idx())
+
+
+def set_device_index(index: int) -> None:
+    """Make the accelerator with this index the calling thread's current one. Fallback: the call's earlier name."""
+    accelerator: Any = torch.accelerator
+    if hasattr(accelerator, "set_device_index"):
+        accelerator.set_device_index(index)
+    else:
+        accelerator.set_device_idx(index)
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Return how much memory of an accelerator is free. Fallback: as CUDA's own call says; where it has none, 0."""
+    accelerator: Any = torch.accelerator
+    if hasattr(accelerator, "get_memory_info"):
+        free_bytes, _ = accelerator.get_memory_info(device)
+        return int(free_bytes)
+    module: Any = torch.get_device_module(device)
+    if hasattr(module, "mem_get_info"):
+        free_bytes, _ = module.mem_get_info(device)
+        return int(free_bytes)
+    return 0
+
+
 # ---- process groups ------------------------------------------------------------------------------
 
 
