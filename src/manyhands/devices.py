@@ -264,17 +264,17 @@ def using(device: torch.device, streams: Sequence[torch.Stream]) -> Iterator[Non
     if computes_on_host(device):
         yield
         return
-    device_before = torch_private.current_device_index()
+    device_before = torch.accelerator.current_device_index()
     streams_before = [torch.accelerator.current_stream(stream.device) for stream in streams]
     try:
         for stream in streams:
             torch.accelerator.set_stream(stream)
-        torch_private.set_device_index(device.index)
+        torch.accelerator.set_device_index(device.index)
         yield
     finally:
         for stream in streams_before:
             torch.accelerator.set_stream(stream)
-        torch_private.set_device_index(device_before)
+        torch.accelerator.set_device_index(device_before)
 
 
 def random_states() -> list[torch.Tensor]:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from manyhands import devices as _devices
-from manyhands import torch_private
 
 _WHO = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _WHERE = ("MASTER_ADDR", "MASTER_PORT")
@@ -103,7 +102,7 @@ def start_default_group() -> bool:
             return False
         own = _devices.accelerators()[_number("LOCAL_RANK") :][:1]
         if own and not _devices.computes_on_host(own[0]):
-            torch_private.set_device_index(own[0].index)
+            torch.accelerator.set_device_index(own[0].index)
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             rank, world_size = _number("RANK"), _number("WORLD_SIZE")
             distributed.init_process_group(

@@ -138,12 +138,24 @@ def _vmap_level() -> int:
 def has_saved_tensor_hooks() -> bool:
     """Return whether default saved-tensor hooks (activation checkpointing, save_on_cpu) are active in this thread.
 
-    Fallback: False. Then such hooks act on the caller's replica only.
+    Fallback: torch disables the hooks of a thread only while it has none, so trying that tells. Where torch lacks that
+    too: False. Then such hooks act on the caller's replica only.
     """
+    autograd: Any = torch._C._autograd
     try:
-        return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        if hasattr(autograd, "_top_saved_tensors_default_hooks"):
+            return bool(autograd._top_saved_tensors_default_hooks(True) is not None)
+        if saved_tensor_hooks_disabled() is not None:
+            return False
+        try:
+            autograd._saved_tensors_hooks_disable("")
+        except RuntimeError:
+            return True
+        finally:
+            autograd._saved_tensors_hooks_enable()
     except AttributeError:
-        return False
+        pass
+    return False
 
 
 def saved_tensor_hooks_disabled() -> str | None:
@@ -170,6 +182,18 @@ def is_default_device(mode: object) -> bool:
         return isinstance(mode, torch.utils._device.DeviceContext)
     except AttributeError:
         return False
+
+
+def default_device() -> torch.device | None:
+    """Return the default device of this thread; None if none has been set. Fallback: None.
+
+    `torch.get_default_device` overlooks `with torch.device(...)` in older releases.
+    """
+    for mode in reversed(function_modes()):
+        if is_default_device(mode):
+            device: torch.device = mode.device
+            return device if device.index is not None else torch.empty(0).device
+    return None
 
 
 def has_dispatch_modes() -> bool:
@@ -494,24 +518,7 @@ class _GeneratorOfThread:
         return getattr(self._look_up(), name)
 
 
-# ---- accelerators: public calls, which older releases of torch have under other names ------------
-
-
-def current_device_index() -> int:
-    """Return the index of the calling thread's current accelerator. Fallback: the call's earlier name."""
-    accelerator: Any = torch.accelerator
-    if hasattr(accelerator, "current_device_index"):
-        return int(accelerator.current_device_index())
-    return int(accelerator.current_device_idx())
-
-
-def set_device_index(index: int) -> None:
-    """Make the accelerator with this index the calling thread's current one. Fallback: the call's earlier name."""
-    accelerator: Any = torch.accelerator
-    if hasattr(accelerator, "set_device_index"):
-        accelerator.set_device_index(index)
-    else:
-        accelerator.set_device_idx(index)
+# ---- accelerators --------------------------------------------------------------------------------
 
 
 def free_memory_bytes(device: torch.device) -> int:
@@ -576,7 +583,9 @@ def broadcast(group: Any, tensor: torch.Tensor) -> Any:
 def reduce(group: Any, tensor: torch.Tensor) -> Any:
     """Begin to sum all processes' tensors into that of the first; return the work, to wait for."""
     options: Any = torch.distributed.ReduceOptions()
-    options.rootRank, options.timeout, options.asyncOp = 0, _FOR_EVER, True
+    options.rootRank, options.timeout = 0, _FOR_EVER
+    if hasattr(options, "asyncOp"):  # a torch without this has no other kind of work
+        options.asyncOp = True
     options.reduceOp = torch.distributed.ReduceOp.SUM
     return group.reduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options)
 
