@@ -252,6 +252,21 @@ def keep_compiled_code_in_order() -> None:
         importlib.import_module("torch._C._dynamo.eval_frame")._set_lru_cache(False)
 
 
+def keep_metrics_of_compiling_by_thread() -> None:
+    """Have torch.compile count what it does for each thread by itself, as newer releases do, for the whole process.
+
+    Older ones keep one count, and two threads that compile at the same time, such as those of two replicas' backward
+    passes, raise "Metric(s) have already been set". Fallback: nothing; then that happens.
+    """
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    context = getattr(utils, "_METRICS_CONTEXT", None)
+    if context is None or isinstance(context, threading.local):
+        return
+    with contextlib.suppress(AttributeError, TypeError):
+        by_thread = type("MetricsContextByThread", (type(context), threading.local), {})
+        utils._METRICS_CONTEXT = by_thread(on_exit=context._on_exit)
+
+
 def compiler_errors() -> tuple[type[Exception], ...]:
     """Return the classes of what torch.compile raises when it cannot compile; none where nothing has been compiled.
 

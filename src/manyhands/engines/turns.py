@@ -35,6 +35,7 @@ class Turns:
             kinds: one a replica; equal for inputs that the same compiled code fits.
         """
         torch_private.keep_compiled_code_in_order()
+        torch_private.keep_metrics_of_compiling_by_thread()
         new = set(kinds) - self._met
         if not new or len(self._met) >= _MOST_KINDS:
             return []
