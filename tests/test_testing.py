@@ -369,7 +369,7 @@ def test_double_backward():
     assert torch.autograd.gradgradcheck(torch.sin, points)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch's own, for forward derivatives
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, for forward derivatives
 def test_derivatives_that_are_known_to_be_zero():
     """Second derivatives of a linear layer, and forward derivatives: torch makes their zeros in a way of its own."""
 

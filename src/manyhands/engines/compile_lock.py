@@ -34,6 +34,7 @@ class CompileLock:
             kinds: one a replica; equal for inputs that the same compiled code fits.
         """
         torch_private.keep_compiled_code_in_order()
+        torch_private.keep_metrics_of_compiling_by_thread()
         new = set(kinds) - self._known
         if not new or len(self._known) >= _MOST_KINDS:
             return []
