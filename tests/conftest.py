@@ -4,6 +4,7 @@ import contextlib
 import gc
 import importlib.util
 import os
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -20,6 +21,11 @@ if num_processes := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
 import torch
 
 from manyhands.runtime import errors
+
+# A shell that runs a script starts what goes to the background with Ctrl-C ignored, and manyhands leaves an ignored
+# signal ignored. Tests that send themselves one expect it to act.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How many examples the property tests draw: 200 in `make test`, and with --hypothesis-profile=thorough, as in `make
 # test-all`, 2,000. They are drawn from a fixed seed, one a test: a commit that was green stays green, and whoever runs
