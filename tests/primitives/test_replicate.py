@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from manyhands import DataParallel, data_parallel, replicate
-from manyhands.primitives.replicate import collector_paused
+from manyhands.primitives.blueprint import collector_paused
 
 CPU = ["cpu", "cpu"]
 
