@@ -18,6 +18,7 @@ import torch
 from manyhands.runtime import torch_private
 
 BUCKET_BYTES = 25 << 20  # that of torch's DistributedDataParallel
+LARGE_BYTES = 1 << 16  # smaller gradients are not worth a call into Python in the middle of backward
 _CHUNK = 1 << 20  # entries that a fingerprint takes at once
 
 
