@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from manyhands.runtime.buckets import Bucket, Filling, Form, buckets_of, fingerprint, is_plain
+from manyhands.runtime.buckets import Bucket, BucketFiller, Form, buckets_of, fingerprint, is_plain
 
 META = torch.device("meta")
 
@@ -71,7 +71,7 @@ def test_pieces_of_a_bucket_that_is_itself_a_view():
 
 def test_full_buckets_are_handed_out_once_and_in_order():
     like = [torch.empty(300) for _ in range(4)]
-    filling = Filling(buckets_of(forms(*like), full_bytes=1000))
+    filling = BucketFiller(buckets_of(forms(*like), full_bytes=1000))
     assert filling.numbers == [0, 1, 2, 3]
     assert filling.add(1, torch.full((300,), 1.0))
     assert not list(filling.full()), "the first is missing"
@@ -88,7 +88,7 @@ def test_full_buckets_are_handed_out_once_and_in_order():
 
 def test_what_is_missing_is_zero_and_marked():
     like = [torch.empty(2, 2).t(), torch.empty(3), torch.empty(())]
-    filling = Filling(buckets_of(forms(*like)))
+    filling = BucketFiller(buckets_of(forms(*like)))
     assert filling.add(1, torch.tensor([1.0, 2.0, 3.0]))
     filling.fill_up()
     ((bucket, flat),) = filling.full()
@@ -97,7 +97,7 @@ def test_what_is_missing_is_zero_and_marked():
 
 
 def test_what_is_taken_and_what_is_not():
-    filling = Filling(buckets_of(forms(torch.empty(3), torch.empty(3)), full_bytes=1))
+    filling = BucketFiller(buckets_of(forms(torch.empty(3), torch.empty(3)), full_bytes=1))
     assert not filling.add(2, torch.ones(3))
     assert not filling.add(0, torch.ones(3, dtype=torch.float64))
     assert not filling.add(0, torch.ones(1, 3))

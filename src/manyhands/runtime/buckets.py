@@ -2,7 +2,7 @@
 
 Sending a tensor costs about the same whether it is small or large, up to some size; so gradients and parameters are
 exchanged a bucket at a time. A plan (`buckets_of`) says which tensors share a bucket, and is plain data that another
-process can be sent; `Filling` fills its buckets in one backward, where nothing is scaled on the way; `fingerprint`
+process can be sent; `BucketFiller` fills its buckets in one backward, where nothing is scaled on the way; `fingerprint`
 tells whether what a bucket holds has changed. Nothing here communicates.
 
 Tensors are called by numbers, whatever these mean to the caller. They have to be plain ones (`is_plain`).
@@ -111,7 +111,7 @@ def buckets_of(forms: Mapping[int, Form], full_bytes: int = BUCKET_BYTES) -> tup
     return (*buckets, *(Bucket(*key, tuple(items)) for key, (items, _) in filling.items()))
 
 
-class Filling:
+class BucketFiller:
     """Buckets that are filled tensor by tensor, and handed out in their order, each as soon as it is full.
 
     Behind the tensors a bucket holds, for each of them, 1 if it was given and 0 if not. So whoever sums buckets of
