@@ -19,25 +19,24 @@ def numbers(buckets: tuple[Bucket, ...]) -> list[list[int]]:
 # ---- plans ---------------------------------------------------------------------------------------
 
 
-def test_tensors_are_divided_in_order_by_dtype_and_size():
-    many = [torch.empty(100) for _ in range(5)]
-    buckets = buckets_of(forms(*many, torch.empty(3, dtype=torch.float16)), full_bytes=800)
-    assert numbers(buckets) == [[0, 1], [2, 3], [4], [5]]
-    assert [bucket.num_entries for bucket in buckets] == [200, 200, 100, 3]
-    assert buckets_of({}) == ()
+FLOATS, ONE, LARGE, HALF = torch.empty(100), torch.empty(1), torch.empty(300), torch.empty(3, dtype=torch.float16)
 
 
-def test_buckets_stand_in_the_order_in_which_they_are_full():
-    """One that waits for more of its dtype does not hold up those behind it."""
-    half, large = torch.empty(1, dtype=torch.float16), torch.empty(300)
-    assert numbers(buckets_of(forms(half, large, large, half), full_bytes=1000)) == [[1], [2], [0, 3]]
-
-
-def test_a_tensor_larger_than_a_bucket_is_not_split():
-    assert numbers(buckets_of(forms(torch.empty(1), torch.empty(5000), torch.empty(1)), full_bytes=100)) == [
-        [0, 1],
-        [2],
-    ]
+@pytest.mark.parametrize(
+    ("tensors", "full_bytes", "expected"),
+    [
+        ([], 800, []),
+        ([FLOATS, FLOATS, FLOATS, FLOATS, FLOATS, HALF], 800, [[0, 1], [2, 3], [4], [5]]),
+        ([HALF, LARGE, LARGE, HALF], 1000, [[1], [2], [0, 3]]),  # a bucket that is not full holds up no other
+        ([ONE, LARGE, ONE], 100, [[0, 1], [2]]),  # a tensor larger than a bucket is not split
+    ],
+)
+def test_tensors_are_divided_by_dtype_and_size(tensors, full_bytes, expected):
+    """In the order given; buckets are in the order in which they become full."""
+    buckets = buckets_of(forms(*tensors), full_bytes)
+    assert numbers(buckets) == expected
+    for bucket in buckets:
+        assert bucket.num_entries == sum(tensors[number].numel() for number, _ in bucket.items)
 
 
 def test_devices_are_kept_apart_only_where_forms_name_them():
@@ -53,17 +52,12 @@ def test_a_bucket_holds_copies_of_its_tensors_strides_included(by_number):
     tensors = [torch.randn(2, 3), torch.randn(3, 4).t(), torch.randn(6)[::2], torch.tensor(1.5), torch.empty(0)]
     (bucket,) = buckets_of(forms(*tensors))
     flat = bucket.flat(by_number(tensors))
-    for number, piece in bucket.pieces(flat).items():
-        assert torch.equal(piece, tensors[number])
-        assert piece.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+    view = torch.cat([torch.zeros(5), flat])[5:]
+    for whole in (flat, view):
+        for number, piece in bucket.pieces(whole).items():
+            assert torch.equal(piece, tensors[number])
+            assert piece.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
     assert bucket.pieces(flat)[1].stride() == tensors[1].stride()
-
-
-def test_pieces_of_a_bucket_that_is_itself_a_view():
-    tensors = [torch.randn(2, 3), torch.randn(4)]
-    (bucket,) = buckets_of(forms(*tensors))
-    view = torch.cat([torch.zeros(5), bucket.flat(tensors)])[5:]
-    assert all(torch.equal(piece, tensors[number]) for number, piece in bucket.pieces(view).items())
 
 
 # ---- filling -------------------------------------------------------------------------------------
