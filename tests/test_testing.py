@@ -1,13 +1,12 @@
 """Simulated devices: kept apart like GPUs, and with the numbers of the CPU."""
 
 import copy
-import gc
 import io
 import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,12 +15,16 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
+from helpers.garbage import no_garbage
 from manyhands import DataParallel
 from manyhands.runtime import devices
 from manyhands.testing import SimulatedTensor, simulated_accelerators
 
 SIM0, SIM1 = torch.device("sim:0"), torch.device("sim:1")
-MIXED = "Expected all tensors to be on the same device, but found at least two devices"
+MIXED = (
+    r"Expected all tensors to be on the same device, but found at least two devices, "
+    r"(sim:\d|cpu) and (sim:\d|cpu)! \(in aten\.\w+"
+)
 
 
 class TiedAutoencoder(nn.Module):
@@ -62,40 +65,46 @@ def attention() -> nn.Module:
     )
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
-    "mlp": (mlp, lambda: torch.randn(6, 5)),
-    "conv": (conv_net, lambda: torch.randn(6, 2, 6, 6)),
-    "lstm": (TokenClassifier, lambda: torch.randint(0, 11, (6, 4))),
-    "attention": (attention, lambda: torch.randn(6, 3, 8)),
+def sgd(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def adam(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+# Not attention with Adam: the gradient of the key bias is rounding noise around 0; Adam scales it to full steps.
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], Callable[..., torch.optim.Optimizer]]] = {
+    "mlp": (mlp, lambda: torch.randn(6, 5), adam),
+    "conv": (conv_net, lambda: torch.randn(6, 2, 6, 6), sgd),
+    "lstm": (TokenClassifier, lambda: torch.randint(0, 11, (6, 4)), adam),
+    "attention": (attention, lambda: torch.randn(6, 3, 8), sgd),
 }
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
-}
 
 
-def train(model_name: str, device: str, optimizer_name: str = "sgd", steps: int = 3, seed: int = 0):
-    """Train a fresh model for some steps on a device; return its losses and its state on the CPU."""
-    make_model, make_batch = MODELS[model_name]
-    torch.manual_seed(seed)
-    model, batch, target = make_model(), make_batch(), torch.randint(0, 3, (6,))
-    model.to(device)
-    batch, target = batch.to(device), target.to(device)
-    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(batch), target)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, {name: value.cpu() for name, value in model.state_dict().items()}
+def training(model_name: str, device: str) -> Callable[[], tuple[list[float], dict[str, torch.Tensor]]]:
+    """Make a model and a batch now, because all threads share one random generator; return what trains them.
 
+    That returns the losses and the state on the CPU.
+    """
+    make_model, make_batch, make_optimizer = MODELS[model_name]
+    torch.manual_seed(0)
+    model, batch, target = make_model().to(device), make_batch().to(device), torch.randint(0, 3, (6,)).to(device)
+    optimizer = make_optimizer(model.parameters())
 
-def assert_same_training(a, b) -> None:
-    assert a[0] == pytest.approx(b[0], rel=1e-5)
-    torch.testing.assert_close(a[1], b[1], rtol=1e-5, atol=1e-6)
+    def steps() -> tuple[list[float], dict[str, torch.Tensor]]:
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(batch), target)
+            loss.backward()
+            assert {parameter.grad.device for parameter in model.parameters()} == {torch.device(device)}
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, {name: value.cpu() for name, value in model.state_dict().items()}
+
+    return steps
 
 
 def run_python(code: str) -> str:
@@ -114,19 +123,15 @@ def run_python(code: str) -> str:
     "make",
     [
         lambda: torch.zeros(3, device="sim:1"),
-        lambda: torch.tensor([1.0, 2.0], device="sim:1"),
-        lambda: torch.tensor(3, device=SIM1),
+        lambda: torch.tensor([1.0, 2.0], device=SIM1),
         lambda: torch.as_tensor([1, 2], device="sim:1"),
         lambda: torch.randn(2, 3, device=SIM1),
         lambda: torch.arange(5, device="sim:1"),
         lambda: torch.full((2,), 7, device="sim:1"),
-        lambda: torch.eye(2, device="sim:1"),
         lambda: torch.randperm(4, device="sim:1"),
-        lambda: torch.linspace(0, 1, 3, device="sim:1"),
         lambda: torch.empty(2, 3, 4, 5, device="sim:1", memory_format=torch.channels_last),
         lambda: torch.zeros_like(torch.ones(2), device="sim:1"),
         lambda: torch.zeros_like(torch.ones(2, device="sim:1")),
-        lambda: torch.ones(2, device="sim:1").new_zeros(4),
         lambda: torch.ones(2, device="sim:1").new_tensor([1.0]),
         lambda: torch.ones(2, device="sim:1").new(),
         lambda: torch.ones(2, device="sim:1").new(2, 3),
@@ -197,10 +202,8 @@ def test_sparse_and_nested_tensors_are_refused():
     "mix",
     [
         lambda a, b: a + b,
-        lambda a, b: b * a,
-        lambda a, b: a @ b,
+        lambda a, b: b @ a,
         lambda a, b: torch.cat([a, b]),
-        lambda a, b: torch.stack((b, a)),
         lambda a, b: a.add_(b),
         lambda a, b: torch.where(a > 0, a, b),
         lambda a, b: torch.add(a, a, out=b),
@@ -213,21 +216,16 @@ def test_sparse_and_nested_tensors_are_refused():
         lambda a, b: nn.Linear(2, 2).to("sim:0")(b),
         lambda a, b: nn.Linear(2, 2)(a),
         nn.functional.mse_loss,
-        lambda a, b: nn.functional.cross_entropy(a, torch.tensor([0, 1], device="sim:1")),
         lambda a, b: nn.functional.cross_entropy(a, torch.tensor([0, 1])),
         lambda a, b: nn.functional.embedding(torch.tensor([0, 1]), a),
     ],
 )
 def test_mixing_devices_is_refused(mix):
+    """The message names both devices and the operation."""
     a, b = torch.ones(2, 2, device="sim:0"), torch.ones(2, 2, device="sim:1")
     with pytest.raises(RuntimeError, match=MIXED):
         mix(a, b)
     assert a.tolist() == b.tolist() == [[1.0, 1.0], [1.0, 1.0]]
-
-
-def test_the_message_names_both_devices_and_the_operation():
-    with pytest.raises(RuntimeError, match=r"found at least two devices, sim:0 and sim:1! \(in aten\.add\.Tensor\)"):
-        torch.ones(2, device="sim:0") + torch.ones(2, device="sim:1")
 
 
 def test_a_gradient_from_another_device_is_refused():
@@ -319,13 +317,6 @@ def test_data_is_read_and_replaced():
 
 
 # Autograd
-
-
-def test_gradients_carry_devices():
-    layer = nn.Linear(3, 2).to("sim:1")
-    x = torch.ones(4, 3, device="sim:1", requires_grad=True)
-    layer(x).sum().backward()
-    assert {tensor.grad.device for tensor in (x, *layer.parameters())} == {SIM1}
 
 
 def test_backward_crosses_devices():
@@ -422,27 +413,23 @@ def test_activation_checkpoints_repeat_their_random_numbers(use_reentrant):
 def test_a_step_leaves_no_reference_cycle():
     layer = nn.Linear(3, 2).to("sim:0")
     layer(torch.ones(4, 3, device="sim:0")).sum().backward()
-    gc.collect()
-    layer(torch.ones(4, 3, device="sim:0")).sum().backward()
-    assert gc.collect() == 0
+    with no_garbage():
+        layer(torch.ones(4, 3, device="sim:0")).sum().backward()
 
 
 # Modules
 
 
-@pytest.mark.parametrize(
-    ("model_name", "optimizer_name"),
-    # Not attention with Adam: the gradient of the key bias is rounding noise around 0; Adam scales it to full steps.
-    [(m, o) for m in MODELS for o in OPTIMIZERS if (m, o) != ("attention", "adam")],
-)
-def test_training_gives_the_numbers_of_the_cpu(model_name, optimizer_name):
-    assert_same_training(train(model_name, "sim:3", optimizer_name), train(model_name, "cpu", optimizer_name))
+@pytest.mark.parametrize("model_name", MODELS)
+def test_training_gives_the_numbers_of_the_cpu(model_name):
+    results, expected = training(model_name, "sim:3")(), training(model_name, "cpu")()
+    torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_several_threads_train_on_several_devices_at_once():
     names = ["conv", "lstm", "attention", "conv"]
-    alone = [prepared("cpu", name)() for name in names]
-    runs = [prepared(f"sim:{index}", name) for index, name in enumerate(names)]
+    alone = [training(name, "cpu")() for name in names]
+    runs = [training(name, f"sim:{index}") for index, name in enumerate(names)]
     together = threading.Barrier(len(runs))
 
     def run(steps):
@@ -451,26 +438,7 @@ def test_several_threads_train_on_several_devices_at_once():
 
     with ThreadPoolExecutor(len(runs)) as pool:
         results = list(pool.map(run, runs))
-    for result, reference in zip(results, alone, strict=True):
-        torch.testing.assert_close(result, reference, rtol=1e-5, atol=1e-6)
-
-
-def prepared(device: str, model_name: str) -> Callable[[], dict[str, torch.Tensor]]:
-    """Make a model and a batch now, because all threads share one random generator; train them later."""
-    make_model, make_batch = MODELS[model_name]
-    torch.manual_seed(1)
-    model, batch = make_model().to(device), make_batch().to(device)
-
-    def steps() -> dict[str, torch.Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        for _ in range(5):
-            optimizer.zero_grad()
-            model(batch).square().mean().backward()
-            assert {parameter.grad.device for parameter in model.parameters()} == {torch.device(device)}
-            optimizer.step()
-        return {name: value.cpu() for name, value in model.state_dict().items()}
-
-    return steps
+    torch.testing.assert_close(results, alone, rtol=1e-5, atol=1e-6)
 
 
 def test_module_to_keeps_tied_weights_and_parameters():
@@ -608,11 +576,6 @@ def test_simulated_accelerators_checks_its_count(count):
 # What the import changes, and what it leaves alone
 
 
-def test_import_manyhands_does_not_register_the_devices():
-    code = "import manyhands, torch; print(hasattr(torch, 'sim'), torch.accelerator.current_accelerator())"
-    assert run_python(code).startswith("False")
-
-
 def test_import_is_refused_where_the_name_is_taken():
     printed = run_python(
         "import torch\n"
@@ -633,6 +596,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 torch.ones(2, requires_grad=True).sum().backward()
+import manyhands
+
+assert not hasattr(torch, "sim")
 import manyhands.testing
 
 assert not torch.accelerator.is_available()
