@@ -22,7 +22,7 @@ def test_without_accelerators_indices_mean_the_plain_module(no_accelerators, dev
 
 
 def test_names_of_the_cpu(no_accelerators):
-    """A1: strings and torch.device, once for each replica; a list that names it does not fall back (A13)."""
+    """A1, A13: strings and torch.device, once for each replica; a list that names it does not fall back."""
     assert devices.resolve(["cpu", CPU, "cpu:0", torch.device("cpu", 0)]) == [CPU] * 4
     assert devices.resolve(("cpu",)) == [CPU]
     with pytest.raises(ValueError, match="there is no accelerator 0; this process sees no accelerator"):
