@@ -179,15 +179,13 @@ def test_to_the_same_device_is_the_same_tensor_and_to_another_is_a_copy():
     assert source.tolist() == [1.0] * 3
 
 
-def test_a_ninth_device_is_refused():
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+def test_what_is_refused():
+    """A ninth device, sparse and nested tensors."""
     with pytest.raises(RuntimeError, match="sim:8: there are 8 simulated devices, sim:0 to sim:7"):
         torch.zeros(1, device="sim:8")
     with pytest.raises(RuntimeError, match="sim:8"):
         torch.zeros(1, device="sim:0").to("sim:8")
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
-def test_sparse_and_nested_tensors_are_refused():
     with pytest.raises(NotImplementedError, match=r"dense tensors only, not torch\.sparse_coo"):
         torch.eye(2, device="sim:0").to_sparse()
     rows = torch.ones(2, 3, 4, device="sim:0")
@@ -245,6 +243,10 @@ def test_0_dim_cpu_tensors_and_copies_cross_devices():
     host = torch.zeros(2)
     assert host.copy_(x) is host
     assert host.tolist() == [5.0, 6.0]
+    source = torch.ones(2, requires_grad=True)
+    (torch.zeros(3, 2, device="sim:0")[0].copy_(source) * 2).sum().backward()
+    assert type(source.grad) is torch.Tensor
+    assert source.grad.tolist() == [2.0] * 2
 
 
 # Views, in-place operations, indexing
@@ -338,15 +340,6 @@ def test_backward_crosses_devices():
     for layer, twin, device in zip(layers, twins, ["cpu", "sim:0", "sim:1", "cpu"], strict=True):
         assert twin.weight.grad.device == torch.device(device)
         torch.testing.assert_close(twin.weight.grad.cpu(), layer.weight.grad)
-
-
-def test_copy_is_differentiable_across_devices():
-    source = torch.ones(3, requires_grad=True)
-    target = torch.zeros(2, 3, device="sim:0")
-    target[0].copy_(source)
-    (target * 2).sum().backward()
-    assert type(source.grad) is torch.Tensor
-    assert source.grad.tolist() == [2.0] * 3
 
 
 def test_double_backward():
@@ -462,20 +455,17 @@ def test_module_to_keeps_tied_weights_and_parameters():
     assert weight.device == SIM1
 
 
-def test_module_goes_back_to_the_cpu():
-    model = conv_net().to("sim:0").cpu()
-    assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
-    assert {type(buffer) for buffer in model.buffers()} == {torch.Tensor}
-    assert model(torch.ones(2, 2, 6, 6)).shape == (2, 3)
-
-
-def test_batch_norm_updates_its_buffers_in_place():
+def test_a_module_updates_its_buffers_in_place_and_goes_back_to_the_cpu():
     layer = nn.BatchNorm1d(3).to("sim:0")
     mean = layer.running_mean
     layer(torch.full((4, 3), 2.0, device="sim:0"))
     assert layer.running_mean is mean
     assert mean.tolist() == pytest.approx([0.2] * 3)
     assert layer.num_batches_tracked.item() == 1
+    layer.cpu()
+    assert {type(parameter) for parameter in layer.parameters()} == {nn.Parameter}
+    assert {type(buffer) for buffer in layer.buffers()} == {torch.Tensor}
+    assert layer(torch.ones(4, 3)).shape == (4, 3)
 
 
 def test_packed_sequences():
@@ -541,6 +531,7 @@ def test_tensors_print_their_device():
 
 
 def test_simulated_accelerators_are_what_the_library_sees():
+    """Of all threads; until they end, with an exception and in any order."""
     real = devices.accelerators
     with simulated_accelerators(3) as present:
         assert devices.accelerators() == present == [torch.device("sim", index) for index in range(3)]
@@ -552,10 +543,6 @@ def test_simulated_accelerators_are_what_the_library_sees():
             assert devices.accelerators() == [SIM0]
         assert devices.accelerators() == present
     assert devices.accelerators is real
-
-
-def test_simulated_accelerators_end_with_an_exception_and_in_any_order():
-    real = devices.accelerators
     with pytest.raises(KeyError), simulated_accelerators(2):
         raise KeyError
     first, second = simulated_accelerators(2), simulated_accelerators(4)

@@ -141,7 +141,7 @@ def test_a_batch_that_pickle_cannot_take_apart_says_so(registered):
     manyhands.register_batch_type(Graphs, scatter=lambda b, sizes: [batch, batch], gather=join_graphs)
     with pytest.raises(TypeError, match="generator") as raised:
         manyhands.scatter(batch, ["cpu"] * 2)
-    assert "taken to the replicas by pickle" in raised.value.__notes__[0]
+    assert "sent to the replicas by pickle" in raised.value.__notes__[0]
 
 
 def test_nothing_keeps_a_batch_alive(registered):

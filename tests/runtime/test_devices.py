@@ -171,10 +171,15 @@ def test_unequal_devices_are_warned_about(machine, memory, cores, used, message)
 
 
 def test_random_states_of_the_host():
-    states = devices.random_states()
-    first = torch.rand(3)
-    devices.set_random_states(states)
-    assert torch.equal(torch.rand(3), first)
+    """Of all generators, of one device's, and a seed for these."""
+    for save in (devices.random_states, lambda: devices.generator_states(CPU)):
+        states = save()
+        first = torch.rand(3)
+        assert not torch.equal(save()[0], states[0])
+        devices.set_random_states(states)
+        assert torch.equal(torch.rand(3), first)
+    devices.seed(CPU, 5)
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(5)))
 
 
 def test_random_states_of_accelerators(monkeypatch):
@@ -274,20 +279,6 @@ def test_by_what_processes_are_connected(monkeypatch):
     assert devices.collective_backend([CPU, CPU]) == "gloo"
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     assert devices.collective_backend(gpus) == "gloo"
-
-
-def test_the_generators_of_a_process():
-    before = torch.default_generator.get_state()
-    try:
-        devices.seed(CPU, 5)
-        first = devices.generator_states(CPU)
-        drawn = torch.rand(3)
-        assert not torch.equal(devices.generator_states(CPU)[0], first[0])
-        devices.seed(CPU, 5)
-        assert torch.equal(devices.generator_states(CPU)[0], first[0])
-        assert torch.equal(torch.rand(3), drawn)
-    finally:
-        torch.default_generator.set_state(before)
 
 
 def test_flags_of_products():

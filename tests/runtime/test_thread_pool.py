@@ -156,16 +156,6 @@ def test_what_is_no_exception_is_raised_and_the_next_call_works(kind: type[BaseE
     assert not inside_replica()
 
 
-def test_an_interrupt_in_a_worker_does_not_wait_for_another_worker() -> None:
-    """F3: raised promptly, although the third task is still busy."""
-    release = threading.Event()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            in_time(lambda: run(lambda: 0, raises(KeyboardInterrupt()), lambda: release.wait(2 * WAIT_S)))
-    finally:
-        release.set()
-
-
 @pytest.mark.parametrize("interrupt", [lambda: signal.raise_signal(signal.SIGINT), _thread.interrupt_main])
 def test_ctrl_c_while_workers_are_busy(interrupt: Callable[[], None]) -> None:
     """F3: the caller waits for workers, and is interrupted; the next call has fresh workers, and works."""

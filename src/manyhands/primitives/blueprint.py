@@ -1,14 +1,14 @@
 """Blueprint: the structure of a live module, from which replicas of it are stamped.
 
-A `Blueprint` is one look at a live module: its modules (each once, however often it is shared), the parameters and
-buffers in them, and the attributes that point back at the live module. It is taken anew for every use, so it is never
+A `Blueprint` is a snapshot of a live module's structure: its modules (each once, also if shared), the parameters and
+buffers in them, and the attributes that refer to the live module. A new one is made for every use, so it is never
 stale: one pass, a microsecond or so a module. From it replicas are *stamped*: new objects of the same classes whose
 `__dict__` is a copy of the live one, with children, parameters, buffers and those attributes replaced by the
-replica's own. Nothing is called and nothing is assigned through `setattr`, so no class can notice or interfere.
+replica's own. No method of the class runs, `__setattr__` included, so no class can interfere.
 
 A replica is complete: `parameters()`, `state_dict()`, the `len()` of a ParameterList, ties and sharing are those of the
-original. Attributes that a replica assigns are its own and go with it; lists and dicts that it changes in place are
-the live module's, unless they hold modules, parameters or methods, when each replica has its own.
+original. Attributes that a replica assigns are its own and are freed with it; lists and dicts that it changes in place
+are the live module's, unless they hold modules, parameters or methods: then each replica has its own.
 """
 
 import gc
@@ -33,10 +33,14 @@ _FIRST_OWN, _LAST_OWN = _OWN_ATTRIBUTES[0], _OWN_ATTRIBUTES[-1]
 _NUM_BEFORE_LAST = len(_OWN_ATTRIBUTES) - 1
 _UNINITIALIZED = {nn.UninitializedParameter, nn.UninitializedBuffer}
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_is_tracked = gc.is_tracked
+_new: Any = object.__new__  # of any class, whatever its own __new__ asks for
+_set = object.__setattr__  # of any class, whatever its own __setattr__ does
+_set_dict: Any = nn.Module.__dict__["__dict__"].__set__  # the same for `__dict__`, quicker
 
 
 class _CollectorPause:
-    """Keeps Python's garbage collector from looking, again and again, through thousands of objects just made."""
+    """Keeps Python's garbage collector from scanning thousands of objects just made, again and again."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -57,7 +61,7 @@ class _CollectorPause:
                 gc.enable()
 
     def end(self) -> None:
-        """Forget who paused it, in the child of a fork: those threads do not exist there."""
+        """End all pauses, in the child of a fork: the threads that paused it do not exist there."""
         if self._num_open and self._was_enabled:
             gc.enable()
         self.__init__()  # type: ignore[misc]
@@ -74,14 +78,14 @@ class Blueprint:
         modules: every module of the tree, then modules that are only reachable through attributes ("hidden").
         parameters: id -> tensor, of all that may need a gradient: parameters, and hidden leaf tensors.
         buffers: id -> tensor, of the buffers that need none.
-        constants: id -> tensor, of plain tensors that are attributes and need no gradient. (In a list or dict they
-            stay what they are, so that a list to which replicas append is the live module's own.)
+        constants: id -> tensor, of plain tensors that are attributes and need no gradient. (Those in a list or dict
+            are left out, so that a list to which replicas append is the live module's own.)
         histories: id -> tensor, of tensors in attributes that have a history; a replica cannot use these.
-        compiled: whether torch.compile made something in there. Its functions close over the live module, and are
-            rebound like any other.
+        compiled: whether an attribute or a class holds a function made by torch.compile. Such functions close over the
+            live module, and are rebound like any other.
 
     Raises:
-        RuntimeError: a lazy module that has not met its first input yet; says what to do.
+        RuntimeError: a lazy module that has not had its first input yet; names the remedy.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -89,10 +93,10 @@ class Blueprint:
         self.modules = modules = [root]
         self.constants: dict[int, torch.Tensor] = {}
         self.histories: dict[int, torch.Tensor] = {}
-        self._to_rebind: dict[int, list[str]] = {}  # id of a module -> its attributes that point at something live
-        self._slots: dict[type, list[str]] = {}  # of the classes that have any
+        self._to_rebind: dict[int, list[str]] = {}  # id of a module -> its attributes that refer to live objects
+        self._slots: dict[type, list[str]] = {}  # names of the slots of each class that has any
         self._script_classes: set[type] = set()
-        self._script_attributes: list[tuple[int, str, Any]] = []  # id of a module, name and value of what points
+        self._script_attributes: list[tuple[int, str, Any]] = []  # id of a module, name, and value that refers
         self.compiled = False
         self._num_registered = 0
         parameters: list[torch.Tensor] = []
@@ -104,10 +108,10 @@ class Blueprint:
             attributes = module.__dict__
             if type(module) not in classes:
                 classes.add(type(module))
-                self._look_at_class(module)
+                self._inspect_class(module)
             if self._script_classes and type(module) in self._script_classes:
                 attributes = torch_private.script_parts(module)
-                self._look_at_script_attributes(module, found)
+                self._inspect_script_attributes(module, found)
             if children := attributes["_modules"]:
                 for child in children.values():
                     if id(child) not in known:
@@ -120,14 +124,14 @@ class Blueprint:
             if self._slots:
                 for name in self._slots.get(type(module), ()):
                     found.update((id(reference), reference) for reference in references(getattr(module, name, None)))
-            # Nearly always nn.Module's own attributes are the first; then the others are what comes behind them.
+            # Nearly always nn.Module's own attributes come first; then the others are those after them.
             others: Iterator[tuple[str, Any]] = islice(attributes.items(), _NUM_BEFORE_LAST, None)
             if next(iter(attributes)) != _FIRST_OWN or next(others, ("",))[0] != _LAST_OWN:
                 others = ((name, value) for name, value in attributes.items() if name not in _OWN_ATTRIBUTES)
             for name, value in others:
-                # What the garbage collector does not track refers to nothing that it does track, as modules are.
+                # An object that the garbage collector does not track refers to none that it tracks; it tracks modules.
                 if _is_tracked(value) and not is_inert(value):
-                    self._look_at_attribute(module, name, found)
+                    self._inspect_attribute(module, name, found)
             if (
                 attributes["_forward_hooks"]
                 or attributes["_forward_pre_hooks"]
@@ -135,8 +139,8 @@ class Blueprint:
                 or attributes["_backward_pre_hooks"]
             ):
                 for name in HOOKS:
-                    self._look_at_attribute(module, name, found)
-            if module is modules[-1]:  # the tree is complete: now what is only reachable through attributes
+                    self._inspect_attribute(module, name, found)
+            if module is modules[-1]:  # the tree is complete: now modules that only attributes refer to
                 self._num_registered = self._num_registered or len(modules)
                 hidden = [m for m in found.values() if isinstance(m, nn.Module) and id(m) not in known]
                 known.update(map(id, hidden))
@@ -148,17 +152,17 @@ class Blueprint:
 
     @property
     def follows_from_attributes(self) -> bool:
-        """Whether there is only the tree of registered modules: no attribute, slot or hook leads to one of them.
+        """Whether no attribute, slot or hook refers to a module: there is only the tree of registered modules.
 
         Then a blueprint holds as long as every module's `__dict__`, and the containers in it, hold the same objects.
         """
         return not (self._to_rebind or self._slots or self._script_classes or self.compiled)
 
     def signature(self) -> list[Any]:
-        """Return what is equal for two blueprints of one root if they have the same structure.
+        """Return a list that is equal for two blueprints of one root if they have the same structure.
 
-        That is: no module and no pointing attribute was exchanged, no mode switched, and the same parameters need
-        gradients.
+        That is: no module and no attribute that refers to one was replaced, no mode was switched, and the same
+        parameters need gradients.
         """
         return [*self.need_gradients(), *self._structure]
 
@@ -168,11 +172,11 @@ class Blueprint:
 
     @cached_property
     def _structure(self) -> list[Any]:
-        """What is equal for two blueprints of one root but for parameters that have come to need gradients, or not."""
+        """The part of `signature` that does not depend on which parameters need gradients."""
         return [
             *map(id, self.modules),
             *[module.training for module in self.modules],
-            *[(module, name, id(value)) for module, name, value in self._pointing_attributes()],
+            *[(module, name, id(value)) for module, name, value in self._referring_attributes()],
         ]
 
     def stamp(self, tensors: Mapping[int, torch.Tensor]) -> "Stamped":
@@ -206,10 +210,10 @@ class Blueprint:
         root: nn.Module = replicas[0]
         links: list[tuple[nn.Module, str, Any]] = []
         if self._to_rebind or self._slots or self._script_attributes:
-            links = [(own[key], name, value) for key, name, value in self._pointing_attributes()]
+            links = [(own[key], name, value) for key, name, value in self._referring_attributes()]
             # The live tensors too, where they are the replica's own: a list that holds any is each replica's own.
             self._rebind_attributes({**self.parameters, **self.buffers, **own})
-        if len(self.modules) > self._num_registered:  # nothing else may hold what only a weak reference leads to
+        if len(self.modules) > self._num_registered:  # weak references keep none of them alive
             links.append((root, "_hidden_replicas", None))
             root.__dict__["_hidden_replicas"] = replicas[self._num_registered :]
         for replica in replicas if self._script_classes else ():
@@ -218,11 +222,11 @@ class Blueprint:
         return Stamped(root, links)
 
     def buffers_for(self, copies: Mapping[int, torch.Tensor], *, shared: bool) -> dict[int, torch.Tensor]:
-        """Return what a replica has in place of the live buffers, for `stamp`.
+        """Return a replica's tensors in place of the live buffers, for `stamp`.
 
         Args:
-            copies: by id, copies of those buffers that cannot be where the replica is.
-            shared: whether it has the others themselves, or copies.
+            copies: by id, copies of those buffers that are not on the replica's device.
+            shared: whether the replica has the other buffers themselves, or copies.
         """
         moved = {key: copies[key] for key in self.buffers.keys() & copies.keys()} if copies else {}
         if shared:
@@ -231,7 +235,7 @@ class Blueprint:
         return {**moved, **dict(zip(here, torch_private.clones(list(here.values())), strict=True))}
 
     def name_of(self, tensor: torch.Tensor) -> str:
-        """Return how a user would find a tensor of the live module: a parameter's name, or the attribute it is in."""
+        """Return a live tensor's name for messages: that of the parameter, or of the attribute that holds it."""
         for name, parameter in self.root.named_parameters():
             if parameter is tensor:
                 return f"parameter {name!r}"
@@ -241,7 +245,7 @@ class Blueprint:
                     return f"attribute {f'{path}.{name}' if path else name!r}"
         return f"a tensor of shape {tuple(tensor.shape)}"
 
-    def _look_at_class(self, module: nn.Module) -> None:
+    def _inspect_class(self, module: nn.Module) -> None:
         cls = type(module)
         if torch_private.is_scripted(module):
             if not torch_private.can_take_scripts_apart():
@@ -254,25 +258,25 @@ class Blueprint:
         if cls.__basicsize__ > nn.Module.__basicsize__:
             self._slots[cls] = list(slot_names(cls))
 
-    def _look_at_script_attributes(self, module: nn.Module, found: dict[int, nn.Module | torch.Tensor]) -> None:
+    def _inspect_script_attributes(self, module: nn.Module, found: dict[int, nn.Module | torch.Tensor]) -> None:
         for name, value in torch_private.script_attributes(module).items():
-            led_to = references(value)
+            referred = references(value)
             if issubclass(type(value), torch.Tensor) and not value.requires_grad:
                 self.constants[id(value)] = value
-            if led_to:
+            if referred:
                 self._script_attributes.append((id(module), name, value))
-                found.update((id(reference), reference) for reference in led_to)
+                found.update((id(reference), reference) for reference in referred)
 
-    def _look_at_attribute(self, module: nn.Module, name: str, found: dict[int, nn.Module | torch.Tensor]) -> None:
-        """Add what an attribute leads to to `found`; remember the attribute if it leads anywhere."""
+    def _inspect_attribute(self, module: nn.Module, name: str, found: dict[int, nn.Module | torch.Tensor]) -> None:
+        """Add what an attribute refers to to `found`; remember the attribute if it refers to anything."""
         value = module.__dict__[name]
         self.compiled = self.compiled or torch_private.is_compiled(value)
         if issubclass(type(value), torch.Tensor) and not value.requires_grad:
             self.constants[id(value)] = value
-        led_to = references(value)
-        if led_to:
+        referred = references(value)
+        if referred:
             self._to_rebind.setdefault(id(module), []).append(name)
-            found.update((id(reference), reference) for reference in led_to)
+            found.update((id(reference), reference) for reference in referred)
 
     def _sort_tensors(self, found: dict[int, nn.Module | torch.Tensor]) -> None:
         if any(buffer.requires_grad for buffer in self.buffers.values()):
@@ -285,14 +289,14 @@ class Blueprint:
         for key in self.constants.keys() & (self.parameters.keys() | self.buffers.keys()):
             del self.constants[key]
 
-    def _pointing_attributes(self) -> Iterator[tuple[int, str, Any]]:
+    def _referring_attributes(self) -> Iterator[tuple[int, str, Any]]:
         for module in self.modules if self._to_rebind else ():
             for name in self._to_rebind.get(id(module), ()):
                 yield id(module), name, module.__dict__[name]
 
     def _rebind_attributes(self, own: Mapping[int, Any]) -> None:
         memo: dict[int, Any] = {}
-        for key, name, value in self._pointing_attributes():
+        for key, name, value in self._referring_attributes():
             own[key].__dict__[name] = rebind(value, own, memo)
         for module in self.modules if self._slots else ():
             for name in self._slots.get(type(module), ()):
@@ -304,22 +308,22 @@ class Blueprint:
 
 @dataclass(frozen=True)
 class Stamped:
-    """A replica, and by which attributes it can refer to itself: (module of the replica, name, the live value)."""
+    """A replica, and the attributes by which it may refer to itself: (module of the replica, name, the live value)."""
 
     root: nn.Module
     links: list[tuple[nn.Module, str, Any]]
 
     def unlink(self) -> None:
-        """Put the live values there, so that the replica goes with the last reference to it."""
+        """Set these attributes to the live values, so that the replica is freed with the last reference to it."""
         for module, name, value in self.links:
             module.__dict__[name] = value
 
 
 def check_initialized(root: nn.Module, tensors: Iterable[torch.Tensor | None]) -> None:
-    """Check that none of `tensors`, parameters and buffers of `root`, waits for its first input to learn its shape.
+    """Check that all of `tensors`, parameters and buffers of `root`, have a shape; a lazy module's have none at first.
 
     Raises:
-        RuntimeError: one does; names the layer and the remedy.
+        RuntimeError: one has none; names the layer and the remedy.
     """
     if _UNINITIALIZED.isdisjoint(map(type, tensors)):
         return
@@ -329,7 +333,7 @@ def check_initialized(root: nn.Module, tensors: Iterable[torch.Tensor | None]) -
         for name, tensor in (*module._parameters.items(), *module._buffers.items())
         if type(tensor) in _UNINITIALIZED
     )
-    path, module, name = next(uninitialized, ("", root, "parameters"))  # they may be in an attribute's module
+    path, module, name = next(uninitialized, ("", root, "parameters"))  # none if an attribute's module has it
     where = f"layer {path!r} ({type(module).__name__})" if path else type(module).__name__
     raise RuntimeError(
         f"{where} does not know the shape of its {name!r} yet: it learns it from its first input. Before it "
@@ -339,17 +343,11 @@ def check_initialized(root: nn.Module, tensors: Iterable[torch.Tensor | None]) -
 
 
 def constant_for(constant: torch.Tensor, source: torch.device, device: torch.device) -> torch.Tensor:
-    """Return what a replica on `device` has for a plain tensor in an attribute of a module that is on `source`.
+    """Return the replica's tensor, on `device`, for a plain tensor in an attribute of a module that is on `source`.
 
-    One that lies beside the module's parameters follows them; one that lies elsewhere was put there on purpose.
+    A tensor on the device of the module's parameters is copied like them; one on another device is there on purpose.
     """
     return _devices.copy_to(constant, device) if _devices.same_device(constant.device, source) else constant
-
-
-_is_tracked = gc.is_tracked
-_new: Any = object.__new__  # of any class, whatever its own __new__ asks for
-_set = object.__setattr__  # of any class, whatever its own __setattr__ does
-_set_dict: Any = nn.Module.__dict__["__dict__"].__set__  # the same for `__dict__`, quicker
 
 
 def slot_names(cls: type) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""replicate: copies of a module on several devices, linked to it for autograd; what a step checks and puts back."""
+"""replicate: copies of a module on several devices, linked to it for autograd."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,8 +34,8 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
         there persist and replicas do not write into each other's.
 
     Raises:
-        TypeError: no module. ValueError: a device that is not there. RuntimeError: a lazy module that has not met its
-            first input yet.
+        TypeError: no module. ValueError: a device that does not exist. RuntimeError: a lazy module that has not had
+            its first input yet.
     """
     if not isinstance(network, nn.Module):
         raise TypeError(f"network: expected a torch.nn.Module, got {network!r}")
@@ -61,7 +61,7 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
 
 
 def check_device(root: nn.Module, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Check that those of `tensors` that are parameters or buffers of `root` are on `device`, and there at all.
+    """Check that those of `tensors` that are parameters or buffers of `root` are on `device`, and initialized.
 
     Raises:
         RuntimeError: one is not; names it, both devices and the remedy (the type is torch's).
@@ -73,7 +73,7 @@ def check_device(root: nn.Module, tensors: Iterable[torch.Tensor], device: torch
             named = (*root.named_parameters(), *root.named_buffers())
             name = next((name for name, other in named if other is tensor), None)
             if name is None:
-                continue  # reached through an attribute only: each replica gets a copy from where it is
+                continue  # only an attribute refers to it: each replica gets a copy
             raise RuntimeError(
                 f"module must have its parameters and buffers on device {device} (device_ids[0]), but {name} is on "
                 f"{tensor.device}. Move the whole module there first, model.to({str(device)!r}), or wrap only the part "
@@ -83,7 +83,7 @@ def check_device(root: nn.Module, tensors: Iterable[torch.Tensor], device: torch
 
 @contextlib.contextmanager
 def unchanged_on_failure(buffers: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Put back what buffers held if the block raises: a step that fails changes nothing."""
+    """Restore the buffers if the block raises: a step that fails changes nothing."""
     before = [(buffer, buffer.clone()) for buffer in buffers]
     try:
         yield
