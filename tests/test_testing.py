@@ -1,4 +1,4 @@
-"""Simulated devices: kept apart like GPUs, and with the numbers of the CPU."""
+"""Simulated devices: different devices, like GPUs, with the numbers of the CPU."""
 
 import copy
 import io
@@ -193,7 +193,7 @@ def test_what_is_refused():
         torch._nested_tensor_from_mask(rows, torch.ones(2, 3, dtype=torch.bool, device="sim:0"))
 
 
-# Devices are kept apart
+# Different devices do not mix
 
 
 @pytest.mark.parametrize(
@@ -455,7 +455,7 @@ def test_module_to_keeps_tied_weights_and_parameters():
     assert weight.device == SIM1
 
 
-def test_a_module_updates_its_buffers_in_place_and_goes_back_to_the_cpu():
+def test_a_module_updates_its_buffers_in_place_and_moves_back_to_the_cpu():
     layer = nn.BatchNorm1d(3).to("sim:0")
     mean = layer.running_mean
     layer(torch.full((4, 3), 2.0, device="sim:0"))

@@ -97,7 +97,7 @@ class Fn(nn.Module):
         return self.function(x, graphs)
 
 
-def test_a_batch_that_is_said_to_be_whole(registered):
+def test_a_batch_that_every_replica_gets_whole(registered):
     """in_dims: None sends all of it to every replica."""
     model = manyhands.DataParallel(Fn(lambda x, graphs: x + graphs.nodes.sum()), ["cpu"] * 2, in_dims={"graphs": None})
     nodes = torch.ones(3, requires_grad=True)
@@ -107,7 +107,7 @@ def test_a_batch_that_is_said_to_be_whole(registered):
     assert nodes.grad.tolist() == [4, 4, 4]
 
 
-def test_a_batch_that_comes_out_whole():
+def test_a_batch_that_is_output_whole():
     """G6: out_dims None, here for what every replica was given whole."""
     packed = pack_sequence([torch.ones(2), torch.ones(1)])
     model = manyhands.DataParallel(
@@ -150,14 +150,14 @@ def test_nothing_keeps_a_batch_alive(registered):
     batch = Graphs(torch.randn(3, 3, requires_grad=True), [1, 2])
     output = model(batch)
     output["means"].sum().backward()
-    gone = weakref.ref(batch), weakref.ref(output["batch"])
+    references = weakref.ref(batch), weakref.ref(output["batch"])
     with no_garbage():
         del batch, output
-        assert [ref() for ref in gone] == [None, None]
+        assert [ref() for ref in references] == [None, None]
 
 
 def test_a_packed_sequence_inside_a_registered_batch_keeps_its_sizes_on_the_cpu(registered, sim):
-    """S14: what is registered inside of what is registered is taken apart in its own way."""
+    """S14: a registered batch inside another one is taken apart by its own rule."""
 
     class Pair:
         def __init__(self, packed):

@@ -35,7 +35,7 @@ class Record:
     ],
     ids=repr,
 )
-def test_a_rule_stands_for_everything_below_it(rule, value, entries):
+def test_an_entry_applies_to_everything_below_it(rule, value, entries):
     assert spread(rule, value, 7, "rule") == entries
 
 
@@ -71,7 +71,7 @@ def forward(x, mask=None, *, table=None):
     ],
     ids=repr,
 )
-def test_in_dims_speak_of_inputs_by_position_and_name(in_dims, inputs, kwargs, axes):
+def test_in_dims_name_inputs_by_position_and_name(in_dims, inputs, kwargs, axes):
     assert spread_inputs(in_dims, inputs, kwargs, 0, forward) == axes
 
 

@@ -96,7 +96,7 @@ def test_the_lowest_replicas_error_with_the_others_in_its_notes() -> None:
 
 
 def test_a_failed_call_leaves_no_cycles() -> None:
-    """N10, F1: what it held goes with the exception."""
+    """N10, F1: what it held is freed with the exception."""
 
     class Held:
         pass

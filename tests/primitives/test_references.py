@@ -121,7 +121,7 @@ def test_a_tensor_is_found_and_replaced(place: str) -> None:
 
 @pytest.mark.parametrize("place", [name for name in PLACES if "method" not in name])
 def test_what_leads_nowhere_stays_the_same_object(place: str) -> None:
-    """R6, R7: lists that replicas change in place stay the caller's; so does a weak proxy whose module has gone."""
+    """R6, R7: lists that replicas change stay the caller's; so does a weak proxy whose module has been freed."""
     put, _ = PLACES[place]
     other = Live()
     value = put(other)
@@ -215,12 +215,12 @@ def test_containers_that_contain_themselves() -> None:
 def test_a_function_that_calls_itself() -> None:
     """R7: the recursive call is the replica's too."""
 
-    def walk(depth: int) -> list[Any]:
-        return [live_here] if depth == 0 else [live_here, *walk(depth - 1)]
+    def descend(depth: int) -> list[Any]:
+        return [live_here] if depth == 0 else [live_here, *descend(depth - 1)]
 
     live_here = live
-    assert rebind(walk, REPLACED)(2) == [replica] * 3
-    assert walk(2) == [live] * 3
+    assert rebind(descend, REPLACED)(2) == [replica] * 3
+    assert descend(2) == [live] * 3
 
 
 def test_deep_nesting() -> None:

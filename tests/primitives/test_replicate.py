@@ -514,9 +514,9 @@ def test_the_garbage_collector_stays_on_when_calls_overlap() -> None:
         assert not gc.isenabled()  # a program that has switched it off keeps it off
 
 
-@pytest.mark.parametrize("gone", [False, True], ids=["there", "gone"])
-def test_an_attribute_that_is_a_weak_proxy(gone: bool) -> None:
-    """R7: it says that it is what it stands for, and raises if that has gone: an owner, or a tensor of another."""
+@pytest.mark.parametrize("freed", [False, True])
+def test_an_attribute_that_is_a_weak_proxy(freed: bool) -> None:
+    """R7: a proxy claims to be its object, and raises if that has been freed: an owner, or a tensor of another."""
 
     class Owner:
         pass
@@ -524,7 +524,7 @@ def test_an_attribute_that_is_a_weak_proxy(gone: bool) -> None:
     kept = [Owner(), torch.ones(3)]
     model = nn.Linear(3, 2)
     model.owner, model.__dict__["shift"] = map(weakref.proxy, kept)
-    if gone:
+    if freed:
         kept.clear()
     x = torch.randn(4, 3)
     assert torch.equal(DataParallel(model, CPU)(x), model(x))

@@ -84,12 +84,12 @@ def test_containers_keep_their_types():
 
 
 @pytest.mark.parametrize("value", [None, "text", (), [], {}, object(), [None, 1]], ids=lambda v: type(v).__name__)
-def test_inputs_without_tensors_go_whole_to_every_device(value):
+def test_every_device_gets_inputs_without_tensors_whole(value):
     """S4, S8."""
     assert [shard is value for shard in manyhands.scatter(value, ["cpu"] * 3)] == [True] * 3
 
 
-def test_a_0_dim_tensor_goes_whole_to_every_device(sim):
+def test_every_device_gets_a_0_dim_tensor_whole(sim):
     """S6: torch raises."""
     shards = manyhands.scatter((numbered(4), torch.tensor(7.0)), [0, 1])
     assert [shard[1].item() for shard in shards] == [7, 7]
@@ -139,7 +139,7 @@ def test_memory_formats_are_kept():
     assert torch.equal(torch.cat(manyhands.scatter(strided, ["cpu", "cpu"])), strided)
 
 
-def test_shards_and_what_is_gathered_are_copies_also_on_the_same_device():
+def test_shards_and_gathered_outputs_are_copies_also_on_the_same_device():
     """S12: in-place writes never reach the caller's batch, or a replica's output."""
     x, scalar = numbered(4), torch.tensor(1.0)
     for shard, whole in manyhands.scatter((x, scalar), ["cpu", "cpu"]):

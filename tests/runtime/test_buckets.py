@@ -1,4 +1,4 @@
-"""Flat buckets: how tensors are divided, what a bucket holds, how one is filled, and what a fingerprint tells."""
+"""Flat buckets: how tensors are divided, what a bucket holds, how one is filled, and what a fingerprint shows."""
 
 import pytest
 import torch
@@ -39,12 +39,12 @@ def test_tensors_are_divided_by_dtype_and_size(tensors, full_bytes, expected):
         assert bucket.num_entries == sum(tensors[number].numel() for number, _ in bucket.items)
 
 
-def test_devices_are_kept_apart_only_where_forms_name_them():
+def test_devices_have_buckets_of_their_own_only_where_forms_name_them():
     cpu, meta = torch.empty(3), torch.empty(3, device=META)
     assert numbers(buckets_of({0: Form.of(cpu), 1: Form.of(meta)})) == [[0, 1]]
-    apart = buckets_of({0: Form.of(cpu, cpu.device), 1: Form.of(meta, META), 2: Form.of(cpu, cpu.device)})
-    assert numbers(apart) == [[1], [0, 2]], "by the last tensor"
-    assert [bucket.device for bucket in apart] == [META, cpu.device]
+    divided = buckets_of({0: Form.of(cpu, cpu.device), 1: Form.of(meta, META), 2: Form.of(cpu, cpu.device)})
+    assert numbers(divided) == [[1], [0, 2]], "by the last tensor"
+    assert [bucket.device for bucket in divided] == [META, cpu.device]
 
 
 @pytest.mark.parametrize("by_number", [list, lambda tensors: dict(enumerate(tensors))])
@@ -80,7 +80,7 @@ def test_full_buckets_are_handed_out_once_and_in_order():
     assert filling.order == [1, 0, 3]
 
 
-def test_what_is_missing_is_zero_and_marked():
+def test_missing_tensors_are_zero_and_flagged():
     like = [torch.empty(2, 2).t(), torch.empty(3), torch.empty(())]
     filling = BucketFiller(buckets_of(forms(*like)))
     assert filling.add(1, torch.tensor([1.0, 2.0, 3.0]))
@@ -90,7 +90,7 @@ def test_what_is_missing_is_zero_and_marked():
     assert bucket.pieces(flat)[1].tolist() == [1, 2, 3]
 
 
-def test_what_is_taken_and_what_is_not():
+def test_which_tensors_are_added():
     filling = BucketFiller(buckets_of(forms(torch.empty(3), torch.empty(3)), full_bytes=1))
     assert not filling.add(2, torch.ones(3))
     assert not filling.add(0, torch.ones(3, dtype=torch.float64))
@@ -98,7 +98,7 @@ def test_what_is_taken_and_what_is_not():
     assert filling.add(0, torch.ones(6, requires_grad=True)[::2])
     assert not filling.add(0, torch.ones(3)), "a second one"
     assert len(list(filling.full())) == 1
-    assert not filling.add(0, torch.ones(3)), "its bucket has gone"
+    assert not filling.add(0, torch.ones(3)), "its bucket has been handed out"
 
 
 # ---- fingerprints --------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def test_a_fingerprint_of_several_chunks():
     assert not torch.equal(fingerprint(flat), before)
 
 
-def test_what_is_plain() -> None:
+def test_plain_tensors() -> None:
     class Own(torch.Tensor):
         pass
 

@@ -1,4 +1,4 @@
-"""Names of devices, and what is said of devices that are not there."""
+"""Names of devices and errors for missing ones; what differs between kinds of device; copies between accelerators."""
 
 import contextlib
 import re
@@ -93,7 +93,7 @@ def test_a_variable_that_hides_devices_is_named(sim, monkeypatch, variable):
         devices.resolve([4])
 
 
-def test_outputs_go_to_the_first_device_unless_another_is_named(sim):
+def test_outputs_are_on_the_first_device_unless_another_is_named(sim):
     """A6: any device, the CPU included; -1 is the CPU, as in torch, and deprecated."""
     assert devices.resolve_output(None, sim[1:]) == sim[1]
     assert devices.resolve_output(3, sim) == sim[3]
@@ -125,7 +125,7 @@ def test_copies_are_made_only_where_something_has_to_move(sim):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Three accelerators with the memory (GiB) and cores that the test says; None for what they do not tell."""
+    """Three accelerators with the given memory (GiB) and cores; None for a property that they lack."""
 
     def say(memory, cores):
         properties = [
@@ -232,17 +232,17 @@ def gpus(monkeypatch):
 def test_accelerators_with_one_seed_get_seeds_of_their_own(gpus):
     """N6: after torch.manual_seed; the first keeps its seed, and equal seeds give equal ones."""
     present, generators = gpus
-    devices.seed_apart(present)
+    devices.seed_differently(present)
     seeds = [generator.initial_seed() for generator in generators]
     assert seeds[0] == 7
     assert len(set(seeds)) == 3
     drawn = [torch.rand(3, generator=generator) for generator in generators]
     assert len({tuple(numbers.tolist()) for numbers in drawn}) == 3
-    devices.seed_apart(present)  # what has a seed of its own goes on
+    devices.seed_differently(present)  # a generator with a seed of its own is not reset
     assert not torch.equal(torch.rand(3, generator=generators[1]), drawn[1])
     for generator in generators:
         generator.manual_seed(7)
-    devices.seed_apart([present[0], present[0], present[1], present[1], present[2]])
+    devices.seed_differently([present[0], present[0], present[1], present[1], present[2]])
     assert [generator.initial_seed() for generator in generators] == seeds
 
 
@@ -250,7 +250,7 @@ def test_seeds_that_the_user_has_made_different_stay(gpus):
     """N6"""
     present, generators = gpus
     generators[2].manual_seed(8)
-    devices.seed_apart(present[:1] * 2 + present[2:])
+    devices.seed_differently(present[:1] * 2 + present[2:])
     assert [generator.initial_seed() for generator in generators] == [7, 7, 8]
 
 
@@ -266,7 +266,7 @@ def test_random_states_of_accelerators_that_several_replicas_share(gpus):
 def test_accelerators_without_generators_are_left_alone(gpus, monkeypatch):
     """N6: kinds whose module has no `default_generators`."""
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
-    devices.seed_apart(gpus[0])
+    devices.seed_differently(gpus[0])
     assert devices.shared_random_states(gpus[0] * 2) == {}
 
 
@@ -383,8 +383,8 @@ def test_each_pair_of_accelerators_is_tried_once_and_both_ways(tried, caplog):
 
 
 @pytest.mark.parametrize("way", [1, -1])
-def test_copies_that_arrive_damaged_go_through_the_host(tried, caplog, way):
-    """S11: in both directions, whichever is the bad one, because gradients go the other way; said once."""
+def test_copies_that_arrive_damaged_are_made_through_the_host(tried, caplog, way):
+    """S11: in both directions, whichever is the bad one, because gradients are copied the other way; logged once."""
     a, b = tried.sim[:2]
     tried.bad.add((a, b)[::way])
     x = torch.arange(3.0, device=a, requires_grad=True)
@@ -414,7 +414,7 @@ def test_a_copy_that_cannot_be_tried_is_an_error(tried, monkeypatch):
 
 @pytest.mark.parametrize("sync_batch_norm", [False, True])
 @pytest.mark.parametrize("engine", ["threads", "plain composition"])
-def test_where_the_link_is_bad_nothing_goes_straight(sim, monkeypatch, engine, sync_batch_norm):
+def test_where_the_link_is_bad_nothing_is_copied_directly(sim, monkeypatch, engine, sync_batch_norm):
     """S11: shards, parameters, buffers, outputs, statistics, gradients, and gradients of gradients."""
     from manyhands import testing
 
@@ -447,7 +447,7 @@ def test_where_the_link_is_bad_nothing_goes_straight(sim, monkeypatch, engine, s
 
 
 @pytest.mark.parametrize(("num_bytes", "fits"), [(24, True), (25, True), (26, False)])
-def test_data_that_take_a_quarter_of_what_is_free_have_room(monkeypatch, num_bytes, fits):
+def test_data_that_take_a_quarter_of_the_free_memory_have_room(monkeypatch, num_bytes, fits):
     assert not devices.has_room_for(CPU, 0), "data on the host stay where they are"
     monkeypatch.setattr(devices, "computes_on_host", lambda device: False)
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (100, 1000))

@@ -1,6 +1,6 @@
-"""Random streams: what is caught, wherever it is drawn; what is reported; what is left as it was.
+"""Random streams: which draws are intercepted, which are reported, and which state is left unchanged.
 
-What the streams are for, same seed, same run, is in tests/contract/test_engines.py, for every engine.
+That equal seeds give equal runs is tested in tests/contract/test_engines.py, for every engine.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ def assert_streams(function: Function, same_as: Function | None = None) -> None:
     assert not torch.equal(run(function, seed=2)[0], first[0])
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "manyhands"]
 
 
@@ -208,7 +208,7 @@ def test_compiled_code(backend: str, caplog: pytest.LogCaptureFixture) -> None:
         assert counter.frame_count <= inside + 1
     finally:
         torch._dynamo.reset()
-    assert not said(caplog)
+    assert not logged(caplog)
 
 
 def test_recording_is_not_disturbed() -> None:
@@ -265,7 +265,7 @@ def test_simulated_accelerators(sim: Sequence[torch.device]) -> None:
 
 
 def test_draws_for_an_accelerator_are_its_generators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """N6: the CPU's generators are of no use there. Here the meta device stands for one."""
+    """N6: the CPU's generators cannot be used there. Here the meta device represents one."""
     monkeypatch.setattr(devices, "computes_on_host", lambda device: device.type == "cpu")
     named = []
     handler = rng._draw
@@ -370,7 +370,7 @@ class Stubborn(torch.Tensor):
 def test_a_subclass_that_knows_no_generator_works_and_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     """N6"""
     run(lambda x: torch.rand_like(x.as_subclass(Stubborn)))
-    (message,) = said(caplog)
+    (message,) = logged(caplog)
     assert "a tensor subclass" in message
 
 
@@ -380,21 +380,21 @@ def test_where_torch_offers_no_way(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     monkeypatch.setattr(torch_private, "redirect_random_state", None)
     monkeypatch.setattr(rng, "_process", rng._Process())
     run(torch.tanh)
-    assert not said(caplog)
+    assert not logged(caplog)
     before = torch.get_rng_state()
     run(F.dropout)
     run(F.dropout)
     assert not torch.equal(torch.get_rng_state(), before)
-    (message,) = said(caplog)
+    (message,) = logged(caplog)
     assert "this release of torch offers no way" in message
 
 
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The CPU stands for an accelerator; `states` are those of accelerators that several replicas share."""
+    """The CPU represents an accelerator; `states` are those of accelerators that several replicas share."""
     accelerator = SimpleNamespace(states={})
     monkeypatch.setattr(devices, "computes_on_host", lambda device: False)
-    monkeypatch.setattr(devices, "seed_apart", lambda devices: None)
+    monkeypatch.setattr(devices, "seed_differently", lambda devices: None)
     copied = lambda devices: {device: state.clone() for device, state in accelerator.states.items()}  # noqa: E731
     monkeypatch.setattr(devices, "shared_random_states", copied)
     return accelerator
@@ -410,7 +410,7 @@ def test_replicas_on_accelerators_have_no_streams_on_the_cpu(caplog: pytest.LogC
             assert torch.equal(torch.get_rng_state(), expected.get_state())
             if draws:
                 assert torch.equal(torch.rand(3), torch.rand(3, generator=expected))
-        assert ["an operation on the CPU" in message for message in said(caplog)] == [True] * draws
+        assert ["an operation on the CPU" in message for message in logged(caplog)] == [True] * draws
     assert torch.equal(torch.get_rng_state(), expected.get_state())
 
 
@@ -425,7 +425,7 @@ def test_passes_at_the_same_time_are_not_reported(caplog: pytest.LogCaptureFixtu
 
     with ThreadPoolExecutor(3) as callers:
         list(callers.map(call, range(3)))
-    assert not said(caplog)
+    assert not logged(caplog)
 
 
 @pytest.mark.parametrize("draws", [True, False])
@@ -438,5 +438,5 @@ def test_two_replicas_on_one_accelerator(
     for _ in range(2):
         with own_streams("Net", [CPU, CPU]):
             state[0] += draws
-    assert len(said(caplog)) == draws
-    assert all("several replicas of Net are on cuda:1 and draw from its one" in message for message in said(caplog))
+    assert len(logged(caplog)) == draws
+    assert all("several replicas of Net are on cuda:1 and draw from its one" in message for message in logged(caplog))

@@ -144,7 +144,7 @@ def test_an_exception_is_an_outcome(failing: set[int]) -> None:
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_what_is_no_exception_is_raised_and_the_next_call_works(kind: type[BaseException], which: int) -> None:
+def test_interrupts_are_raised_and_the_next_call_works(kind: type[BaseException], which: int) -> None:
     """F3: the same object, at once."""
     error = kind("now")
     tasks: list[Callable[[], Any]] = [lambda: "done"] * 3
@@ -180,7 +180,7 @@ def test_ctrl_c_while_workers_are_busy(interrupt: Callable[[], None]) -> None:
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this system cannot signal a thread")
 def test_ctrl_c_while_the_caller_waits_for_a_result() -> None:
-    """F3: the caller's own task has ended; the worker whose result it waits for goes on for ever."""
+    """F3: the caller's own task has ended; the worker whose result it waits for never ends."""
     main = threading.main_thread()
     assert threading.current_thread() is main
     stop = threading.Event()
@@ -226,7 +226,7 @@ def test_an_abandoned_worker_ends_silently(monkeypatch: pytest.MonkeyPatch, when
 def test_a_worker_that_cannot_take_the_callers_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """F1, R14: such as a device that fails when it is made current, as a GPU does after an error.
 
-    `around` is entered before the caller's state is set, and left if that fails: so another task that waits is told.
+    `around` is entered before the caller's state is set, and left if that fails: so it can wake a task that waits.
     """
 
     @contextlib.contextmanager
@@ -253,7 +253,7 @@ def test_a_worker_that_cannot_take_the_callers_state(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_what_surrounds_a_task_is_in_its_thread_and_sees_its_error(count: int) -> None:
+def test_the_context_of_a_task_is_in_its_thread_and_sees_its_error(count: int) -> None:
     seen: dict[int, tuple[int, BaseException]] = {}
     idents: dict[int, int] = {}
 
@@ -323,7 +323,7 @@ def test_overlapping_calls_leave_the_number_of_threads_as_it_was(asked_for: int 
     3. B calls
     4. A ends, then B: A has its four threads again, and B one if it asked for one, else four
 
-    (Of a thread that calls for the first time, it cannot be told whether it asked for one or began with one.)
+    (Of a thread that calls for the first time, it is unknown whether it asked for one or began with one.)
     """
     b_is_ready, b_may_call, a_may_end, b_may_end = (threading.Event() for _ in range(4))
     after: list[int] = []
@@ -400,7 +400,7 @@ def test_workers_keep_nothing_alive() -> None:
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
 def test_errors_leave_no_cycles(kind: type[BaseException], nested: bool) -> None:
-    """N10, F1: what a failing task held goes with the exception, without the garbage collector.
+    """N10, F1: what a failing task held is freed with the exception, without the garbage collector.
 
     Nested tasks run in their caller's thread; a traceback refers to the frames in between.
     """
@@ -533,7 +533,7 @@ def test_ctrl_c_ends_a_program_as_python_does() -> None:
 
 
 def test_workers_end_with_the_interpreter() -> None:
-    """F5: idle ones are told to end, and have ended, when atexit is through."""
+    """F5: idle ones are stopped, and have ended, when atexit is through."""
     done = run_script("""
         import atexit, threading
 

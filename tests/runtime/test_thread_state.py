@@ -274,7 +274,7 @@ def test_a_step_under_a_mode(model: DataParallel, forward: Callable[[], Any], ba
 
 
 def test_shares_hold_under_a_mode_too() -> None:
-    """R14, S2: the plain composition splits rows as the wrapper was told to."""
+    """R14, S2: the plain composition splits rows by the wrapper's shares."""
     seen: list[int] = []
 
     class Sees(nn.Module):

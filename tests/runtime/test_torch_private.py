@@ -1,4 +1,4 @@
-"""Every private call of torch: what it says in each situation, and what is said where a torch lacks it."""
+"""Every private call of torch: its result in each situation, and its fallback where a torch lacks it."""
 
 import contextlib
 import os
@@ -68,7 +68,7 @@ def test_backward_keeps_graph() -> None:
 
 
 class AsksWhereItGoes(torch.autograd.Function):
-    """Adds two tensors; notes whether backward goes on to each, and whether it runs each one's node."""
+    """Adds two tensors; notes whether backward reaches each, and whether it runs each one's node."""
 
     answers: list[tuple[bool, bool]]
 
@@ -220,13 +220,13 @@ def test_what_is_compiled() -> None:
 
 
 def test_compiled_code_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R13: torch is told once; where it has no such switch, nothing happens."""
-    told: list[bool] = []
+    """R13: set once; where torch has no such switch, nothing happens."""
+    calls: list[bool] = []
     torch_private.keep_compiled_code_in_order.cache_clear()
-    monkeypatch.setattr(torch._C._dynamo.eval_frame, "_set_lru_cache", told.append)
+    monkeypatch.setattr(torch._C._dynamo.eval_frame, "_set_lru_cache", calls.append)
     torch_private.keep_compiled_code_in_order()
     torch_private.keep_compiled_code_in_order()
-    assert told == [False]
+    assert calls == [False]
     torch_private.keep_compiled_code_in_order.cache_clear()
     with lacking(torch._C._dynamo.eval_frame, "_set_lru_cache"):
         torch_private.keep_compiled_code_in_order()
@@ -314,21 +314,21 @@ def test_what_backward_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     torch_private.import_what_backward_imports()
 
 
-def test_taken_apart() -> None:
+def test_flatten_registered() -> None:
     class Cache:
         def __init__(self, keys: list[int]) -> None:
             self.keys = keys
 
     register: Any = torch.utils._pytree.register_pytree_node
     register(Cache, lambda cache: (cache.keys, None), lambda keys, _: Cache(keys), serialized_type_name="test.Private")
-    taken = torch_private.taken_apart(Cache([1, 2]))
+    taken = torch_private.flatten_registered(Cache([1, 2]))
     assert taken is not None
     children, rebuild, context = taken
     assert (children, context) == ([1, 2], None)
     assert rebuild([3]).keys == [3]
-    assert torch_private.taken_apart(object()) is None
+    assert torch_private.flatten_registered(object()) is None
     with lacking(torch.utils._pytree, "SUPPORTED_NODES"):
-        assert torch_private.taken_apart(Cache([1, 2])) is None
+        assert torch_private.flatten_registered(Cache([1, 2])) is None
 
 
 def test_catch_operations() -> None:
@@ -517,7 +517,7 @@ def test_process_groups(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("local_world_size", ["2", "4"])
-def test_what_nccl_is_told_while_a_group_is_made(monkeypatch: pytest.MonkeyPatch, local_world_size: str) -> None:
+def test_the_environment_while_a_group_of_nccl_is_made(monkeypatch: pytest.MonkeyPatch, local_world_size: str) -> None:
     """That errors are the caller's, and where to listen: not in a job over several machines. And only then."""
     seen: dict[str, str] = {}
 
@@ -545,9 +545,9 @@ def test_what_nccl_is_told_while_a_group_is_made(monkeypatch: pytest.MonkeyPatch
     before = dict(os.environ)
     group = torch_private.process_group("nccl", None, 0, 2)
     assert dict(os.environ) == before
-    told = {name: value for name, value in seen.items() if before.get(name) != value}
-    assert told.pop("NCCL_SOCKET_IFNAME", None) == ("lo" if local_world_size == "4" else None)
-    assert told == {
+    changed = {name: value for name, value in seen.items() if before.get(name) != value}
+    assert changed.pop("NCCL_SOCKET_IFNAME", None) == ("lo" if local_world_size == "4" else None)
+    assert changed == {
         "TORCH_NCCL_BLOCKING_WAIT": "1",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_ENABLE_MONITORING": "0",

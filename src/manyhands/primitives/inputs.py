@@ -92,10 +92,7 @@ class Arguments:
 
         if (self.rows or 0) < rows and any(batch_type_of(leaf) is not None for leaf in self.leaves):
             return None
-        other = copy.copy(self)
-        other.leaves = [first(leaf, axis) for leaf, axis in zip(self.leaves, self._axes, strict=True)]
-        other.rows = rows
-        return other
+        return self._mapped(first, rows)
 
     def with_rows(self, rows: int) -> "Arguments":
         """Return arguments like these with `rows` rows of zeros."""
@@ -107,8 +104,12 @@ class Arguments:
             shape[axis] = rows
             return leaf.new_zeros(shape)
 
+        return self._mapped(like, rows)
+
+    def _mapped(self, function: Callable[[Any, int | None], Any], rows: int) -> "Arguments":
+        """Return arguments whose leaves are `function(leaf, axis)`, with `rows` rows."""
         other = copy.copy(self)
-        other.leaves = [like(leaf, axis) for leaf, axis in zip(self.leaves, self._axes, strict=True)]
+        other.leaves = [function(leaf, axis) for leaf, axis in zip(self.leaves, self._axes, strict=True)]
         other.rows = rows
         return other
 

@@ -98,10 +98,10 @@ def leaves_together(values: Sequence[Any], path: str = "") -> Iterator[tuple[str
 
 
 def _registered(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any] | None:
-    """Return the registered parts of a container that is none of the usual ones; see `torch_private.taken_apart`."""
+    """Return `torch_private.flatten_registered` of a container that is none of the usual ones, else None."""
     if isinstance(value, tuple | list | MutableMapping) or dataclasses.is_dataclass(value):
         return None
-    return torch_private.taken_apart(value)
+    return torch_private.flatten_registered(value)
 
 
 def disagreement(path: str, what: str, given: Sequence[object]) -> ValueError:

@@ -304,7 +304,7 @@ def rounds_float32(device: torch.device) -> bool:
     return any(o.fp32_precision == "tf32" for o in (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn))
 
 
-def seed_apart(devices: Sequence[torch.device]) -> None:
+def seed_differently(devices: Sequence[torch.device]) -> None:
     """Give accelerators whose random generators have the same seed, as after `torch.manual_seed`, seeds of their own.
 
     The first keeps its seed, and those of the other devices are computed from it and from their positions in the list;

@@ -92,7 +92,7 @@ def own_streams(name: str, devices: Sequence[torch.device]) -> Iterator[Callable
     on_host = all(map(_devices.computes_on_host, devices))
     caught = _process.catch_draws() if on_host else None
     if not on_host:
-        _devices.seed_apart(devices)
+        _devices.seed_differently(devices)
     on_accelerators = {} if on_host else _devices.shared_random_states(devices)
     last_move, state = _process.last_move, _state_of(torch.default_generator)
     streams = [_Stream(state, index) for index in range(len(devices))]

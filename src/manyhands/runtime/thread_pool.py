@@ -184,7 +184,7 @@ def divided_intra_op_threads(devices: Sequence[torch.device]) -> Iterator[int]:
 
 def inside_replica() -> bool:
     """Return whether the calling thread is running a replica's task."""
-    return getattr(_thread, "replica_device", None) is not None
+    return replica_device() is not None
 
 
 def replica_device() -> torch.device | None:

@@ -271,7 +271,7 @@ def parametrizations_not_cached() -> Iterator[None]:
         parametrize._cache_enabled += cached
 
 
-def taken_apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any] | None:
+def flatten_registered(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any] | None:
     """Return a container's children, a function that rebuilds it from new ones, and its context (what is no child).
 
     A library registers these functions with torch's pytree; None for a class that is not registered. Fallback: None;
