@@ -1,13 +1,12 @@
-"""Simulated devices: kept apart like GPUs, and with the numbers of the CPU."""
+"""Simulated devices: different devices, like GPUs, with the numbers of the CPU."""
 
 import copy
-import gc
 import io
 import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,12 +15,16 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
+from helpers.garbage import no_garbage
 from manyhands import DataParallel
 from manyhands.runtime import devices
 from manyhands.testing import SimulatedTensor, simulated_accelerators
 
 SIM0, SIM1 = torch.device("sim:0"), torch.device("sim:1")
-MIXED = "Expected all tensors to be on the same device, but found at least two devices"
+MIXED = (
+    r"Expected all tensors to be on the same device, but found at least two devices, "
+    r"(sim:\d|cpu) and (sim:\d|cpu)! \(in aten\.\w+"
+)
 
 
 class TiedAutoencoder(nn.Module):
@@ -62,40 +65,46 @@ def attention() -> nn.Module:
     )
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
-    "mlp": (mlp, lambda: torch.randn(6, 5)),
-    "conv": (conv_net, lambda: torch.randn(6, 2, 6, 6)),
-    "lstm": (TokenClassifier, lambda: torch.randint(0, 11, (6, 4))),
-    "attention": (attention, lambda: torch.randn(6, 3, 8)),
+def sgd(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def adam(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+# Not attention with Adam: the gradient of the key bias is rounding noise around 0; Adam scales it to full steps.
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], Callable[..., torch.optim.Optimizer]]] = {
+    "mlp": (mlp, lambda: torch.randn(6, 5), adam),
+    "conv": (conv_net, lambda: torch.randn(6, 2, 6, 6), sgd),
+    "lstm": (TokenClassifier, lambda: torch.randint(0, 11, (6, 4)), adam),
+    "attention": (attention, lambda: torch.randn(6, 3, 8), sgd),
 }
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
-}
 
 
-def train(model_name: str, device: str, optimizer_name: str = "sgd", steps: int = 3, seed: int = 0):
-    """Train a fresh model for some steps on a device; return its losses and its state on the CPU."""
-    make_model, make_batch = MODELS[model_name]
-    torch.manual_seed(seed)
-    model, batch, target = make_model(), make_batch(), torch.randint(0, 3, (6,))
-    model.to(device)
-    batch, target = batch.to(device), target.to(device)
-    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(batch), target)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, {name: value.cpu() for name, value in model.state_dict().items()}
+def training(model_name: str, device: str) -> Callable[[], tuple[list[float], dict[str, torch.Tensor]]]:
+    """Make a model and a batch now, because all threads share one random generator; return what trains them.
 
+    That returns the losses and the state on the CPU.
+    """
+    make_model, make_batch, make_optimizer = MODELS[model_name]
+    torch.manual_seed(0)
+    model, batch, target = make_model().to(device), make_batch().to(device), torch.randint(0, 3, (6,)).to(device)
+    optimizer = make_optimizer(model.parameters())
 
-def assert_same_training(a, b) -> None:
-    assert a[0] == pytest.approx(b[0], rel=1e-5)
-    torch.testing.assert_close(a[1], b[1], rtol=1e-5, atol=1e-6)
+    def steps() -> tuple[list[float], dict[str, torch.Tensor]]:
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(batch), target)
+            loss.backward()
+            assert {parameter.grad.device for parameter in model.parameters()} == {torch.device(device)}
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, {name: value.cpu() for name, value in model.state_dict().items()}
+
+    return steps
 
 
 def run_python(code: str) -> str:
@@ -114,19 +123,15 @@ def run_python(code: str) -> str:
     "make",
     [
         lambda: torch.zeros(3, device="sim:1"),
-        lambda: torch.tensor([1.0, 2.0], device="sim:1"),
-        lambda: torch.tensor(3, device=SIM1),
+        lambda: torch.tensor([1.0, 2.0], device=SIM1),
         lambda: torch.as_tensor([1, 2], device="sim:1"),
         lambda: torch.randn(2, 3, device=SIM1),
         lambda: torch.arange(5, device="sim:1"),
         lambda: torch.full((2,), 7, device="sim:1"),
-        lambda: torch.eye(2, device="sim:1"),
         lambda: torch.randperm(4, device="sim:1"),
-        lambda: torch.linspace(0, 1, 3, device="sim:1"),
         lambda: torch.empty(2, 3, 4, 5, device="sim:1", memory_format=torch.channels_last),
         lambda: torch.zeros_like(torch.ones(2), device="sim:1"),
         lambda: torch.zeros_like(torch.ones(2, device="sim:1")),
-        lambda: torch.ones(2, device="sim:1").new_zeros(4),
         lambda: torch.ones(2, device="sim:1").new_tensor([1.0]),
         lambda: torch.ones(2, device="sim:1").new(),
         lambda: torch.ones(2, device="sim:1").new(2, 3),
@@ -174,15 +179,13 @@ def test_to_the_same_device_is_the_same_tensor_and_to_another_is_a_copy():
     assert source.tolist() == [1.0] * 3
 
 
-def test_a_ninth_device_is_refused():
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+def test_what_is_refused():
+    """A ninth device, sparse and nested tensors."""
     with pytest.raises(RuntimeError, match="sim:8: there are 8 simulated devices, sim:0 to sim:7"):
         torch.zeros(1, device="sim:8")
     with pytest.raises(RuntimeError, match="sim:8"):
         torch.zeros(1, device="sim:0").to("sim:8")
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
-def test_sparse_and_nested_tensors_are_refused():
     with pytest.raises(NotImplementedError, match=r"dense tensors only, not torch\.sparse_coo"):
         torch.eye(2, device="sim:0").to_sparse()
     rows = torch.ones(2, 3, 4, device="sim:0")
@@ -190,17 +193,15 @@ def test_sparse_and_nested_tensors_are_refused():
         torch._nested_tensor_from_mask(rows, torch.ones(2, 3, dtype=torch.bool, device="sim:0"))
 
 
-# Devices are kept apart
+# Different devices do not mix
 
 
 @pytest.mark.parametrize(
     "mix",
     [
         lambda a, b: a + b,
-        lambda a, b: b * a,
-        lambda a, b: a @ b,
+        lambda a, b: b @ a,
         lambda a, b: torch.cat([a, b]),
-        lambda a, b: torch.stack((b, a)),
         lambda a, b: a.add_(b),
         lambda a, b: torch.where(a > 0, a, b),
         lambda a, b: torch.add(a, a, out=b),
@@ -213,21 +214,16 @@ def test_sparse_and_nested_tensors_are_refused():
         lambda a, b: nn.Linear(2, 2).to("sim:0")(b),
         lambda a, b: nn.Linear(2, 2)(a),
         nn.functional.mse_loss,
-        lambda a, b: nn.functional.cross_entropy(a, torch.tensor([0, 1], device="sim:1")),
         lambda a, b: nn.functional.cross_entropy(a, torch.tensor([0, 1])),
         lambda a, b: nn.functional.embedding(torch.tensor([0, 1]), a),
     ],
 )
 def test_mixing_devices_is_refused(mix):
+    """The message names both devices and the operation."""
     a, b = torch.ones(2, 2, device="sim:0"), torch.ones(2, 2, device="sim:1")
     with pytest.raises(RuntimeError, match=MIXED):
         mix(a, b)
     assert a.tolist() == b.tolist() == [[1.0, 1.0], [1.0, 1.0]]
-
-
-def test_the_message_names_both_devices_and_the_operation():
-    with pytest.raises(RuntimeError, match=r"found at least two devices, sim:0 and sim:1! \(in aten\.add\.Tensor\)"):
-        torch.ones(2, device="sim:0") + torch.ones(2, device="sim:1")
 
 
 def test_a_gradient_from_another_device_is_refused():
@@ -247,6 +243,10 @@ def test_0_dim_cpu_tensors_and_copies_cross_devices():
     host = torch.zeros(2)
     assert host.copy_(x) is host
     assert host.tolist() == [5.0, 6.0]
+    source = torch.ones(2, requires_grad=True)
+    (torch.zeros(3, 2, device="sim:0")[0].copy_(source) * 2).sum().backward()
+    assert type(source.grad) is torch.Tensor
+    assert source.grad.tolist() == [2.0] * 2
 
 
 # Views, in-place operations, indexing
@@ -321,13 +321,6 @@ def test_data_is_read_and_replaced():
 # Autograd
 
 
-def test_gradients_carry_devices():
-    layer = nn.Linear(3, 2).to("sim:1")
-    x = torch.ones(4, 3, device="sim:1", requires_grad=True)
-    layer(x).sum().backward()
-    assert {tensor.grad.device for tensor in (x, *layer.parameters())} == {SIM1}
-
-
 def test_backward_crosses_devices():
     """Half of the model on the CPU, the rest on two simulated devices, moved inside forward."""
     torch.manual_seed(0)
@@ -347,15 +340,6 @@ def test_backward_crosses_devices():
     for layer, twin, device in zip(layers, twins, ["cpu", "sim:0", "sim:1", "cpu"], strict=True):
         assert twin.weight.grad.device == torch.device(device)
         torch.testing.assert_close(twin.weight.grad.cpu(), layer.weight.grad)
-
-
-def test_copy_is_differentiable_across_devices():
-    source = torch.ones(3, requires_grad=True)
-    target = torch.zeros(2, 3, device="sim:0")
-    target[0].copy_(source)
-    (target * 2).sum().backward()
-    assert type(source.grad) is torch.Tensor
-    assert source.grad.tolist() == [2.0] * 3
 
 
 def test_double_backward():
@@ -422,27 +406,23 @@ def test_activation_checkpoints_repeat_their_random_numbers(use_reentrant):
 def test_a_step_leaves_no_reference_cycle():
     layer = nn.Linear(3, 2).to("sim:0")
     layer(torch.ones(4, 3, device="sim:0")).sum().backward()
-    gc.collect()
-    layer(torch.ones(4, 3, device="sim:0")).sum().backward()
-    assert gc.collect() == 0
+    with no_garbage():
+        layer(torch.ones(4, 3, device="sim:0")).sum().backward()
 
 
 # Modules
 
 
-@pytest.mark.parametrize(
-    ("model_name", "optimizer_name"),
-    # Not attention with Adam: the gradient of the key bias is rounding noise around 0; Adam scales it to full steps.
-    [(m, o) for m in MODELS for o in OPTIMIZERS if (m, o) != ("attention", "adam")],
-)
-def test_training_gives_the_numbers_of_the_cpu(model_name, optimizer_name):
-    assert_same_training(train(model_name, "sim:3", optimizer_name), train(model_name, "cpu", optimizer_name))
+@pytest.mark.parametrize("model_name", MODELS)
+def test_training_gives_the_numbers_of_the_cpu(model_name):
+    results, expected = training(model_name, "sim:3")(), training(model_name, "cpu")()
+    torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_several_threads_train_on_several_devices_at_once():
     names = ["conv", "lstm", "attention", "conv"]
-    alone = [prepared("cpu", name)() for name in names]
-    runs = [prepared(f"sim:{index}", name) for index, name in enumerate(names)]
+    alone = [training(name, "cpu")() for name in names]
+    runs = [training(name, f"sim:{index}") for index, name in enumerate(names)]
     together = threading.Barrier(len(runs))
 
     def run(steps):
@@ -451,26 +431,7 @@ def test_several_threads_train_on_several_devices_at_once():
 
     with ThreadPoolExecutor(len(runs)) as pool:
         results = list(pool.map(run, runs))
-    for result, reference in zip(results, alone, strict=True):
-        torch.testing.assert_close(result, reference, rtol=1e-5, atol=1e-6)
-
-
-def prepared(device: str, model_name: str) -> Callable[[], dict[str, torch.Tensor]]:
-    """Make a model and a batch now, because all threads share one random generator; train them later."""
-    make_model, make_batch = MODELS[model_name]
-    torch.manual_seed(1)
-    model, batch = make_model().to(device), make_batch().to(device)
-
-    def steps() -> dict[str, torch.Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        for _ in range(5):
-            optimizer.zero_grad()
-            model(batch).square().mean().backward()
-            assert {parameter.grad.device for parameter in model.parameters()} == {torch.device(device)}
-            optimizer.step()
-        return {name: value.cpu() for name, value in model.state_dict().items()}
-
-    return steps
+    torch.testing.assert_close(results, alone, rtol=1e-5, atol=1e-6)
 
 
 def test_module_to_keeps_tied_weights_and_parameters():
@@ -494,20 +455,17 @@ def test_module_to_keeps_tied_weights_and_parameters():
     assert weight.device == SIM1
 
 
-def test_module_goes_back_to_the_cpu():
-    model = conv_net().to("sim:0").cpu()
-    assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
-    assert {type(buffer) for buffer in model.buffers()} == {torch.Tensor}
-    assert model(torch.ones(2, 2, 6, 6)).shape == (2, 3)
-
-
-def test_batch_norm_updates_its_buffers_in_place():
+def test_a_module_updates_its_buffers_in_place_and_moves_back_to_the_cpu():
     layer = nn.BatchNorm1d(3).to("sim:0")
     mean = layer.running_mean
     layer(torch.full((4, 3), 2.0, device="sim:0"))
     assert layer.running_mean is mean
     assert mean.tolist() == pytest.approx([0.2] * 3)
     assert layer.num_batches_tracked.item() == 1
+    layer.cpu()
+    assert {type(parameter) for parameter in layer.parameters()} == {nn.Parameter}
+    assert {type(buffer) for buffer in layer.buffers()} == {torch.Tensor}
+    assert layer(torch.ones(4, 3)).shape == (4, 3)
 
 
 def test_packed_sequences():
@@ -573,6 +531,7 @@ def test_tensors_print_their_device():
 
 
 def test_simulated_accelerators_are_what_the_library_sees():
+    """Of all threads; until they end, with an exception and in any order."""
     real = devices.accelerators
     with simulated_accelerators(3) as present:
         assert devices.accelerators() == present == [torch.device("sim", index) for index in range(3)]
@@ -584,10 +543,6 @@ def test_simulated_accelerators_are_what_the_library_sees():
             assert devices.accelerators() == [SIM0]
         assert devices.accelerators() == present
     assert devices.accelerators is real
-
-
-def test_simulated_accelerators_end_with_an_exception_and_in_any_order():
-    real = devices.accelerators
     with pytest.raises(KeyError), simulated_accelerators(2):
         raise KeyError
     first, second = simulated_accelerators(2), simulated_accelerators(4)
@@ -606,11 +561,6 @@ def test_simulated_accelerators_checks_its_count(count):
 
 
 # What the import changes, and what it leaves alone
-
-
-def test_import_manyhands_does_not_register_the_devices():
-    code = "import manyhands, torch; print(hasattr(torch, 'sim'), torch.accelerator.current_accelerator())"
-    assert run_python(code).startswith("False")
 
 
 def test_import_is_refused_where_the_name_is_taken():
@@ -633,6 +583,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 torch.ones(2, requires_grad=True).sum().backward()
+import manyhands
+
+assert not hasattr(torch, "sim")
 import manyhands.testing
 
 assert not torch.accelerator.is_available()

@@ -5,15 +5,15 @@
     layer = torch.nn.Linear(3, 3).to("sim:1")
     layer(x)     # RuntimeError: Expected all tensors to be on the same device, but found ... sim:0 and sim:1!
 
-What is simulated. Tensors on `sim:0` to `sim:7` are CPU tensors that wear the name of a device, and torch keeps the
-devices apart as it keeps GPUs apart: an operation whose tensors are on different devices is refused (a 0-dim CPU tensor
-may join any), `.to("sim:1")` copies into memory of its own, `.cpu()` gives a plain tensor, gradients live where their
-tensors live. Modules, optimizers, autograd and in-place operations run CPU kernels, so the numbers are the CPU's within
-rounding (an LSTM or an attention layer may be put together from other CPU kernels than on "cpu").
+What is simulated. Tensors on `sim:0` to `sim:7` are CPU tensors with the name of a device, and torch treats the devices
+as different, like GPUs: an operation whose tensors are on different devices is refused (a 0-dim CPU tensor
+may join any), `.to("sim:1")` copies into memory of its own, `.cpu()` gives a plain tensor, gradients are on the
+devices of their tensors. Modules, optimizers, autograd and in-place operations run CPU kernels, so the numbers are the
+CPU's within rounding (an LSTM or an attention layer may use other CPU kernels than on "cpu").
 `simulated_accelerators(2)` makes manyhands itself believe that the machine has two accelerators.
 
-What is not. There are no streams and no asynchrony, nothing is faster, and autograd walks all simulated devices in the
-thread that asks for the backward pass, as on the CPU. Random numbers come from the CPU's generators.
+What is not. There are no streams and no asynchrony, nothing is faster, and autograd runs the backward of all simulated
+devices in the thread that calls it, as on the CPU. Random numbers come from the CPU's generators.
 `torch.autocast` has no effect on simulated devices; sparse tensors are refused; torch.compile and quantized tensors are
 not supported. What `torch.save` writes of simulated tensors needs `weights_only=False` to load: save `.cpu()` copies. A
 device is named with its number, "sim:0".
@@ -25,9 +25,9 @@ there are GPUs: use real GPUs in another process. Everything that stays on the C
 
 How it works. A simulated tensor is a wrapper whose C++ side says `lazy:N` and whose Python side says `sim:N`. `lazy`
 is a device type that torch knows, that ordinary builds have no kernels for, and whose backward pass the autograd engine
-runs in the calling thread; PrivateUse1 itself will not do, as the engine keeps a thread for each of its devices and
-decides how many at the first backward pass of the process. No mode has to be active, so simulated tensors work in any
-thread. Some messages from inside torch show the C++ name.
+runs in the calling thread. PrivateUse1 itself does not work: the engine keeps a thread for each of its devices, and
+their number is fixed at the first backward pass of the process. No mode has to be active, so simulated tensors work in
+any thread. Some messages from inside torch show the C++ name.
 """
 
 import contextlib
@@ -44,10 +44,10 @@ from manyhands.runtime import devices
 __all__ = ["SimulatedTensor", "simulated_accelerators"]
 
 MAX_DEVICES = 8
-_SIMULATED = ("sim", "lazy")  # what Python calls a simulated device, and what operations inside torch call it
+_SIMULATED = ("sim", "lazy")  # the name of a simulated device in Python, and inside torch
 _aten = torch.ops.aten
 
-_COPIES = {_aten.copy_.default, _aten._to_copy.default}  # what moves data between devices
+_COPIES = {_aten.copy_.default, _aten._to_copy.default}  # the operations that copy data between devices
 _CPU_ARGUMENT = {  # operations that take one argument from the CPU on any device: indices, lengths; its position
     _aten.index.Tensor: 1,
     _aten.index_put.default: 1,
@@ -61,7 +61,7 @@ _CPU_ARGUMENT = {  # operations that take one argument from the CPU on any devic
 class SimulatedTensor(torch.Tensor):
     """A tensor on a simulated device: a CPU tensor and the number of the device.
 
-    Programs do not construct it; they name a device as they name any other.
+    Programs do not construct it; they pass a device as usual.
 
     >>> x = torch.arange(3.0, device="sim:1")
     >>> x * 2
@@ -191,7 +191,7 @@ class SimulatedTensor(torch.Tensor):
         extra = {name: value for name, value in self.__dict__.items() if name != "_host"}
         return _rebuild, (self._host, self.device.index, self.requires_grad, extra)
 
-    # The two methods by which nn.Module.to knows a wrapper: it then changes parameters in place, so that tied weights
+    # nn.Module.to recognises a wrapper by these two methods: it then changes parameters in place, so that tied weights
     # stay tied and an optimizer keeps the parameters that it was given.
     def __tensor_flatten__(self) -> tuple[list[str], int]:
         return ["_host"], self.device.index
@@ -205,8 +205,8 @@ class SimulatedTensor(torch.Tensor):
 def simulated_accelerators(count: int) -> Iterator[list[torch.device]]:
     """Make manyhands believe that this machine has `count` accelerators, `sim:0` to `sim:{count - 1}`.
 
-    It replaces `manyhands.runtime.devices.accelerators`, for all threads of the process, until the context ends; of
-    contexts that are open at once, the one opened last counts.
+    It replaces `manyhands.runtime.devices.accelerators`, for all threads of the process, until the context ends; if
+    several contexts are open, the one opened last counts.
 
     >>> import manyhands
     >>> with simulated_accelerators(2):
@@ -239,7 +239,7 @@ def simulated_accelerators(count: int) -> Iterator[list[torch.device]]:
 
 
 _real_accelerators = devices.accelerators
-_open: list[list[torch.device]] = []  # what each open context pretends, the one opened last at the end
+_open: list[list[torch.device]] = []  # the devices of each open context, in the order in which they were opened
 _lock = threading.Lock()
 
 
@@ -298,7 +298,7 @@ def _follow_host(tensor: torch.Tensor) -> None:
 
 
 def _set_outside(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Give a wrapper the shape, strides and device of another; what they wrap stays as it is."""
+    """Give a wrapper the shape, strides and device of another; the CPU tensors inside stay as they are."""
     torch.Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
 
 
@@ -310,7 +310,7 @@ def _index(device: torch.device | None) -> int:
 
 
 def _inner_device(value: Any) -> Any:
-    """Return a simulated device as the C++ side names it, so that `.to` can tell that a tensor is there already."""
+    """Return a simulated device as the C++ side names it, so that `.to` sees when a tensor is already on it."""
     if isinstance(value, str):
         value = torch.device(value)
     if isinstance(value, torch.device) and value.type == "sim":
@@ -346,7 +346,7 @@ def _empty_strided(
 def _zeros(
     size: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
 ) -> torch.Tensor:
-    """Take the place of a tensor that is known to be zeros, which derivatives of derivatives are made of."""
+    """Make an ordinary tensor of zeros in place of torch's symbolic one, which higher derivatives use."""
     return SimulatedTensor(torch.zeros(size, dtype=dtype, device="cpu"), _index(device))
 
 

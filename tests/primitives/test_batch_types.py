@@ -1,6 +1,5 @@
 """Batches of registered classes: packed sequences, and those of other libraries."""
 
-import gc
 import weakref
 
 import pytest
@@ -9,6 +8,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
 import manyhands
+from helpers.garbage import no_garbage
 from manyhands.primitives import batch_types
 from manyhands.primitives.batch_types import batch_type_of
 
@@ -88,11 +88,18 @@ def test_subclasses_are_included_and_others_are_not(registered):
     assert batch_type_of(object()) is None
 
 
-def test_a_batch_that_is_said_to_be_whole(registered):
+class Fn(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x, graphs):
+        return self.function(x, graphs)
+
+
+def test_a_batch_that_every_replica_gets_whole(registered):
     """in_dims: None sends all of it to every replica."""
-    model = manyhands.DataParallel(
-        lambda_module(lambda x, graphs: x + graphs.nodes.sum()), ["cpu"] * 2, in_dims={"graphs": None}
-    )
+    model = manyhands.DataParallel(Fn(lambda x, graphs: x + graphs.nodes.sum()), ["cpu"] * 2, in_dims={"graphs": None})
     nodes = torch.ones(3, requires_grad=True)
     output = model(torch.zeros(4), Graphs(nodes, [3]))
     assert output.tolist() == [3, 3, 3, 3]
@@ -100,33 +107,24 @@ def test_a_batch_that_is_said_to_be_whole(registered):
     assert nodes.grad.tolist() == [4, 4, 4]
 
 
-def test_a_batch_that_comes_out_whole():
+def test_a_batch_that_is_output_whole():
     """G6: out_dims None, here for what every replica was given whole."""
     packed = pack_sequence([torch.ones(2), torch.ones(1)])
     model = manyhands.DataParallel(
-        lambda_module(lambda x, graphs: (x, graphs)), ["cpu"] * 3, in_dims=(0, None), out_dims=(0, None)
+        Fn(lambda x, graphs: (x, graphs)), ["cpu"] * 3, in_dims=(0, None), out_dims=(0, None)
     )
     assert torch.equal(model(torch.zeros(6), packed)[1].data, packed.data)
 
 
-def lambda_module(function):
-    class Fn(nn.Module):
-        def forward(self, x, graphs):
-            return function(x, graphs)
-
-    return Fn()
-
-
-def test_rows_that_do_not_fit_are_named(registered):
-    model = manyhands.DataParallel(lambda_module(lambda x, graphs: x), ["cpu"] * 2)
+def test_what_does_not_fit_is_named(registered):
+    """Rows that differ from other inputs'; a scatter that returns too few."""
+    model = manyhands.DataParallel(Fn(lambda x, graphs: x), ["cpu"] * 2)
+    batch = Graphs(torch.zeros(3), [1, 2])
     with pytest.raises(ValueError, match=r"inputs\[0\] has 4, inputs\[1\] has 2"):
-        model(torch.zeros(4), Graphs(torch.zeros(3), [1, 2]))
-
-
-def test_a_scatter_that_returns_too_few(registered):
+        model(torch.zeros(4), batch)
     manyhands.register_batch_type(Graphs, scatter=lambda batch, sizes: [batch], gather=join_graphs)
     with pytest.raises(ValueError, match=r"scatter of Graphs returned 1 batches for the row counts \[1, 1\]"):
-        manyhands.scatter(Graphs(torch.zeros(3), [1, 2]), ["cpu"] * 2)
+        manyhands.scatter(batch, ["cpu"] * 2)
 
 
 @pytest.mark.parametrize(("cls", "name"), [(5, "cls=5"), (dict, "cls=<class 'dict'>"), (torch.Tensor, "cls=")])
@@ -143,7 +141,7 @@ def test_a_batch_that_pickle_cannot_take_apart_says_so(registered):
     manyhands.register_batch_type(Graphs, scatter=lambda b, sizes: [batch, batch], gather=join_graphs)
     with pytest.raises(TypeError, match="generator") as raised:
         manyhands.scatter(batch, ["cpu"] * 2)
-    assert "taken to the replicas by pickle" in raised.value.__notes__[0]
+    assert "sent to the replicas by pickle" in raised.value.__notes__[0]
 
 
 def test_nothing_keeps_a_batch_alive(registered):
@@ -152,18 +150,14 @@ def test_nothing_keeps_a_batch_alive(registered):
     batch = Graphs(torch.randn(3, 3, requires_grad=True), [1, 2])
     output = model(batch)
     output["means"].sum().backward()
-    gone = weakref.ref(batch), weakref.ref(output["batch"])
-    gc.collect()
-    gc.disable()
-    try:
+    references = weakref.ref(batch), weakref.ref(output["batch"])
+    with no_garbage():
         del batch, output
-        assert [ref() for ref in gone] == [None, None]
-    finally:
-        gc.enable()
+        assert [ref() for ref in references] == [None, None]
 
 
 def test_a_packed_sequence_inside_a_registered_batch_keeps_its_sizes_on_the_cpu(registered, sim):
-    """S14: what is registered inside of what is registered is taken apart in its own way."""
+    """S14: a registered batch inside another one is taken apart by its own rule."""
 
     class Pair:
         def __init__(self, packed):

@@ -1,11 +1,11 @@
-"""Layouts: part and join are inverse where that makes sense, and adjoint always."""
+"""Placements: part and join are inverse where that makes sense, and adjoint always."""
 
 import pytest
 import torch
 
 from manyhands.primitives.placements import Placement, Replicate, Shard, Single, Stack, WeightedSum
 
-LAYOUTS = [
+PLACEMENTS = [
     (Shard(0, (2, 0, 3)), (5, 4), [(2, 4), (0, 4), (3, 4)]),
     (Shard(-1, (1, 2, 1)), (3, 4), [(3, 1), (3, 2), (3, 1)]),
     (Stack(), (3,), [(), (), ()]),
@@ -17,10 +17,10 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(
-    ("placement", "shape", "part_shapes"), LAYOUTS, ids=lambda value: str(value).split(" object at")[0]
+    ("placement", "shape", "part_shapes"), PLACEMENTS, ids=lambda value: str(value).split(" object at")[0]
 )
 def test_part_and_join_are_adjoint(placement: Placement, shape, part_shapes):
-    """<join(parts), t> equals the sum of <part_i, part(t, i)>: that is why one layout serves forward and backward."""
+    """<join(parts), t> equals the sum of <part_i, part(t, i)>: so one placement serves forward and backward."""
     t = torch.randn(shape, dtype=torch.float64)
     parts = [None if s is None else torch.randn(s, dtype=torch.float64) for s in part_shapes]
     of_t = [placement.part(t, i) for i in range(3)]

@@ -37,24 +37,18 @@ def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 @pytest.mark.usefixtures("two_nodes")
-def test_parts_are_whole_nodes_and_whole_cores() -> None:
-    assert affinity.divided(2) == [(0, 4, 1, 5), (2, 6, 3, 7)]
-    assert affinity.divided(4) == [(0, 4), (1, 5), (2, 6), (3, 7)]
-
-
-@pytest.mark.usefixtures("two_nodes")
-def test_what_is_left_over_is_nobodys() -> None:
-    assert affinity.divided(3) == [(0, 4), (1, 5), (2, 6)]
-
-
-@pytest.mark.usefixtures("two_nodes")
-def test_fewer_cores_than_replicas_are_not_divided() -> None:
-    assert affinity.divided(9) == [tuple(range(8))] * 9
-
-
-def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MANYHANDS_BIND_CORES", "0")
-    assert affinity.divided(2) == [tuple(sorted(os.sched_getaffinity(0)))] * 2
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [(0, 4, 1, 5), (2, 6, 3, 7)],
+        [(0, 4), (1, 5), (2, 6)],  # the rest stays unused
+        [(0, 4), (1, 5), (2, 6), (3, 7)],
+        [tuple(range(8))] * 9,  # too few to be divided
+    ],
+    ids=len,
+)
+def test_parts_are_whole_nodes_and_whole_cores(parts: list[tuple[int, ...]]) -> None:
+    assert affinity.divided(len(parts)) == parts
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
@@ -66,8 +60,9 @@ def test_worker_threads_run_on_their_part_and_the_caller_anywhere(monkeypatch: p
 
     caller, worker = (outcome.value for outcome in run_together([where, where], [_CPU] * 2))
     assert caller == before
-    assert worker == set(affinity.divided(2)[1])
+    assert worker == set(affinity.divided(2)[1]) != before
     monkeypatch.setenv("MANYHANDS_BIND_CORES", "0")
+    assert affinity.divided(2) == [tuple(sorted(before))] * 2
     _, worker = (outcome.value for outcome in run_together([where, where], [_CPU] * 2))
     assert worker == before
     assert os.sched_getaffinity(0) == before

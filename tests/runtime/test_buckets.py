@@ -1,9 +1,9 @@
-"""Flat buckets: how tensors are divided, what a bucket holds, how one is filled, and what a fingerprint tells."""
+"""Flat buckets: how tensors are divided, what a bucket holds, how one is filled, and what a fingerprint shows."""
 
 import pytest
 import torch
 
-from manyhands.runtime.buckets import Bucket, Filling, Form, buckets_of, fingerprint, is_plain
+from manyhands.runtime.buckets import Bucket, BucketFiller, Form, buckets_of, fingerprint, is_plain
 
 META = torch.device("meta")
 
@@ -19,33 +19,32 @@ def numbers(buckets: tuple[Bucket, ...]) -> list[list[int]]:
 # ---- plans ---------------------------------------------------------------------------------------
 
 
-def test_tensors_are_divided_in_order_by_dtype_and_size():
-    many = [torch.empty(100) for _ in range(5)]
-    buckets = buckets_of(forms(*many, torch.empty(3, dtype=torch.float16)), full_bytes=800)
-    assert numbers(buckets) == [[0, 1], [2, 3], [4], [5]]
-    assert [bucket.num_entries for bucket in buckets] == [200, 200, 100, 3]
-    assert buckets_of({}) == ()
+FLOATS, ONE, LARGE, HALF = torch.empty(100), torch.empty(1), torch.empty(300), torch.empty(3, dtype=torch.float16)
 
 
-def test_buckets_stand_in_the_order_in_which_they_are_full():
-    """One that waits for more of its dtype does not hold up those behind it."""
-    half, large = torch.empty(1, dtype=torch.float16), torch.empty(300)
-    assert numbers(buckets_of(forms(half, large, large, half), full_bytes=1000)) == [[1], [2], [0, 3]]
+@pytest.mark.parametrize(
+    ("tensors", "full_bytes", "expected"),
+    [
+        ([], 800, []),
+        ([FLOATS, FLOATS, FLOATS, FLOATS, FLOATS, HALF], 800, [[0, 1], [2, 3], [4], [5]]),
+        ([HALF, LARGE, LARGE, HALF], 1000, [[1], [2], [0, 3]]),  # a bucket that is not full holds up no other
+        ([ONE, LARGE, ONE], 100, [[0, 1], [2]]),  # a tensor larger than a bucket is not split
+    ],
+)
+def test_tensors_are_divided_by_dtype_and_size(tensors, full_bytes, expected):
+    """In the order given; buckets are in the order in which they become full."""
+    buckets = buckets_of(forms(*tensors), full_bytes)
+    assert numbers(buckets) == expected
+    for bucket in buckets:
+        assert bucket.num_entries == sum(tensors[number].numel() for number, _ in bucket.items)
 
 
-def test_a_tensor_larger_than_a_bucket_is_not_split():
-    assert numbers(buckets_of(forms(torch.empty(1), torch.empty(5000), torch.empty(1)), full_bytes=100)) == [
-        [0, 1],
-        [2],
-    ]
-
-
-def test_devices_are_kept_apart_only_where_forms_name_them():
+def test_devices_have_buckets_of_their_own_only_where_forms_name_them():
     cpu, meta = torch.empty(3), torch.empty(3, device=META)
     assert numbers(buckets_of({0: Form.of(cpu), 1: Form.of(meta)})) == [[0, 1]]
-    apart = buckets_of({0: Form.of(cpu, cpu.device), 1: Form.of(meta, META), 2: Form.of(cpu, cpu.device)})
-    assert numbers(apart) == [[1], [0, 2]], "by the last tensor"
-    assert [bucket.device for bucket in apart] == [META, cpu.device]
+    divided = buckets_of({0: Form.of(cpu, cpu.device), 1: Form.of(meta, META), 2: Form.of(cpu, cpu.device)})
+    assert numbers(divided) == [[1], [0, 2]], "by the last tensor"
+    assert [bucket.device for bucket in divided] == [META, cpu.device]
 
 
 @pytest.mark.parametrize("by_number", [list, lambda tensors: dict(enumerate(tensors))])
@@ -53,17 +52,12 @@ def test_a_bucket_holds_copies_of_its_tensors_strides_included(by_number):
     tensors = [torch.randn(2, 3), torch.randn(3, 4).t(), torch.randn(6)[::2], torch.tensor(1.5), torch.empty(0)]
     (bucket,) = buckets_of(forms(*tensors))
     flat = bucket.flat(by_number(tensors))
-    for number, piece in bucket.pieces(flat).items():
-        assert torch.equal(piece, tensors[number])
-        assert piece.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+    view = torch.cat([torch.zeros(5), flat])[5:]
+    for whole in (flat, view):
+        for number, piece in bucket.pieces(whole).items():
+            assert torch.equal(piece, tensors[number])
+            assert piece.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
     assert bucket.pieces(flat)[1].stride() == tensors[1].stride()
-
-
-def test_pieces_of_a_bucket_that_is_itself_a_view():
-    tensors = [torch.randn(2, 3), torch.randn(4)]
-    (bucket,) = buckets_of(forms(*tensors))
-    view = torch.cat([torch.zeros(5), bucket.flat(tensors)])[5:]
-    assert all(torch.equal(piece, tensors[number]) for number, piece in bucket.pieces(view).items())
 
 
 # ---- filling -------------------------------------------------------------------------------------
@@ -71,7 +65,7 @@ def test_pieces_of_a_bucket_that_is_itself_a_view():
 
 def test_full_buckets_are_handed_out_once_and_in_order():
     like = [torch.empty(300) for _ in range(4)]
-    filling = Filling(buckets_of(forms(*like), full_bytes=1000))
+    filling = BucketFiller(buckets_of(forms(*like), full_bytes=1000))
     assert filling.numbers == [0, 1, 2, 3]
     assert filling.add(1, torch.full((300,), 1.0))
     assert not list(filling.full()), "the first is missing"
@@ -86,9 +80,9 @@ def test_full_buckets_are_handed_out_once_and_in_order():
     assert filling.order == [1, 0, 3]
 
 
-def test_what_is_missing_is_zero_and_marked():
+def test_missing_tensors_are_zero_and_flagged():
     like = [torch.empty(2, 2).t(), torch.empty(3), torch.empty(())]
-    filling = Filling(buckets_of(forms(*like)))
+    filling = BucketFiller(buckets_of(forms(*like)))
     assert filling.add(1, torch.tensor([1.0, 2.0, 3.0]))
     filling.fill_up()
     ((bucket, flat),) = filling.full()
@@ -96,15 +90,15 @@ def test_what_is_missing_is_zero_and_marked():
     assert bucket.pieces(flat)[1].tolist() == [1, 2, 3]
 
 
-def test_what_is_taken_and_what_is_not():
-    filling = Filling(buckets_of(forms(torch.empty(3), torch.empty(3)), full_bytes=1))
+def test_which_tensors_are_added():
+    filling = BucketFiller(buckets_of(forms(torch.empty(3), torch.empty(3)), full_bytes=1))
     assert not filling.add(2, torch.ones(3))
     assert not filling.add(0, torch.ones(3, dtype=torch.float64))
     assert not filling.add(0, torch.ones(1, 3))
     assert filling.add(0, torch.ones(6, requires_grad=True)[::2])
     assert not filling.add(0, torch.ones(3)), "a second one"
     assert len(list(filling.full())) == 1
-    assert not filling.add(0, torch.ones(3)), "its bucket has gone"
+    assert not filling.add(0, torch.ones(3)), "its bucket has been handed out"
 
 
 # ---- fingerprints --------------------------------------------------------------------------------
@@ -157,7 +151,7 @@ def test_a_fingerprint_of_several_chunks():
     assert not torch.equal(fingerprint(flat), before)
 
 
-def test_what_is_plain() -> None:
+def test_plain_tensors() -> None:
     class Own(torch.Tensor):
         pass
 

@@ -1,6 +1,7 @@
-"""Names of devices, and what is said of devices that are not there."""
+"""Names of devices and errors for missing ones; what differs between kinds of device; copies between accelerators."""
 
 import contextlib
+import re
 import warnings
 from types import SimpleNamespace
 
@@ -21,9 +22,11 @@ def test_without_accelerators_indices_mean_the_plain_module(no_accelerators, dev
 
 
 def test_names_of_the_cpu(no_accelerators):
-    """A1: strings and torch.device, once for each replica."""
+    """A1, A13: strings and torch.device, once for each replica; a list that names it does not fall back."""
     assert devices.resolve(["cpu", CPU, "cpu:0", torch.device("cpu", 0)]) == [CPU] * 4
     assert devices.resolve(("cpu",)) == [CPU]
+    with pytest.raises(ValueError, match="there is no accelerator 0; this process sees no accelerator"):
+        devices.resolve(["cpu", 0])
 
 
 def test_names_of_accelerators(sim):
@@ -34,6 +37,7 @@ def test_names_of_accelerators(sim):
     assert devices.resolve([0, "sim:0"]) == [sim[0]] * 2
     assert devices.resolve(range(2)) == sim[:2]
     assert devices.resolve(["cpu"] * 2) == [CPU] * 2
+    assert devices.resolve(["sim", "sim:1"]) == sim[:2], "without a number: the current one, as with torch"
 
 
 @pytest.mark.parametrize("device_ids", [0, "cpu", "0,1", b"cpu", CPU, {0, 1}, {0: 1}], ids=repr)
@@ -69,11 +73,6 @@ def test_devices_that_cannot_be_used(sim, device_ids, error, message):
         devices.resolve(device_ids)
 
 
-def test_a_kind_of_accelerator_without_a_number_is_the_current_one(sim):
-    """A1: as "cuda" is for torch; of simulated devices the first is current."""
-    assert devices.resolve(["sim", "sim:1"]) == sim[:2]
-
-
 @pytest.mark.parametrize("device_id", ["cuda:0", "xpu", "mps"])
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without accelerators")
 def test_a_device_that_this_build_of_torch_lacks(no_accelerators, device_id):
@@ -82,48 +81,36 @@ def test_a_device_that_this_build_of_torch_lacks(no_accelerators, device_id):
         devices.resolve([device_id])
 
 
-def test_ints_beside_names_need_an_accelerator(no_accelerators):
-    """A13: a list of ints falls back to the plain module, a list that names the CPU does not."""
-    with pytest.raises(ValueError, match="there is no accelerator 0; this process sees no accelerator"):
-        devices.resolve(["cpu", 0])
-
-
-@pytest.mark.parametrize("variable", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"])
+@pytest.mark.parametrize("variable", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", None])
 def test_a_variable_that_hides_devices_is_named(sim, monkeypatch, variable):
     """A13: where CUDA_VISIBLE_DEVICES is set, the message says that it renumbers from 0."""
-    monkeypatch.setenv(variable, "4,5,6,7")
-    with pytest.raises(ValueError, match=rf"accelerator 4; .*\({variable}='4,5,6,7' hides .* from 0\)"):
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"):
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "4,5,6,7")
+    hint = rf" \({variable}='4,5,6,7' hides .* from 0\)" if variable else ""
+    with pytest.raises(ValueError, match=f"accelerator 4; .*sim:3{hint}$"):
         devices.resolve([4])
 
 
-def test_no_variable_is_named_where_none_is_set(sim, monkeypatch):
-    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"):
-        monkeypatch.delenv(variable, raising=False)
-    with pytest.raises(ValueError, match=r"sim:3$"):
-        devices.resolve([4])
-
-
-def test_outputs_go_to_the_first_device_unless_another_is_named(sim):
-    """A6: any device, the CPU included."""
+def test_outputs_are_on_the_first_device_unless_another_is_named(sim):
+    """A6: any device, the CPU included; -1 is the CPU, as in torch, and deprecated."""
     assert devices.resolve_output(None, sim[1:]) == sim[1]
     assert devices.resolve_output(3, sim) == sim[3]
     assert devices.resolve_output("cpu", sim) == CPU
     assert devices.resolve_output(torch.device("sim:2"), sim) == sim[2]
+    with pytest.warns(FutureWarning, match='output_device=-1 is deprecated: write output_device="cpu"'):
+        assert devices.resolve_output(-1, sim) == CPU
     with pytest.raises(ValueError, match="output_device: there is no accelerator 7"):
         devices.resolve_output(7, sim)
     with pytest.raises(TypeError, match=r"output_device: expected an int, .* got 1.5"):
         devices.resolve_output(1.5, sim)
 
 
-def test_minus_one_is_the_cpu_and_deprecated(sim):
-    """A6: as in torch."""
-    with pytest.warns(FutureWarning, match='output_device=-1 is deprecated: write output_device="cpu"'):
-        assert devices.resolve_output(-1, sim) == CPU
-
-
 def test_public_ids_are_those_of_torch(sim):
-    """A1: an accelerator's index, else the device."""
+    """A1: an accelerator's index, else the device; other processes do not find simulated ones."""
     assert [devices.public_id(device) for device in [*sim[:2], CPU]] == [0, 1, CPU]
+    assert [devices.exists_for_other_processes(device) for device in [*sim[:2], CPU]] == [False, False, True]
 
 
 def test_copies_are_made_only_where_something_has_to_move(sim):
@@ -138,11 +125,11 @@ def test_copies_are_made_only_where_something_has_to_move(sim):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Three accelerators with the memory (GiB) and cores that the test says."""
+    """Three accelerators with the given memory (GiB) and cores; None for a property that they lack."""
 
-    def say(memory, cores=(10, 10, 10)):
+    def say(memory, cores):
         properties = [
-            SimpleNamespace(total_memory=gib * 2**30, multi_processor_count=count)
+            SimpleNamespace(total_memory=gib and gib * 2**30, multi_processor_count=count)
             for gib, count in zip(memory, cores, strict=True)
         ]
         module = SimpleNamespace(get_device_properties=lambda device: properties[torch.device(device).index])
@@ -153,67 +140,46 @@ def machine(monkeypatch):
     return say
 
 
+MEMORY = "cuda:2 has less than 75 % of the memory of cuda:0.*"
+
+
 @pytest.mark.parametrize(
-    ("memory", "cores", "message"),
+    ("memory", "cores", "used", "message"),
     [
-        (
-            (16, 16, 8),
-            (10, 10, 10),
-            r"cuda:2 has less than 75 % of the memory of cuda:0.*shares=\[1.0, 1.0, 0.5\].*leave cuda:2 out",
-        ),
-        ((16, 16, 16), (40, 10, 80), r"cuda:1 has less than 75 % of the cores of cuda:2.*shares=\[0.5, 0.12, 1.0\]"),
+        ((16, 16, 8), (10, 10, 10), (0, 1, 2), rf"{MEMORY}shares=\[1.0, 1.0, 0.5\].*leave cuda:2 out"),
+        ((16, 16, 8), (10, 10, 10), (0, 0, 2), rf"{MEMORY}shares=\[1.0, 1.0, 0.5\]"),  # one a replica
+        ((16,) * 3, (40, 10, 80), (0, 1, 2), r"cuda:1 has .* cores of cuda:2.*shares=\[0.5, 0.12, 1.0\]"),
+        ((16, 12, 16), (10, 10, 10), (0, 1, 2), None),  # 75 % is enough
+        ((16, 12, 8), (10, 10, 10), (0, 0), None),  # a device is not compared with itself
+        ((16, 12, 8), (10, 10, 10), (1,), None),
+        ((16, 12, 8), (10, 10, 10), (), None),
+        ((16, 1, 16), (10, 10, 10), (0, 2, "cpu"), None),  # only the devices in use are compared
+        ((None, 8, 16), (None,) * 3, (0, 1, 2), None),  # properties that have other names
     ],
 )
-def test_unequal_devices_are_warned_about(machine, memory, cores, message):
-    """A5: memory or cores that differ by more than 25 %; the weights to use are in the warning."""
+def test_unequal_devices_are_warned_about(machine, memory, cores, used, message):
+    """A5, A12: memory or cores that differ by more than 25 %; the weights to use are in the warning."""
     three = machine(memory, cores)
-    with pytest.warns(UserWarning, match=message) as warned:
-        devices.warn_if_unequal(three)
-    assert len(warned) == 1
-
-
-@pytest.mark.parametrize("used", [(0, 1, 2), (0, 0), (1,), ()])
-def test_equal_enough_devices_are_not_warned_about(machine, used):
-    """A5: 75 % is enough, and a device is not compared with itself."""
-    three = machine((16, 12, 16))
     with warnings.catch_warnings(record=True) as warned:
-        devices.warn_if_unequal([three[i] for i in used])
-    assert warned == []
-
-
-def test_only_the_devices_in_use_are_compared(machine):
-    """A5."""
-    three = machine((16, 1, 16))
-    with warnings.catch_warnings(record=True) as warned:
-        devices.warn_if_unequal([three[0], three[2], CPU])
-    assert warned == []
-
-
-def test_the_weights_in_the_warning_are_one_a_replica(machine):
-    """A5 with A12: `device_ids=[0, 0, 2]` needs three weights."""
-    three = machine((16, 16, 8))
-    with pytest.warns(UserWarning, match=r"shares=\[1.0, 1.0, 0.5\]"):
-        devices.warn_if_unequal([three[0], three[0], three[2]])
-
-
-def test_devices_that_do_not_tell_are_not_compared(monkeypatch, machine):
-    """A5: a backend whose properties have other names."""
-    three = machine((16, 8, 16))
-    module = SimpleNamespace(get_device_properties=lambda device: SimpleNamespace())
-    monkeypatch.setattr(torch, "get_device_module", lambda device=None: module)
-    with warnings.catch_warnings(record=True) as warned:
-        devices.warn_if_unequal(three)
-    assert warned == []
+        warnings.simplefilter("always")
+        devices.warn_if_unequal([CPU if i == "cpu" else three[i] for i in used])
+    assert len(warned) == (message is not None)
+    assert all(re.match(message, str(warning.message)) for warning in warned)
 
 
 # random states
 
 
 def test_random_states_of_the_host():
-    states = devices.random_states()
-    first = torch.rand(3)
-    devices.set_random_states(states)
-    assert torch.equal(torch.rand(3), first)
+    """Of all generators, of one device's, and a seed for these."""
+    for save in (devices.random_states, lambda: devices.generator_states(CPU)):
+        states = save()
+        first = torch.rand(3)
+        assert not torch.equal(save()[0], states[0])
+        devices.set_random_states(states)
+        assert torch.equal(torch.rand(3), first)
+    devices.seed(CPU, 5)
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(5)))
 
 
 def test_random_states_of_accelerators(monkeypatch):
@@ -231,8 +197,8 @@ def test_random_states_of_accelerators(monkeypatch):
         yield
         current.pop()
 
-    monkeypatch.setattr("manyhands.runtime.devices.accelerators", lambda: two)
-    monkeypatch.setattr("manyhands.runtime.devices.using", using)
+    monkeypatch.setattr(devices, "accelerators", lambda: two)
+    monkeypatch.setattr(devices, "using", using)
     monkeypatch.setattr(torch, "get_device_module", lambda device=None: module)
     states = devices.random_states()
     assert [state.tolist() for state in states[1:]] == [[0], [1]]
@@ -266,25 +232,25 @@ def gpus(monkeypatch):
 def test_accelerators_with_one_seed_get_seeds_of_their_own(gpus):
     """N6: after torch.manual_seed; the first keeps its seed, and equal seeds give equal ones."""
     present, generators = gpus
-    devices.seed_apart(present)
+    devices.seed_differently(present)
     seeds = [generator.initial_seed() for generator in generators]
     assert seeds[0] == 7
     assert len(set(seeds)) == 3
     drawn = [torch.rand(3, generator=generator) for generator in generators]
     assert len({tuple(numbers.tolist()) for numbers in drawn}) == 3
-    devices.seed_apart(present)  # what has a seed of its own goes on
+    devices.seed_differently(present)  # a generator with a seed of its own is not reset
     assert not torch.equal(torch.rand(3, generator=generators[1]), drawn[1])
     for generator in generators:
         generator.manual_seed(7)
-    devices.seed_apart([present[0], present[0], present[1], present[1], present[2]])
+    devices.seed_differently([present[0], present[0], present[1], present[1], present[2]])
     assert [generator.initial_seed() for generator in generators] == seeds
 
 
-def test_seeds_that_the_user_has_set_apart_stay(gpus):
+def test_seeds_that_the_user_has_made_different_stay(gpus):
     """N6"""
     present, generators = gpus
     generators[2].manual_seed(8)
-    devices.seed_apart(present[:1] * 2 + present[2:])
+    devices.seed_differently(present[:1] * 2 + present[2:])
     assert [generator.initial_seed() for generator in generators] == [7, 7, 8]
 
 
@@ -300,13 +266,8 @@ def test_random_states_of_accelerators_that_several_replicas_share(gpus):
 def test_accelerators_without_generators_are_left_alone(gpus, monkeypatch):
     """N6: kinds whose module has no `default_generators`."""
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
-    devices.seed_apart(gpus[0])
+    devices.seed_differently(gpus[0])
     assert devices.shared_random_states(gpus[0] * 2) == {}
-
-
-def test_what_other_processes_find(sim):
-    assert devices.exists_for_other_processes(CPU)
-    assert not devices.exists_for_other_processes(sim[0])
 
 
 def test_by_what_processes_are_connected(monkeypatch):
@@ -318,20 +279,6 @@ def test_by_what_processes_are_connected(monkeypatch):
     assert devices.collective_backend([CPU, CPU]) == "gloo"
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     assert devices.collective_backend(gpus) == "gloo"
-
-
-def test_the_generators_of_a_process():
-    before = torch.default_generator.get_state()
-    try:
-        devices.seed(CPU, 5)
-        first = devices.generator_states(CPU)
-        drawn = torch.rand(3)
-        assert not torch.equal(devices.generator_states(CPU)[0], first[0])
-        devices.seed(CPU, 5)
-        assert torch.equal(devices.generator_states(CPU)[0], first[0])
-        assert torch.equal(torch.rand(3), drawn)
-    finally:
-        torch.default_generator.set_state(before)
 
 
 def test_flags_of_products():
@@ -436,8 +383,8 @@ def test_each_pair_of_accelerators_is_tried_once_and_both_ways(tried, caplog):
 
 
 @pytest.mark.parametrize("way", [1, -1])
-def test_copies_that_arrive_damaged_go_through_the_host(tried, caplog, way):
-    """S11: in both directions, whichever is the bad one, because gradients go the other way; said once."""
+def test_copies_that_arrive_damaged_are_made_through_the_host(tried, caplog, way):
+    """S11: in both directions, whichever is the bad one, because gradients are copied the other way; logged once."""
     a, b = tried.sim[:2]
     tried.bad.add((a, b)[::way])
     x = torch.arange(3.0, device=a, requires_grad=True)
@@ -467,7 +414,7 @@ def test_a_copy_that_cannot_be_tried_is_an_error(tried, monkeypatch):
 
 @pytest.mark.parametrize("sync_batch_norm", [False, True])
 @pytest.mark.parametrize("engine", ["threads", "plain composition"])
-def test_where_the_link_is_bad_nothing_goes_straight(sim, monkeypatch, engine, sync_batch_norm):
+def test_where_the_link_is_bad_nothing_is_copied_directly(sim, monkeypatch, engine, sync_batch_norm):
     """S11: shards, parameters, buffers, outputs, statistics, gradients, and gradients of gradients."""
     from manyhands import testing
 
@@ -500,14 +447,11 @@ def test_where_the_link_is_bad_nothing_goes_straight(sim, monkeypatch, engine, s
 
 
 @pytest.mark.parametrize(("num_bytes", "fits"), [(24, True), (25, True), (26, False)])
-def test_data_that_take_a_quarter_of_what_is_free_have_room(monkeypatch, num_bytes, fits):
+def test_data_that_take_a_quarter_of_the_free_memory_have_room(monkeypatch, num_bytes, fits):
+    assert not devices.has_room_for(CPU, 0), "data on the host stay where they are"
     monkeypatch.setattr(devices, "computes_on_host", lambda device: False)
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (100, 1000), raising=False)
     assert devices.has_room_for(torch.device("cuda", 0), num_bytes) == fits
-
-
-def test_data_on_the_host_stay_where_they_are():
-    assert not devices.has_room_for(CPU, 0)
 
 
 ROWS = torch.tensor([4, 0, 4, 2])
@@ -542,19 +486,21 @@ def test_a_number_on_the_host_is_read_at_once():
     assert read() == 2.5
 
 
-def test_the_cpu_has_no_tf32_and_its_optimizers_stay_as_they_are():
-    assert not devices.has_tf32(CPU)
-    assert not devices.has_fused_optimizers(CPU)
-
-
 @pytest.mark.parametrize(
-    ("capability", "hip", "expected"),
-    [((7, 5), None, False), ((8, 0), None, True), ((9, 0), None, True), ((9, 4), "6.0", False)],
+    ("kind", "capability", "hip", "expected"),
+    [
+        ("cuda", (7, 5), None, False),
+        ("cuda", (8, 0), None, True),
+        ("cuda", (9, 0), None, True),
+        ("cuda", (9, 4), "6.0", False),
+        ("cpu", (8, 0), None, False),
+    ],
 )
-def test_who_has_tf32(monkeypatch, capability, hip, expected):
+def test_which_devices_have_tf32_and_fused_optimizers(monkeypatch, kind, capability, hip, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
-    assert devices.has_tf32(torch.device("cuda", 0)) == expected
+    assert devices.has_tf32(torch.device(kind, 0)) == expected
+    assert devices.has_fused_optimizers(torch.device(kind, 0)) == (kind == "cuda")
 
 
 @pytest.mark.parametrize("rounded", [False, True])

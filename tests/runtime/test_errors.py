@@ -9,25 +9,15 @@ import pytest
 from manyhands.runtime import errors
 
 
-def test_say_once_logs_a_message_the_first_time_only(caplog):
-    for _ in range(3):
-        errors.log_once("the same")
+def test_log_once_logs_a_message_the_first_time_only(caplog):
+    """Also from many threads, and as it is."""
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(errors.log_once, ["100 % of %s rows"] * 100))
     errors.log_once("another")
     assert [(r.name, r.levelno, r.getMessage()) for r in caplog.records] == [
-        ("manyhands", logging.WARNING, "the same"),
+        ("manyhands", logging.WARNING, "100 % of %s rows"),
         ("manyhands", logging.WARNING, "another"),
     ]
-
-
-def test_say_once_shows_a_message_as_it_is(caplog):
-    errors.log_once("100 % of %s rows")
-    assert caplog.messages == ["100 % of %s rows"]
-
-
-def test_say_once_from_many_threads_is_once(caplog):
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(errors.log_once, ["told"] * 100))
-    assert caplog.messages == ["told"]
 
 
 def test_warn_once_warns_the_first_time_only():
@@ -50,6 +40,8 @@ def test_annotate_returns_the_lowest_replicas_error_with_notes_on_all():
 
 
 def test_annotate_does_not_name_one_exception_twice():
+    """F2: neither as its own companion, nor when it is raised again."""
     shared = RuntimeError("raised by every replica")
-    assert errors.annotate([("replica 0", shared), ("replica 1", shared)]) is shared
+    for _ in range(2):
+        assert errors.annotate([("replica 0", shared), ("replica 1", shared)]) is shared
     assert shared.__notes__ == ["raised in replica 0"]

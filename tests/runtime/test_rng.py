@@ -1,12 +1,15 @@
-"""Random streams: what is caught, wherever it is drawn; what is reported; what is left as it was.
+"""Random streams: which draws are intercepted, which are reported, and which state is left unchanged.
 
-What the streams are for, same seed, same run, is in tests/contract/test_engines.py, for every engine.
+That equal seeds give equal runs is tested in tests/contract/test_engines.py, for every engine.
 """
 
+import contextlib
 import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,7 +49,7 @@ def assert_streams(function: Function, same_as: Function | None = None) -> None:
     assert not torch.equal(run(function, seed=2)[0], first[0])
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "manyhands"]
 
 
@@ -167,17 +170,20 @@ def scripted(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-def test_in_a_script() -> None:
-    """N6: TorchScript calls operations without Python."""
-    assert_streams(torch.jit.script(scripted))
-
-
-def test_under_transforms() -> None:
-    """N6: torch.func inside forward."""
-    assert_streams(torch.vmap(F.dropout, randomness="different"))
-    assert_streams(torch.vmap(F.dropout, randomness="same"))
-    assert_streams(torch.vmap(lambda x: torch.native_dropout(x, 0.5, True)[0], randomness="different"))
-    assert_streams(torch.func.grad(lambda x: F.dropout(x).sum()))
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.jit.script(scripted),  # which calls operations without Python
+        lambda: torch.vmap(F.dropout, randomness="different"),
+        lambda: torch.vmap(F.dropout, randomness="same"),
+        lambda: torch.vmap(lambda x: torch.native_dropout(x, 0.5, True)[0], randomness="different"),
+        lambda: torch.func.grad(lambda x: F.dropout(x).sum()),
+    ],
+    ids=["TorchScript", "vmap", "vmap, the same for all", "vmap of native_dropout", "grad"],
+)
+def test_in_scripts_and_transforms(make: Callable[[], Function]) -> None:
+    """N6"""
+    assert_streams(make())
 
 
 def test_selective_checkpoints() -> None:
@@ -215,7 +221,7 @@ def test_compiled_code(backend: str, caplog: pytest.LogCaptureFixture) -> None:
         assert counter.frame_count <= inside + 1
     finally:
         torch._dynamo.reset()
-    assert not said(caplog)
+    assert not logged(caplog)
 
 
 def test_recording_is_not_disturbed() -> None:
@@ -275,7 +281,7 @@ def test_simulated_accelerators(sim: Sequence[torch.device], make: Callable[[], 
 
 
 def test_draws_for_an_accelerator_are_its_generators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """N6: the CPU's generators are of no use there. Here the meta device stands for one."""
+    """N6: the CPU's generators cannot be used there. Here the meta device represents one."""
     monkeypatch.setattr(devices, "computes_on_host", lambda device: device.type == "cpu")
     named = []
     handler = rng._draw
@@ -298,38 +304,35 @@ def test_draws_for_an_accelerator_are_its_generators(monkeypatch: pytest.MonkeyP
 # ---- what is left as it was ----------------------------------------------------------------------
 
 
-def test_the_callers_thread_draws_from_torchs_generator_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [None, ValueError("no"), KeyboardInterrupt()], ids=repr)
+def test_the_callers_thread_draws_from_torchs_generator_again(error: BaseException | None) -> None:
     """N6, F3: after a pass, one that failed, and one that was interrupted."""
 
-    def fails(x: torch.Tensor) -> torch.Tensor:
+    def draws(x: torch.Tensor) -> torch.Tensor:
         torch.rand(3)
-        raise error
+        if error is not None:
+            raise error
+        return x
 
-    errors: list[BaseException | None] = [None, ValueError("no"), KeyboardInterrupt()]
-    for error in errors:
+    with contextlib.nullcontext() if error is None else pytest.raises(type(error)):
+        run(draws, seed=0)
+    expected = torch.Generator().manual_seed(0)
+    if error is None:  # such a pass moves the random state on
         torch.manual_seed(0)
-        if error is None:
-            run(F.dropout, seed=0)
-            torch.manual_seed(0)
-        else:
-            with pytest.raises(type(error)):
-                run(fails, seed=0)
-        expected = torch.Generator().manual_seed(0)
-        assert torch.equal(torch.get_rng_state(), expected.get_state())
-        assert torch.equal(torch.rand(9), torch.rand(9, generator=expected))
-        assert torch.manual_seed(4) is torch.default_generator
+    assert torch.equal(torch.get_rng_state(), expected.get_state())
+    assert torch.equal(torch.rand(9), torch.rand(9, generator=expected))
+    assert torch.manual_seed(4) is torch.default_generator
 
 
 def test_replicas_that_run_one_after_the_other_draw_from_torchs_generator() -> None:
     """N6: a single one, and under a mode that other threads cannot join."""
-    torch.manual_seed(0)
-    expected = [torch.rand(3) for _ in range(3)]
+    generator = torch.Generator().manual_seed(0)
+    expected = [torch.rand(3, generator=generator) for _ in range(3)]
     torch.manual_seed(0)
     assert torch.equal(parallel_apply([torch.rand], [(3,)])[0], expected[0])
     torch.manual_seed(0)
     with Mode():
-        drawn = parallel_apply([torch.rand] * 3, [(3,)] * 3)
-    assert all(torch.equal(a, b) for a, b in zip(drawn, expected, strict=True))
+        assert torch.equal(torch.stack(parallel_apply([torch.rand] * 3, [(3,)] * 3)), torch.stack(expected))
 
 
 def test_a_stream_is_made_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +386,7 @@ class Stubborn(torch.Tensor):
 def test_a_subclass_that_knows_no_generator_works_and_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     """N6"""
     run(lambda x: torch.rand_like(x.as_subclass(Stubborn)))
-    (message,) = said(caplog)
+    (message,) = logged(caplog)
     assert "a tensor subclass" in message
 
 
@@ -393,22 +396,29 @@ def test_where_torch_offers_no_way(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     monkeypatch.setattr(torch_private, "redirect_random_state", None)
     monkeypatch.setattr(rng, "_process", rng._Process())
     run(torch.tanh)
-    assert not said(caplog)
+    assert not logged(caplog)
     before = torch.get_rng_state()
     run(F.dropout)
     run(F.dropout)
     assert not torch.equal(torch.get_rng_state(), before)
-    (message,) = said(caplog)
+    (message,) = logged(caplog)
     assert "this release of torch offers no way" in message
 
 
-def test_replicas_on_accelerators_have_no_streams_on_the_cpu(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """N6: what they draw there is reported. Here the CPU stands for an accelerator."""
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The CPU represents an accelerator; `states` are those of accelerators that several replicas share."""
+    accelerator = SimpleNamespace(states={})
     monkeypatch.setattr(devices, "computes_on_host", lambda device: False)
-    monkeypatch.setattr(devices, "seed_apart", lambda devices: None)
-    monkeypatch.setattr(devices, "shared_random_states", lambda devices: {})
+    monkeypatch.setattr(devices, "seed_differently", lambda devices: None)
+    copied = lambda devices: {device: state.clone() for device, state in accelerator.states.items()}  # noqa: E731
+    monkeypatch.setattr(devices, "shared_random_states", copied)
+    return accelerator
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_replicas_on_accelerators_have_no_streams_on_the_cpu(caplog: pytest.LogCaptureFixture) -> None:
+    """N6: what they draw there is reported."""
     expected = torch.Generator().manual_seed(1)
     torch.manual_seed(1)
     for draws in (False, True):
@@ -416,7 +426,7 @@ def test_replicas_on_accelerators_have_no_streams_on_the_cpu(
             assert torch.equal(torch.get_rng_state(), expected.get_state())
             if draws:
                 assert torch.equal(torch.rand(3), torch.rand(3, generator=expected))
-        assert ["an operation on the CPU" in message for message in said(caplog)] == [True] * draws
+        assert ["an operation on the CPU" in message for message in logged(caplog)] == [True] * draws
     assert torch.equal(torch.get_rng_state(), expected.get_state())
 
 
@@ -424,32 +434,25 @@ def test_passes_at_the_same_time_are_not_reported(caplog: pytest.LogCaptureFixtu
     """N6, F5: each moves torch's random state on while the others run."""
     together = threading.Barrier(3)
 
-    def call() -> None:
+    def call(_: int) -> None:
         together.wait(WAIT_S)
         for _ in range(30):
             parallel_apply([F.dropout] * 2, list(torch.ones(2, 9)))
 
-    callers = [threading.Thread(target=call, daemon=True) for _ in range(3)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join(WAIT_S)
-        assert not caller.is_alive(), "it hangs"
-    assert not said(caplog)
+    with ThreadPoolExecutor(3) as callers:
+        list(callers.map(call, range(3)))
+    assert not logged(caplog)
 
 
 @pytest.mark.parametrize("draws", [True, False])
 def test_two_replicas_on_one_accelerator(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, draws: bool
+    accelerator: SimpleNamespace, caplog: pytest.LogCaptureFixture, draws: bool
 ) -> None:
     """N6, A12: they share its generator, which is reported when they draw from it."""
-    device = torch.device("cuda", 1)
     state = torch.zeros(16, dtype=torch.uint8)
-    monkeypatch.setattr(devices, "computes_on_host", lambda device: False)
-    monkeypatch.setattr(devices, "seed_apart", lambda devices: None)
-    monkeypatch.setattr(devices, "shared_random_states", lambda devices: {device: state.clone()})
+    accelerator.states[torch.device("cuda", 1)] = state
     for _ in range(2):
         with own_streams("Net", [CPU, CPU]):
             state[0] += draws
-    assert len(said(caplog)) == draws
-    assert all("several replicas of Net are on cuda:1 and draw from its one" in message for message in said(caplog))
+    assert len(logged(caplog)) == draws
+    assert all("several replicas of Net are on cuda:1 and draw from its one" in message for message in logged(caplog))

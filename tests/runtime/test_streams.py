@@ -67,20 +67,20 @@ def comes_before(a: Clock, b: Clock) -> bool:
 
 @dataclass
 class Tensor:
-    """Memory: who wrote and read it, whose it is, and which streams the allocator has been told of."""
+    """Memory: its writes and reads, its stream, and the streams that the allocator knows of."""
 
     device: torch.device
     written: Clock
     allocated_on: Stream | None = None
     pinned: bool = False
     reads: list[tuple[Clock, Stream | None]] = field(default_factory=list)
-    told: list[Stream] = field(default_factory=list)
+    recorded: list[Stream] = field(default_factory=list)
 
     def is_pinned(self) -> bool:
         return self.pinned
 
     def record_stream(self, stream: Stream) -> None:
-        self.told.append(stream)
+        self.recorded.append(stream)
 
     def copy_(self, other: Tensor) -> Tensor:
         return self
@@ -91,7 +91,7 @@ class Tensor:
 
     def may_be_freed(self) -> bool:
         """Whether its memory can go back to its stream although others may still be reading it."""
-        return all(stream in (self.allocated_on, *self.told) for _, stream in self.reads)
+        return all(stream in (self.allocated_on, *self.recorded) for _, stream in self.reads)
 
 
 class Machine:
@@ -152,7 +152,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return machine
 
 
-def test_the_model_sees_what_is_not_ordered() -> None:
+def test_the_model_detects_missing_order() -> None:
     one, other = Stream(A), Stream(A)
     tensor = Tensor(A, one.operation(), allocated_on=one)
     with pytest.raises(AssertionError, match="before it was written"):
@@ -189,7 +189,7 @@ def test_computation_does_not_wait_for_another_readers_copy(machine: Machine) ->
         second.read_on(machine.computing[A])
 
 
-def test_a_copy_from_the_host_does_not_wait_for_what_is_queued(machine: Machine) -> None:
+def test_a_copy_from_the_host_does_not_wait_for_queued_work(machine: Machine) -> None:
     """S11: the batch travels while the step before is still computed."""
     busy = machine.computed_on(A)
     with Copies([A]) as copies:
@@ -231,12 +231,12 @@ def test_memory_that_computation_never_reads_is_free_again_soon(machine: Machine
         part = copies.to_add(far, 0)
         with copies.on_copy_stream(0):
             part.read_on(machine.current[A])
-    assert part.told == []
+    assert part.recorded == []
     assert part.may_be_freed()
 
 
 def test_tensors_that_were_made_on_several_streams(machine: Machine) -> None:
-    """N1: a module's branches can be on streams of its own, and the last gradient speaks for all."""
+    """N1: a module's branches can be on streams of its own, and backward asks for the last gradient only."""
     side = Stream(A)
     early = Tensor(A, side.operation(), allocated_on=side)
     late = machine.computed_on(A)
@@ -248,7 +248,7 @@ def test_tensors_that_were_made_on_several_streams(machine: Machine) -> None:
         assert tensor.may_be_freed()
 
 
-def test_what_is_ready_on_other_devices(machine: Machine) -> None:
+def test_gradients_that_are_ready_on_other_devices(machine: Machine) -> None:
     """N1: autograd looks for all of a node's gradients on one stream."""
     gradient = machine.computed_on(B)
     wait_for_streams(A, [A, B, CPU])
@@ -273,7 +273,7 @@ def test_sums_beside(machine: Machine) -> None:
     assert all(tensor.may_be_freed() for tensor in (own, far, part, total))
 
 
-def test_what_is_read_beside_the_callers_stream(machine: Machine) -> None:
+def test_reads_are_queued_on_the_stream_that_computes(machine: Machine) -> None:
     """`read` queues on the stream that computes, whatever is current, behind what has been copied."""
     with Copies([A]) as copies:
         part = copies.to(machine.computed_on(B), 0)

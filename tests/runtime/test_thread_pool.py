@@ -12,11 +12,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from helpers.garbage import no_garbage
 from helpers.in_time import WAIT_S, in_time
 from manyhands.runtime import thread_pool
 from manyhands.runtime.thread_pool import Outcome, inside_replica, replica_path, run_together
@@ -53,16 +58,13 @@ def test_results_are_in_the_order_of_the_tasks() -> None:
     """F2: also where later tasks end first."""
     ended = [threading.Event() for _ in range(3)]
 
-    def task(index: int) -> Callable[[], int]:
-        def wait_for_the_next() -> int:
-            if index + 1 < len(ended):
-                assert ended[index + 1].wait(WAIT_S)
-            ended[index].set()
-            return index
+    def wait_for_the_next(index: int) -> int:
+        if index + 1 < len(ended):
+            assert ended[index + 1].wait(WAIT_S)
+        ended[index].set()
+        return index
 
-        return wait_for_the_next
-
-    assert values(*(task(i) for i in range(3))) == [0, 1, 2]
+    assert values(*(partial(wait_for_the_next, i) for i in range(3))) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
@@ -79,13 +81,14 @@ def test_tasks_run_at_the_same_time_each_in_a_thread_of_its_own(count: int) -> N
     assert idents[0] == threading.get_ident()
 
 
-def test_each_task_knows_its_place() -> None:
-    """A10: and that of the call it is part of, if it is inside a replica itself."""
-    assert values(*[lambda: (replica_path(), values(*[replica_path] * 2))] * 3) == [
-        ((i,), [(i, 0), (i, 1)]) for i in range(3)
+def test_tasks_know_that_they_are_replicas_and_which() -> None:
+    """A10: and of which call, where a replica calls itself."""
+    assert values(*[lambda: (inside_replica(), replica_path(), values(*[replica_path] * 2))] * 3) == [
+        (True, (i,), [(i, 0), (i, 1)]) for i in range(3)
     ]
-    assert values(replica_path) == [(0,)]
-    assert replica_path() == ()
+    assert values(lambda: (inside_replica(), replica_path())) == [(True, (0,))]
+    run(raises(ValueError()), inside_replica)
+    assert (inside_replica(), replica_path()) == (False, ())
 
 
 def test_workers_are_kept_and_used_again_in_the_same_order() -> None:
@@ -95,15 +98,6 @@ def test_workers_are_kept_and_used_again_in_the_same_order() -> None:
     for _ in range(20):
         assert values(*[threading.get_ident] * 3) == first
     assert worker_threads() == threads
-
-
-def test_tasks_know_that_they_are_replicas() -> None:
-    """A10"""
-    assert values(*[inside_replica] * 3) == [True] * 3
-    assert values(inside_replica) == [True]
-    assert not inside_replica()
-    run(raises(ValueError()), inside_replica)
-    assert not inside_replica()
 
 
 def test_nested_calls_run_in_their_own_thread_and_do_not_wait_for_workers() -> None:
@@ -123,51 +117,34 @@ def test_nested_calls_run_in_their_own_thread_and_do_not_wait_for_workers() -> N
 def test_calls_from_several_threads_at_once() -> None:
     """F5: each has workers of its own, so that tasks of one call may wait for each other."""
     all_there = threading.Barrier(4 * 3)
-    results: dict[int, list[Any]] = {}
 
-    def caller(number: int) -> None:
-        def task(index: int) -> Callable[[], tuple[int, int]]:
-            def wait() -> tuple[int, int]:
-                all_there.wait(WAIT_S)
-                return number, index
+    def task(number: int, index: int) -> tuple[int, int]:
+        all_there.wait(WAIT_S)
+        return number, index
 
-            return wait
+    def call(number: int) -> list[Any]:
+        return values(*(partial(task, number, i) for i in range(3)))
 
-        results[number] = values(*(task(i) for i in range(3)))
-
-    callers = [threading.Thread(target=caller, args=(number,), daemon=True) for number in range(4)]
-    for thread in callers:
-        thread.start()
-    for thread in callers:
-        thread.join(WAIT_S)
-        assert not thread.is_alive(), "it hangs"
-    assert results == {number: [(number, index) for index in range(3)] for number in range(4)}
+    with ThreadPoolExecutor(4) as callers:
+        results = list(callers.map(call, range(4)))
+    assert results == [[(number, index) for index in range(3)] for number in range(4)]
 
 
 # ---- errors ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_an_exception_is_an_outcome(which: int) -> None:
-    """F1: the same object; the other tasks' results are there too."""
-    error = KeyError("a", 1)
-    tasks: list[Callable[[], Any]] = [lambda: "done"] * 3
-    tasks[which] = raises(error)
-    outcomes = run(*tasks)
-    for i, outcome in enumerate(outcomes):
-        assert outcome.error is (error if i == which else None)
-        assert outcome.value == (None if i == which else "done")
-
-
-def test_every_exception_is_an_outcome() -> None:
-    """F2"""
-    errors = [ValueError(i) for i in range(3)]
-    assert [outcome.error for outcome in run(*map(raises, errors))] == errors
+@pytest.mark.parametrize("failing", [{0}, {1}, {2}, {0, 1, 2}])
+def test_an_exception_is_an_outcome(failing: set[int]) -> None:
+    """F1, F2: the same object; the other tasks' results are there too."""
+    errors = [KeyError("a", i) if i in failing else None for i in range(3)]
+    outcomes = run(*(raises(error) if error else lambda: "done" for error in errors))
+    assert [outcome.error for outcome in outcomes] == errors
+    assert [outcome.value for outcome in outcomes] == [None if error else "done" for error in errors]
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_what_is_no_exception_is_raised_and_the_next_call_works(kind: type[BaseException], which: int) -> None:
+def test_interrupts_are_raised_and_the_next_call_works(kind: type[BaseException], which: int) -> None:
     """F3: the same object, at once."""
     error = kind("now")
     tasks: list[Callable[[], Any]] = [lambda: "done"] * 3
@@ -177,16 +154,6 @@ def test_what_is_no_exception_is_raised_and_the_next_call_works(kind: type[BaseE
     assert caught.value is error
     assert in_time(lambda: values(*[lambda: "again"] * 3)) == ["again"] * 3
     assert not inside_replica()
-
-
-def test_an_interrupt_in_a_worker_does_not_wait_for_another_worker() -> None:
-    """F3: raised promptly, although the third task is still busy."""
-    release = threading.Event()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            in_time(lambda: run(lambda: 0, raises(KeyboardInterrupt()), lambda: release.wait(2 * WAIT_S)))
-    finally:
-        release.set()
 
 
 @pytest.mark.parametrize("interrupt", [lambda: signal.raise_signal(signal.SIGINT), _thread.interrupt_main])
@@ -213,7 +180,7 @@ def test_ctrl_c_while_workers_are_busy(interrupt: Callable[[], None]) -> None:
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this system cannot signal a thread")
 def test_ctrl_c_while_the_caller_waits_for_a_result() -> None:
-    """F3: the caller's own task has ended; the worker whose result it waits for goes on for ever."""
+    """F3: the caller's own task has ended; the worker whose result it waits for never ends."""
     main = threading.main_thread()
     assert threading.current_thread() is main
     stop = threading.Event()
@@ -256,41 +223,17 @@ def test_an_abandoned_worker_ends_silently(monkeypatch: pytest.MonkeyPatch, when
     assert [args.exc_type for args in printed] == []
 
 
-def test_a_worker_that_cannot_take_the_callers_state_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """F1, R14: such as a device that fails when it is made current, as a GPU does after an error."""
-    caller: list[int] = []
-    real = ThreadState.applied
+def test_a_worker_that_cannot_take_the_callers_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F1, R14: such as a device that fails when it is made current, as a GPU does after an error.
 
-    def applied(self: ThreadState) -> Any:
-        if threading.get_ident() not in caller:
-            raise RuntimeError("no such state here")
-        return real(self)
-
-    monkeypatch.setattr(ThreadState, "applied", applied)
-    monkeypatch.setattr(threading, "excepthook", lambda args: None)
-
-    def call() -> list[Outcome[Any]]:
-        caller.append(threading.get_ident())
-        return run(lambda: 0, lambda: 1)
-
-    try:
-        errors = [outcome.error for outcome in in_time(call)]
-    except RuntimeError as error:  # raised, or the task's outcome: both reach the caller
-        errors = [error]
-    monkeypatch.undo()
-    assert "no such state here" in str(errors)
-    assert values(lambda: 0, lambda: 1) == [0, 1]
-
-
-def test_who_waits_for_a_task_that_cannot_begin_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """F1: what surrounds a task is entered before the caller's state is taken over, and left if that fails."""
+    `around` is entered before the caller's state is set, and left if that fails: so it can wake a task that waits.
+    """
 
     @contextlib.contextmanager
     def fails(self: ThreadState) -> Any:
         raise RuntimeError("no such state here")
         yield
 
-    monkeypatch.setattr(ThreadState, "applied", fails)
     left = [threading.Event(), threading.Event()]
 
     @contextlib.contextmanager
@@ -300,15 +243,19 @@ def test_who_waits_for_a_task_that_cannot_begin_is_told(monkeypatch: pytest.Monk
         finally:
             left[index].set()
 
-    outcomes = in_time(lambda: run_together([lambda: left[1].wait(WAIT_S), lambda: True], [CPU] * 2, around))
+    with monkeypatch.context() as patch:
+        patch.setattr(ThreadState, "applied", fails)
+        outcomes = in_time(lambda: run_together([lambda: left[1].wait(WAIT_S), lambda: True], [CPU] * 2, around))
     assert outcomes[0].value is True
     assert "no such state here" in str(outcomes[1].error)
     assert left[0].is_set()
+    assert values(lambda: 0, lambda: 1) == [0, 1]
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_what_surrounds_a_task_is_in_its_thread_and_sees_its_error(count: int) -> None:
-    seen: dict[int, tuple[int, BaseException | None]] = {}
+def test_the_context_of_a_task_is_in_its_thread_and_sees_its_error(count: int) -> None:
+    seen: dict[int, tuple[int, BaseException]] = {}
+    idents: dict[int, int] = {}
 
     @contextlib.contextmanager
     def around(index: int) -> Any:
@@ -318,16 +265,11 @@ def test_what_surrounds_a_task_is_in_its_thread_and_sees_its_error(count: int) -
             seen[index] = (threading.get_ident(), error)
             raise
 
-    idents: dict[int, int] = {}
+    def fail(index: int) -> None:
+        idents[index] = threading.get_ident()
+        raise ValueError(index)
 
-    def task(index: int) -> Callable[[], None]:
-        def fail() -> None:
-            idents[index] = threading.get_ident()
-            raise ValueError(index)
-
-        return fail
-
-    outcomes = run_together([task(i) for i in range(count)], [CPU] * count, around)
+    outcomes = run_together([partial(fail, i) for i in range(count)], [CPU] * count, around)
     assert seen == {i: (idents[i], outcome.error) for i, outcome in enumerate(outcomes)}
 
 
@@ -335,11 +277,8 @@ def test_what_surrounds_a_task_is_in_its_thread_and_sees_its_error(count: int) -
 
 
 def num_threads_of_a_new_thread() -> int:
-    found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
-    thread.start()
-    thread.join()
-    return found[0]
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(torch.get_num_threads).result()
 
 
 @pytest.fixture
@@ -375,61 +314,31 @@ def test_a_change_by_the_caller_is_followed() -> None:
 
 
 @pytest.mark.usefixtures("four_threads")
-def test_overlapping_calls_leave_the_number_of_threads_as_it_was() -> None:
+@pytest.mark.parametrize("asked_for", [None, 1])
+def test_overlapping_calls_leave_the_number_of_threads_as_it_was(asked_for: int | None) -> None:
     """R14, F5: narrated.
 
-    1. caller A runs; its replicas have one thread each
-    2. caller B, a thread that has not used torch yet, calls too
-    3. A ends, then B: everybody has the four threads again, B included
-    """
-    b_may_call, a_may_end, b_may_end = threading.Event(), threading.Event(), threading.Event()
-    after: list[int] = []
+    1. thread B asks for one thread and calls, or has not used torch yet
+    2. caller A runs; its replicas have one thread each
+    3. B calls
+    4. A ends, then B: A has its four threads again, and B one if it asked for one, else four
 
-    def caller_b() -> None:
-        assert b_may_call.wait(WAIT_S)
-
-        def task() -> None:
-            a_may_end.set()
-            assert b_may_end.wait(WAIT_S)
-
-        run(*[task] * 4)
-        after.append(torch.get_num_threads())
-
-    def task_of_a() -> None:
-        b_may_call.set()
-        assert a_may_end.wait(WAIT_S)
-
-    b = threading.Thread(target=caller_b, daemon=True)
-    b.start()
-    run(*[task_of_a] * 4)
-    b_may_end.set()
-    b.join(WAIT_S)
-    assert not b.is_alive()
-    assert torch.get_num_threads() == 4
-    assert num_threads_of_a_new_thread() == 4
-    assert after == [4]
-
-
-@pytest.mark.usefixtures("four_threads")
-def test_a_thread_with_a_number_of_its_own_keeps_it() -> None:
-    """R14, F5: it has asked for one thread, which is also what the replicas of an overlapping call have.
-
-    It has called before. (Of a thread that has not, nobody can tell whether it asked for one or began with one.)
+    (Of a thread that calls for the first time, it is unknown whether it asked for one or began with one.)
     """
     b_is_ready, b_may_call, a_may_end, b_may_end = (threading.Event() for _ in range(4))
     after: list[int] = []
 
+    def task_of_b() -> None:
+        a_may_end.set()
+        assert b_may_end.wait(WAIT_S)
+
     def caller_b() -> None:
-        torch.set_num_threads(1)
-        run(lambda: None, lambda: None)
+        if asked_for is not None:
+            torch.set_num_threads(asked_for)
+            run(lambda: None, lambda: None)
         b_is_ready.set()
         assert b_may_call.wait(WAIT_S)
-
-        def task() -> None:
-            a_may_end.set()
-            assert b_may_end.wait(WAIT_S)
-
-        run(*[task] * 4)
+        run(*[task_of_b] * 4)
         after.append(torch.get_num_threads())
 
     def task_of_a() -> None:
@@ -444,8 +353,8 @@ def test_a_thread_with_a_number_of_its_own_keeps_it() -> None:
     b_may_end.set()
     b.join(WAIT_S)
     assert not b.is_alive()
-    assert after == [1]
-    assert torch.get_num_threads() == 4
+    assert after == [asked_for or 4]
+    assert torch.get_num_threads() == num_threads_of_a_new_thread() == 4
 
 
 # ---- memory ----------------------------------------------------------------------------------------
@@ -461,8 +370,6 @@ def test_workers_keep_nothing_alive() -> None:
     Many times, with another thread that asks for its turn as often as it can: a worker that drops its job only after it
     has handed over the result is late some of the time.
     """
-    gc.collect()
-    gc.disable()
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     ended = threading.Event()
@@ -474,26 +381,29 @@ def test_workers_keep_nothing_alive() -> None:
     spinner = threading.Thread(target=spin)
     spinner.start()
     try:
-        for _ in range(300):
-            thing, result = Thing(), Thing()
-            references = [weakref.ref(thing), weakref.ref(result)]
-            tasks = [lambda t=thing, r=result: (t, r)] * 3
-            outcomes = run(*tasks)
-            del tasks, outcomes, thing, result
-            assert [reference() for reference in references] == [None, None]
-        gc.collect()  # other threads of the process, the test runner's own, leave garbage in so long a time
-        run(*[Thing] * 3)
-        assert gc.collect() == 0
+        with no_garbage():
+            for _ in range(300):
+                thing, result = Thing(), Thing()
+                references = [weakref.ref(thing), weakref.ref(result)]
+                tasks = [lambda t=thing, r=result: (t, r)] * 3
+                outcomes = run(*tasks)
+                del tasks, outcomes, thing, result
+                assert [reference() for reference in references] == [None, None]
+            gc.collect()  # other threads of the process, the test runner's own, leave garbage in so long a time
+            run(*[Thing] * 3)
     finally:
         ended.set()
         spinner.join()
         sys.setswitchinterval(interval)
-        gc.enable()
 
 
+@pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
-def test_errors_leave_no_cycles(kind: type[BaseException]) -> None:
-    """N10, F1: what a failing task held goes with the exception, without the garbage collector."""
+def test_errors_leave_no_cycles(kind: type[BaseException], nested: bool) -> None:
+    """N10, F1: what a failing task held is freed with the exception, without the garbage collector.
+
+    Nested tasks run in their caller's thread; a traceback refers to the frames in between.
+    """
     held: list[weakref.ref[Thing]] = []
 
     def fails() -> None:
@@ -501,45 +411,22 @@ def test_errors_leave_no_cycles(kind: type[BaseException]) -> None:
         held.append(weakref.ref(thing))
         raise kind
 
-    def once() -> None:
+    def call() -> None:
         with contextlib.suppress(KeyboardInterrupt):
             run(fails, lambda: 1, lambda: 2)
 
+    def once() -> None:
+        if nested:
+            values(call, call)
+        else:
+            call()
+        run(*[lambda: None] * 3)  # an abandoned worker ends in its own time
+
     once()
-    gc.collect()
-    gc.disable()
-    try:
+    with no_garbage():
         held.clear()
         once()
-        run(*[lambda: None] * 3)  # an abandoned worker ends in its own time
-        assert [reference() for reference in held] == [None]
-        assert gc.collect() == 0
-    finally:
-        gc.enable()
-
-
-def test_errors_of_nested_calls_leave_no_cycles() -> None:
-    """N10, F1: inside a task, where the tasks run in the caller's thread; a traceback refers to its frames."""
-    held: list[weakref.ref[Thing]] = []
-
-    def fails() -> None:
-        thing = Thing()
-        held.append(weakref.ref(thing))
-        raise ValueError
-
-    def nested() -> None:
-        assert [type(outcome.error) for outcome in run(fails, fails)] == [ValueError] * 2
-
-    values(nested, nested)
-    gc.collect()
-    gc.disable()
-    try:
-        held.clear()
-        values(nested, nested)
-        assert [reference() for reference in held] == [None] * 4
-        assert gc.collect() == 0
-    finally:
-        gc.enable()
+        assert [reference() for reference in held] == [None] * (1 + nested)
 
 
 # ---- processes -------------------------------------------------------------------------------------
@@ -559,10 +446,9 @@ def run_script(script: str, timeout_s: float = 60.0) -> subprocess.CompletedProc
 def test_a_fork_has_workers_of_its_own() -> None:
     """F5: after the parent has used workers, forward and backward, and while it has some."""
     done = run_script("""
-        import os, threading, warnings
+        import os, warnings
         import torch
         import manyhands
-        from manyhands.runtime.thread_pool import run_together
 
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks in a process with threads
         model = manyhands.DataParallel(torch.nn.Linear(4, 2), ["cpu"] * 3)
@@ -580,21 +466,24 @@ def test_a_fork_has_workers_of_its_own() -> None:
     assert (done.returncode, done.stdout) == (0, "child 0\n"), done.stderr
 
 
-EXITS = {
-    "sys.exit in the first task": ("sys.exit(0)", 0),
-    "Ctrl-C in the first task, caught": ("signal.raise_signal(signal.SIGINT)", 0),
-}
+BACKWARD = "weight = torch.randn(300, 300, requires_grad=True); (weight @ weight).sum().backward()"
+SMALL = "torch.ones(5).sum()"
+RUN = "run_together([first, endless, endless], [torch.device('cpu')] * 3)"
+IN_A_DAEMON_THREAD = f"threading.Thread(target=lambda: {RUN}, daemon=True).start(); busy.wait(30)"
 
 
-@pytest.mark.parametrize("how", EXITS)
 @pytest.mark.parametrize(
-    "work",
-    ["weight = torch.randn(300, 300, requires_grad=True); (weight @ weight).sum().backward()", "torch.ones(5).sum()"],
-    ids=["autograd", "small operations"],
+    ("work", "first", "call"),
+    [
+        (BACKWARD, "sys.exit(0)", RUN),
+        (SMALL, "sys.exit(0)", RUN),
+        (BACKWARD, "signal.raise_signal(signal.SIGINT)", RUN),
+        (BACKWARD, "threading.Event().wait()", IN_A_DAEMON_THREAD),  # the caller itself is outside torch
+    ],
+    ids=["sys.exit", "small operations", "Ctrl-C, caught", "daemon thread"],
 )
-def test_the_interpreter_exits_while_a_worker_is_busy(how: str, work: str) -> None:
+def test_the_interpreter_exits_while_a_worker_is_busy(work: str, first: str, call: str) -> None:
     """F5, F3: status 0, nothing on stderr: no abort, no noise."""
-    ending, status = EXITS[how]
     done = run_script(f"""
         import signal, sys, threading
         import torch
@@ -607,18 +496,16 @@ def test_the_interpreter_exits_while_a_worker_is_busy(how: str, work: str) -> No
             while True:
                 {work}
 
-        def ends():
+        def first():
             busy.wait(30)
-            {ending}
+            {first}
 
         try:
-            run_together([ends, endless, endless], [torch.device("cpu")] * 3)
+            {call}
         except KeyboardInterrupt:
             pass
     """)
-    assert "terminate called" not in done.stderr
-    assert done.returncode == status, done.stderr
-    assert done.stderr == ""
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_ctrl_c_ends_a_program_as_python_does() -> None:
@@ -645,33 +532,8 @@ def test_ctrl_c_ends_a_program_as_python_does() -> None:
     assert done.stderr.count("Traceback") == 1, done.stderr
 
 
-def test_the_interpreter_exits_while_a_daemon_thread_trains() -> None:
-    """F5: a caller that is itself a daemon thread; its workers are busy when the program ends."""
-    done = run_script("""
-        import threading
-        import torch
-        from manyhands.runtime.thread_pool import run_together
-
-        going = threading.Event()
-
-        def endless():
-            going.set()
-            while True:
-                weight = torch.randn(200, 200, requires_grad=True)
-                (weight @ weight).sum().backward()
-
-        def call():  # the caller itself is outside torch
-            run_together([threading.Event().wait, endless, endless], [torch.device("cpu")] * 3)
-
-        threading.Thread(target=call, daemon=True).start()
-        going.wait(30)
-    """)
-    assert "terminate called" not in done.stderr
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 def test_workers_end_with_the_interpreter() -> None:
-    """F5: idle ones are told to end, and have ended, when atexit is through."""
+    """F5: idle ones are stopped, and have ended, when atexit is through."""
     done = run_script("""
         import atexit, threading
 
@@ -688,30 +550,14 @@ def test_workers_end_with_the_interpreter() -> None:
 
 def test_stopping_waits_for_all_workers_no_longer_than_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """F5: several stuck workers share one deadline."""
-    if not hasattr(thread_pool, "_EXIT_WAIT_S"):
-        pytest.fail("the deadline has another name: adapt this test")
-    waits: list[float | None] = []
-    pool = thread_pool._Pool()
-
-    class StuckThread:
-        ident = None
-
-        def join(self, timeout: float | None = None) -> None:
-            waits.append(timeout)
-            clock[0] += timeout or 0.0
-
-        def is_alive(self) -> bool:
-            return True
-
-    class StuckWorker:
-        def __init__(self) -> None:
-            self.thread = StuckThread()
-            self.inbox: Any = type("Inbox", (), {"put": staticmethod(lambda job: None)})
-
     clock = [0.0]
+
+    def join(timeout: float) -> None:
+        clock[0] += timeout
+
+    stuck = SimpleNamespace(ident=None, join=join, is_alive=lambda: True)
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    pool._busy = [StuckWorker() for _ in range(7)]  # type: ignore[misc]
+    pool = thread_pool._Pool()
+    pool._busy = [SimpleNamespace(thread=stuck, inbox=SimpleQueue()) for _ in range(7)]  # type: ignore[misc]
     pool.stop()
-    assert waits
-    assert sum(wait or 0.0 for wait in waits) <= thread_pool._EXIT_WAIT_S
+    assert 0 < clock[0] <= thread_pool._EXIT_WAIT_S

@@ -14,6 +14,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.in_time import in_time
 from manyhands import DataParallel, parallel_apply
 from manyhands.runtime.thread_state import ThreadState, modes_that_stay
 
@@ -64,31 +65,47 @@ def inference_with_grad() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def set_for_good(setter: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
+    """For what is set without a context: undone at the end."""
+    setter(value)
+    yield
+    setter(before)
+
+
+def simulated_default_device() -> torch.device:
+    import manyhands.testing  # noqa: F401 - it makes sim:1 known
+
+    return torch.device("sim:1")
+
+
+def inference_and_grad() -> tuple[bool, bool]:
+    return torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+
+def autocast() -> tuple[bool, torch.dtype, bool]:
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+
+
 LOOKS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "no_grad": (torch.no_grad, torch.is_grad_enabled),
     "enable_grad": (torch.enable_grad, torch.is_grad_enabled),
-    "inference_mode": (torch.inference_mode, lambda: (torch.is_inference_mode_enabled(), torch.is_grad_enabled())),
-    "grad in inference_mode": (
-        inference_with_grad,
-        lambda: (torch.is_inference_mode_enabled(), torch.is_grad_enabled()),
-    ),
-    "autocast bf16": (
-        lambda: torch.autocast("cpu", torch.bfloat16),
-        lambda: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()),
-    ),
-    "autocast fp16, no cache": (
-        lambda: torch.autocast("cpu", torch.float16, cache_enabled=False),
-        lambda: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()),
-    ),
+    "inference_mode": (torch.inference_mode, inference_and_grad),
+    "grad in inference_mode": (inference_with_grad, inference_and_grad),
+    "autocast bf16": (lambda: torch.autocast("cpu", torch.bfloat16), autocast),
+    "autocast fp16, no cache": (lambda: torch.autocast("cpu", torch.float16, cache_enabled=False), autocast),
     "matmul under autocast": (
         lambda: torch.autocast("cpu", torch.bfloat16),
         lambda: (torch.ones(2, 2) @ torch.ones(2, 2)).dtype,
     ),
-    "default device": (
-        lambda: torch.device("meta"),
-        lambda: (torch.get_default_device(), torch.ones(1).device),
-    ),
+    "default device": (lambda: torch.device("meta"), lambda: (torch.get_default_device(), torch.ones(1).device)),
     "default device cpu": (lambda: torch.device("cpu"), lambda: torch.ones(1).device),
+    "set_default_device": (lambda: set_for_good(torch.set_default_device, "meta", None), torch.get_default_device),
+    "simulated default device": (simulated_default_device, lambda: str(torch.ones(1).device)),
+    "set_default_dtype": (
+        lambda: set_for_good(torch.set_default_dtype, torch.float64, torch.get_default_dtype()),
+        lambda: torch.ones(1).dtype,
+    ),
     "contextvar": (lambda: variable_set("something"), variable.get),
     "hooks disabled": (
         lambda: disable_saved_tensors_hooks("not here"),
@@ -99,42 +116,15 @@ LOOKS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 @pytest.mark.parametrize("name", LOOKS)
 def test_every_replica_sees_the_callers_state(name: str) -> None:
-    """R14: and is back as it was in the next call."""
+    """R14: and is back as it was in the next call. (The default dtype belongs to the process.)"""
     enter, look = LOOKS[name]
     before = look()
     with enter():
         expected = look()
+        assert expected != before or name in ("enable_grad", "default device cpu")
         assert in_every_replica(look) == [expected] * 3
         assert look() == expected
     assert in_every_replica(look) == [before] * 3
-
-
-def test_default_dtype_is_seen() -> None:
-    """R14: it belongs to the process."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert in_every_replica(lambda: torch.ones(1).dtype) == [torch.float64] * 3
-    finally:
-        torch.set_default_dtype(before)
-
-
-def test_set_default_device_is_seen() -> None:
-    """R14: not only the context manager."""
-    torch.set_default_device("meta")
-    try:
-        assert in_every_replica(lambda: torch.ones(1).device.type) == ["meta"] * 3
-    finally:
-        torch.set_default_device(None)
-    assert in_every_replica(lambda: torch.ones(1).device.type) == ["cpu"] * 3
-
-
-def test_a_simulated_default_device_is_seen() -> None:
-    """R14"""
-    import manyhands.testing  # noqa: F401 - it makes sim:1 known
-
-    with torch.device("sim:1"):
-        assert in_every_replica(lambda: str(torch.ones(1).device)) == ["sim:1"] * 3
 
 
 def test_flush_denormal_is_seen() -> None:
@@ -176,28 +166,39 @@ def model() -> DataParallel:
     return DataParallel(SeesThread().double(), ["cpu"] * 3)
 
 
-def test_bf16_autocast_in_a_step() -> None:
-    """R14: outputs and gradients are the plain module's under bf16 autocast; torch's own use fp16."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
-    wrapped = DataParallel(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)), ["cpu"] * 2)
-    wrapped.module.load_state_dict(plain.state_dict())
-    x = torch.randn(8, 6)
-    for module in (plain, wrapped):
+def step(
+    module: nn.Module, forward: Callable[[], Any] = NOTHING, backward: Callable[[], Any] = NOTHING
+) -> list[torch.Tensor]:
+    """Return the output and the gradients of one step, of which both halves are in a context."""
+    module.zero_grad()
+    x = torch.arange(21, dtype=torch.float64).sin().view(7, 3)
+    with forward():
+        output = module(x)
+    with backward():
+        output.pow(2).sum().backward()
+    return [output.detach(), *(parameter.grad for parameter in module.parameters())]
+
+
+def test_bf16_autocast_in_a_step(model: DataParallel) -> None:
+    """R14: gradients are the plain module's under bf16 autocast; torch's own use fp16."""
+    model.float()
+    x = torch.randn(8, 3)
+    grads = []
+    for module in (model, model.module):
+        model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             output = module(x)
         assert output.dtype is torch.bfloat16
         output.float().pow(2).sum().backward()
-    for mine, theirs in zip(wrapped.module.parameters(), plain.parameters(), strict=True):
-        assert mine.grad.dtype is torch.float32
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=2e-2, atol=2e-2)
+        grads.append([parameter.grad for parameter in model.parameters()])
+    assert {grad.dtype for grad in grads[0]} == {torch.float32}
+    torch.testing.assert_close(*grads, rtol=2e-2, atol=2e-2)
 
 
 def test_saved_tensor_hooks_in_a_step(model: DataParallel) -> None:
     """R14: pack and unpack are called for what every replica saves, in the caller's thread; gradients are right."""
     packed: list[int] = []
     unpacked: list[int] = []
-    x = torch.randn(7, 3, dtype=torch.float64)
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         packed.append(threading.get_ident())
@@ -207,30 +208,10 @@ def test_saved_tensor_hooks_in_a_step(model: DataParallel) -> None:
         unpacked.append(threading.get_ident())
         return tensor
 
-    with saved_tensors_hooks(pack, unpack):
-        output = model(x)
-    output.sum().backward()
+    results = step(model, lambda: saved_tensors_hooks(pack, unpack))
     assert set(packed) == set(unpacked) == {threading.get_ident()}
     assert len(unpacked) == len(packed)
-    mine = [p.grad.clone() for p in model.module.parameters()]
-    model.zero_grad()
-    model.module(x).sum().backward()
-    for grad, parameter in zip(mine, model.module.parameters(), strict=True):
-        torch.testing.assert_close(grad, parameter.grad)
-
-
-def test_save_on_cpu_and_hooks_disabled_in_a_step(model: DataParallel) -> None:
-    """R14"""
-    x = torch.randn(7, 3, dtype=torch.float64)
-    for context in (save_on_cpu(), disable_saved_tensors_hooks("no hooks here")):
-        model.zero_grad()
-        with context:
-            model(x).sum().backward()
-        mine = [p.grad.clone() for p in model.module.parameters()]
-        model.zero_grad()
-        model.module(x).sum().backward()
-        for grad, parameter in zip(mine, model.module.parameters(), strict=True):
-            torch.testing.assert_close(grad, parameter.grad)
+    torch.testing.assert_close(results, step(model.module))
 
 
 # ---- modes that stay in the caller's thread --------------------------------------------------------
@@ -261,11 +242,9 @@ def test_modes_that_stay_are_known() -> None:
     assert not modes_that_stay()
     with torch.device("cpu"):
         assert not modes_that_stay()
-    for mode in (CountsOperations(), CountsFunctions()):
-        with mode:
+    for enter in (CountsOperations, CountsFunctions, forward_ad.dual_level):
+        with enter():
             assert modes_that_stay()
-    with forward_ad.dual_level():
-        assert modes_that_stay()
     assert torch.func.vmap(lambda x: x * modes_that_stay())(torch.ones(2)).tolist() == [1.0, 1.0]
     assert not modes_that_stay()
 
@@ -273,23 +252,29 @@ def test_modes_that_stay_are_known() -> None:
 @pytest.mark.parametrize("make_mode", [CountsOperations, CountsFunctions])
 def test_dispatch_and_function_modes_see_every_replica(model: DataParallel, make_mode: Callable[[], Any]) -> None:
     """R14: replicas run in the caller's thread, with right outputs and gradients."""
-    x = torch.randn(7, 3, dtype=torch.float64)
-    with make_mode() as mode:
-        output = model(x)
-        output.pow(2).sum().backward()
+    mode = make_mode()
+    results = step(model, lambda: mode, lambda: mode)
     assert mode.count == 3
     assert set(model.module.threads) == {threading.get_ident()}
-    mine = [p.grad.clone() for p in model.module.parameters()]
-    model.zero_grad()
-    expected = model.module(x)
-    expected.pow(2).sum().backward()
-    torch.testing.assert_close(output, expected)
-    for grad, parameter in zip(mine, model.module.parameters(), strict=True):
-        torch.testing.assert_close(grad, parameter.grad)
+    torch.testing.assert_close(results, step(model.module))
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward"),
+    [
+        (save_on_cpu, NOTHING),
+        (lambda: disable_saved_tensors_hooks("no hooks here"), NOTHING),
+        (NOTHING, CountsOperations),  # forward in the workers, backward under a mode of the caller's
+    ],
+    ids=["save_on_cpu", "hooks disabled", "a mode in backward only"],
+)
+def test_a_step_under_a_mode(model: DataParallel, forward: Callable[[], Any], backward: Callable[[], Any]) -> None:
+    """R14"""
+    torch.testing.assert_close(step(model, forward, backward), step(model.module))
 
 
 def test_shares_hold_under_a_mode_too() -> None:
-    """R14, S2: the plain composition splits rows as the wrapper was told to."""
+    """R14, S2: the plain composition splits rows by the wrapper's shares."""
     seen: list[int] = []
 
     class Sees(nn.Module):
@@ -304,25 +289,15 @@ def test_shares_hold_under_a_mode_too() -> None:
     assert torch.equal(output, torch.arange(12.0))
 
 
-def test_a_mode_that_is_entered_before_backward(model: DataParallel) -> None:
-    """R14: forward in the workers, backward under a mode of the caller's."""
-    x = torch.randn(7, 3, dtype=torch.float64)
-    loss = model(x).pow(2).sum()
-    with CountsOperations():
-        loss.backward()
-    mine = [p.grad.clone() for p in model.module.parameters()]
-    model.zero_grad()
-    model.module(x).pow(2).sum().backward()
-    for grad, parameter in zip(mine, model.module.parameters(), strict=True):
-        torch.testing.assert_close(grad, parameter.grad)
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own use
 def test_func_transforms(model: DataParallel) -> None:
-    """R14: torch.func's grad, vmap, jvp, jacrev over a wrapped module."""
-    plain = model.module
-    x = torch.randn(4, 3, dtype=torch.float64)
-    v = torch.randn(4, 3, dtype=torch.float64)
+    """R14: torch.func's grad, vmap, jvp, jacrev over a wrapped module; forward-mode AD by hand."""
+    x, v = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+
+    def forward_mode(f: Callable[..., torch.Tensor]) -> torch.Tensor:
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(f(forward_ad.make_dual(x, v))).tangent
+
     transforms: list[Callable[[Callable[..., torch.Tensor]], Any]] = [
         lambda f: torch.func.grad(lambda x: f(x).pow(2).sum())(x),
         lambda f: torch.func.vmap(f)(torch.stack([x, v])),
@@ -330,20 +305,10 @@ def test_func_transforms(model: DataParallel) -> None:
         lambda f: torch.func.jacrev(f)(x),
         lambda f: torch.func.vjp(f, x)[1](torch.ones(4, 2, dtype=torch.float64))[0],
         lambda f: torch.func.hessian(lambda x: f(x).pow(2).sum())(x),
+        forward_mode,
     ]
     for transform in transforms:
-        torch.testing.assert_close(transform(model), transform(plain))
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own use
-def test_forward_mode_ad(model: DataParallel) -> None:
-    """R14"""
-    x, v = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(x, v)
-        tangent = forward_ad.unpack_dual(model(dual)).tangent
-        expected = forward_ad.unpack_dual(model.module(dual)).tangent
-    torch.testing.assert_close(tangent, expected)
+        torch.testing.assert_close(transform(model), transform(model.module))
 
 
 # ---- the class -------------------------------------------------------------------------------------
@@ -353,18 +318,14 @@ def test_capture_and_applied() -> None:
     """R14: what one thread captures, another one has while `applied` lasts, and not longer."""
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         state = ThreadState.capture()
-    found: list[Any] = []
 
-    def look() -> None:
+    def look() -> list[tuple[bool, bool]]:
         def now() -> tuple[bool, bool]:
             return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
 
-        found.append(now())
+        before = now()
         with state.applied():
-            found.append(now())
-        found.append(now())
+            within = now()
+        return [before, within, now()]
 
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join()
-    assert found == [(True, False), (False, True), (True, False)]
+    assert in_time(look) == [(True, False), (False, True), (True, False)]

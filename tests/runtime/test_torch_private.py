@@ -1,9 +1,11 @@
-"""Every private call of torch: what it says in each situation, and what is said where a torch lacks it."""
+"""Every private call of torch: its result in each situation, and its fallback where a torch lacks it."""
 
+import contextlib
 import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +31,15 @@ class FunctionMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextlib.contextmanager
+def lacking(owner: Any, *names: str) -> Iterator[None]:
+    """A release of torch that has no such things."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.delattr(owner, name, raising=False)
+        yield
+
+
 class AsksInBackward(torch.autograd.Function):
     answers: list[bool]
 
@@ -50,15 +61,15 @@ def answers_of_two_backwards() -> list[bool]:
     return AsksInBackward.answers
 
 
-def test_backward_keeps_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_keeps_graph() -> None:
     """N10"""
     assert answers_of_two_backwards() == [True, False]
-    monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
-    assert answers_of_two_backwards() == [True, True]
+    with lacking(torch._C._autograd, "_get_current_graph_task_keep_graph"):
+        assert answers_of_two_backwards() == [True, True]
 
 
 class AsksWhereItGoes(torch.autograd.Function):
-    """Adds two tensors; notes whether backward goes on to each, and whether it runs each one's node."""
+    """Adds two tensors; notes whether backward reaches each, and whether it runs each one's node."""
 
     answers: list[tuple[bool, bool]]
 
@@ -73,7 +84,7 @@ class AsksWhereItGoes(torch.autograd.Function):
         return grad, grad
 
 
-def test_where_backward_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_backward_goes() -> None:
     """C4, C6"""
     leaf, base = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     away, handed_out, runs = (False, False), (True, False), (True, True)
@@ -91,41 +102,70 @@ def test_where_backward_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert answers(grad=[base]) == [away, runs]
     assert answers(grad=[leaf, base]) == [handed_out, runs]
     assert answers(inputs=[leaf]) == [runs, away]
-    monkeypatch.delattr(torch._C, "_will_engine_execute_node")
-    assert answers(grad=[leaf]) == [runs, runs]
+    with lacking(torch._C, "_will_engine_execute_node"):
+        assert answers(grad=[leaf]) == [runs, runs]
 
 
-def test_saved_tensor_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R14"""
-    assert not torch_private.has_saved_tensor_hooks()
-    with saved_tensors_hooks(lambda t: t, lambda t: t):
-        assert torch_private.has_saved_tensor_hooks()
-    assert not torch_private.has_saved_tensor_hooks()
-    monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks", raising=False)
-    assert not torch_private.has_saved_tensor_hooks()
-    with saved_tensors_hooks(lambda t: t, lambda t: t):
-        assert torch_private.has_saved_tensor_hooks()
-        assert torch_private.has_saved_tensor_hooks()
-        assert torch_private.saved_tensor_hooks_disabled() is None
-        with monkeypatch.context() as without:
-            without.delattr(torch._C._autograd, "_saved_tensors_hooks_disable")
-            assert not torch_private.has_saved_tensor_hooks()
-    assert not torch_private.has_saved_tensor_hooks()
-    with disable_saved_tensors_hooks("not now"):
+@pytest.mark.parametrize(
+    ("question", "active", "owner", "names"),
+    [
+        (
+            torch_private.has_saved_tensor_hooks,
+            lambda: saved_tensors_hooks(lambda t: t, lambda t: t),
+            torch._C._autograd,
+            ("_top_saved_tensors_default_hooks", "_saved_tensors_hooks_disable"),
+        ),
+        (
+            torch_private.saved_tensor_hooks_disabled,
+            lambda: disable_saved_tensors_hooks("not now"),
+            torch._C._autograd,
+            ("_saved_tensors_hooks_get_disabled_error_message",),
+        ),
+        (torch_private.has_dispatch_modes, Mode, torch._C, ("_len_torch_dispatch_stack",)),
+        (torch_private.has_transforms, forward_ad.dual_level, torch._C._functorch, ("maybe_current_level",)),
+        (torch_private.function_modes, FunctionMode, torch._C, ("_len_torch_function_stack",)),
+        (torch_private.function_modes, FunctionMode, torch.overrides, ("_get_current_function_mode_stack",)),
+    ],
+)
+def test_what_is_active_in_a_thread(question: Callable[[], Any], active: Any, owner: Any, names: Sequence[str]) -> None:
+    """R14: nothing, where this torch cannot tell."""
+    nothing = question()
+    assert nothing in (False, None, [])
+    with active():
+        assert question()
+        with lacking(owner, *names):
+            assert question() == nothing
+    assert question() == nothing
+
+
+def test_hooks_of_older_releases() -> None:
+    """R14: torch lets a thread disable hooks only while it has none; asking leaves them as they are."""
+    with lacking(torch._C._autograd, "_top_saved_tensors_default_hooks"):
+        assert not torch_private.has_saved_tensor_hooks()
+        with saved_tensors_hooks(lambda t: t, lambda t: t):
+            assert torch_private.has_saved_tensor_hooks()
+            assert torch_private.has_saved_tensor_hooks()
+            assert torch_private.saved_tensor_hooks_disabled() is None
+        assert not torch_private.has_saved_tensor_hooks()
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_hooks_that_are_disabled(older: bool) -> None:
+    """R14: the message says so; and then there are none."""
+    names = ["_top_saved_tensors_default_hooks"] if older else []
+    with disable_saved_tensors_hooks("not now"), lacking(torch._C._autograd, *names):
         assert not torch_private.has_saved_tensor_hooks()
         assert torch_private.saved_tensor_hooks_disabled() == "not now"
 
 
-def test_batched_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batched_gradients() -> None:
     """N3: inside vmap, and where many gradients are asked for at once."""
     seen: list[bool] = []
-    plain = torch.ones(3)
-    assert not torch_private.is_batched(plain)
+    assert not torch_private.is_batched(torch.ones(3))
 
     def look(tensor: torch.Tensor) -> torch.Tensor:
         seen.append(torch_private.is_batched(tensor))
-        with monkeypatch.context() as without:
-            without.delattr(torch._C, "_functorch")
+        with lacking(torch._C, "_functorch"):
             seen.append(torch_private.is_batched(tensor))
         return tensor
 
@@ -137,50 +177,15 @@ def test_batched_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [True, False, True, False]
 
 
-def test_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """N1: what may be written into."""
-    tensor = torch.ones(3)
-    assert torch_private.owns_its_memory(tensor)
-    alias = tensor.detach()
-    assert not torch_private.owns_its_memory(tensor)
-    del alias
-    assert torch_private.owns_its_memory(tensor)
-    view = tensor[:2]
-    assert not torch_private.owns_its_memory(view)
-    del tensor
-    monkeypatch.delattr(torch._C, "_storage_Use_Count")
-    assert not torch_private.owns_its_memory(torch.ones(3))
-
-
-def test_saved_tensor_hooks_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_function_modes_and_the_default_device() -> None:
     """R14"""
-    assert torch_private.saved_tensor_hooks_disabled() is None
-    with disable_saved_tensors_hooks("not now"):
-        assert torch_private.saved_tensor_hooks_disabled() == "not now"
-        assert not torch_private.has_saved_tensor_hooks()
-        with monkeypatch.context() as without:
-            without.delattr(torch._C._autograd, "_saved_tensors_hooks_get_disabled_error_message")
-            assert torch_private.saved_tensor_hooks_disabled() is None
-    assert torch_private.saved_tensor_hooks_disabled() is None
-
-
-def test_function_modes_and_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R14"""
-    assert torch_private.function_modes() == []
     with torch.device("cpu"):
         (mode,) = torch_private.function_modes()
         assert torch_private.is_default_device(mode)
         with FunctionMode() as inner:
             assert torch_private.function_modes() == [mode, inner]
             assert not torch_private.is_default_device(inner)
-        with monkeypatch.context() as without:
-            without.delattr(torch._C, "_len_torch_function_stack")
-            assert torch_private.function_modes() == []
-        with monkeypatch.context() as without:
-            without.delattr(torch.overrides, "_get_current_function_mode_stack")
-            assert torch_private.function_modes() == []
-        with monkeypatch.context() as without:
-            without.delattr(torch.utils._device, "DeviceContext")
+        with lacking(torch.utils._device, "DeviceContext"):
             assert not torch_private.is_default_device(mode)
             assert torch_private.default_device() is None
 
@@ -203,18 +208,7 @@ def test_default_device() -> None:
     assert torch_private.default_device() is None
 
 
-def test_has_dispatch_modes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R14"""
-    assert not torch_private.has_dispatch_modes()
-    with Mode():
-        assert torch_private.has_dispatch_modes()
-        with monkeypatch.context() as without:
-            without.delattr(torch._C, "_len_torch_dispatch_stack")
-            assert not torch_private.has_dispatch_modes()
-    assert not torch_private.has_dispatch_modes()
-
-
-def test_has_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transforms_of_torch_func() -> None:
     """R14"""
     answers: list[bool] = []
 
@@ -222,16 +216,9 @@ def test_has_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
         answers.append(torch_private.has_transforms())
         return x.sum()
 
-    assert not torch_private.has_transforms()
     torch.func.grad(ask)(torch.ones(2))
     torch.func.vmap(ask)(torch.ones(2, 2))
-    with forward_ad.dual_level():
-        assert torch_private.has_transforms()
-    assert not torch_private.has_transforms()
     assert answers == [True, True]
-    with forward_ad.dual_level(), monkeypatch.context() as without:
-        without.delattr(torch._C._functorch, "maybe_current_level")
-        assert not torch_private.has_transforms()
 
 
 def test_without_post_accumulate_hooks() -> None:
@@ -251,52 +238,52 @@ def test_without_post_accumulate_hooks() -> None:
         pass
 
 
-def test_is_compiled() -> None:
+def test_what_is_compiled() -> None:
     """R13: what the ways to compile leave in a module's attributes."""
-    module = nn.Linear(2, 2)
-    assert not torch_private.is_compiled(module.forward)
-    assert torch_private.is_compiled(torch.compile(module, backend="eager").__dict__["forward"])
-    assert torch_private.is_compiled(torch.compile(module.forward, backend="eager"))
-    module.compile(backend="eager")
-    assert torch_private.is_compiled(module.__dict__["_compiled_call_impl"])
-    assert not any(map(torch_private.is_compiled, [module, None, test_is_compiled, "text"]))
+    plain, in_place = nn.Linear(2, 2), nn.Linear(2, 2)
+    in_place.compile(backend="eager")
+    compiled = torch.compile(plain, backend="eager")
+    assert torch_private.is_compiled(compiled.__dict__["forward"])
+    assert torch_private.is_compiled(torch.compile(plain.forward, backend="eager"))
+    assert torch_private.is_compiled(in_place.__dict__["_compiled_call_impl"])
+    assert not any(map(torch_private.is_compiled, [plain, plain.forward, None, lacking, "text"]))
+    assert torch_private.has_compiled_call(in_place)
+    assert torch_private.has_compiled_call(compiled)
+    assert not torch_private.has_compiled_call(plain)
 
 
 def test_compiled_code_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R13: said to torch once; where torch has no such switch, nothing happens."""
-    said: list[bool] = []
+    """R13: set once; where torch has no such switch, nothing happens."""
+    calls: list[bool] = []
     if not hasattr(torch._C._dynamo.eval_frame, "_set_lru_cache"):
         pytest.skip("this torch has no torch._C._dynamo.eval_frame._set_lru_cache")
     torch_private.keep_compiled_code_in_order.cache_clear()
-    monkeypatch.setattr(torch._C._dynamo.eval_frame, "_set_lru_cache", said.append)
+    monkeypatch.setattr(torch._C._dynamo.eval_frame, "_set_lru_cache", calls.append)
     torch_private.keep_compiled_code_in_order()
     torch_private.keep_compiled_code_in_order()
-    assert said == [False]
+    assert calls == [False]
     torch_private.keep_compiled_code_in_order.cache_clear()
-    monkeypatch.delattr(torch._C._dynamo.eval_frame, "_set_lru_cache")
-    torch_private.keep_compiled_code_in_order()
+    with lacking(torch._C._dynamo.eval_frame, "_set_lru_cache"):
+        torch_private.keep_compiled_code_in_order()
     torch_private.keep_compiled_code_in_order.cache_clear()
 
 
-def test_owns_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owns_its_memory() -> None:
     """N1: a view, its base, a detached alias and a parameter's data share memory; a fresh tensor does not."""
-    fresh = torch.ones(4)
-    assert torch_private.owns_its_memory(fresh)
-    also_fresh = fresh
+    fresh = also_fresh = torch.ones(4)
     assert torch_private.owns_its_memory(also_fresh)
-    alias = fresh.detach()
-    assert not torch_private.owns_its_memory(fresh)
-    assert not torch_private.owns_its_memory(alias)
-    del alias
-    assert torch_private.owns_its_memory(fresh)
-    view = fresh[:2]
-    assert not torch_private.owns_its_memory(fresh)
-    assert not torch_private.owns_its_memory(view)
-    sparse = torch.ones(2, 2).to_sparse()
-    assert not torch_private.owns_its_memory(sparse)
-    del view
-    monkeypatch.delattr(torch._C, "_storage_Use_Count")
-    assert not torch_private.owns_its_memory(fresh)
+    assert torch_private.num_references(fresh.untyped_storage()) == 2, "the tensor, and the storage object that asks"
+    for make in (torch.Tensor.detach, lambda tensor: tensor[:2]):
+        alias = make(fresh)
+        assert torch_private.num_references(fresh.untyped_storage()) == 3
+        assert not torch_private.owns_its_memory(fresh)
+        assert not torch_private.owns_its_memory(alias)
+        del alias
+        assert torch_private.owns_its_memory(fresh)
+    assert not torch_private.owns_its_memory(torch.ones(2, 2).to_sparse())
+    with lacking(torch._C, "_storage_Use_Count"):
+        assert not torch_private.owns_its_memory(fresh)
+        assert torch_private.num_references(fresh.untyped_storage()) is None
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -312,17 +299,6 @@ def test_clones(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
             assert copy is not tensor
             assert copy.layout != torch.strided or copy.data_ptr() != tensor.data_ptr() or not tensor.numel()
             assert copy.layout != torch.strided or copy.stride() == tensor.stride()
-
-
-def test_num_references(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tensors on a storage, and the storage object that asks."""
-    tensor = torch.ones(4)
-    assert torch_private.num_references(tensor.untyped_storage()) == 2
-    view = tensor[:2]
-    assert torch_private.num_references(tensor.untyped_storage()) == 3
-    del view
-    monkeypatch.delattr(torch._C, "_storage_Use_Count")
-    assert torch_private.num_references(tensor.untyped_storage()) is None
 
 
 @pytest.mark.parametrize("present", [True, False])
@@ -373,21 +349,21 @@ def test_what_backward_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     torch_private.import_what_backward_imports()
 
 
-def test_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flatten_registered() -> None:
     class Cache:
         def __init__(self, keys: list[int]) -> None:
             self.keys = keys
 
     register: Any = torch.utils._pytree.register_pytree_node
     register(Cache, lambda cache: (cache.keys, None), lambda keys, _: Cache(keys), serialized_type_name="test.Private")
-    taken = torch_private.taken_apart(Cache([1, 2]))
+    taken = torch_private.flatten_registered(Cache([1, 2]))
     assert taken is not None
     children, rebuild, context = taken
     assert (children, context) == ([1, 2], None)
     assert rebuild([3]).keys == [3]
-    assert torch_private.taken_apart(object()) is None
-    monkeypatch.delattr(torch.utils._pytree, "SUPPORTED_NODES")
-    assert torch_private.taken_apart(Cache([1, 2])) is None
+    assert torch_private.flatten_registered(object()) is None
+    with lacking(torch.utils._pytree, "SUPPORTED_NODES"):
+        assert torch_private.flatten_registered(Cache([1, 2])) is None
 
 
 def test_catch_operations() -> None:
@@ -399,6 +375,7 @@ def test_catch_operations() -> None:
         import threading, torch
         from torch import nn
         from torch.nn import functional as F
+        from torch.nn.attention.flex_attention import flex_attention
         from manyhands.runtime.torch_private import catch_operations
 
         caught = []
@@ -428,9 +405,6 @@ def test_catch_operations() -> None:
             def backward(ctx, grad):
                 return grad + torch.empty(4).bernoulli_(0.5)
 
-        def backward():
-            DrawsInBackward.apply(torch.ones(4, requires_grad=True)).sum().backward()
-
         def in_a_thread():
             thread = threading.Thread(target=draw)
             thread.start()
@@ -442,21 +416,19 @@ def test_catch_operations() -> None:
             assert calls_of(draw) == [0.75]
             assert draw().grad_fn is not None
             assert calls_of(lambda: lstm(torch.ones(3, 2))) == [0.5]
-            assert calls_of(backward) == [0.5]
+            assert calls_of(DrawsInBackward.apply(torch.ones(4, requires_grad=True)).sum().backward) == [0.5]
             assert calls_of(in_a_thread) == []
             torch.cond(torch.ones(()) > 0, torch.sin, torch.cos, (torch.ones(3),))
             with context():
                 assert calls_of(draw) == [0.75]
             assert calls_of(draw) == [0.75]
-            from torch.nn.attention.flex_attention import flex_attention
             flex_attention(*[torch.ones(1, 1, 4, 8)] * 3)
         assert calls_of(draw) == []
-        print("done")
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=300, check=False
     )
-    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -477,7 +449,7 @@ def test_catch_operations_where_torch_lacks_it(monkeypatch: pytest.MonkeyPatch, 
     assert torch_private.catch_operations({}) is None
 
 
-def test_is_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_tracing() -> None:
     """N6: while torch.compile and export record operations, but not in any dispatch mode."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -491,22 +463,19 @@ def test_is_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
     ask(torch.ones(2))
     with Mode():
         ask(torch.ones(2))
-    assert answers == [False, False]
     make_fx(ask)(torch.ones(2))
     with FakeTensorMode():
         ask(torch.ones(2))
-        with monkeypatch.context() as without:
-            without.delattr(torch._C, "_get_dispatch_mode")
+        with lacking(torch._C, "_get_dispatch_mode"):
             answers.append(torch_private.is_tracing())
     assert answers == [False, False, True, True, False]
 
 
-def test_is_default_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_default_generator() -> None:
     """N6"""
     assert torch_private.is_default_generator(torch.default_generator)
-    assert not torch_private.is_default_generator(torch.Generator())
-    assert not torch_private.is_default_generator(torch.default_generator.clone_state())
-    assert not torch_private.is_default_generator(object())  # type: ignore[arg-type]
+    for other in (torch.Generator(), torch.default_generator.clone_state(), object()):
+        assert not torch_private.is_default_generator(other)  # type: ignore[arg-type]
 
 
 def test_redirect_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -533,7 +502,7 @@ def test_redirect_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not hasattr(torch.random, "default_generator")
 
 
-def test_parametrizations_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parametrizations_not_cached() -> None:
     class Counting(nn.Module):
         calls = 0
 
@@ -551,19 +520,8 @@ def test_parametrizations_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
         assert Counting.calls == 3
         _ = layer.weight
         assert Counting.calls == 3, "what had been cached is still there"
-    with torch_private.parametrizations_not_cached():
-        _ = layer.weight
-    monkeypatch.delattr(nn.utils.parametrize, "_cache_enabled")
-    with torch_private.parametrizations_not_cached():
-        pass
-
-
-def test_has_compiled_call() -> None:
-    plain, in_place = nn.Linear(2, 2), nn.Linear(2, 2)
-    in_place.compile(backend="eager")
-    assert not torch_private.has_compiled_call(plain)
-    assert torch_private.has_compiled_call(in_place)
-    assert torch_private.has_compiled_call(torch.compile(plain, backend="eager"))
+    with lacking(nn.utils.parametrize, "_cache_enabled"), torch_private.parametrizations_not_cached():
+        assert Counting.calls == 3
 
 
 def test_hooks_of_every_module() -> None:
@@ -613,7 +571,7 @@ def test_process_groups(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("local_world_size", ["2", "4"])
-def test_what_nccl_is_told_while_a_group_is_made(monkeypatch: pytest.MonkeyPatch, local_world_size: str) -> None:
+def test_the_environment_while_a_group_of_nccl_is_made(monkeypatch: pytest.MonkeyPatch, local_world_size: str) -> None:
     """That errors are the caller's, and where to listen: not in a job over several machines. And only then."""
     seen: dict[str, str] = {}
 
@@ -643,9 +601,9 @@ def test_what_nccl_is_told_while_a_group_is_made(monkeypatch: pytest.MonkeyPatch
     before = dict(os.environ)
     group = torch_private.process_group("nccl", None, 0, 2)
     assert dict(os.environ) == before
-    told = {name: value for name, value in seen.items() if before.get(name) != value}
-    assert told.pop("NCCL_SOCKET_IFNAME", None) == ("lo" if local_world_size == "4" else None)
-    assert told == {
+    changed = {name: value for name, value in seen.items() if before.get(name) != value}
+    assert changed.pop("NCCL_SOCKET_IFNAME", None) == ("lo" if local_world_size == "4" else None)
+    assert changed == {
         "TORCH_NCCL_BLOCKING_WAIT": "1",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_ENABLE_MONITORING": "0",

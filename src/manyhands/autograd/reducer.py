@@ -21,11 +21,10 @@ from typing import TypeAlias
 import torch
 
 from manyhands.runtime import torch_private
+from manyhands.runtime.buckets import LARGE_BYTES
 
 Emit: TypeAlias = Callable[[int, torch.Tensor], None]
 NOTHING_EARLY: tuple[Emit, Set[int]] = (lambda k, total: None, frozenset())
-
-_LARGE_BYTES = 1 << 16  # a smaller gradient is not worth a call into Python during backward
 
 
 @contextlib.contextmanager
@@ -47,7 +46,7 @@ def reduce_early(
     handles = []
     for k, of_tensor in enumerate(tensors):
         leaves = [leaf for leaf in of_tensor if leaf is not None]
-        worth_it = k in reduced or (len(leaves) > 1 and leaves[0].nbytes >= _LARGE_BYTES)
+        worth_it = k in reduced or (len(leaves) > 1 and leaves[0].nbytes >= LARGE_BYTES)
         if leaves and worth_it and len({leaf.device for leaf in leaves}) == 1:
             running = _RunningSum(len(leaves), partial(emit, k) if k in reduced else None)
             sums.append((leaves, running))

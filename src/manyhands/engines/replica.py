@@ -15,10 +15,10 @@ from manyhands.autograd.broadcast import broadcast_coalesced
 from manyhands.autograd.replica_graph import BoundaryTensor, ReplicaGraphs
 from manyhands.engines.base import Call
 from manyhands.primitives.batch_types import batch_type_of
+from manyhands.primitives.blueprint import Blueprint
 from manyhands.primitives.outputs import Group
 from manyhands.primitives.placements import Placement, Replicate
 from manyhands.primitives.references import INERT
-from manyhands.primitives.replicate import Blueprint
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.streams import Copies

@@ -39,10 +39,11 @@ from manyhands.engines.replica import (
     stamped,
 )
 from manyhands.primitives import pytree
+from manyhands.primitives.blueprint import Blueprint, collector_paused
 from manyhands.primitives.outputs import Outputs
 from manyhands.primitives.parallel_apply import values_or_raise
 from manyhands.primitives.placements import Replicate
-from manyhands.primitives.replicate import Blueprint, check_device, collector_paused, unchanged_on_failure
+from manyhands.primitives.replicate import check_device, unchanged_on_failure
 from manyhands.runtime import devices as _devices
 from manyhands.runtime.rng import own_streams
 from manyhands.runtime.streams import Copies

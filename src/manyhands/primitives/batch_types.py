@@ -1,11 +1,11 @@
 """Batches of other kinds: values with rows that are neither tensors nor containers of tensors.
 
-A packed sequence, a batch of graphs: how its rows are counted, how it is split and how it is joined, only its own
-library knows. `register_batch_type` tells manyhands, once, for a class and its subclasses; `torch`'s own
-`PackedSequence` is registered here.
+Only the library of a packed sequence or a batch of graphs knows how to count, split and join its rows.
+`register_batch_type` registers these functions for a class and its subclasses; torch's own `PackedSequence` is
+registered here.
 
-Splitting and joining happen in the caller's thread and in the caller's graph, so that gradients flow through them. What
-crosses to the replicas and back are the tensors inside; `BatchType.parts` finds them.
+Batches are split and joined in the caller's thread and in the caller's graph, so that gradients flow through. Only the
+tensors inside are copied to the replicas and back; `BatchType.parts` finds them.
 """
 
 import io
@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-# The tensors inside a value, and what makes a value like it from others in their place.
+# The tensors inside a value, and a function that makes a value like it with other tensors in their place.
 Parts = tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Any]]
 
 
 @dataclass(frozen=True)
 class BatchType:
-    """How a class of batches is counted, split, joined and looked into."""
+    """How to count, split and join the rows of a class of batches, and how to find the tensors inside."""
 
     scatter: Callable[[Any, Sequence[int]], Sequence[Any]]
     gather: Callable[[Sequence[Any]], Any]
@@ -39,7 +39,7 @@ def register_batch_type(
     gather: Callable[[Sequence[Any]], Any],
     rows: Callable[[Any], int] = len,
 ) -> None:
-    """Tell how batches of a class are split among replicas, and joined again.
+    """Register how batches of a class are split among replicas, and joined again.
 
         >>> class Sentences:
         ...     def __init__(self, words):
@@ -54,17 +54,17 @@ def register_batch_type(
         [torch.Size([3, 7]), torch.Size([2, 7])]
 
     Args:
-        cls: the class; its subclasses are included. A class that was registered before is registered anew.
+        cls: the class; its subclasses are included. A second call for a class replaces the first.
         scatter: from a batch and the replicas' row counts to one batch a replica. Differentiable if made of torch's
             operations. Tensors in its results are then copied to the replicas' devices.
         gather: from the replicas' outputs of the class, in order and on one device, to one.
         rows: the number of rows of a batch.
 
-    Instances must be ones that `pickle` can take apart; their tensors are found that way.
+    `pickle` must be able to serialise instances; their tensors are found that way.
 
     Raises:
-        TypeError: `cls` is no class, or is one that is split as it is (a tensor, tuple, list, dict); something else is
-            not callable.
+        TypeError: `cls` is no class, or is one that needs no registration (a tensor, tuple, list, dict); another
+            argument is not callable.
     """
     if not isinstance(cls, type) or cls in (object, torch.Tensor, tuple, list, dict):
         raise TypeError(f"cls={cls!r}: expected a class of your own or of a library")
@@ -75,21 +75,23 @@ def register_batch_type(
 
 
 def batch_type_of(value: object) -> BatchType | None:
-    """Return how batches of the value's class are split; None if it is no registered class."""
+    """Return the batch type of the value's class; None if the class is not registered."""
     kind = type(value)
     if kind in _registered:
         return _registered[kind]
     return next((_registered[cls] for cls in kind.__mro__ if cls in _registered), None)
 
 
-# What pickle would look up by name is handed over as it is, so that classes of a notebook or a function work too.
+# What pickle would look up by name is kept as it is, so that classes of a notebook or a function work too.
 _BY_REFERENCE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 
 
 def _parts_by_pickle(value: Any) -> Parts:
-    """Take any picklable value apart, whatever it keeps its tensors in."""
+    """Return the parts of any picklable value, wherever it holds its tensors."""
     tensors: list[torch.Tensor] = []
-    makers: list[Callable[[Sequence[torch.Tensor]], Any]] = []  # of what is not pickled, from tensors like `tensors`
+    makers: list[
+        Callable[[Sequence[torch.Tensor]], Any]
+    ] = []  # of parts that are not pickled, from tensors like `tensors`
     places: dict[int, int] = {}  # id -> its maker
 
     class Taker(pickle.Pickler):
@@ -104,7 +106,7 @@ def _parts_by_pickle(value: Any) -> Parts:
 
     def maker_of(part: Any, inner: BatchType | None) -> Callable[[Sequence[torch.Tensor]], Any]:
         start = len(tensors)
-        if inner is not None:  # it may leave some of its tensors where they are
+        if inner is not None:  # its own batch type may leave some of its tensors in place
             own, rebuild_inner = inner.parts(part)
             tensors.extend(own)
             return lambda new: rebuild_inner(new[start : start + len(own)])
@@ -118,12 +120,13 @@ def _parts_by_pickle(value: Any) -> Parts:
         Taker(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     except Exception as error:
         error.add_note(
-            f"a registered batch type is taken to the replicas by pickle, and this {type(value).__name__} cannot be"
+            "a registered batch type is sent to the replicas by pickle, which cannot serialise this "
+            f"{type(value).__name__}"
         )
         raise
 
     def rebuild(new_tensors: Sequence[torch.Tensor]) -> Any:
-        made = [make(new_tensors) for make in makers]  # once each: what was one object stays one
+        made = [make(new_tensors) for make in makers]  # once each, so that what was one object stays one object
 
         class Giver(pickle.Unpickler):
             def persistent_load(self, place: int) -> Any:
@@ -158,7 +161,7 @@ def _gather_packed(parts: Sequence[PackedSequence]) -> PackedSequence:
 
 
 def _parts_of_packed(packed: PackedSequence) -> Parts:
-    """Take out all tensors but `batch_sizes`, which stays on the CPU."""
+    """Return all tensors but `batch_sizes`, which stays on the CPU."""
     indices = [i for i in (packed.sorted_indices, packed.unsorted_indices) if i is not None]
 
     def rebuild(tensors: Sequence[torch.Tensor]) -> PackedSequence:

@@ -1,8 +1,8 @@
-"""What the caller says about a call's tensors: which axis holds the rows (`in_dims`, `out_dims`), and what becomes of
-0-dim outputs (`scalars`).
+"""Rules for a call's tensors: which axis holds the rows (`in_dims`, `out_dims`), and how 0-dim outputs are joined
+(`scalars`).
 
-All three are written like the value they speak of, as far down as needed: one entry stands for everything below it,
-as in `torch.func.vmap`. `spread` turns such a rule into one entry a leaf.
+All three are nested like the value that they describe, as far down as needed: one entry applies to everything below
+it, as in `torch.func.vmap`. `spread` turns such a rule into one entry a leaf.
 """
 
 import inspect
@@ -20,9 +20,9 @@ class OutputRules:
     """How outputs are joined.
 
     Attributes:
-        dim: the axis of the rows where `out_dims` does not say.
-        out_dims: `...` (left out), or axes in a form like the output.
-        scalars: "stack", "mean", "sum" or "mean:name", or these in a form like the output.
+        dim: the axis of the rows where `out_dims` has no entry.
+        out_dims: `...` (left out), or axes nested like the output.
+        scalars: "stack", "mean", "sum" or "mean:name", or these nested like the output.
     """
 
     dim: int
@@ -68,10 +68,10 @@ def spread_inputs(
         in_dims: `...` for `dim` everywhere; an int or None for all inputs; a tuple with one entry a positional input
             (keyword inputs then have `dim`); or a dict with inputs' names as keys, or the positions of positional
             ones (all others have `dim`).
-        function: what is called: it knows the names of positional inputs.
+        function: the function that is called; its signature gives the names of positional inputs.
 
     Raises:
-        ValueError: an entry that matches no input, or is not nested like it; says which.
+        ValueError: an entry that matches no input, or is not nested like it; names it.
     """
     if not isinstance(in_dims, tuple | list | Mapping):
         axis = dim if in_dims is ... else in_dims
@@ -97,7 +97,7 @@ def _by_position(
     """Return `in_dims` with the names of inputs that were given by position replaced by these positions."""
     try:
         parameters = list(inspect.signature(function).parameters.values()) if function is not None else []
-    except (TypeError, ValueError):  # a function that does not tell
+    except (TypeError, ValueError):  # a function without a signature
         parameters = []
     kinds = inspect.Parameter
     positions = [p.name for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
@@ -128,7 +128,7 @@ def spread(rule: Any, value: Any, default: Any, argument: str) -> list[Any]:
     [1, 0, None, None, 7]
 
     Raises:
-        ValueError: a rule that names what is not there, or goes further down than the value does.
+        ValueError: a rule that names an entry that the value lacks, or is nested further than the value.
     """
     return list(_spread(rule, value, default, argument))
 

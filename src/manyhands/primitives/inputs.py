@@ -12,7 +12,7 @@ from manyhands.primitives.dims import spread_inputs
 from manyhands.primitives.placements import Placement, Replicate, Shard, Single
 from manyhands.runtime import devices as _devices
 
-# From a tensor and how it is parted to what each replica gets for it.
+# Makes each replica's part from a tensor and its placement.
 Place = Callable[[torch.Tensor, Placement], Sequence[Any]]
 
 
@@ -20,7 +20,7 @@ class Arguments:
     """The inputs of one call, leaf by leaf, and where each holds its rows.
 
     Attributes:
-        rows: how many rows the call has; None where nothing has rows (0-dim tensors, whole ones, or none at all).
+        rows: how many rows the call has; None if nothing has rows (no tensors, 0-dim ones, or ones that are not split).
         leaves: every leaf of the inputs, positional ones first.
 
     Raises:
@@ -61,25 +61,25 @@ class Arguments:
             each = ", ".join(f"{path} has {count}" for path, count in counts.items())
             raise ValueError(
                 f"cannot scatter tensors with different numbers of rows: {each}. Give every tensor the rows of the "
-                "batch (tensor.expand), or say where rows are and what is to go whole to every replica: "
+                "batch (tensor.expand), or name the axis of the rows, and None for what every replica gets whole: "
                 "DataParallel(..., in_dims={'x': 0, 'table': None})."
             )
         self.rows = next(iter(counts.values()), None)
 
     def deal(self, sizes: Sequence[int], place: Place) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Return each replica's positional and keyword inputs: `sizes[i]` rows for replica i; what is no tensor, as is.
+        """Return each replica's positional and keyword inputs: `sizes[i]` rows for replica i; other values unchanged.
 
         Args:
             sizes: one a replica.
-            place: from a tensor and how it is parted to what each replica gets for it.
+            place: makes each replica's part from a tensor and its placement.
         """
         dealt = [self._parts(leaf, axis, sizes, place) for leaf, axis in zip(self.leaves, self._axes, strict=True)]
         return [self._with_leaves([parts[index] for parts in dealt]) for index in range(len(sizes))]
 
     def first_rows(self, rows: int) -> "Arguments | None":
-        """Return arguments with so many of these rows, copied, the first again and again if there are fewer.
+        """Return arguments with the first `rows` rows, copied; if there are fewer, they are repeated.
 
-        None where inputs of a registered class have fewer: what their rows are is not known here.
+        None if inputs of a registered class have fewer: their rows cannot be repeated here.
         """
 
         def first(leaf: Any, axis: int | None) -> Any:
@@ -92,13 +92,10 @@ class Arguments:
 
         if (self.rows or 0) < rows and any(batch_type_of(leaf) is not None for leaf in self.leaves):
             return None
-        other = copy.copy(self)
-        other.leaves = [first(leaf, axis) for leaf, axis in zip(self.leaves, self._axes, strict=True)]
-        other.rows = rows
-        return other
+        return self._mapped(first, rows)
 
     def with_rows(self, rows: int) -> "Arguments":
-        """Return arguments like these with so many rows, of zeros."""
+        """Return arguments like these with `rows` rows of zeros."""
 
         def like(leaf: Any, axis: int | None) -> Any:
             if not isinstance(leaf, torch.Tensor) or axis is None or not leaf.dim():
@@ -107,8 +104,12 @@ class Arguments:
             shape[axis] = rows
             return leaf.new_zeros(shape)
 
+        return self._mapped(like, rows)
+
+    def _mapped(self, function: Callable[[Any, int | None], Any], rows: int) -> "Arguments":
+        """Return arguments whose leaves are `function(leaf, axis)`, with `rows` rows."""
         other = copy.copy(self)
-        other.leaves = [like(leaf, axis) for leaf, axis in zip(self.leaves, self._axes, strict=True)]
+        other.leaves = [function(leaf, axis) for leaf, axis in zip(self.leaves, self._axes, strict=True)]
         other.rows = rows
         return other
 
@@ -138,7 +139,7 @@ class Arguments:
 
 
 def _placed(shard: Any, index: int, place: Place) -> Any:
-    """Return a shard of a registered batch type with its tensors placed at the replica that alone has them."""
+    """Return a shard of a registered batch type with its tensors placed at replica `index`, which alone has them."""
 
     def place_one(tensor: torch.Tensor) -> Any:
         return place(tensor, Single(index))[index]

@@ -1,4 +1,4 @@
-"""Outputs: what the replicas returned, matched leaf by leaf, and the one value that it is joined to."""
+"""Outputs: the replicas' outputs, matched leaf by leaf and joined into one value."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from manyhands.runtime.errors import warn_once
 class Group:
     """Tensors of the replicas' outputs that belong together, and how they are joined.
 
-    `tensors[i]` is replica i's; None where it has none or where another's counts.
+    `tensors[i]` is replica i's; None if it has none, or if only another replica's counts.
     """
 
     tensors: tuple[torch.Tensor | None, ...]
@@ -36,7 +36,7 @@ class Outputs:
     """
 
     def __init__(self, outputs: Sequence[Any], rules: OutputRules, sizes: Sequence[int] | None) -> None:
-        """Match outputs; `sizes` are the replicas' rows, None where nobody knows (then there is no "mean")."""
+        """Match outputs; `sizes` are the replicas' rows, None if unknown (then there is no "mean")."""
         self.groups: list[Group] = []
         self._first = outputs[0]
         self._sizes = sizes
@@ -47,7 +47,7 @@ class Outputs:
         axes = spread(rules.out_dims, self._first, rules.dim, "out_dims")
         scalars = spread(rules.scalars, self._first, "stack", "scalars")
         leaves = zip(self._paths, self._given, axes, scalars, strict=True)
-        # For each leaf what makes its gathered value from the joined tensors.
+        # For each leaf a function that makes its gathered value from the joined tensors.
         self._makers = [self._match(*leaf) for leaf in leaves]
 
     def put_together(self, joined: Sequence[torch.Tensor]) -> Any:
@@ -101,9 +101,9 @@ class Outputs:
         return Group(given, Shard(axis, tuple(tensor.size(axis) for tensor in given)))
 
     def _batches(self, path: str, given: tuple[Any, ...], num_counting: int) -> Callable[[Sequence[Any]], Any]:
-        """Join batches of a registered class: their tensors come out one by one, then their own rule joins them.
+        """Join batches of a registered class: their tensors are returned one by one, then the class's `gather` joins.
 
-        Only the first counts where a batch is whole, that is, the replicas agree on it.
+        Where the replicas agree on a batch (its axis is None), only the first one counts.
         """
         batch_types = [batch_type_of(value) for value in given]
         batch_type = batch_types[0]
@@ -121,7 +121,7 @@ class Outputs:
         return gathered
 
     def _weights(self, path: str, rule: str, num_replicas: int) -> tuple[float, ...]:
-        """Return each replica's weight in a 0-dim output, which sum to 1 for a mean.
+        """Return each replica's weight in a 0-dim output; for a mean they sum to 1.
 
         A mean over rows is weighted by rows; "mean:name" by the output of that name, where rows are not the unit.
         """
@@ -140,12 +140,14 @@ class Outputs:
         elif self._sizes is not None:
             amounts = [float(size) for size in self._sizes]
         else:
-            raise ValueError('scalars="mean": how many rows each replica had is not known here; gather inside forward')
+            raise ValueError(
+                'scalars="mean": the number of rows of each replica is not known here; gather inside forward'
+            )
         total = sum(amounts)
         return tuple(amount / total for amount in amounts) if total else (1 / num_replicas,) * num_replicas
 
     def _sibling(self, path: str, name: str) -> tuple[Any, ...]:
-        """Return what the replicas gave for the output called `name` that is nearest to the one at `path`."""
+        """Return the replicas' values of the output `name` that is nearest to the one at `path`."""
         for end in range(len(path), -1, -1):
             for step in (f"[{name!r}]", f".{name}", f"[{name}]"):
                 if path[:end] + step in self._paths:
@@ -183,7 +185,7 @@ def _check_alike(path: str, given: tuple[Any, ...]) -> None:
 
 
 def _check_agree(path: str, given: tuple[torch.Tensor, ...]) -> None:
-    """Check that a tensor that is said to be whole is the same in every replica, within rounding."""
+    """Check that a tensor with `out_dims` None is the same in every replica, within rounding."""
     first = given[0].detach()
     rounding = 1e-4 * first.abs().max().item() if first.is_floating_point() and first.numel() else 0.0
     for other in given[1:]:
@@ -202,9 +204,9 @@ def _is_number(value: object) -> bool:
 
 
 def _common_value(path: str, given: tuple[Any, ...], whole: bool) -> Any:
-    """Return what stands in the gathered output for the replicas' values of a leaf that is no tensor.
+    """Return the gathered value of a leaf that is no tensor.
 
-    Numbers become a list, unless the leaf is said to be `whole`: then they have to be equal, as strings have.
+    Numbers become a list, unless the leaf is `whole` (`out_dims` None): then they have to be equal, as strings have.
     """
     first = given[0]
     if any(type(value) is not type(first) for value in given):
@@ -224,7 +226,7 @@ def _common_value(path: str, given: tuple[Any, ...], whole: bool) -> Any:
 
 
 def without_rows(output: Any, rules: OutputRules) -> Any:
-    """Return an output with none of its rows: tensors along the axis that the rules name, differentiable."""
+    """Return an output with 0 rows: tensors narrowed along the axis that the rules name, differentiable."""
     axes = iter(spread(rules.out_dims, output, rules.dim, "out_dims"))
 
     def cut(leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""parallel_apply: replica i to shard i, all at once, each in a thread of its own."""
+"""parallel_apply: call replica i with shard i, all at once, each in a thread of its own."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,11 +26,11 @@ def parallel_apply(
         [tensor([1., 1.]), tensor([-1., -1., -1.])]
 
     Every call sees the caller's thread state: grad mode, autocast, default device and the rest. Several calls on the
-    CPU draw from random streams of their own, which follow from torch's random state: equal seeds, equal runs.
+    CPU draw from random streams of their own, seeded from torch's random state: equal seeds, equal runs.
 
     Args:
         modules: one module (or any callable) a call.
-        inputs: one tuple of positional inputs a call; anything else counts as the only input.
+        inputs: one tuple of positional inputs a call; anything else is the only input.
         kwargs_tup: one dict of keyword inputs a call, or None for none.
         devices: the device that is current during each call; left out, that of the call's first tensor.
 

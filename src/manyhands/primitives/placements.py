@@ -1,15 +1,14 @@
-"""Layouts: how one tensor of the caller's and the replicas' tensors belong together.
+"""Placements: how one tensor of the caller's is distributed over the replicas.
 
-A placement has two halves, `part` (from the one to the replicas) and `join` (from the replicas to the one), which are
-each
-other's adjoint: the gradient of a part is joined by the same placement, and the gradient of a join is parted by it. So
-one placement serves inputs and outputs, forward and backward, and derivatives of any order.
+A placement has two methods, `part` (from the one tensor to the replicas') and `join` (back), each the other's adjoint:
+the gradient of `part` is `join`, and the gradient of `join` is `part`. So one placement serves inputs and outputs,
+forward and backward, and derivatives of any order.
 
-    Rows        each replica has some rows of it
-    Stack       each replica has one entry of a vector
-    Whole       each replica has all of it; joined, theirs add up
-    Only        one replica has it, the others have nothing
-    Weighted    each replica has all of it times a weight; joined, a weighted sum
+    Shard          each replica has some rows of it
+    Stack          each replica has one entry of a vector
+    Replicate      each replica has all of it; joined, the replicas' tensors are summed
+    Single         one replica has it, the others have nothing
+    WeightedSum    each replica has all of it times a weight; joined, a weighted sum
 """
 
 import abc
@@ -20,10 +19,10 @@ import torch
 
 
 class Placement(abc.ABC):
-    """How one tensor and the replicas' tensors belong together.
+    """How one tensor is distributed over the replicas.
 
     Attributes:
-        needs_every_part: whether a replica's missing part must be made up with zeros before joining.
+        needs_every_part: whether a missing part must be replaced by zeros before joining.
     """
 
     needs_every_part = False
@@ -68,7 +67,7 @@ class Stack(Placement):
 
 
 class Replicate(Placement):
-    """A tensor of which every replica has all; its gradient is the sum of theirs."""
+    """A tensor that every replica has; its gradient is the sum of the replicas' gradients."""
 
     def part(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
         return tensor
@@ -79,7 +78,7 @@ class Replicate(Placement):
 
 @dataclass(frozen=True)
 class Single(Placement):
-    """A tensor that replica `index` alone has, or that counts from there because the replicas agree on it."""
+    """A tensor that only replica `index` has, or that is taken from it because all replicas agree."""
 
     index: int
 
@@ -96,7 +95,7 @@ class Single(Placement):
 class WeightedSum(Placement):
     """A weighted sum over the replicas.
 
-    A replica whose weight is 0 takes no part, forward and backward: its mean over nothing is NaN.
+    A replica with weight 0 is left out, forward and backward: its mean over no rows is NaN.
     """
 
     weights: tuple[float, ...]

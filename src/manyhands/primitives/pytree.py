@@ -1,8 +1,8 @@
 """Nested inputs and outputs: tuples, lists, dicts and dataclasses, to any depth, with their types kept.
 
 Everything that is not one of these containers is a *leaf*: tensors, numbers, strings, None, batches of a registered
-class (batch_types.py), and objects of classes that we know nothing about. Containers of other libraries count if
-torch's pytree registry knows them. Leaves are visited in order; a container is rebuilt as its own type, and only where
+class (batch_types.py), and objects of unknown classes. Containers of other libraries are containers if they are in
+torch's pytree registry. Leaves are visited in order; a container is rebuilt as its own type, and only where
 something inside it changed: a container without changes stays the object it was.
 """
 
@@ -73,10 +73,10 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 
 def leaves_together(values: Sequence[Any], path: str = "") -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Walk several values of one structure side by side; yield (path, the leaf of each) in the first one's order.
+    """Yield (path, the leaf of each value) for several values of one structure, in the first one's order.
 
     Raises:
-        ValueError: the structures differ; names the path, and what each of the values has there.
+        ValueError: the structures differ; names the path, and what each of the values has at that path.
     """
     inside = [children(value) for value in values]
     if all(other is None for other in inside):
@@ -98,14 +98,14 @@ def leaves_together(values: Sequence[Any], path: str = "") -> Iterator[tuple[str
 
 
 def _registered(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any] | None:
-    """Return what torch's pytree registry knows of a container that is none of the usual ones."""
+    """Return `torch_private.flatten_registered` of a container that is none of the usual ones, else None."""
     if isinstance(value, tuple | list | MutableMapping) or dataclasses.is_dataclass(value):
         return None
-    return torch_private.taken_apart(value)
+    return torch_private.flatten_registered(value)
 
 
 def disagreement(path: str, what: str, given: Sequence[object]) -> ValueError:
-    """Return the error that says that the replicas' outputs do not fit together, and what each replica gave."""
+    """Return the error for replicas' outputs that do not have one structure; it shows what each replica returned."""
     each = "; ".join(f"replica {i}: {value}" for i, value in enumerate(given))
     return ValueError(
         f"cannot gather {path or 'the output'}: replicas returned different {what} ({each}). "
@@ -114,7 +114,7 @@ def disagreement(path: str, what: str, given: Sequence[object]) -> ValueError:
 
 
 def _step(container: object, key: object) -> str:
-    """Return how the path to a child of `container` goes on: `[0]`, `['x']` or `.field`."""
+    """Return the last step of the path to a child of `container`: `[0]`, `['x']` or `.field`."""
     if isinstance(container, MutableMapping) or (isinstance(container, tuple | list) and not isinstance(key, str)):
         return f"[{key!r}]"
     return f".{key}"
@@ -129,7 +129,7 @@ def _rebuild(value: Any, new: list[Any]) -> Any:
     registered = _registered(value)
     if registered is not None:
         return registered[1](new)
-    rebuilt: Any = copy.copy(value)  # keeps what a subclass has beside its children
+    rebuilt: Any = copy.copy(value)  # keeps a subclass's other attributes
     if isinstance(value, list):
         rebuilt[:] = new
         return rebuilt

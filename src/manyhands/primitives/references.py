@@ -1,14 +1,14 @@
 """References from a module's attributes to live modules and tensors, and how a replica's attributes get its own.
 
-A replica starts as a copy of the live module's `__dict__`, and what lies in there can still point at the live module:
+A replica starts as a copy of the live module's `__dict__`, whose values can still refer to the live module:
 a bound method (`self.op = self._forward_fast`), a list of layers that is no ModuleList, a partial, a lambda that
-closes over `self`, a hook, the flat weights of an RNN. Used as it is, such an attribute would run the live module
-inside a replica: on the wrong device, and with gradients that never arrive.
+closes over `self`, a hook, the flat weights of an RNN. Unchanged, such an attribute would run the live module inside a
+replica: on the wrong device, and its gradients would be lost.
 
-`references` finds what a value points at; `rebind` returns the value with each live object replaced by the replica's.
-Both look into the same places: containers, bound methods, partials, functions' closures and defaults, weak references
-and proxies. They do not look into objects of other classes, into containers of more than `_LARGE` items (a vocabulary,
-say), or deeper than `_DEEP` levels; what hides there is found when the output's graph is walked (engines/threads.py).
+`references` finds what a value refers to; `rebind` returns the value with each live object replaced by the replica's.
+Both search the same places: containers, bound methods, partials, functions' closures and defaults, weak references and
+proxies. They do not search objects of other classes, containers of more than `_LARGE` items (such as a vocabulary), or
+more than `_DEEP` levels; what they miss is found in the output's graph (engines/threads.py).
 """
 
 import copy
@@ -32,7 +32,7 @@ _GRAPHED = (
     "module as it was before."
 )
 
-# Values of exactly these types point at nothing.
+# Values of exactly these types refer to no module or tensor.
 INERT = frozenset(
     {bool, int, float, complex, str, bytes, type(None), type, range, slice}
     | {torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format}
@@ -43,7 +43,7 @@ PROXIES = frozenset({weakref.ProxyType, weakref.CallableProxyType})
 
 
 def is_inert(value: Any) -> bool:
-    """Return whether `value` surely points at nothing, as most attributes do; a quick look."""
+    """Return whether `value` certainly refers to no module or tensor, as most attributes; a quick check."""
     kind = type(value)
     if kind in INERT:
         return True
@@ -57,7 +57,7 @@ def is_inert(value: Any) -> bool:
 
 
 def references(value: Any) -> list[nn.Module | torch.Tensor]:
-    """Return every module and tensor that `value` is or leads to, each once."""
+    """Return every module and tensor that `value` is or refers to, each once."""
     found: list[nn.Module | torch.Tensor] = []
     seen: set[int] = set()
     level = [value]
@@ -78,7 +78,7 @@ def references(value: Any) -> list[nn.Module | torch.Tensor]:
 
 
 def rebind(value: Any, replacements: Mapping[int, Any], memo: dict[int, Any] | None = None) -> Any:
-    """Return `value` with every object whose id is in `replacements` replaced; the same object if there is none.
+    """Return `value` with every object whose id is in `replacements` replaced; the same object if it refers to none.
 
     Args:
         value: an attribute's value.
@@ -93,26 +93,26 @@ def rebind(value: Any, replacements: Mapping[int, Any], memo: dict[int, Any] | N
         return value
     memo = {} if memo is None else memo
     if id(value) not in memo:
-        memo[id(value)] = value  # for a value that leads back to itself, until there is something better
+        memo[id(value)] = value  # for a value that refers to itself, until its replacement is made
         if any(id(reference) in replacements for reference in references(value)):
             memo[id(value)] = _rebuilt(value, replacements, memo)
     return memo[id(value)]
 
 
 def referent(proxy: Any) -> Any:
-    """Return what a weak proxy stands for; None if it has gone, or cannot be told."""
+    """Return the object of a weak proxy; None if it has been freed, or is unknown."""
     try:
-        return proxy.__repr__.__self__  # nothing but a bound method tells
+        return proxy.__repr__.__self__  # only a bound method has it
     except (ReferenceError, AttributeError):
         return None
 
 
 def _is_live(value: Any) -> bool:
-    return type(value) not in PROXIES and isinstance(value, nn.Module | torch.Tensor)  # proxies say they are instances
+    return type(value) not in PROXIES and isinstance(value, nn.Module | torch.Tensor)  # a proxy is an instance, too
 
 
 def _parts(value: Any) -> list[Any]:
-    """Return the values directly inside `value`, where it is of a kind that we look into."""
+    """Return the values directly inside `value`, if it is of a kind that is searched."""
     if type(value) in PROXIES:
         return [referent(value)]
     if isinstance(value, dict):
@@ -136,7 +136,7 @@ def _parts(value: Any) -> list[Any]:
 def _rebuilt(value: Any, replacements: Mapping[int, Any], memo: dict[int, Any]) -> Any:
     """Return a value like `value` with its parts rebound.
 
-    What can contain itself (lists, dicts, deques, functions) enters the memo before its parts are looked at.
+    What can contain itself (lists, dicts, deques, functions) is in the memo before its parts are rebound.
     """
 
     def new(part: Any) -> Any:
@@ -145,10 +145,10 @@ def _rebuilt(value: Any, replacements: Mapping[int, Any], memo: dict[int, Any]) 
     if type(value) in PROXIES:
         return weakref.proxy(new(referent(value)))
     if isinstance(value, dict):
-        memo[id(value)] = table = copy.copy(value)  # keeps the class, and what it has beside its items
+        memo[id(value)] = table = copy.copy(value)  # keeps the class and its other attributes
         try:
             return fill_mapping(table, value, [(new(key), new(item)) for key, item in value.items()])
-        except TypeError:  # a class that refuses to be written into: left to the look at the graph
+        except TypeError:  # a class that cannot be written into: left to the check of the graph
             memo[id(value)] = value
             return value
     if isinstance(value, list | deque):
@@ -175,7 +175,7 @@ def _rebuilt(value: Any, replacements: Mapping[int, Any], memo: dict[int, Any]) 
 def _rebuilt_function(
     function: types.FunctionType, new: Callable[[Any], Any], memo: dict[int, Any]
 ) -> types.FunctionType:
-    """Return `function` with cells of its own for what is replaced; other cells stay shared with the original."""
+    """Return `function` with new cells for what is replaced; other cells stay shared with the original."""
     cells = list(function.__closure__ or ())
     to_replace = [_is_set(cell) and bool(references(cell.cell_contents)) for cell in cells]
     closure = [types.CellType() if replace else cell for cell, replace in zip(cells, to_replace, strict=True)]

@@ -1,323 +1,17 @@
-"""replicate: copies of a module on several devices, stamped from a blueprint.
-
-A `Blueprint` is one look at a live module: its modules (each once, however often it is shared), the parameters and
-buffers in them, and the attributes that point back at the live module. It is taken anew for every use, so it is never
-stale: one pass, a microsecond or so a module. From it replicas are *stamped*: new objects of the same classes whose
-`__dict__` is a copy of the live one, with children, parameters, buffers and those attributes replaced by the
-replica's own. Nothing is called and nothing is assigned through `setattr`, so no class can notice or interfere.
-
-A replica is complete: `parameters()`, `state_dict()`, the `len()` of a ParameterList, ties and sharing are those of the
-original. Attributes that a replica assigns are its own and go with it; lists and dicts that it changes in place are
-the live module's, unless they hold modules, parameters or methods, when each replica has its own.
-"""
+"""replicate: copies of a module on several devices, linked to it for autograd."""
 
 import contextlib
-import gc
-import os
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import chain, islice
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
 
-from manyhands.primitives.references import is_inert, rebind, references
+from manyhands.primitives.blueprint import Blueprint, check_initialized, collector_paused, constant_for
 from manyhands.runtime import devices as _devices
-from manyhands.runtime import torch_private
 from manyhands.runtime.devices import DeviceLike
 
 M = TypeVar("M", bound=nn.Module)
-
-# What nn.Module itself keeps in `__dict__`, in the order in which its __init__ puts it there.
-_OWN_ATTRIBUTES = list(nn.Module().__dict__)
-_FIRST_OWN, _LAST_OWN = _OWN_ATTRIBUTES[0], _OWN_ATTRIBUTES[-1]
-_NUM_BEFORE_LAST = len(_OWN_ATTRIBUTES) - 1
-_UNINITIALIZED = {nn.UninitializedParameter, nn.UninitializedBuffer}
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-class _CollectorPause:
-    """Keeps Python's garbage collector from looking, again and again, through thousands of objects just made."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_open = 0
-        self._was_enabled = False
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._num_open += 1
-            if self._num_open == 1:
-                self._was_enabled = gc.isenabled()
-                gc.disable()
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._num_open -= 1
-            if self._num_open == 0 and self._was_enabled:
-                gc.enable()
-
-    def end(self) -> None:
-        """Forget who paused it, in the child of a fork: those threads do not exist there."""
-        if self._num_open and self._was_enabled:
-            gc.enable()
-        self.__init__()  # type: ignore[misc]
-
-
-collector_paused = _CollectorPause()
-os.register_at_fork(after_in_child=collector_paused.end)
-
-
-class Blueprint:
-    """The structure of `root` at the moment when the blueprint is made.
-
-    Attributes:
-        modules: every module of the tree, then modules that are only reachable through attributes ("hidden").
-        parameters: id -> tensor, of all that may need a gradient: parameters, and hidden leaf tensors.
-        buffers: id -> tensor, of the buffers that need none.
-        constants: id -> tensor, of plain tensors that are attributes and need no gradient. (In a list or dict they
-            stay what they are, so that a list to which replicas append is the live module's own.)
-        histories: id -> tensor, of tensors in attributes that have a history; a replica cannot use these.
-        compiled: whether torch.compile made something in there. Its functions close over the live module, and are
-            rebound like any other.
-
-    Raises:
-        RuntimeError: a lazy module that has not met its first input yet; says what to do.
-    """
-
-    def __init__(self, root: nn.Module) -> None:
-        self.root = root
-        self.modules = modules = [root]
-        self.constants: dict[int, torch.Tensor] = {}
-        self.histories: dict[int, torch.Tensor] = {}
-        self._to_rebind: dict[int, list[str]] = {}  # id of a module -> its attributes that point at something live
-        self._slots: dict[type, list[str]] = {}  # of the classes that have any
-        self._script_classes: set[type] = set()
-        self._script_attributes: list[tuple[int, str, Any]] = []  # id of a module, name and value of what points
-        self.compiled = False
-        self._num_registered = 0
-        parameters: list[torch.Tensor] = []
-        buffers: list[torch.Tensor] = []
-        found: dict[int, nn.Module | torch.Tensor] = {}
-        known = {id(root), id(None)}
-        classes: set[type] = set()
-        for module in modules:  # grows at its end
-            attributes = module.__dict__
-            if type(module) not in classes:
-                classes.add(type(module))
-                self._look_at_class(module)
-            if self._script_classes and type(module) in self._script_classes:
-                attributes = torch_private.script_parts(module)
-                self._look_at_script_attributes(module, found)
-            if children := attributes["_modules"]:
-                for child in children.values():
-                    if id(child) not in known:
-                        known.add(id(child))
-                        modules.append(child)
-            if inside := attributes["_parameters"]:
-                parameters += inside.values()
-            if inside := attributes["_buffers"]:
-                buffers += inside.values()
-            if self._slots:
-                for name in self._slots.get(type(module), ()):
-                    found.update((id(reference), reference) for reference in references(getattr(module, name, None)))
-            # Nearly always nn.Module's own attributes are the first; then the others are what comes behind them.
-            others: Iterator[tuple[str, Any]] = islice(attributes.items(), _NUM_BEFORE_LAST, None)
-            if next(iter(attributes)) != _FIRST_OWN or next(others, ("",))[0] != _LAST_OWN:
-                others = ((name, value) for name, value in attributes.items() if name not in _OWN_ATTRIBUTES)
-            for name, value in others:
-                # What the garbage collector does not track refers to nothing that it does track, as modules are.
-                if _is_tracked(value) and not is_inert(value):
-                    self._look_at_attribute(module, name, found)
-            if (
-                attributes["_forward_hooks"]
-                or attributes["_forward_pre_hooks"]
-                or attributes["_backward_hooks"]
-                or attributes["_backward_pre_hooks"]
-            ):
-                for name in HOOKS:
-                    self._look_at_attribute(module, name, found)
-            if module is modules[-1]:  # the tree is complete: now what is only reachable through attributes
-                self._num_registered = self._num_registered or len(modules)
-                hidden = [m for m in found.values() if isinstance(m, nn.Module) and id(m) not in known]
-                known.update(map(id, hidden))
-                modules.extend(hidden)
-        if not _UNINITIALIZED.isdisjoint(map(type, chain(parameters, buffers))):
-            raise _uninitialized_error(root)
-        self.parameters = {id(parameter): parameter for parameter in parameters if parameter is not None}
-        self.buffers = {id(buffer): buffer for buffer in buffers if buffer is not None}
-        self._sort_tensors(found)
-
-    @property
-    def follows_from_attributes(self) -> bool:
-        """Whether there is only the tree of registered modules: no attribute, slot or hook leads to one of them.
-
-        Then a blueprint holds as long as every module's `__dict__`, and the containers in it, hold the same objects.
-        """
-        return not (self._to_rebind or self._slots or self._script_classes or self.compiled)
-
-    def signature(self) -> list[Any]:
-        """Return what is equal for two blueprints of one root if they have the same structure.
-
-        That is: no module and no pointing attribute was exchanged, no mode switched, and the same parameters need
-        gradients.
-        """
-        return [*self.need_gradients(), *self._structure]
-
-    def need_gradients(self) -> list[bool]:
-        """Return for each of the parameters whether it needs a gradient now."""
-        return [parameter.requires_grad for parameter in self.parameters.values()]
-
-    @cached_property
-    def _structure(self) -> list[Any]:
-        """What is equal for two blueprints of one root but for parameters that have come to need gradients, or not."""
-        return [
-            *map(id, self.modules),
-            *[module.training for module in self.modules],
-            *[(module, name, id(value)) for module, name, value in self._pointing_attributes()],
-        ]
-
-    def stamp(self, tensors: Mapping[int, torch.Tensor]) -> "Stamped":
-        """Return a new replica of `root` that has `tensors[id(t)]` where the live module has tensor t.
-
-        Where `tensors` has nothing, the replica has the live tensor itself.
-        """
-        replicas: list[Any] = [*map(_new, map(type, self.modules))]
-        own: dict[int, Any] = dict(zip(map(id, self.modules), replicas, strict=True))
-        own.update(tensors)
-        parameters_differ = not tensors.keys().isdisjoint(self.parameters)
-        buffers_differ = parameters_differ or not tensors.keys().isdisjoint(self.buffers)
-        for module, replica in zip(self.modules, replicas, strict=True):
-            attributes = module.__dict__.copy()
-            if self._script_classes and type(module) in self._script_classes:
-                attributes = torch_private.script_parts(module)
-            attributes["_is_replica"] = True
-            attributes["_parameters"] = inside = attributes["_parameters"].copy()
-            if inside and parameters_differ:
-                for name, tensor in inside.items():
-                    inside[name] = own.get(id(tensor), tensor)
-            attributes["_buffers"] = inside = attributes["_buffers"].copy()
-            if inside and buffers_differ:
-                for name, tensor in inside.items():
-                    inside[name] = own.get(id(tensor), tensor)
-            attributes["_modules"] = inside = attributes["_modules"].copy()
-            if inside:
-                for name, child in inside.items():
-                    inside[name] = own.get(id(child), child)
-            _set_dict(replica, attributes)
-        root: nn.Module = replicas[0]
-        links: list[tuple[nn.Module, str, Any]] = []
-        if self._to_rebind or self._slots or self._script_attributes:
-            links = [(own[key], name, value) for key, name, value in self._pointing_attributes()]
-            # The live tensors too, where they are the replica's own: a list that holds any is each replica's own.
-            self._rebind_attributes({**self.parameters, **self.buffers, **own})
-        if len(self.modules) > self._num_registered:  # nothing else may hold what only a weak reference leads to
-            links.append((root, "_hidden_replicas", None))
-            root.__dict__["_hidden_replicas"] = replicas[self._num_registered :]
-        for replica in replicas if self._script_classes else ():
-            if type(replica) in self._script_classes:
-                torch_private.script_from_parts(replica)
-        return Stamped(root, links)
-
-    def buffers_for(self, copies: Mapping[int, torch.Tensor], *, shared: bool) -> dict[int, torch.Tensor]:
-        """Return what a replica has in place of the live buffers, for `stamp`.
-
-        Args:
-            copies: by id, copies of those buffers that cannot be where the replica is.
-            shared: whether it has the others themselves, or copies.
-        """
-        moved = {key: copies[key] for key in self.buffers.keys() & copies.keys()} if copies else {}
-        if shared:
-            return moved
-        here = {key: buffer for key, buffer in self.buffers.items() if key not in moved}
-        return {**moved, **dict(zip(here, torch_private.clones(list(here.values())), strict=True))}
-
-    def name_of(self, tensor: torch.Tensor) -> str:
-        """Return how a user would find a tensor of the live module: a parameter's name, or the attribute it is in."""
-        for name, parameter in self.root.named_parameters():
-            if parameter is tensor:
-                return f"parameter {name!r}"
-        for path, module in self.root.named_modules():
-            for name in self._to_rebind.get(id(module), ()):
-                if any(reference is tensor for reference in references(module.__dict__[name])):
-                    return f"attribute {f'{path}.{name}' if path else name!r}"
-        return f"a tensor of shape {tuple(tensor.shape)}"
-
-    def _look_at_class(self, module: nn.Module) -> None:
-        cls = type(module)
-        if torch_private.is_scripted(module):
-            if not torch_private.can_take_scripts_apart():
-                raise TypeError(
-                    f"{cls.__name__} is a ScriptModule, which cannot be replicated with torch {torch.__version__}: "
-                    "wrap the Python module that it was made from"
-                )
-            self._script_classes.add(cls)
-        self.compiled = self.compiled or torch_private.is_compiled(getattr(cls, "forward", None))
-        if cls.__basicsize__ > nn.Module.__basicsize__:
-            self._slots[cls] = list(slot_names(cls))
-
-    def _look_at_script_attributes(self, module: nn.Module, found: dict[int, nn.Module | torch.Tensor]) -> None:
-        for name, value in torch_private.script_attributes(module).items():
-            led_to = references(value)
-            if issubclass(type(value), torch.Tensor) and not value.requires_grad:
-                self.constants[id(value)] = value
-            if led_to:
-                self._script_attributes.append((id(module), name, value))
-                found.update((id(reference), reference) for reference in led_to)
-
-    def _look_at_attribute(self, module: nn.Module, name: str, found: dict[int, nn.Module | torch.Tensor]) -> None:
-        """Add what an attribute leads to to `found`; remember the attribute if it leads anywhere."""
-        value = module.__dict__[name]
-        self.compiled = self.compiled or torch_private.is_compiled(value)
-        if issubclass(type(value), torch.Tensor) and not value.requires_grad:
-            self.constants[id(value)] = value
-        led_to = references(value)
-        if led_to:
-            self._to_rebind.setdefault(id(module), []).append(name)
-            found.update((id(reference), reference) for reference in led_to)
-
-    def _sort_tensors(self, found: dict[int, nn.Module | torch.Tensor]) -> None:
-        if any(buffer.requires_grad for buffer in self.buffers.values()):
-            need_grad = {key: buffer for key, buffer in self.buffers.items() if buffer.requires_grad}
-            self.parameters.update(need_grad)
-            self.buffers = {key: buffer for key, buffer in self.buffers.items() if key not in need_grad}
-        for key, tensor in found.items():
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and key not in self.parameters:
-                (self.parameters if tensor.is_leaf else self.histories)[key] = tensor
-        for key in self.constants.keys() & (self.parameters.keys() | self.buffers.keys()):
-            del self.constants[key]
-
-    def _pointing_attributes(self) -> Iterator[tuple[int, str, Any]]:
-        for module in self.modules if self._to_rebind else ():
-            for name in self._to_rebind.get(id(module), ()):
-                yield id(module), name, module.__dict__[name]
-
-    def _rebind_attributes(self, own: Mapping[int, Any]) -> None:
-        memo: dict[int, Any] = {}
-        for key, name, value in self._pointing_attributes():
-            own[key].__dict__[name] = rebind(value, own, memo)
-        for module in self.modules if self._slots else ():
-            for name in self._slots.get(type(module), ()):
-                if hasattr(module, name):
-                    _set(own[id(module)], name, rebind(getattr(module, name), own, memo))
-        for key, name, value in self._script_attributes:
-            torch_private.set_script_attribute(own[key], name, rebind(value, own, memo))
-
-
-@dataclass(frozen=True)
-class Stamped:
-    """A replica, and by which attributes it can refer to itself: (module of the replica, name, the live value)."""
-
-    root: nn.Module
-    links: list[tuple[nn.Module, str, Any]]
-
-    def unlink(self) -> None:
-        """Put the live values there, so that the replica goes with the last reference to it."""
-        for module, name, value in self.links:
-            module.__dict__[name] = value
 
 
 def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -> list[M]:
@@ -340,8 +34,8 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
         there persist and replicas do not write into each other's.
 
     Raises:
-        TypeError: no module. ValueError: a device that is not there. RuntimeError: a lazy module that has not met its
-            first input yet.
+        TypeError: no module. ValueError: a device that does not exist. RuntimeError: a lazy module that has not had
+            its first input yet.
     """
     if not isinstance(network, nn.Module):
         raise TypeError(f"network: expected a torch.nn.Module, got {network!r}")
@@ -367,19 +61,19 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
 
 
 def check_device(root: nn.Module, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Check that those of `tensors` that are parameters or buffers of `root` are on `device`, and there at all.
+    """Check that those of `tensors` that are parameters or buffers of `root` are on `device`, and initialized.
 
     Raises:
         RuntimeError: one is not; names it, both devices and the remedy (the type is torch's).
     """
+    tensors = list(tensors)
+    check_initialized(root, tensors)
     for tensor in tensors:
-        if type(tensor) in _UNINITIALIZED:
-            raise _uninitialized_error(root)
         if tensor.device != device and not _devices.same_device(tensor.device, device):
             named = (*root.named_parameters(), *root.named_buffers())
             name = next((name for name, other in named if other is tensor), None)
             if name is None:
-                continue  # reached through an attribute only: each replica gets a copy from where it is
+                continue  # only an attribute refers to it: each replica gets a copy
             raise RuntimeError(
                 f"module must have its parameters and buffers on device {device} (device_ids[0]), but {name} is on "
                 f"{tensor.device}. Move the whole module there first, model.to({str(device)!r}), or wrap only the part "
@@ -387,25 +81,9 @@ def check_device(root: nn.Module, tensors: Iterable[torch.Tensor], device: torch
             )
 
 
-def _uninitialized_error(root: nn.Module) -> RuntimeError:
-    uninitialized = (
-        (path, module, name)
-        for path, module in root.named_modules()
-        for name, tensor in (*module._parameters.items(), *module._buffers.items())
-        if type(tensor) in _UNINITIALIZED
-    )
-    path, module, name = next(uninitialized, ("", root, "parameters"))  # they may be in an attribute's module
-    where = f"layer {path!r} ({type(module).__name__})" if path else type(module).__name__
-    return RuntimeError(
-        f"{where} does not know the shape of its {name!r} yet: it learns it from its first input. Before it "
-        "runs on several devices, and before the optimizer is made, call the plain module once, such as `with "
-        "torch.no_grad(): model(inputs[:1])`; the plain module of a wrapper is `model.module`."
-    )
-
-
 @contextlib.contextmanager
 def unchanged_on_failure(buffers: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Put back what buffers held if the block raises: a step that fails changes nothing."""
+    """Restore the buffers if the block raises: a step that fails changes nothing."""
     before = [(buffer, buffer.clone()) for buffer in buffers]
     try:
         yield
@@ -413,26 +91,3 @@ def unchanged_on_failure(buffers: Iterable[torch.Tensor]) -> Iterator[None]:
         for buffer, held in before:
             buffer.data.copy_(held)
         raise
-
-
-def constant_for(constant: torch.Tensor, source: torch.device, device: torch.device) -> torch.Tensor:
-    """Return what a replica on `device` has for a plain tensor in an attribute of a module that is on `source`.
-
-    One that lies beside the module's parameters follows them; one that lies elsewhere was put there on purpose.
-    """
-    return _devices.copy_to(constant, device) if _devices.same_device(constant.device, source) else constant
-
-
-_is_tracked = gc.is_tracked
-_new: Any = object.__new__  # of any class, whatever its own __new__ asks for
-_set = object.__setattr__  # of any class, whatever its own __setattr__ does
-_set_dict: Any = nn.Module.__dict__["__dict__"].__set__  # the same for `__dict__`, quicker
-
-
-def slot_names(cls: type) -> Iterator[str]:
-    """Yield the names of the slots that a class and its bases have."""
-    for base in cls.__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__"):
-                yield f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") else name

@@ -1,8 +1,7 @@
-"""scatter and gather: the rows of a batch to the replicas, and the replicas' outputs back into one.
+"""scatter and gather: split the rows of a batch among replicas, and join the replicas' outputs into one.
 
-The two are each other's inverse, and each other's adjoint: the gradient of a scatter is a gather. Both verbs are
-differentiable. What they share with the engines is in inputs.py (what each replica gets) and outputs.py (what belongs
-together again), so a batch is cut in one way only.
+The two are each other's inverse, and each other's adjoint: the gradient of a scatter is a gather. Both are
+differentiable. Engines split and join by the same code, in inputs.py and outputs.py.
 """
 
 from collections.abc import Sequence
@@ -58,7 +57,7 @@ def scatter_kwargs(
         >>> [x.shape[0] for (x,) in inputs], kwargs
         ([2, 2], ({'scale': 2.0}, {'scale': 2.0}))
 
-    Args, Raises: as `scatter`. `inputs` is the tuple of positional arguments; anything else counts as the only one.
+    Args, Raises: as `scatter`. `inputs` is the tuple of positional arguments; anything else is the only one.
     """
     inputs = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
     shards = _scatter_call(inputs, check_kwargs(kwargs, "kwargs"), target_gpus, dim)
@@ -73,7 +72,7 @@ def _scatter_call(
     if not devices:
         raise ValueError("no devices to scatter to: expected at least one")
     arguments = Arguments(inputs, kwargs, dim)
-    if arguments.rows is None:  # nothing to split: the same everywhere
+    if arguments.rows is None:  # nothing to split: every device gets the same
         return scattered(arguments, devices, [0] * len(devices))
     sizes = [size for size in split_rows(arguments.rows, len(devices)) if size] or [0]
     return scattered(arguments, devices[: len(sizes)], sizes)  # by torch's rule the last devices may get no rows

@@ -2,7 +2,7 @@
 
 A *share* is a number of rows; the shares of a batch add up to the batch, exactly. Three rules:
 
-    "chunk"    torch's own: ceil(rows / n) rows each until they are used up, so possibly fewer shares than devices
+    "chunk"    torch's own: ceil(rows / n) rows each until no rows are left, so possibly fewer shares than devices
     "even"     shares differ by one row at most
     weights    in proportion to the given numbers; a weight of 0 leaves that replica idle
 """
@@ -14,9 +14,9 @@ Shares = str | Sequence[float]
 
 
 def check_shares(shares: object, num_replicas: int | None) -> Shares:
-    """Return `shares` in its normal form (a string, or a tuple of floats), or say what is wrong with it.
+    """Return `shares` in its normal form: a string, or a tuple of floats.
 
-    Without replicas (None) any number of weights will do.
+    Any number of weights is accepted if `num_replicas` is None.
 
     Raises:
         TypeError: neither a string nor a sequence of numbers.

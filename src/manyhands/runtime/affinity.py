@@ -1,11 +1,11 @@
-"""Which cores replicas on the CPU run on: parts of the process's own, none of them in two parts.
+"""Which cores replicas on the CPU run on: disjoint parts of the process's own cores.
 
-Cores that share memory and caches stay together: they are counted NUMA node by NUMA node, and in a node the two halves
-of a core one after the other. So a replica's threads stay near each other and near what they wrote, and no replica is
-put where another one computes.
+Cores that share memory and caches stay together: cores are ordered by NUMA node, then by physical core, so the two
+hyperthreads of a core are neighbours. So a replica's threads run near each other and near the memory that they wrote,
+and no logical core has two replicas.
 
-`MANYHANDS_BIND_CORES=0` in the environment leaves it to the system. So does a system that does not let processes choose
-(Linux does), and a machine with fewer cores than replicas.
+Replicas are not bound where `MANYHANDS_BIND_CORES=0` is set, where the system has no such call (Linux has), and where
+the machine has fewer cores than replicas.
 """
 
 import functools
@@ -20,7 +20,7 @@ _thread = threading.local()
 
 
 def divided(parts: int) -> list[tuple[int, ...]]:
-    """Return the cores of each of `parts` replicas: all of the caller's for each of them where they are not divided."""
+    """Return the cores of each of `parts` replicas; where they are not divided, each has all of the caller's."""
     if not hasattr(os, "sched_getaffinity"):
         return [()] * parts
     allowed = frozenset(os.sched_getaffinity(0))
@@ -30,9 +30,9 @@ def divided(parts: int) -> list[tuple[int, ...]]:
 
 
 def bind(cores: Sequence[int]) -> None:
-    """Have the calling thread, and threads that it starts from now on, run on `cores` only; () says nothing.
+    """Run the calling thread, and threads that it starts from now on, on `cores` only; () changes nothing.
 
-    Meant for threads and processes of our own: it is not taken back.
+    Meant for threads and processes of our own: it is never undone.
     """
     if cores and tuple(cores) != getattr(_thread, "cores", None):
         os.sched_setaffinity(0, cores)
@@ -47,7 +47,7 @@ def _divided(allowed: frozenset[int], parts: int) -> list[tuple[int, ...]]:
 
 
 def _node_of(core: int) -> int:
-    """Return the NUMA node of a core; 0 where there is only one, or the system does not say."""
+    """Return the NUMA node of a core; 0 where there is only one, or it is unknown."""
     nodes = (_SYSTEM / f"cpu/cpu{core}").glob("node[0-9]*")
     return min((int(node.name.removeprefix("node")) for node in nodes), default=0)
 

@@ -1,11 +1,11 @@
-"""Flat buckets: many tensors that travel as few, one behind the other in one tensor of their dtype.
+"""Flat buckets: many tensors are sent as a few flat ones, each of one dtype.
 
 Sending a tensor costs about the same whether it is small or large, up to some size; so gradients and parameters are
-exchanged a bucket at a time. A plan (`buckets_of`) says which tensors share a bucket, and is plain data that another
-process can be sent; `Filling` fills its buckets in one backward, where nothing is scaled on the way; `fingerprint`
-tells whether what a bucket holds has changed. Nothing here communicates.
+exchanged a bucket at a time. A plan (`buckets_of`) says which tensors share a bucket, and is plain data that can be
+sent to another process; `BucketFiller` fills the buckets during one backward, without scaling; `fingerprint` shows
+whether the contents of a bucket have changed. Nothing here communicates.
 
-Tensors are called by numbers, whatever these mean to the caller. They have to be plain ones (`is_plain`).
+Tensors are identified by numbers that the caller chooses. They have to be plain ones (`is_plain`).
 """
 
 import functools
@@ -18,14 +18,15 @@ import torch
 from manyhands.runtime import torch_private
 
 BUCKET_BYTES = 25 << 20  # that of torch's DistributedDataParallel
+LARGE_BYTES = 1 << 16  # smaller gradients are not worth a call into Python in the middle of backward
 _CHUNK = 1 << 20  # entries that a fingerprint takes at once
 
 
 class Form(NamedTuple):
-    """What a tensor without gaps is like.
+    """Dtype, size and strides of a tensor without gaps.
 
     Attributes:
-        device: where its bucket is to be; None: that is each process's own affair.
+        device: the device of its bucket; None: each process chooses its own.
     """
 
     dtype: torch.dtype
@@ -35,7 +36,7 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor, device: torch.device | None = None) -> "Form":
-        """Return what a copy of `tensor` without gaps is like."""
+        """Return the form of a copy of `tensor` without gaps."""
         return cls(tensor.dtype, tuple(tensor.size()), dense_stride(tensor), device)
 
     @property
@@ -44,12 +45,12 @@ class Form(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """Tensors of one dtype, on one device, that travel together.
+    """Tensors of one dtype, on one device, that are sent together.
 
     Attributes:
         device: as in `Form`.
-        items: the tensors' numbers, and what they are like.
-        aligned_bytes: tensors begin at multiples of this, or one behind the other.
+        items: the tensors' numbers and forms.
+        aligned_bytes: each tensor begins at a multiple of this; 1 leaves no gaps.
     """
 
     dtype: torch.dtype
@@ -70,12 +71,12 @@ class Bucket(NamedTuple):
         return pieces
 
     def _num_entries_of(self, form: Form) -> int:
-        """Return how many entries there are from the beginning of a tensor to that of the next."""
+        """Return the number of entries from the start of a tensor to the start of the next one."""
         unit = max(1, self.aligned_bytes // self.dtype.itemsize)
         return -(-math.prod(form.size) // unit) * unit
 
     def flat(self, tensors: Sequence[torch.Tensor] | Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Return copies of its tensors, taken out of `tensors` by number, each at its place."""
+        """Return one flat tensor with copies of its tensors, which are looked up in `tensors` by number."""
         flat = torch.empty(self.num_entries, dtype=self.dtype, device=tensors[self.items[0][0]].device)
         with torch.no_grad():
             pieces = self.pieces(flat)
@@ -91,11 +92,11 @@ def buckets_of(forms: Mapping[int, Form], full_bytes: int = BUCKET_BYTES) -> tup
     [[0, 1], [2, 3], [4]]
 
     Args:
-        forms: what the tensors are like, by number; as they become ready, because buckets are exchanged in this order.
+        forms: the tensors' forms by number, in the order in which they become ready: buckets are sent in this order.
         full_bytes: a bucket is full as soon as it holds this much; as no tensor is split, it can hold more.
 
     Returns:
-        The buckets in the order in which they become full; those that do not, last, by their last tensors.
+        The buckets in the order in which they become full; then those that do not, ordered by their last tensors.
     """
     buckets: list[Bucket] = []
     filling: dict[tuple[torch.dtype, torch.device | None], tuple[list[tuple[int, Form]], int]] = {}
@@ -110,22 +111,22 @@ def buckets_of(forms: Mapping[int, Form], full_bytes: int = BUCKET_BYTES) -> tup
     return (*buckets, *(Bucket(*key, tuple(items)) for key, (items, _) in filling.items()))
 
 
-class Filling:
-    """Buckets that are filled tensor by tensor, and handed out in their order, each as soon as it is full.
+class BucketFiller:
+    """Fills buckets tensor by tensor, and hands them out in order, each as soon as it is full.
 
-    Behind the tensors a bucket holds, for each of them, 1 if it was given and 0 if not. So whoever sums buckets of
-    several processes learns in how many of them there was one.
+    After its tensors, a bucket has one flag a tensor: 1 if it was added, 0 if not. So the sum of the buckets of several
+    processes also says how many processes had each tensor.
 
     Attributes:
-        order: the numbers of the tensors that were given, in the order in which they came.
+        order: the numbers of the tensors that were added, in the order of the calls.
     """
 
     def __init__(self, buckets: Sequence[Bucket], device: torch.device | None = None) -> None:
-        """Prepare to fill `buckets`, which are on `device` unless they say otherwise."""
+        """Prepare to fill `buckets`, which are on `device` unless they name one."""
         self._buckets, self._device = buckets, device
         self._form_of = {number: form for bucket in buckets for number, form in bucket.items}
         self._bucket_of = {number: b for b, bucket in enumerate(buckets) for number, _ in bucket.items}
-        self._begun: dict[int, _Begun] = {}
+        self._open: dict[int, _OpenBucket] = {}
         self._next = 0  # the first bucket that has not been handed out
         self.order: list[int] = []
 
@@ -135,7 +136,7 @@ class Filling:
         return list(self._bucket_of)
 
     def add(self, number: int, tensor: torch.Tensor) -> bool:
-        """Copy a tensor to its place; return whether it has one: the first of its number, and of the planned form."""
+        """Copy a tensor into its bucket; return False if it has no place: a second one, or not of the planned form."""
         form = self._form_of.get(number)
         if form is None or (tensor.dtype, tuple(tensor.size())) != (form.dtype, form.size):
             return False
@@ -146,24 +147,24 @@ class Filling:
         return True
 
     def fill_up(self) -> None:
-        """Put zeros wherever nothing has been given: every bucket that is left is full."""
+        """Fill the places of missing tensors with zeros: every remaining bucket is then full."""
         for b in range(self._next, len(self._buckets)):
             self._bucket(b).fill_up()
 
     def full(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Hand out the next buckets, while they are full: each once, and none before those in front of it."""
-        while self._next in self._begun and not self._begun[self._next].missing:
-            begun = self._begun.pop(self._next)
+        """Yield the next buckets while they are full: each once, in the order of the plan."""
+        while self._next in self._open and not self._open[self._next].missing:
+            full = self._open.pop(self._next)
             self._next += 1
-            yield begun.bucket, begun.flat
+            yield full.bucket, full.flat
 
-    def _bucket(self, b: int) -> "_Begun":
-        if b not in self._begun:
-            self._begun[b] = _Begun(self._buckets[b], self._buckets[b].device or self._device)
-        return self._begun[b]
+    def _bucket(self, b: int) -> "_OpenBucket":
+        if b not in self._open:
+            self._open[b] = _OpenBucket(self._buckets[b], self._buckets[b].device or self._device)
+        return self._open[b]
 
 
-class _Begun:
+class _OpenBucket:
     """One bucket that is being filled."""
 
     def __init__(self, bucket: Bucket, device: torch.device | None) -> None:
@@ -191,26 +192,23 @@ class _Begun:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's entries, as they lie in memory, are all there is to it.
-
-    That is: it is not sparse, quantized or nested, and has no class of its own.
-    """
-    of_no_class = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    return of_no_class and tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+    """Return whether a tensor is no more than its entries in memory: not sparse, quantized, nested or of a subclass."""
+    no_subclass = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return no_subclass and tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of a copy: the tensor's own where it has no gaps, else in the same order of axes."""
+    """Return the strides of a copy without gaps: the tensor's own where it has none, else in the same order of axes."""
     if tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)):
         return tuple(tensor.stride())
     return tuple(torch.empty_like(tensor, device="meta").stride())
 
 
 def fingerprint(flat: torch.Tensor) -> torch.Tensor:
-    """Return a number that is another when one entry of `flat` is, and, but for an unlikely chance, when several are.
+    """Return a hash of the bits of `flat`: a change of one entry always changes it, of several almost surely.
 
-    The bits are taken, 32 at a time, as whole numbers. Each is multiplied by an odd weight of its place, and the
-    products are summed, modulo 2^64; so a change of one of them always shows. The result is on the device of `flat`.
+    The bits are read as 32-bit integers. Each is multiplied by an odd weight that depends on its position, and the
+    products are summed modulo 2^64; so a change of one of them always shows. The result is on the device of `flat`.
     """
     octets = flat.detach().view(torch.uint8)
     end = len(octets) // 4 * 4
@@ -224,7 +222,7 @@ def fingerprint(flat: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _weights(device: torch.device) -> torch.Tensor:
-    """Return odd numbers without a pattern: linear ones would not tell one permutation matrix from another."""
+    """Return odd numbers without a pattern: with linear ones, all permutation matrices would have one fingerprint."""
     weights = torch.arange(1, _CHUNK + 1, device=device) * 0x1E3779B97F4A7C15
     weights = (weights ^ (weights >> 29)) * 0x3F58476D1CE4E5B9
     return (weights ^ (weights >> 32)) | 1

@@ -6,9 +6,9 @@ No other file of the library asks what kind a device is. There are two ways to c
                     runs in whichever thread asks for it, and the CPU's intra-op threads are divided among replicas
     on accelerators work is queued on streams, and torch's autograd engine has a thread of its own for each device
 
-Copies from one accelerator to another are not taken on trust. On some machines those that go straight (peer to peer)
-arrive damaged and nobody is told: a bridge or an IOMMU that is set up wrongly is enough. So a pair's first copy is
-preceded by one of known numbers; if these do not arrive, in either direction, the pair's copies go through the host.
+Copies from one accelerator to another are verified. On some machines peer-to-peer copies arrive damaged, without an
+error: a bridge or an IOMMU that is set up wrongly is enough. So before a pair's first copy, known numbers are copied
+both ways; if they arrive changed in either direction, all copies of the pair are made through the host.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ from manyhands.runtime.errors import log_once
 
 DeviceLike: TypeAlias = int | str | torch.device
 
-# Seeds apart by 2**64 / golden ratio: far from each other, and from seeds that people choose.
+# Seeds differ by 2**64 / golden ratio: far from each other, and from seeds that people choose.
 _SEED_STEP = 0x9E3779B97F4A7C15
 _CPU = torch.device("cpu")
-_NUM_TRIED = 1 << 20  # numbers that a copy is tried with, of 4 bytes
+_NUM_TRIED = 1 << 20  # numbers of 4 bytes that a test copy has
 
 
 def accelerators() -> list[torch.device]:
@@ -45,14 +45,14 @@ def resolve(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
     """Return the devices that `device_ids` names, one a replica, in order.
 
     None is every accelerator. Ints are accelerator indices. On a machine without accelerators, None, ints and an empty
-    list give an empty list: "the plain module, where it stands", so that a script written for GPUs runs unchanged.
+    list give an empty list: "the plain module, where it is", so that a script written for GPUs runs unchanged.
 
     >>> resolve(["cpu", "cpu"])
     [device(type='cpu'), device(type='cpu')]
 
     Raises:
         TypeError: not a sequence of ints, strings and devices.
-        ValueError: an index or device that is not there, an empty list although there are accelerators, or devices
+        ValueError: an index or device that does not exist, an empty list although there are accelerators, or devices
             of different kinds.
     """
     present = accelerators()
@@ -70,17 +70,17 @@ def resolve(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
 
 
 def resolve_each(device_ids: Sequence[DeviceLike], argument: str) -> list[torch.device]:
-    """Return the devices that a list names; check that they are there."""
+    """Return the devices that a list names; check that they exist."""
     _check_is_list(device_ids, argument)
     return [resolve_one(device_id, argument) for device_id in device_ids]
 
 
 def resolve_one(device_id: DeviceLike, argument: str) -> torch.device:
-    """Return the device that an int, a string or a `torch.device` names, with its index; check that it is there."""
+    """Return the device that an int, a string or a `torch.device` names, with its index; check that it exists."""
     if _is_index(device_id):
         present = accelerators()
         if not 0 <= device_id < len(present):  # type: ignore[operator]
-            raise ValueError(f"{argument}: there is no accelerator {device_id}; {_what_is_there(present)}")
+            raise ValueError(f"{argument}: there is no accelerator {device_id}; {_visible(present)}")
         return present[device_id]  # type: ignore[index]
     if not isinstance(device_id, str | torch.device):
         raise TypeError(f"{argument}: expected an int, a string or a torch.device, got {device_id!r}")
@@ -100,8 +100,8 @@ def resolve_one(device_id: DeviceLike, argument: str) -> torch.device:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, ImportError) as error:  # what torch raises differs by kind
-        reason = str(error).splitlines()[0].split(". ")[0][:200]  # torch can go on for long
-        raise ValueError(f"{argument}: {device} cannot be used here ({reason}); {_what_is_there(present)}") from None
+        reason = str(error).splitlines()[0].split(". ")[0][:200]  # torch's can be long
+        raise ValueError(f"{argument}: {device} cannot be used here ({reason}); {_visible(present)}") from None
     return torch.device(device.type, device.index or 0)
 
 
@@ -124,9 +124,9 @@ def public_id(device: torch.device) -> int | torch.device:
 
 
 def identity(device: torch.device) -> str:
-    """Return what tells a device of this machine from every other, in all processes.
+    """Return a name of a device that is unique on this machine, and the same in all its processes.
 
-    Indices do not, where CUDA_VISIBLE_DEVICES numbers each process's devices from 0. (Not run on several GPUs so far.)
+    Indices are not, where CUDA_VISIBLE_DEVICES numbers each process's devices from 0. (Not run on several GPUs so far.)
     """
     if not computes_on_host(device):
         uuid = getattr(torch.get_device_module(device).get_device_properties(device), "uuid", None)
@@ -160,30 +160,30 @@ def copied_to(tensor: torch.Tensor, device: torch.device, *, wait: bool = True) 
     Without `wait` a copy from or to pinned host memory is queued as well, and may not have ended on return.
     """
     if tensor.device != device and not _copies_arrive(tensor.device, device):
-        return tensor.to(_CPU).to(device)  # so goes the gradient, the other way
+        return tensor.to(_CPU).to(device)  # in backward, the gradient is copied through the host too
     return tensor.to(device, copy=True, non_blocking=not wait)
 
 
 _lock = threading.Lock()
-_arriving: dict[frozenset[torch.device], bool] = {}  # pairs of accelerators that have been tried
+_arriving: dict[frozenset[torch.device], bool] = {}  # pairs of accelerators that have been tested
 
 
 def _copies_arrive(source: torch.device, target: torch.device) -> bool:
-    """Return whether what is copied straight between two devices arrives; tried when it is first asked."""
+    """Return whether direct copies between two devices arrive unchanged; tested at the first call for a pair."""
     pair = frozenset((source, target))
     if pair not in _arriving:
         if computes_on_host(source) or computes_on_host(target):
             return True
         with _lock:
             if pair not in _arriving:
-                with ThreadPoolExecutor(1) as elsewhere:  # in a thread where none of this one's modes and streams hold
+                with ThreadPoolExecutor(1) as elsewhere:  # a thread without this one's modes and streams
                     _arriving[pair] = elsewhere.submit(_arrives_both_ways, source, target).result()
         if not _arriving[pair]:
             log_once(
-                f"copies between {source} and {target} arrive damaged: {_NUM_TRIED} known numbers did not all come as "
-                "they were sent. manyhands copies through the host instead, which is slower; other programs on this "
-                "machine are likely to compute wrong numbers. The usual causes are PCIe access control (ACS) and an "
-                "IOMMU that translates traffic between devices."
+                f"copies between {source} and {target} arrive damaged: some of {_NUM_TRIED} known numbers were "
+                "changed on the way. manyhands copies through the host instead, which is slower; other programs on "
+                "this machine are likely to compute wrong numbers. The usual causes are PCIe access control (ACS) and "
+                "an IOMMU that translates traffic between devices."
             )
     return _arriving[pair]
 
@@ -193,7 +193,7 @@ def arrives(
     target: torch.device,
     copy: Callable[[torch.Tensor, torch.device], torch.Tensor] = torch.Tensor.to,
 ) -> bool:
-    """Return whether known numbers that are copied from `source` to `target` are the same there, bit for bit."""
+    """Return whether a copy of known numbers from `source` to `target` has the same bits."""
     known = [_known_numbers(device) for device in (source, target)]
     return torch.equal(copy(known[0], target), known[1])
 
@@ -203,7 +203,7 @@ def _arrives_both_ways(a: torch.device, b: torch.device) -> bool:
 
 
 def _known_numbers(device: torch.device) -> torch.Tensor:
-    """Return numbers that have all bits in use, and no part that looks like another."""
+    """Return numbers that use all bits, and of which no part equals another."""
     return torch.arange(_NUM_TRIED, dtype=torch.int32, device=device) * -1640531535  # 2**32 / golden ratio, odd
 
 
@@ -221,14 +221,14 @@ def has_streams(device: torch.device) -> bool:
 
 
 def exists_for_other_processes(device: torch.device) -> bool:
-    """Return whether another process finds the device too: not a simulated one."""
+    """Return whether other processes see the device too; they do not see a simulated one."""
     return is_cpu(device) or not computes_on_host(device)
 
 
 def collective_backend(devices: Sequence[torch.device]) -> str:
-    """Return by what torch.distributed is to connect one process on each of `devices`: "nccl" or "gloo".
+    """Return the backend of torch.distributed for one process on each of `devices`: "nccl" or "gloo".
 
-    NCCL wants a GPU for each process. Gloo can do without, with data in host memory.
+    NCCL needs a GPU of its own for each process. Gloo works on host memory.
     """
     each_has_its_own = len(set(devices)) == len(devices) and all(device.type == "cuda" for device in devices)
     if not each_has_its_own or not torch.distributed.is_available():
@@ -237,9 +237,9 @@ def collective_backend(devices: Sequence[torch.device]) -> str:
 
 
 def begin_copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[bool], bool]]:
-    """Begin to copy a tensor of an accelerator to the host; return the copy, and what says whether it is there.
+    """Begin to copy a tensor of an accelerator to the host; return the copy and `is_there(wait)`.
 
-    That is given whether to wait for it; then the answer is yes.
+    `is_there(False)` returns whether the copy has ended; `is_there(True)` waits for it and returns True.
     """
     copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
     copied = torch.Event(tensor.device)
@@ -260,7 +260,7 @@ def current_streams(devices: Sequence[torch.device]) -> list[torch.Stream]:
 
 @contextlib.contextmanager
 def using(device: torch.device, streams: Sequence[torch.Stream]) -> Iterator[None]:
-    """Make `device` the current one, and `streams` current on their devices, for as long as the context lasts."""
+    """Make `device` the current one, and `streams` current on their devices, within the context."""
     if computes_on_host(device):
         yield
         return
@@ -288,7 +288,7 @@ def random_states() -> list[torch.Tensor]:
 
 
 def set_random_states(states: Sequence[torch.Tensor]) -> None:
-    """Put every generator back to what `random_states` found."""
+    """Restore what `random_states` returned."""
     host, *others = states
     torch.set_rng_state(host)
     having_one = [d for d in accelerators() if hasattr(torch.get_device_module(d), "get_rng_state")]
@@ -305,11 +305,11 @@ def rounds_float32(device: torch.device) -> bool:
     return any(o.fp32_precision == "tf32" for o in (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn))
 
 
-def seed_apart(devices: Sequence[torch.device]) -> None:
+def seed_differently(devices: Sequence[torch.device]) -> None:
     """Give accelerators whose random generators have the same seed, as after `torch.manual_seed`, seeds of their own.
 
-    The first keeps its seed, and the others' follow from it and from their places in the list; a seed that differs
-    already stays. On the host there is one generator for all. (Not run on a machine with several GPUs so far.)
+    The first keeps its seed, and those of the other devices are computed from it and from their positions in the list;
+    a seed that differs already stays. On the host there is one generator for all. (Not run on several GPUs so far.)
     """
     different = [device for device in dict.fromkeys(devices) if not computes_on_host(device)]
     if len(different) < 2:
@@ -337,7 +337,7 @@ def seed(device: torch.device, number: int) -> None:
     """Seed the generators of the host and of `device`."""
     torch.default_generator.manual_seed(number)
     if not computes_on_host(device):
-        torch.empty(0, device=device)  # before a process has used the kind of device, there may be no generators yet
+        torch.empty(0, device=device)  # before a process has used the kind of device, it may have no generators
         generator = _default_generator(device)
         if generator is not None:
             generator.manual_seed(number)
@@ -350,7 +350,7 @@ def generator_states(device: torch.device) -> list[torch.Tensor]:
 
 
 def convolution_flags() -> tuple[Any, ...]:
-    """Return what the user has set of how convolutions are computed on GPUs."""
+    """Return the user's settings for convolutions on GPUs."""
     cudnn: Any = torch.backends.cudnn
     return cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
 
@@ -359,16 +359,16 @@ def set_convolution_flags(flags: tuple[Any, ...]) -> None:
     """Set what `convolution_flags` returned."""
     if flags != convolution_flags():
         cudnn: Any = torch.backends.cudnn
-        if flags[3] == flags[4]:  # torch's older setting for both, which has to fit to the newer ones to be read
+        if flags[3] == flags[4]:  # torch's older setting for both; it cannot be read unless the newer ones agree
             cudnn.allow_tf32 = flags[3] == "tf32"
         cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = flags
 
 
 def product_flags() -> tuple[str | None, str, str]:
-    """Return what the user has set of how float32 products of matrices are computed, on GPUs and on the CPU.
+    """Return the user's settings for float32 matrix products, on GPUs and on the CPU.
 
-    torch has an older setting for both and a newer one for each; where these do not fit together the older one cannot
-    be asked for, and is None here.
+    torch has an older setting for both and a newer one for each; where they disagree the older one cannot be read, and
+    is None here.
     """
     backends: Any = torch.backends
     try:
@@ -423,21 +423,21 @@ def _names(devices: Sequence[torch.device]) -> str:
     return ", ".join(str(device) for device in devices)
 
 
-def _what_is_there(present: Sequence[torch.device]) -> str:
-    there = f"this process sees {_names(present)}" if present else "this process sees no accelerator"
+def _visible(present: Sequence[torch.device]) -> str:
+    visible = f"this process sees {_names(present)}" if present else "this process sees no accelerator"
     for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"):
         if variable in os.environ:
-            there += f" ({variable}={os.environ[variable]!r} hides the others and numbers these from 0)"
-    return there
+            visible += f" ({variable}={os.environ[variable]!r} hides the others and numbers these from 0)"
+    return visible
 
 
 # ---- what training asks --------------------------------------------------------------------------
 
 
 def has_room_for(device: torch.device, num_bytes: int) -> bool:
-    """Return whether data of this size can stay on an accelerator comfortably: in a quarter of what is free there.
+    """Return whether data of this size take no more than a quarter of an accelerator's free memory.
 
-    On the host there is nothing to ask: what is there stays where it is, and the answer is no.
+    False on the host, where data stay as they are.
     """
     if computes_on_host(device):
         return False
@@ -445,10 +445,10 @@ def has_room_for(device: torch.device, num_bytes: int) -> bool:
 
 
 def rows_on(device: torch.device, tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return the rows of these numbers on `device`, queued there if the tensor is on the host, and not waited for.
+    """Return `tensor[rows]` on `device`; a copy from the host is queued there and not waited for.
 
-    That takes pinned memory: a copy from any other is made by the thread that asks for it. torch keeps what was pinned
-    until it has been copied, and then for the next rows.
+    That needs pinned memory: from pageable memory, the calling thread would wait for the copy. torch keeps the pinned
+    memory until the copy has ended, and then reuses it for the next rows.
     """
     if tensor.device != _CPU or not has_streams(device):
         return tensor[rows].to(device)
@@ -457,7 +457,7 @@ def rows_on(device: torch.device, tensor: torch.Tensor, rows: torch.Tensor) -> t
 
 
 def begin_to_read(number: torch.Tensor) -> Callable[[], float]:
-    """Begin to copy a 0-dim tensor to the host; return what waits for it and gives the number."""
+    """Begin to copy a 0-dim tensor to the host; return a function that waits for it and returns the number."""
     if computes_on_host(number.device):
         value = number.item()
         return lambda: value
@@ -482,7 +482,7 @@ def float32_products(device: torch.device, *, rounded: bool) -> Iterator[None]:
     """Compute float32 products and convolutions of CUDA devices exactly, or, `rounded`, in TF32 where they have it.
 
     Rounded, cuDNN also tries its algorithms and takes the fastest. (torch's default is neither: it rounds convolutions
-    and computes products exactly.) The settings are the whole process's, and are put back when the context ends. Other
+    and computes products exactly.) The settings belong to the process, and are restored when the context ends. Other
     kinds of device have none.
     """
     if device.type != "cuda":

@@ -1,8 +1,8 @@
-"""Messages: what is said once, and the one place where context is added to an exception.
+"""Messages that are given once a process, and the one place where context is added to an exception.
 
 manyhands raises the types that torch raises in the same place (`ValueError`, `TypeError`, `RuntimeError`), so that
 programs written for `torch.nn.DataParallel` catch what they caught before. An exception from a user's module stays
-the object it was; where it happened is added to it as a note (PEP 678).
+the object it was; a note (PEP 678) says which replica raised it.
 """
 
 import logging
@@ -28,7 +28,7 @@ def warn_once(message: str) -> None:
 
 
 def forget_logged() -> None:
-    """Let every message be said again (for tests)."""
+    """Let every message be given again (for tests)."""
     with _logged_lock:
         _logged.clear()
 
@@ -41,7 +41,7 @@ def _first_time(message: str) -> bool:
 
 
 def annotate(errors: list[tuple[str, BaseException]]) -> BaseException:
-    """Return the first of several replicas' errors, with notes that tell where it and the others came from.
+    """Return the first of several replicas' errors, with notes that name its replica and the other errors.
 
     Args:
         errors: (where, exception) in replica order, at least one; `where` reads like "replica 1 on cpu, rows 8 to 15".
@@ -54,6 +54,6 @@ def annotate(errors: list[tuple[str, BaseException]]) -> BaseException:
         if other is not first
     ]
     for note in notes:
-        if note not in getattr(first, "__notes__", ()):  # a module may raise one object again and again
+        if note not in getattr(first, "__notes__", ()):  # a module may raise one object several times
             first.add_note(note)
     return first

@@ -1,15 +1,15 @@
-"""keep_freed_memory: freed blocks stay with the process, for its next step to use again.
+"""keep_freed_memory: the process keeps freed blocks, and its next step uses them again.
 
-glibc's malloc gives a large block back to the kernel as soon as it is freed, and takes a new one from it for the next
-tensor of that size. Each page of a new block is filled with zeros when it is first written, so a training, which frees
-and takes the same sizes in every step, pays for the same pages in every step.
+glibc's malloc returns a large block to the kernel as soon as it is freed, and requests a new one for the next tensor of
+that size. The kernel zeroes each page of a new block at the first write. A training allocates and frees the same sizes
+in every step, so it pays for the same pages in every step.
 
-Threads other than the first have heaps of their own, of 64 MiB, and what does not fit into one is given back whatever
-else is set. So all threads are to use the first one's; what it costs that they then wait for each other is too little
-to be seen beside a tensor operation.
+Threads other than the first have arenas of their own, with heaps of 64 MiB; a block that does not fit into one is
+returned to the kernel whatever the settings. So all threads use the first arena; the time that they wait for its lock
+is negligible beside a tensor operation.
 
-It is a setting of the whole process and cannot be taken back: what malloc did before depends on what it has freed so
-far. Workers of the processes engine follow their caller (`thread_state.ProcessState`).
+The setting belongs to the process and cannot be undone: malloc's default depends on what was freed before. Workers of
+the processes engine do the same as their caller (`thread_state.ProcessState`).
 """
 
 import ctypes
@@ -19,12 +19,12 @@ from collections.abc import Callable
 from typing import cast
 
 # From glibc's malloc.h: what mallopt is to set.
-_TRIM_THRESHOLD = -1  # free bytes at the end of the heap, from which on they go back to the kernel
-_MMAP_THRESHOLD = -3  # bytes of a block that is not taken from a heap, but is a mapping of its own
-_ARENA_MAX = -8  # how many sets of heaps there are; threads that have one already keep it
+_TRIM_THRESHOLD = -1  # from this many free bytes at its end, a heap is trimmed: they are returned to the kernel
+_MMAP_THRESHOLD = -3  # from this many bytes, a block is a mapping of its own, outside of the heaps
+_ARENA_MAX = -8  # number of arenas; threads that have one already keep it
 
 _LARGE = 2**30
-_LARGEST_IN_OLD_GLIBC = 2**25  # up to 2.34, mallopt refuses a threshold above this for blocks of their own
+_LARGEST_IN_OLD_GLIBC = 2**25  # up to 2.34, mallopt refuses a larger mmap threshold
 
 _kept = False
 
@@ -36,8 +36,8 @@ def keep_freed_memory() -> bool:
         >>> manyhands.keep_freed_memory() or not sys.platform.startswith("linux")
         True
 
-    Training steps get faster by 5 to 25 % on the CPU, with and without `DataParallel`: the memory of one step is there
-    for the next. The process stays as large as its largest step so far. Call it once, before the first step; the worker
+    Training steps get faster by 5 to 25 % on the CPU, with and without `DataParallel`: each step uses the memory of the
+    last one. The process stays as large as its largest step so far. Call it once, before the first step; the worker
     processes of `engine="processes"` do the same from their next step on. `manyhands train` calls it.
 
     Returns:
@@ -59,7 +59,7 @@ def keeps_freed_memory() -> bool:
 
 @functools.cache
 def _mallopt() -> Callable[[int, int], int] | None:
-    """Return glibc's mallopt; None where the C library is another one, whose mallopt may mean other things."""
+    """Return glibc's mallopt; None for any other C library, whose mallopt may mean other things."""
     if not sys.platform.startswith("linux"):
         return None
     c_library = ctypes.CDLL(None)

@@ -3,32 +3,34 @@
 torch has one random generator for the CPU, and threads that share it draw in whatever order they happen to run in. So
 while replicas run, every draw in a replica's thread (dropout inside an LSTM or an attention layer, `torch.rand`,
 `x.normal_()`, what compiled code draws) goes to that replica's *stream*, a `torch.Generator`, and
-`torch.get_rng_state`, `set_rng_state`, `manual_seed` and `fork_rng` act on it there. Activation checkpointing saves and
-restores the random state with these, so what it computes again in backward has the masks of its own forward.
+`torch.get_rng_state`, `set_rng_state`, `manual_seed` and `fork_rng` act on that stream. Activation checkpointing
+saves and restores the random state with these, so what it computes again in backward has the masks of its own forward.
 
 Guarantees
-    - Equal seeds, equal runs: a stream's seed follows from torch's random state when the pass begins, and from the
-      replica's place. Nothing else is kept, so restoring torch's random state repeats what was drawn after it.
+    - Equal seeds, equal runs: a stream's seed is computed from torch's random state at the start of the pass and the
+      replica's index. There is no other state, so restoring torch's random state repeats what was drawn after it.
     - Streams of different replicas differ.
-    - A model that draws nothing leaves torch's random state alone, as the plain module does. One that draws moves it on
-      by one number a pass, however many replicas there are; a pass that fails leaves it as it was.
+    - A model that draws nothing does not change torch's random state, as the plain module does not. One that draws
+      advances it by one number a pass, for any number of replicas; a pass that fails leaves it as it was.
     - Other operations are not slower; a draw costs some ten microseconds more.
-    - What draws from the shared generator nevertheless is reported when it is met: custom operators, tensor subclasses
-      that know no generators (jagged tensors), threads that forward starts, methods of `torch.default_generator`.
+    - Draws from the shared generator are reported once: those of custom operators, tensor subclasses that know no
+      generators (jagged tensors), threads that forward starts, and methods of `torch.default_generator`.
 
-Not led anywhere: a single replica, and replicas that run one after the other (a wrapper inside a replica, or under a
-mode that other threads cannot join), which draw from the generator of the thread that calls them; calls that name a
+No streams are used for: a single replica, and replicas that run one after the other (a wrapper inside a replica, or
+under a mode that other threads cannot join), which draw from the generator of the calling thread; calls that name a
 generator; and what is not torch's: `random`, `numpy.random`.
 
-One operation that draws nothing is caught in the same way: `embedding_renorm_` (`nn.Embedding(max_norm=...)`) writes
-into weights that replicas on the host share, and has to do so one replica at a time, or a row would be scaled twice.
+One operation that draws nothing is intercepted in the same way: `embedding_renorm_` (`nn.Embedding(max_norm=...)`)
+writes into weights that replicas on the host share. A lock lets one replica write at a time: else two of them could
+scale the same row.
 
 Accelerators have generators of their own. Each gets a seed of its own; two replicas on one accelerator, which share its
-generator, are reported when they draw. So is what replicas on accelerators draw on the CPU: they have no streams there,
-because their backward runs in threads of torch's, which would restore the random state of one into that of another.
+generator, are reported when they draw. Draws on the CPU by replicas on accelerators are reported too: these replicas
+have no streams, because their backward runs in torch's threads, which would restore one replica's random state into
+another's stream.
 
-Assumes that nobody else draws from torch's generator while replicas run. Calls from several threads at once are safe,
-but what they draw depends on which comes first.
+Assumes that no other thread draws from torch's generator while replicas run. Calls from several threads at once are
+safe, but what they draw depends on their order.
 """
 
 import contextlib
@@ -49,8 +51,8 @@ from manyhands.runtime.errors import log_once
 from manyhands.runtime.thread_pool import inside_replica
 from manyhands.runtime.thread_state import modes_that_stay
 
-# The operations that draw on the host; what else does is made of these. Each has an overload with a generator, but in
-# older releases of torch those that end in "_like".
+# The operations that draw on the host; all others that draw call these. Each has an overload with a generator, except
+# those that end in "_like" in older releases of torch.
 DRAWS = (
     *("_sample_dirichlet", "_standard_gamma", "bernoulli", "bernoulli_", "binomial", "cauchy", "cauchy_"),
     *("exponential", "exponential_", "geometric", "geometric_", "log_normal", "log_normal_", "multinomial"),
@@ -65,21 +67,21 @@ _SHARED = (
     "draw outside the model and pass the result to it as an input."
 )
 _WHAT_IS_NOT_CAUGHT = (
-    "something that cannot be led to the replicas' own streams: a custom operator, a tensor subclass, a thread that "
+    "something that cannot use the replicas' own streams: a custom operator, a tensor subclass, a thread that "
     "forward starts, a method of torch.default_generator, or another thread of the program"
 )
-_NOTHING_IS_CAUGHT = "the model: this release of torch offers no way to lead its draws to streams of the replicas' own"
+_NOTHING_IS_CAUGHT = "the model: this release of torch offers no way to give each replica a stream of its own"
 _ON_ACCELERATORS = "an operation on the CPU: replicas on accelerators have streams of their own on these only"
 _ONE_DEVICE = (
-    "several replicas of {name} are on {device} and draw from its one random generator, in whatever order they happen "
-    "to run in: runs with equal seeds may differ. Give each replica a device of its own, or draw outside the model and "
-    "pass the result to it as an input."
+    "several replicas of {name} are on {device} and draw from its one random generator, in any order: runs with equal "
+    "seeds may differ. Give each replica a device of its own, or draw outside the model and pass the result to it as "
+    "an input."
 )
 
 
 @contextlib.contextmanager
 def own_streams(name: str, devices: Sequence[torch.device]) -> Iterator[Callable[[int], AbstractContextManager[None]]]:
-    """Surround one pass over replicas on `devices`; yield what gives replica i its stream, in its own thread.
+    """Surround one pass over replicas on `devices`; yield the context that gives replica i its stream in its thread.
 
     Args:
         name: what messages call the model.
@@ -91,7 +93,7 @@ def own_streams(name: str, devices: Sequence[torch.device]) -> Iterator[Callable
     on_host = all(map(_devices.computes_on_host, devices))
     caught = _process.catch_draws() if on_host else None
     if not on_host:
-        _devices.seed_apart(devices)
+        _devices.seed_differently(devices)
     on_accelerators = {} if on_host else _devices.shared_random_states(devices)
     last_move, state = _process.last_move, _state_of(torch.default_generator)
     streams = [_Stream(state, index) for index in range(len(devices))]
@@ -127,18 +129,18 @@ class _Stream:
         return self._generator
 
     def has_moved(self) -> bool:
-        """Return whether anything was drawn for good; not if the random state was put back, as checkpointing does."""
+        """Return whether the random state has advanced; False if it was restored after draws, as checkpointing does."""
         return self._generator is not None and _state_of(self._generator) != self._first_state
 
 
 class SeededStreams:
     """The replicas' streams for one pass in which each replica has a process, and so a generator, to itself.
 
-    They are those of `own_streams`. While the context lasts, torch's generator in this process draws the first one's.
+    They are those of `own_streams`. Within the context, torch's generator in this process draws the first stream.
 
     Attributes:
         seeds: one a replica, for the generator of its process.
-        others_drew: to be set if a replica in another process has drawn.
+        others_drew: to be set to True if a replica in another process has drawn.
     """
 
     def __init__(self, num_replicas: int) -> None:
@@ -159,10 +161,7 @@ class SeededStreams:
 
 
 def _seed(state: bytes, index: int) -> int:
-    """Return the seed of a replica's stream: 32 bits, as many as the generator makes use of.
-
-    They differ from one index to another.
-    """
+    """Return the seed of a replica's stream: 32 bits, as many as the generator uses, and another for each index."""
     return zlib.crc32(index.to_bytes(4), zlib.crc32(state))
 
 
@@ -173,7 +172,7 @@ def _state_of(generator: torch.Generator) -> bytes:
 
 @contextlib.contextmanager
 def _drawing_from(stream: _Stream, caught: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Have the thread draw from `stream` for as long as the context lasts."""
+    """Let the thread draw from `stream` within the context."""
     _thread.stream = stream
     try:
         with caught():
@@ -188,16 +187,16 @@ def _generator_of_thread() -> torch.Generator:
 
 
 class _Process:
-    """What the passes of a process share: torch's generator, and what catches the draws from it."""
+    """What the passes of a process share: torch's generator, and the handlers that intercept draws from it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.weights_lock = threading.Lock()
         self._caught: list[Callable[[], AbstractContextManager[None]] | None] = []
-        self.last_move = object()  # a new one whenever a pass of ours moves torch's random state on
+        self.last_move = object()  # a new object whenever a pass of ours advances torch's random state
 
     def catch_draws(self) -> Callable[[], AbstractContextManager[None]] | None:
-        """Have draws caught from the first call on; return the context for a replica's thread, None if impossible."""
+        """Install the handlers, once; return the context for a replica's thread, None where torch does not allow it."""
         with self._lock:
             if not self._caught:
                 handlers: dict[Any, Callable[..., Any]] = {
@@ -213,23 +212,23 @@ class _Process:
             return self._caught[0]
 
     def move_on(self) -> None:
-        """Move torch's random state on by one number, so that passes that are running see that it was one of us."""
+        """Advance torch's random state by one number; `last_move` tells passes that are running that we did it."""
         self.last_move = object()
         torch.rand((), device="cpu", generator=torch.default_generator)
         self.last_move = object()
 
     def after_fork(self) -> None:
-        """In the child of a fork: another thread of the parent may have held the lock, and no replica goes on here."""
+        """In the child of a fork: another thread of the parent may have held a lock, and no replica runs here."""
         self._lock = threading.Lock()
         self.weights_lock = threading.Lock()
         _thread.stream = None
 
 
 def operations_that_draw() -> Iterator[tuple[Any, Any]]:
-    """Yield each overload of `DRAWS`, and the one that takes a generator: the same, or the one that differs in that.
+    """Yield each overload of `DRAWS` with the one that takes a generator: itself, or the one that differs only so.
 
-    Overloads for which this release of torch has no such one are left out: what they call inside (`uniform_` and the
-    like) is caught instead, but not where a dispatch mode or a tensor subclass runs them.
+    Overloads without such a twin in this release of torch are left out. The operations that they call (`uniform_` and
+    the like) are caught instead, except where a dispatch mode or a tensor subclass runs them.
     """
     for name in DRAWS:
         packet = getattr(torch.ops.aten, name)
@@ -252,7 +251,7 @@ def _signature(operation: Any) -> tuple[tuple[str, str], ...]:
 
 
 def _draw(operation: Any, drawn_by: Any, num_before: int, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stand in for `operation`: draw from the thread's stream, unless the call names a generator.
+    """Replace `operation`: draw from the thread's stream, unless the call names a generator.
 
     Args:
         drawn_by: the overload that takes a generator.
@@ -262,16 +261,16 @@ def _draw(operation: Any, drawn_by: Any, num_before: int, keys: Any, *args: Any,
     named = args[num_before] if len(args) > num_before else kwargs.get("generator")
     generator = _own_generator(named, args, kwargs)
     if generator is not None:
-        # A tensor subclass may know the operation without a generator only. Then it draws from the shared one.
+        # A tensor subclass may implement the operation without a generator only. Then it draws from the shared one.
         with contextlib.suppress(NotImplementedError):
             return drawn_by.redispatch(keys, *args[:num_before], **{**kwargs, "generator": generator})
     return operation.redispatch(keys, *args, **kwargs)
 
 
 def _native_dropout(keys: Any, tensor: torch.Tensor, p: float, train: bool | None) -> Any:
-    """Stand in for `native_dropout`, which draws and takes no generator. The formula is its own.
+    """Replace `native_dropout`, which draws and takes no generator, by the same formula.
 
-    What it calls inside would be caught, but not where a dispatch mode or a tensor subclass runs it.
+    The draw inside `native_dropout` would be intercepted too, but not where a dispatch mode or a subclass runs it.
     """
     generator = _own_generator(None, (tensor,), {})
     if generator is not None and train is not False and not tensor.is_nested:
@@ -281,7 +280,7 @@ def _native_dropout(keys: Any, tensor: torch.Tensor, p: float, train: bool | Non
 
 
 def _renormalise(keys: Any, *args: Any) -> torch.Tensor:
-    """Stand in for `embedding_renorm_`: a replica that has waited for another finds its rows short enough."""
+    """Replace `embedding_renorm_`: one replica at a time, so each row is scaled once."""
     with _process.weights_lock:
         return torch.ops.aten.embedding_renorm_.default.redispatch(keys, *args)  # type: ignore[no-any-return]
 
@@ -289,7 +288,7 @@ def _renormalise(keys: Any, *args: Any) -> torch.Tensor:
 def _own_generator(
     named: torch.Generator | None, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> torch.Generator | None:
-    """Return the generator of the thread's stream if an operation called like this is to draw from it, else None."""
+    """Return the generator of the thread's stream if a call with these arguments is to draw from it, else None."""
     stream: _Stream | None = getattr(_thread, "stream", None)
     if stream is None or (named is not None and not torch_private.is_default_generator(named)):
         return None

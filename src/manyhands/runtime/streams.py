@@ -1,25 +1,26 @@
-"""Copies to other devices that are made beside what the devices compute.
+"""Copies between devices that overlap with computation.
 
-A copy that is queued on the stream on which a device computes waits for what was queued there before it, and holds up
-what comes after. So each accelerator gets streams for copies only, one for those from the host, one for all others:
+A copy on the stream on which a device computes waits for everything queued before it, and delays everything queued
+after it. So each accelerator gets streams for copies only, one for copies from the host and one for all others:
 
     compute (the caller's)   ── batch made ──┐             ┌── replica reads copy ──     ┌── caller writes batch
                                              ▼ (1)     (2) ▲                         (3) ▲
     copies                                   └─── copy ────┴─────────────────────────────┘
 
-    (1) A copy waits for what its source's device had been given until then; one from the host waits for nothing.
-    (2) `wait_copies`: its reader waits for it, and for no later one.
-    (3) When the block ends, the sources may be written into again. Pinned memory of the caller's is waited for.
+    (1) A copy waits for the work queued on its source's device so far; a copy from the host waits for nothing.
+    (2) `wait_copies`: the reader waits for its copies, and for no later ones.
+    (3) When the block ends, the sources may be written into again. The host waits for copies from the caller's pinned
+        memory.
 
-From pageable memory the driver would copy in the calling thread, after all that the stream has queued; such tensors go
-through pinned memory of our own. On devices that compute on the host there are no streams, and a copy is made at once.
+The driver would copy pageable memory in the calling thread, after everything that the stream has queued; such tensors
+are first copied into pinned memory of our own. Devices that compute on the host have no streams: they copy at once.
 
 Guarantees
-    - Whoever follows (1) to (3) reads and writes as if everything ran in one order.
+    - Code that follows (1) to (3) reads and writes as if everything ran in one order.
     - Memory is not used again before every stream is done with it.
 
-Assumes that what is copied needs no gradient, and is not written into before the block ends; and that what the host has
-in pinned memory is there, not still being written by a device.
+Assumes that what is copied needs no gradient, and is not written into before the block ends; and that no device still
+writes into the caller's pinned memory.
 """
 
 import contextlib
@@ -38,7 +39,7 @@ class Copies:
 
         with Copies(devices) as copies:
             shards = [copies.to(part, reader) for reader, part in enumerate(parts)]
-            ...     in each reader's thread: copies.arrive(reader)
+            ...     in each reader's thread: copies.wait_copies(reader)
 
     Args:
         devices: one a reader; the calling thread's streams are those on which the readers' threads will compute.
@@ -47,13 +48,13 @@ class Copies:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = devices
         self._computing = {stream.device: stream for stream in _devices.current_streams(devices)}
-        self._lock = threading.RLock()  # around what is queued on a stream for copies and the event behind it
-        self._last: dict[tuple[int, bool], torch.Event] = {}  # behind a reader's last copy from the host, and of others
-        self._sources: dict[torch.device, torch.Stream] = {}  # streams that copies have been taken from
-        self._of_callers_memory: list[torch.Event] = []  # behind copies of what the host has given in pinned memory
+        self._lock = threading.RLock()  # around a copy on a copy stream and the event after it
+        self._last: dict[tuple[int, bool], torch.Event] = {}  # after a reader's last copy, from the host or not
+        self._sources: dict[torch.device, torch.Stream] = {}  # copy streams that have read from these devices
+        self._of_callers_memory: list[torch.Event] = []  # after copies from the caller's pinned memory
 
     def to(self, tensor: torch.Tensor, reader: int) -> torch.Tensor:
-        """Return a copy of `tensor` on the reader's device, for its computation; it may still be under way."""
+        """Return a copy of `tensor` on the reader's device, for its computation; it may still be in flight."""
         copy = self.to_add(tensor, reader)
         if is_plain(copy) and _devices.has_streams(copy.device):
             copy.record_stream(self._computing[copy.device])
@@ -78,7 +79,7 @@ class Copies:
         return copy
 
     def _read_from(self, source: torch.device, tensor: torch.Tensor) -> None:
-        """Let the stream that copies from a device wait for what the calling thread has queued there."""
+        """Let the stream that copies from a device wait for the work that the calling thread has queued there."""
         stream = copy_stream(source)
         stream.wait_stream(torch.accelerator.current_stream(source))  # (1)
         tensor.record_stream(stream)
@@ -87,7 +88,7 @@ class Copies:
 
     @contextlib.contextmanager
     def _on_copy_streams(self, reader: int, other: torch.device, from_host: bool = False) -> Iterator[None]:
-        """Queue what the block queues on streams for copies: of the reader's device and of another."""
+        """Within the block, queue work on copy streams: of the reader's device and of another."""
         target = self._devices[reader]
         streams = [copy_stream(d, from_host) for d in {target, other} if _devices.has_streams(d)]
         with self._lock, _devices.using(target, streams):
@@ -96,18 +97,18 @@ class Copies:
                 self._last[reader, from_host] = copy_stream(target, from_host).record_event()
 
     def on_copy_stream(self, reader: int) -> AbstractContextManager[None]:
-        """Queue what the block queues on the reader's device behind the copies, and before `wait_copies`."""
+        """Within the block, queue work on the reader's copy stream, after its copies; `wait_copies` waits for both."""
         return self._on_copy_streams(reader, self._devices[reader])
 
     def wait_compute(self, reader: int) -> None:
-        """Let what is queued for a reader from now on wait for what the calling thread has queued on its device."""
+        """Let the reader's later copies wait for the work that the calling thread has queued on its device."""
         target = self._devices[reader]
         if _devices.has_streams(target):
             copy_stream(target).wait_stream(torch.accelerator.current_stream(target))
 
     @contextlib.contextmanager
     def read(self, reader: int) -> Iterator[None]:
-        """Queue what the block queues on the stream on which the reader's device computes, behind the copies."""
+        """Within the block, queue work on the stream on which the reader's device computes, after its copies."""
         target = self._devices[reader]
         streams = [self._computing[target]] if _devices.has_streams(target) else []
         with _devices.using(target, streams):
@@ -115,7 +116,7 @@ class Copies:
             yield
 
     def wait_copies(self, reader: int) -> None:
-        """Let the calling thread's stream on the reader's device wait for what has been queued for it."""
+        """Let the calling thread's stream on the reader's device wait for the reader's copies."""
         with self._lock:
             events = [event for (other, _), event in self._last.items() if other == reader]
         for event in events:
@@ -133,7 +134,7 @@ class Copies:
             event.synchronize()
 
     def record_stream(self, tensor: torch.Tensor, reader: int) -> None:
-        """Keep the memory of a tensor on the reader's device until computation and copies are done with it."""
+        """Keep the memory of a tensor on the reader's device until its compute and copy streams are done with it."""
         target = self._devices[reader]
         if _devices.has_streams(target):
             tensor.record_stream(copy_stream(target))
@@ -141,7 +142,7 @@ class Copies:
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
-    """Return the calling thread's stream on a device; None where there are none."""
+    """Return the calling thread's stream on a device; None where it has none."""
     return torch.accelerator.current_stream(device) if _devices.has_streams(device) else None
 
 

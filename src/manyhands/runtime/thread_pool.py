@@ -2,18 +2,17 @@
 
 Guarantees
     - Task 0 runs in the calling thread, task i on worker i; `run_together` returns when every task has ended.
-    - Workers are started when first needed and kept. A call borrows as many as it needs and shares them with nobody,
-      so its tasks may wait for each other, and calls from several threads at once do not disturb each other.
+    - Workers are started when first needed and kept. A call has its workers to itself, so its tasks may wait for each
+      other, and calls from several threads at once do not disturb each other.
     - Inside a task, `run_together` runs its tasks one after the other in that thread: no worker waits for itself.
     - An exception that is not an `Exception` (Ctrl-C above all) reaches the caller at once. Workers that are still
-      busy then are abandoned: nobody reads their result, they are never used again, they end when their task does,
-      and the next call starts fresh ones. They are not interrupted: an exception at any instruction would leave locks
-      behind that are held for ever, those of Python's imports among them.
-    - On the CPU a worker runs on its own part of the process's cores (affinity.py); the caller's thread is left as it
-    is.
-    - After a fork the child starts workers of its own. At exit workers are told to end and are waited for, because a
-      daemon thread that is inside torch when the interpreter goes away aborts the process. What is still running after
-      a while is interrupted then.
+      busy then are abandoned: their result is dropped, they end when their task does, and the next call starts fresh
+      ones. They are not interrupted: an exception at any instruction could leave locks held for ever, those of Python's
+      imports among them.
+    - On the CPU a worker runs on its own part of the process's cores (affinity.py); the caller's thread is not bound.
+    - After a fork the child starts workers of its own. At exit workers are stopped and joined, because a daemon thread
+      that is inside torch when the interpreter ends aborts the process. Tasks that still run after a while are
+      interrupted then.
 
 Assumes that tasks do not touch each other's data.
 """
@@ -54,11 +53,11 @@ class Outcome(Generic[T]):
     error: BaseException | None = None
 
 
-# What is entered around replica i in its own thread, for one pass over all replicas: the forward, or a backward. It is
+# The context around replica i in its own thread, in one pass over all replicas: the forward, or a backward. It is
 # entered before the caller's thread state is applied, and left even if that fails.
 ReplicaContext: TypeAlias = Callable[[int], AbstractContextManager[None]]
-# What is entered around the whole pass, in the caller's thread; it yields the replicas' context. It is left with an
-# exception if the pass has failed.
+# The context around the whole pass, in the caller's thread; it yields the replicas' context. It is left with the
+# exception if the pass fails.
 PassContext: TypeAlias = Callable[[], AbstractContextManager[ReplicaContext]]
 
 
@@ -82,9 +81,9 @@ class ReplicaTiming:
     """What one replica did in the last step.
 
     Attributes:
-        device: where it stood.
+        device: its device.
         rows: its share of the batch.
-        forward_s, backward_s: seconds it took; on an accelerator, to queue the work. 0 until it has ended.
+        forward_s, backward_s: seconds that it took; on an accelerator, to queue the work. 0 until it has ended.
     """
 
     device: torch.device
@@ -106,8 +105,8 @@ def run_together(
 
     Args:
         tasks, devices: one a replica.
-        around: what surrounds task i in its thread. It is entered before anything else, and left even if the task
-            cannot be begun, so that others who wait for the task can be told.
+        around: the context of task i in its thread. It is entered before anything else, and left even if the task
+            cannot start, so that it can tell tasks that wait for this one.
 
     Raises:
         BaseException: what a task (or Ctrl-C) raised, where that is not an `Exception`.
@@ -185,7 +184,7 @@ def divided_intra_op_threads(devices: Sequence[torch.device]) -> Iterator[int]:
 
 def inside_replica() -> bool:
     """Return whether the calling thread is running a replica's task."""
-    return getattr(_thread, "replica_device", None) is not None
+    return replica_device() is not None
 
 
 def replica_device() -> torch.device | None:
@@ -194,9 +193,9 @@ def replica_device() -> torch.device | None:
 
 
 def replica_path() -> tuple[int, ...]:
-    """Return which replica's task the calling thread is running: its place in its call, the outermost call first.
+    """Return which replica's task the calling thread is running: its index in each call, the outermost call first.
 
-    () outside of one. Paths in sorted order are the replicas in the order of their rows.
+    () outside of a replica. Paths in sorted order are the replicas in the order of their rows.
     """
     return getattr(_thread, "replica_path", ())
 
@@ -204,7 +203,7 @@ def replica_path() -> tuple[int, ...]:
 def _outcome(task: Callable[[], T]) -> Outcome[T]:
     try:
         return Outcome(value=task())
-    except BaseException as error:  # noqa: BLE001 - it is handed on, to be raised in the caller
+    except BaseException as error:  # noqa: BLE001 - raised in the caller
         return Outcome(error=error)
 
 
@@ -239,20 +238,20 @@ def _intra_op_threads(count: int) -> Iterator[None]:
 
 
 class _ThreadCounts:
-    """Puts torch's number of intra-op threads back.
+    """Restores torch's number of intra-op threads.
 
-    The number belongs to each thread, but setting it also sets what threads to come begin with. While a call runs, a
-    thread that is new to torch therefore begins with a replica's number. If such a thread calls in turn, for the first
-    time, it is taken to want the number that the first of the overlapping calls found.
+    Each thread has its own number, but setting it also sets the initial number of new threads. So a thread that first
+    uses torch while a call runs starts with a replica's number. If such a thread calls for the first time, we assume
+    that it wants the number that the first of the overlapping calls found.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running: list[int] = []  # what each running call gives its replicas
+        self._running: list[int] = []  # the number of each replica, one entry a running call
         self._default = 1
 
     def begin(self, devices: Sequence[torch.device]) -> tuple[int, int]:
-        """Return the calling thread's number, and what each replica is to have of it."""
+        """Return the calling thread's number, and the part of it for each replica."""
         before = torch.get_num_threads()
         with self._lock:
             if not self._running:
@@ -265,13 +264,13 @@ class _ThreadCounts:
         return before, each
 
     def end(self, before: int, each: int) -> None:
-        """Put everything back as it was when `begin` returned these numbers."""
-        torch.set_num_threads(before)  # the calling thread's, and that of threads to come
+        """Restore the state before the call of `begin` that returned these numbers."""
+        torch.set_num_threads(before)  # the calling thread's, and the initial one of new threads
         _thread.num_threads = before
         with self._lock:
             self._running.remove(each)
             wrong_default = not self._running and before != self._default
-        if wrong_default:  # another call of ours found another number, before this one: only a new thread can set it
+        if wrong_default:  # an earlier call found another number; a new thread sets it, so that this one keeps its own
             setter = threading.Thread(target=torch.set_num_threads, args=(self._default,))
             setter.start()
             setter.join()
@@ -289,7 +288,7 @@ def _marked_as_replica(device: torch.device, index: int) -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Order:
-    """What a worker is asked to do: call the one job in the list, and put (index, its outcome) into `done`."""
+    """An order to a worker: call the one job in the list, and put (index, its outcome) into `done`."""
 
     index: int
     jobs: list[Callable[[], Outcome[Any]]]
@@ -297,7 +296,7 @@ class _Order:
 
 
 class _Worker:
-    """One thread that runs what is put into its inbox, until it finds None there."""
+    """One thread that runs the orders in its inbox, until it finds None there."""
 
     def __init__(self) -> None:
         self.inbox: SimpleQueue[_Order | None] = SimpleQueue()
@@ -307,14 +306,14 @@ class _Worker:
     def _work(self) -> None:
         with contextlib.suppress(SystemExit):  # what `stop` raises here
             while (order := self.inbox.get()) is not None:
-                # Once the caller has the outcome, nothing that belongs to the call may be alive here: what the caller
-                # then drops is to be freed at once. So no variable has the outcome, and the job is taken out.
+                # Once the caller has the outcome, no reference to the call may be left here: what the caller then drops
+                # is to be freed at once. So no variable holds the outcome, and the job is popped.
                 order.done.put((order.index, order.jobs.pop()()))
                 del order
 
 
 class _Pool:
-    """The process's workers. One that is not idle is borrowed, or has been abandoned."""
+    """The process's workers. A worker that is not idle is busy with a call, or abandoned."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -336,12 +335,12 @@ class _Pool:
             self._idle[:0] = workers
 
     def abandon(self, workers: Sequence[_Worker]) -> None:
-        """Let busy workers end with what they are doing."""
+        """Let busy workers end with their current task."""
         for worker in workers:
             worker.inbox.put(None)
 
     def stop(self) -> None:
-        """Tell every worker to end, and wait until all have; for a while, where one is in the middle of a task."""
+        """Stop every worker and join it; interrupt those whose task runs too long, and give up after `_EXIT_WAIT_S`."""
         with self._lock:
             ending = self._idle + self._busy
             self._idle, self._busy = [], []
@@ -362,7 +361,7 @@ class _Pool:
             worker.thread.join(max(0.0, until - time.monotonic()))
 
     def forget(self) -> None:
-        """Start from nothing, in the child of a fork: the parent's threads do not exist there."""
+        """Start empty, in the child of a fork: the parent's threads do not exist there."""
         self.__init__()  # type: ignore[misc]
 
 

@@ -2,8 +2,8 @@
 
 torch keeps much of what a user has switched on per thread: grad mode, inference mode, autocast, the default device,
 the current streams, denormal flushing. A replica must see all of it as the caller does. (The default dtype and the
-deterministic flags belong to the process and need no carrying.) Some state cannot follow into other threads: dispatch
-and function modes, torch.func transforms, and saved-tensor hooks, which count on the order in which tensors are saved
+deterministic flags belong to the process.) Some state cannot be carried into other threads: dispatch and function
+modes, torch.func transforms, and saved-tensor hooks, which depend on the order in which tensors are saved
 (activation checkpointing above all). While such a mode is active, `modes_that_stay()` says so and replicas run in the
 caller's thread, one after the other.
 """
@@ -25,7 +25,7 @@ _AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "ipu", "pr
 
 @dataclass(frozen=True, slots=True)
 class ThreadState:
-    """What `capture` found in one thread, for `applied` to set in others."""
+    """The state of one thread (`capture`), to be set in other threads (`applied`)."""
 
     grad_enabled: bool
     inference: bool
@@ -50,7 +50,7 @@ class ThreadState:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Set this state in the calling thread for as long as the context lasts."""
+        """Set this state in the calling thread, within the context."""
         with contextlib.ExitStack() as stack:
             if self.inference:
                 stack.enter_context(torch.inference_mode())

@@ -1,4 +1,4 @@
-"""Every private call of torch that manyhands makes, each with what happens where a release of torch lacks it.
+"""Every private call of torch that manyhands makes, each with its fallback for releases of torch that lack it.
 
 Nothing else in the package may name a `torch._C` function; tests/runtime/test_torch_private.py calls each of these.
 """
@@ -25,7 +25,7 @@ import torch.nn.utils.parametrize
 def backward_keeps_graph() -> bool:
     """Return whether the backward pass that is running was asked to keep its graph (`retain_graph=True`).
 
-    Fallback: True. Then activations go when the loss goes, instead of while backward runs.
+    Fallback: True. Then activations are freed with the loss, instead of while backward runs.
     """
     try:
         return bool(torch._C._autograd._get_current_graph_task_keep_graph())
@@ -34,20 +34,20 @@ def backward_keeps_graph() -> bool:
 
 
 def backward_reaches(node: Any) -> bool:
-    """Return whether the backward pass that is running goes on to a node, or hands out what the node would get.
+    """Return whether the backward pass that is running computes the gradient that a node receives.
 
-    `torch.autograd.grad` and `backward(inputs=...)` leave out what they do not need. Fallback: True.
+    `torch.autograd.grad` and `backward(inputs=...)` skip what they do not need. Fallback: True.
     """
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except AttributeError:
         return True
-    except RuntimeError:  # a leaf whose gradient torch.autograd.grad hands out
+    except RuntimeError:  # a leaf whose gradient torch.autograd.grad returns
         return True
 
 
 def backward_runs(node: Any) -> bool:
-    """Return whether the backward pass that is running calls a node: that of a leaf adds to its `grad`.
+    """Return whether the backward pass that is running calls a node; a leaf's node adds to the leaf's `grad`.
 
     Fallback: True.
     """
@@ -61,10 +61,10 @@ def backward_runs(node: Any) -> bool:
 
 @functools.cache
 def import_what_backward_imports() -> None:
-    """Import, once, what the first backward of a process imports, so that workers do not do it all at the same time.
+    """Import, once, what the first backward of a process imports, so that workers do not import it at the same time.
 
-    It is done in a thread of its own, because Ctrl-C in the middle of an import leaves half a module behind.
-    Fallback: nothing; they do.
+    A thread of its own does it, because Ctrl-C in the middle of an import leaves half a module behind.
+    Fallback: nothing; workers import it.
     """
 
     def run() -> None:
@@ -78,7 +78,7 @@ def import_what_backward_imports() -> None:
 
 @contextlib.contextmanager
 def without_post_accumulate_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Keep what `register_post_accumulate_grad_hook` was given, such as an optimizer's step, from being called.
+    """Disable the hooks of `register_post_accumulate_grad_hook`, such as an optimizer's step, within the context.
 
     Fallback: they are called.
     """
@@ -106,7 +106,7 @@ def is_batched(tensor: torch.Tensor) -> bool:
 
 
 def without_batch(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the axis that vmap hides as its first.
+    """Return a tensor with the axis that vmap hides as its first one.
 
     Raises:
         NotImplementedError: it is one of torch.func's, or torch has no such call.
@@ -117,7 +117,7 @@ def without_batch(tensor: torch.Tensor) -> torch.Tensor:
         return torch._remove_batch_dim(tensor, _vmap_level(), 0, 0)
     except (AttributeError, NotImplementedError):
         raise NotImplementedError(
-            'a backward under torch.func.vmap cannot be taken to other processes: use engine="threads"'
+            'a backward under torch.func.vmap cannot run in other processes: use engine="threads"'
         ) from None
 
 
@@ -132,7 +132,7 @@ def _vmap_level() -> int:
     return int(level) - 1
 
 
-# ---- what is active in a thread ------------------------------------------------------------------
+# ---- modes that are active in a thread -----------------------------------------------------------
 
 
 def has_saved_tensor_hooks() -> bool:
@@ -215,7 +215,7 @@ def has_transforms() -> bool:
 
 
 def is_tracing() -> bool:
-    """Return whether operations are recorded in this thread, by torch.compile or export, rather than carried out.
+    """Return whether operations are recorded in this thread, by torch.compile or export, rather than run.
 
     Fallback: False.
     """
@@ -232,21 +232,21 @@ def is_tracing() -> bool:
 
 
 def is_compiled(function: object) -> bool:
-    """Return whether `function` is one that torch.compile returned. Fallback: False."""
+    """Return whether torch.compile made `function`. Fallback: False."""
     return issubclass(type(function), types.FunctionType) and "_torchdynamo_orig_callable" in function.__dict__
 
 
 def has_compiled_call(module: torch.nn.Module) -> bool:
-    """Return whether calling `module` runs code that torch.compile made for this very object."""
+    """Return whether calling `module` runs code that torch.compile made for this object."""
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 
 @functools.cache
 def keep_compiled_code_in_order() -> None:
-    """Have torch.compile leave its list of what it has compiled of a function in order, for the whole process.
+    """Keep torch.compile's cache entries of a function in their order, for the whole process.
 
-    A call that finds its code moves that to the front of the list, and a call in another thread that is looking through
-    the list at that moment misses it, and compiles once more what is there. Fallback: nothing; then that happens.
+    By default, a call that finds its entry moves it to the front of the list. A call in another thread that searches
+    the list at that moment misses it, and compiles the same code again. Fallback: nothing; then that happens.
     """
     with contextlib.suppress(ImportError, AttributeError):
         importlib.import_module("torch._C._dynamo.eval_frame")._set_lru_cache(False)
@@ -268,9 +268,9 @@ def keep_metrics_of_compiling_by_thread() -> None:
 
 
 def compiler_errors() -> tuple[type[Exception], ...]:
-    """Return the classes of what torch.compile raises when it cannot compile; none where nothing has been compiled.
+    """Return the exceptions that torch.compile raises when it cannot compile; none where nothing has been compiled.
 
-    Fallback: none, so that such an error passes as it is.
+    Fallback: none, so that such an error is raised as it is.
     """
     try:
         return (sys.modules["torch._dynamo"].exc.TorchDynamoException,)
@@ -282,7 +282,7 @@ def compiler_errors() -> tuple[type[Exception], ...]:
 
 
 def hooks_of_every_module() -> bool:
-    """Return whether hooks are registered that act on every module of the process. Fallback: no."""
+    """Return whether hooks are registered that act on every module of the process. Fallback: False."""
     registries = (
         "_global_forward_hooks",
         "_global_forward_pre_hooks",
@@ -299,7 +299,7 @@ def parametrizations_not_cached() -> Iterator[None]:
     Fallback: nothing happens.
     """
     parametrize: Any = torch.nn.utils.parametrize
-    cached = getattr(parametrize, "_cache_enabled", 0)  # how many `cached()` are open, in whatever thread
+    cached = getattr(parametrize, "_cache_enabled", 0)  # how many `cached()` are open, in all threads
     if not cached:
         yield
         return
@@ -310,11 +310,11 @@ def parametrizations_not_cached() -> Iterator[None]:
         parametrize._cache_enabled += cached
 
 
-def taken_apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any] | None:
-    """Return a container's children, what rebuilds it from others, and what it has beside them.
+def flatten_registered(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any] | None:
+    """Return a container's children, a function that rebuilds it from new ones, and its context (what is no child).
 
-    That is what its library has registered with torch's pytree; None for a class that nobody has registered. Fallback:
-    None; such a container is then an object like any other.
+    A library registers these functions with torch's pytree; None for a class that is not registered. Fallback: None;
+    such a container is then an object like any other.
     """
     try:
         from torch.utils import _pytree
@@ -330,18 +330,18 @@ def taken_apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any]
 
 # ---- TorchScript ---------------------------------------------------------------------------------
 #
-# What a ScriptModule has lies in a TorchScript object, its `_c`; the Python object around that has views of it in the
-# places where other modules have dicts. A traced module, or one of a user's own subclass of ScriptModule, is one more
-# Python object around that one: it has nothing but `_actual_script_module`.
+# A ScriptModule's state is in a TorchScript object, its `_c`; the Python object around it has views of that state where
+# other modules have dicts. A traced module, or one of a user's own subclass of ScriptModule, is one more Python object
+# around that one: it has nothing but `_actual_script_module`.
 
 
 def is_scripted(module: torch.nn.Module) -> bool:
-    """Return whether `module` has its parameters in TorchScript; False where PYTORCH_JIT=0 has switched that off."""
+    """Return whether `module` has its parameters in TorchScript; False where PYTORCH_JIT=0 has disabled that."""
     return isinstance(module, torch.jit.ScriptModule) and not isinstance(module.__dict__.get("_parameters"), dict)
 
 
 def can_take_scripts_apart() -> bool:
-    """Return whether this release of torch has what the functions below need. Fallback: False."""
+    """Return whether this release of torch has all that the functions below call. Fallback: False."""
     try:
         return None not in (
             torch._C.ScriptMethod,
@@ -356,7 +356,7 @@ def can_take_scripts_apart() -> bool:
 
 
 def script_parts(module: torch.nn.Module) -> dict[str, Any]:
-    """Return what would be the `__dict__` of a scripted module if it were an ordinary one.
+    """Return the `__dict__` that a scripted module would have as an ordinary module.
 
     Its `_c` is a new TorchScript object that still has the parameters, buffers and children of the old one.
     """
@@ -372,7 +372,7 @@ def script_parts(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def script_from_parts(module: torch.nn.Module) -> None:
-    """Make a scripted module of one whose `__dict__` is what `script_parts` returns."""
+    """Turn a module whose `__dict__` is what `script_parts` returns into a scripted one. Inverse of `script_parts`."""
     attributes = module.__dict__
     parameters, buffers, children = (attributes.pop(part) for part in ("_parameters", "_buffers", "_modules"))
     if "_actual_script_module" in attributes:
@@ -389,7 +389,7 @@ def script_from_parts(module: torch.nn.Module) -> None:
 
 
 def script_attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """Return what a scripted module has in TorchScript beside parameters, buffers and children; lists are copies."""
+    """Return a scripted module's TorchScript attributes, without parameters, buffers and children; lists are copies."""
     if "_c" not in module.__dict__:
         return {}
     script_object = module.__dict__["_c"]
@@ -399,7 +399,7 @@ def script_attributes(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def set_script_attribute(module: torch.nn.Module, name: str, value: Any) -> None:
-    """Set what `script_attributes` returns."""
+    """Set one of the attributes that `script_attributes` returns."""
     module.__dict__["_c"].setattr(name, value)
 
 
@@ -462,13 +462,13 @@ def clones(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def catch_operations(handlers: Mapping[Any, Callable[..., Any]]) -> Callable[[], AbstractContextManager[None]] | None:
-    """Install a handler for each of some operations, for good; return a context within which a thread calls them.
+    """Install a handler for each of some operations, for good; return a context in which a thread calls the handlers.
 
-    `handler(keys, *args, **kwargs)` stands in for `operation(*args, **kwargs)`, and goes on with
-    `operation.redispatch(keys, *args, **kwargs)`. What an operation calls inside, in C++ or during a backward pass in
-    that thread, is caught too. Nothing else is slower, in the context or outside of it: the handlers are kernels for a
-    dispatch key that torch keeps for a library outside of it (deferred initialisation, as torchdistx had it), and the
-    dispatcher skips keys for which an operation has no kernel.
+    `handler(keys, *args, **kwargs)` is called in place of `operation(*args, **kwargs)`, and calls the operation itself
+    by `operation.redispatch(keys, *args, **kwargs)`. Calls in C++, inside another operation or during a backward pass
+    in that thread, are intercepted too. Nothing else is slower, in the context or outside of it: the handlers are
+    kernels for a dispatch key that torch reserves for an external library (deferred initialisation, torchdistx), and
+    the dispatcher skips keys for which an operation has no kernel.
 
     Fallback: None, where the key is missing or taken. Then nothing is installed.
     """
@@ -484,7 +484,7 @@ def catch_operations(handlers: Mapping[Any, Callable[..., Any]]) -> Callable[[],
         of_those_to_come: Any = torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS
         all_operations, aten = library("_", "IMPL"), library("aten", "IMPL")
         all_operations.fallback(torch.library.fallthrough_kernel, "DeferredInit")
-        # Higher-order operators (flex_attention, cond) are dispatched in Python, which knows no such fallback.
+        # Higher-order operators (flex_attention, cond) are dispatched in Python, which has no such fallback.
         of_those_to_come.append(key)
         for operator in higher_order_operators:
             operator.fallthrough(key)
@@ -505,7 +505,7 @@ def _on_remaining_keys(handler: Callable[..., Any], keys_after: Any) -> Callable
 
 
 def is_default_generator(generator: torch.Generator) -> bool:
-    """Return whether `generator` is the CPU's default one; several Python objects may stand for it. Fallback: False."""
+    """Return whether `generator` is the CPU's default one; several Python objects may wrap it. Fallback: False."""
     try:
         return bool(generator._cdata == torch.default_generator._cdata)  # type: ignore[attr-defined]
     except AttributeError:
@@ -515,7 +515,7 @@ def is_default_generator(generator: torch.Generator) -> bool:
 def redirect_random_state(generator_of_thread: Callable[[], torch.Generator]) -> None:
     """Make `torch.manual_seed`, `get_rng_state`, `set_rng_state`, `fork_rng` and their like act on another generator.
 
-    From now on they ask `generator_of_thread` which, each time. Fallback: nothing happens.
+    From now on they call `generator_of_thread` at each use. Fallback: nothing happens.
     """
     if hasattr(torch.random, "default_generator"):
         torch.random.default_generator = _GeneratorOfThread(generator_of_thread)
@@ -528,7 +528,7 @@ class _GeneratorOfThread:
         self._look_up = look_up
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_look_up":  # a copy that is being made: it has no attributes yet
+        if name == "_look_up":  # a copy under construction has no attributes yet
             raise AttributeError(name)
         return getattr(self._look_up(), name)
 
@@ -553,12 +553,12 @@ def free_memory_bytes(device: torch.device) -> int:
 
 
 def process_group(backend: str, store: Any, rank: int, size: int) -> Any:
-    """Return a process group that is not registered with torch.distributed, so that it is nobody's default.
+    """Return a process group that is not registered with torch.distributed, so that it is never the default group.
 
-    What it needs to listen on is the loopback device. Made by all its processes at once.
+    It listens on the loopback device. All its processes call this at the same time.
 
     Raises:
-        RuntimeError: this torch has no such backend, or the others have not come.
+        RuntimeError: this torch has no such backend, or another process has not called in time.
     """
     distributed: Any = torch.distributed
     try:
@@ -566,7 +566,7 @@ def process_group(backend: str, store: Any, rank: int, size: int) -> Any:
             options = distributed.ProcessGroupGloo._Options()
             options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
             options._threads = 2
-            options._timeout = _MEETING_TAKES
+            options._timeout = _TIME_TO_CONNECT
             return distributed.ProcessGroupGloo(store, rank, size, options)
         options = distributed.ProcessGroupNCCL.Options()
         options._timeout = _FOR_EVER
@@ -583,20 +583,20 @@ def process_group(backend: str, store: Any, rank: int, size: int) -> Any:
 
 
 def end_process_group(group: Any) -> None:
-    """Let go of a group, whatever is under way. NCCL's work would go on for ever without the others; gloo's fails."""
+    """Abort a group of NCCL's, whose pending work would wait for missing processes for ever; gloo's work fails."""
     if hasattr(torch.distributed, "ProcessGroupNCCL") and isinstance(group, torch.distributed.ProcessGroupNCCL):
         group.abort()
 
 
 def broadcast(group: Any, tensor: torch.Tensor) -> Any:
-    """Begin to send a tensor from the first process of a group to all others; return the work, to wait for."""
+    """Begin to send a tensor from rank 0 of a group to all other ranks; return the work, to wait for."""
     options: Any = torch.distributed.BroadcastOptions()
     options.rootRank, options.timeout, options.asyncOp = 0, _FOR_EVER, True
     return group.broadcast([tensor], options)
 
 
 def reduce(group: Any, tensor: torch.Tensor) -> Any:
-    """Begin to sum all processes' tensors into that of the first; return the work, to wait for."""
+    """Begin to sum all ranks' tensors into that of rank 0; return the work, to wait for."""
     options: Any = torch.distributed.ReduceOptions()
     options.rootRank, options.timeout = 0, _FOR_EVER
     if hasattr(options, "asyncOp"):  # a torch without this has no other kind of work
@@ -605,22 +605,22 @@ def reduce(group: Any, tensor: torch.Tensor) -> Any:
     return group.reduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options)
 
 
-_MEETING_TAKES = timedelta(minutes=2)
-_FOR_EVER = timedelta(days=1000)  # a slow step is none of the group's business; whether the others live is looked at
+_TIME_TO_CONNECT = timedelta(minutes=2)
+_FOR_EVER = timedelta(days=1000)  # a step may take any time; the caller checks whether the other processes are alive
 
 
 def _for_nccl() -> dict[str, str]:
-    """Return what the environment has to say while a group of NCCL's is made.
+    """Return the environment variables that are set while a group of NCCL's is made.
 
-    Errors are to be raised by whoever waits. Otherwise a thread of the group's, when another process dies, ends this
-    one; and another thread does when the first seems to hang.
+    With them, `wait` raises errors. Without, when another process dies, a thread of the group ends this process; and a
+    second thread does when the first one seems to hang.
     """
     environment = {
         "TORCH_NCCL_BLOCKING_WAIT": "1",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
     }
-    # NCCL asks once a process where to listen: in a job over several machines that is for the job to say.
+    # NCCL reads once a process where to listen; in a job over several machines, the job's own setting must hold.
     if os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE"):
         environment["NCCL_SOCKET_IFNAME"] = "lo"
     return environment
@@ -641,7 +641,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def timeout_of_group(group: Any) -> timedelta:
-    """Return how long a process group waits. Fallback: 30 minutes, which is gloo's default."""
+    """Return the timeout of a process group. Fallback: 30 minutes, which is gloo's default."""
     default = timedelta(minutes=30)
     for kind in getattr(group, "_device_types", ()):
         with contextlib.suppress(AttributeError, RuntimeError):

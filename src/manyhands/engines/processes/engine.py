@@ -43,10 +43,11 @@ from manyhands.engines.processes.shared_memory import SendBuffer
 from manyhands.engines.processes.worker_group import Steps, WorkerGroup
 from manyhands.engines.replica import Inputs, Stamp, carries_objects, look_for_live_tensors, stamped
 from manyhands.engines.threads import ThreadsEngine
+from manyhands.primitives.blueprint import HOOKS, Blueprint
 from manyhands.primitives.outputs import Outputs
 from manyhands.primitives.parallel_apply import values_or_raise
 from manyhands.primitives.placements import Replicate
-from manyhands.primitives.replicate import HOOKS, Blueprint, check_device, unchanged_on_failure
+from manyhands.primitives.replicate import check_device, unchanged_on_failure
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.errors import log_once

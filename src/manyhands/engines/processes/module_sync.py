@@ -37,8 +37,8 @@ from manyhands.engines.processes.shared_memory import (
     is_movable,
     move_to_shared_memory,
 )
+from manyhands.primitives.blueprint import Blueprint, collector_paused
 from manyhands.primitives.references import INERT, is_inert
-from manyhands.primitives.replicate import Blueprint, collector_paused
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import Bucket, Form, buckets_of, fingerprint

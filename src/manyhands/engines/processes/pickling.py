@@ -20,8 +20,8 @@ import cloudpickle
 import torch
 from torch import nn
 
+from manyhands.primitives.blueprint import slot_names
 from manyhands.primitives.references import PROXIES, referent
-from manyhands.primitives.replicate import slot_names
 
 Take = Callable[[torch.Tensor], Any]  # from a tensor to what stands for it; None: it is pickled as it is
 Give = Callable[[Any], torch.Tensor]

@@ -23,13 +23,14 @@ from manyhands.engines.processes.module_sync import ModuleSync
 from manyhands.engines.processes.pickling import loads
 from manyhands.engines.processes.reducers.base import Reducer
 from manyhands.engines.processes.reducers.collectives import CollectiveConfig
-from manyhands.engines.processes.reducers.shared_memory import LARGE_BYTES, SharedMemoryConfig
+from manyhands.engines.processes.reducers.shared_memory import SharedMemoryConfig
 from manyhands.engines.processes.shared_memory import BumpAllocator, Segment, can_lie_in_memory
 from manyhands.engines.processes.worker_group import Steps, WorkerGroup
 from manyhands.primitives.parallel_apply import values_or_raise
 from manyhands.primitives.placements import Replicate
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
+from manyhands.runtime.buckets import LARGE_BYTES
 from manyhands.runtime.errors import log_once
 from manyhands.runtime.rng import SeededStreams
 from manyhands.runtime.thread_pool import Outcome, divided_intra_op_threads, one_pass, run_together

@@ -14,7 +14,7 @@ from manyhands.engines.processes.module_sync import Described, Update
 from manyhands.engines.processes.pickling import loads
 from manyhands.engines.processes.shared_memory import Segment
 from manyhands.engines.replica import Stamp, stamped
-from manyhands.primitives.replicate import Blueprint
+from manyhands.primitives.blueprint import Blueprint
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import Bucket
 from manyhands.runtime.streams import Copies

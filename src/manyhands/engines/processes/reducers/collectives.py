@@ -33,7 +33,7 @@ from manyhands.engines.processes.reducers.base import OnWait, Reducer, Transport
 from manyhands.engines.processes.shared_memory import Segment, can_lie_in_memory
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
-from manyhands.runtime.buckets import Bucket, Filling, Form, buckets_of
+from manyhands.runtime.buckets import Bucket, BucketFiller, Form, buckets_of
 
 _ENDING_TAKES_S = 1.0
 
@@ -117,7 +117,7 @@ class CollectiveReducer(Reducer):
     def __init__(self, buckets: Sequence[Bucket], group: Any, place: torch.device, device: torch.device) -> None:
         """Prepare to reduce gradients on `device`, in buckets that have to be at `place`."""
         self._buckets, self._group, self._place, self._device = buckets, group, place, device
-        self._filling = Filling(buckets, device)
+        self._filling = BucketFiller(buckets, device)
         self._copies: deque[tuple[torch.Tensor, Callable[[bool], bool]]] = deque()  # on their way to `place`
         self._works: list[Any] = []
         self._reduced: list[torch.Tensor] = []

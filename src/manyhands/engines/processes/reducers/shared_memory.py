@@ -30,9 +30,8 @@ import torch
 from manyhands.engines.processes.reducers.base import OnWait, Reducer, Transport, wait_until
 from manyhands.engines.processes.shared_memory import BumpAllocator, Segment, TensorSpec, can_lie_in_memory, num_bytes
 from manyhands.runtime import torch_private
-from manyhands.runtime.buckets import dense_stride
+from manyhands.runtime.buckets import LARGE_BYTES, dense_stride
 
-LARGE_BYTES = 1 << 16  # smaller gradients are not worth a call into Python in the middle of backward
 _CHUNK_BYTES = 1 << 20  # small enough for what one replica has written to be in a cache when the next one adds
 _STEP = 2  # what a chunk's number grows by with each replica; odd once there is anything in the chunk
 _IDLE_BACKWARDS = 16  # after so many, memory that was needed for accumulation once is given back
