@@ -195,7 +195,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             module.to(self.devices[0])
         if cluster is not None:
             self._gradient_sync = GradientSync(cluster, self.devices[0], loss)
-            self._gradient_sync.begin_with(module)
+            self._gradient_sync.sync_module_states(module)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on every device, each on its share of the rows; return the outputs as one.
@@ -248,7 +248,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
     def _joined(self) -> GradientSync | None:
         """Return what sums the gradients over the processes; None where this process is alone."""
         if isinstance(self._gradient_sync, UnboundGradientSync):
-            self._gradient_sync = self._gradient_sync.joined(self.module)
+            self._gradient_sync = self._gradient_sync.bind(self.module)
         return self._gradient_sync
 
     def _run_across_processes(

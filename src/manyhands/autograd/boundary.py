@@ -33,7 +33,7 @@ import torch
 
 from manyhands.autograd.broadcast import reduce_coalesced
 from manyhands.autograd.reducer import NOTHING_EARLY, reduce_early, sum_in_place
-from manyhands.distributed.gradient_sync import Sum, SyncContext
+from manyhands.distributed.gradient_sync import Reduction, SyncContext
 from manyhands.primitives.parallel_apply import values_or_raise
 from manyhands.primitives.placements import Placement, Replicate
 from manyhands.runtime import devices as _devices
@@ -136,7 +136,7 @@ class ReplicaGraphs:
         if self.sync_context is not None:
             raise RuntimeError(_BACKWARD_INSIDE)
 
-    def begin_sum(self, boundary: Any) -> Sum | None:
+    def begin_sum(self, boundary: Any) -> Reduction | None:
         """Begin to sum the parameters' gradients over processes; None if that is not wanted.
 
         Args:
@@ -151,7 +151,7 @@ class ReplicaGraphs:
         return self.sync_context.begin([self.live_inputs[k] for k in self.parameters], nodes)
 
     def backward(
-        self, output_grads: Sequence[torch.Tensor | None], keep: bool, over_processes: Sum | None = None
+        self, output_grads: Sequence[torch.Tensor | None], keep: bool, over_processes: Reduction | None = None
     ) -> list[list[torch.Tensor | None]]:
         """Run backward in every replica graph; return each input edge's gradients, one a replica.
 
@@ -170,7 +170,7 @@ class ReplicaGraphs:
             self._grad_is_free.release()
 
     def _backward_into_grad(
-        self, output_grads: Sequence[torch.Tensor | None], keep: bool, over_processes: Sum | None
+        self, output_grads: Sequence[torch.Tensor | None], keep: bool, over_processes: Reduction | None
     ) -> list[list[torch.Tensor | None]]:
         ends, grads = self._ends(output_grads)
 
@@ -195,7 +195,7 @@ class ReplicaGraphs:
         return found
 
     def _summed_early(
-        self, over_processes: Sum | None, totals: dict[int, torch.Tensor]
+        self, over_processes: Reduction | None, totals: dict[int, torch.Tensor]
     ) -> AbstractContextManager[None]:
         """Return what sums the leaves' gradients while a walk runs: into `.grad` of the first, or into `totals`."""
         leaves = [self.inputs[k].tensors for k in self.parameters]

@@ -62,7 +62,7 @@ class UnboundGradientSync(NamedTuple):
     loss: str
     of_all: bool
 
-    def joined(self, module: nn.Module) -> "GradientSync | None":
+    def bind(self, module: nn.Module) -> "GradientSync | None":
         """Join; return None where this process is alone. To be called by all processes at once.
 
         Raises:
@@ -74,7 +74,7 @@ class UnboundGradientSync(NamedTuple):
         if cluster is None:
             return None
         gradient_sync = GradientSync(cluster, self.device, self.loss)
-        gradient_sync.begin_with(module)
+        gradient_sync.sync_module_states(module)
         return gradient_sync
 
 
@@ -114,7 +114,7 @@ class GradientSync:
         """The process group in which gradients travel; made when first needed, by all processes at once."""
         return self.cluster.group_for(self._device, "gradients")
 
-    def begin_with(self, module: nn.Module) -> None:
+    def sync_module_states(self, module: nn.Module) -> None:
         """Have `module` start alike in all processes: check that it is the same, and send the first one's values."""
         self.cluster.arrive(f"wrapping {type(module).__name__}")
         self._number = self.cluster.next_number()
@@ -238,17 +238,17 @@ class SyncContext:
         self, module: nn.Module, method: str | None
     ) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
         """Return what calls `module` with parameters whose gradients are summed, as part of the caller's own graph."""
-        function = _Calling(module, method)
+        function = _MethodAsForward(module, method)
         parameters = {name: p for name, p in function.named_parameters() if p.requires_grad}
-        summed = _OverProcesses.apply(self, *parameters.values())  # type: ignore[no-untyped-call]
+        summed = _AllReduceInBackward.apply(self, *parameters.values())  # type: ignore[no-untyped-call]
         return partial(functional_call, function, dict(zip(parameters, summed, strict=True)))
 
-    def begin(self, tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> "Sum":
+    def begin(self, tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> "Reduction":
         """Begin to sum the gradients of `tensors`; `nodes` are where the running backward takes them."""
-        return (_AllReduceOfAll if self.synchronised else _LocalAccumulation)(self, tensors, nodes)
+        return (AllReduce if self.synchronised else LocalAccumulation)(self, tensors, nodes)
 
 
-class Sum(abc.ABC):
+class Reduction(abc.ABC):
     """What becomes of the parameters' gradients in one backward.
 
     `add` may be called from several threads. Whatever ends it half-way has to be told the others: `failed`.
@@ -261,7 +261,7 @@ class Sum(abc.ABC):
     derivative = 1.0
 
     def __init__(self, sync_context: "SyncContext", tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> None:
-        self._contribution, self._tensors, self._nodes = sync_context, tensors, nodes
+        self._sync_context, self._tensors, self._nodes = sync_context, tensors, nodes
         self._gradient_sync = sync_context.gradient_sync
         self._cluster = self._gradient_sync.cluster
         self._plan = self._gradient_sync.plan(tensors)
@@ -289,7 +289,7 @@ class Sum(abc.ABC):
         so a sum is its own derivative.
         """
         there = [number for number, gradient in enumerate(gradients) if gradient is not None]
-        return list(_DifferentiableAllReduce.apply(self, there, *(gradients[number] for number in there)))  # type: ignore[no-untyped-call]
+        return list(_DifferentiableReduction.apply(self, there, *(gradients[number] for number in there)))  # type: ignore[no-untyped-call]
 
     def failed(self, error: BaseException) -> None:
         """Tell the other processes that this one cannot go on."""
@@ -301,7 +301,7 @@ class Sum(abc.ABC):
         return [n for n, node in nodes if self._tensors[n].is_leaf and torch_private.backward_runs(node)]
 
 
-class _AllReduceOfAll(Sum):
+class AllReduce(Reduction):
     """The sum over the processes; None for a tensor that no process used."""
 
     def __init__(self, sync_context: "SyncContext", tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> None:
@@ -316,32 +316,34 @@ class _AllReduceOfAll(Sum):
         # A method of this object would make a cycle of the two, and the buckets would outlive the gradients.
         scale_of = partial(sync_context.scale, tensors=tensors)
         group, hook = self._gradient_sync.group, self._gradient_sync.hook
-        self._sum = BucketedAllReduce(self._cluster, group, self._plan, tensors, hook, scale_of, self._steps, kept)
+        self._all_reduce = BucketedAllReduce(
+            self._cluster, group, self._plan, tensors, hook, scale_of, self._steps, kept
+        )
 
     @property
     def early(self) -> Set[int]:
-        return self._sum.early
+        return self._all_reduce.early
 
     def add(self, number: int, gradient: torch.Tensor) -> None:
-        self._sum.add(number, gradient.detach())
+        self._all_reduce.add(number, gradient.detach())
 
     def finish(self, rest: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
-        self._sum.add_all(rest)
-        found = self._sum.finish(self._begin_to_send_buffers)
-        self._gradient_sync.have_sparse_gradients([self._tensors[number] for number in self._sum.sparse])
+        self._all_reduce.add_all(rest)
+        found = self._all_reduce.finish(self._begin_to_send_buffers)
+        self._gradient_sync.have_sparse_gradients([self._tensors[number] for number in self._all_reduce.sparse])
         self._wait_for_buffers()
         for tensor in self._kept:
             tensor.grad = None  # it is in what is returned, which autograd puts there
         return found
 
     def _begin_to_send_buffers(self) -> None:
-        module = self._contribution.module() if self._contribution.training else None
+        module = self._sync_context.module() if self._sync_context.training else None
         # As of all replicas it is the first whose buffers persist.
         first_with_rows = next((rank for rank, step in enumerate(self._steps()) if RankStep(*step).weight), 0)
         self._wait_for_buffers = self._gradient_sync.begin_to_send_buffers(first_with_rows, module)
 
 
-class _LocalAccumulation(Sum):
+class LocalAccumulation(Reduction):
     """In no_sync(): this process's own gradients, as much larger as there are processes."""
 
     def __init__(self, sync_context: "SyncContext", tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> None:
@@ -363,22 +365,24 @@ class _LocalAccumulation(Sum):
             for number, gradient in rest.items():
                 self.add(number, gradient)
         steps = [RankStep(*step) for step in self._steps()]
-        self.derivative = scale = (self._contribution.scale(steps, self._tensors) or 0.0) * self._cluster.world_size
+        self.derivative = scale = (self._sync_context.scale(steps, self._tensors) or 0.0) * self._cluster.world_size
         for n in self._accumulated():
             self._gradient_sync.own_grads.add(self._tensors[n])
         with torch.no_grad():
             return [self._here[n] * scale if scale and n in self._here else None for n in range(len(self._tensors))]
 
 
-class _DifferentiableAllReduce(torch.autograd.Function):
-    """The sum of gradients that have a history; see `Sum.differentiable`."""
+class _DifferentiableReduction(torch.autograd.Function):
+    """The sum of gradients that have a history; see `Reduction.differentiable`."""
 
     @staticmethod
-    def forward(ctx: Any, begun: Sum, there: Sequence[int], *gradients: Any) -> tuple[torch.Tensor | None, ...]:
+    def forward(
+        ctx: Any, reduction: Reduction, there: Sequence[int], *gradients: Any
+    ) -> tuple[torch.Tensor | None, ...]:
         ctx.there = there
         ctx.set_materialize_grads(False)
-        results = begun.finish(dict(zip(there, gradients, strict=True)))
-        ctx.scale = begun.derivative
+        results = reduction.finish(dict(zip(there, gradients, strict=True)))
+        ctx.scale = reduction.derivative
         return tuple(results)
 
     @staticmethod
@@ -387,7 +391,7 @@ class _DifferentiableAllReduce(torch.autograd.Function):
         return (None, None, *(None if grad is None else grad * ctx.scale for grad in there))
 
 
-class _Calling(nn.Module):
+class _MethodAsForward(nn.Module):
     """A module whose forward is any method of another."""
 
     def __init__(self, module: nn.Module, method: str | None) -> None:
@@ -400,7 +404,7 @@ class _Calling(nn.Module):
         return called(*inputs, **kwargs)
 
 
-class _OverProcesses(torch.autograd.Function):
+class _AllReduceInBackward(torch.autograd.Function):
     """Parameters as they are; in backward their gradients are summed over the processes.
 
     For a forward that is part of the caller's own graph, where no gradient can be sent before backward has made all.
@@ -418,11 +422,11 @@ class _OverProcesses(torch.autograd.Function):
         nodes = [node for node, _ in ctx.next_functions]
         if not any(map(torch_private.backward_reaches, nodes)):
             return (None, *grads)
-        begun = sync_context.begin(ctx.tensors, nodes)
+        reduction = sync_context.begin(ctx.tensors, nodes)
         try:
             if torch.is_grad_enabled():
-                return (None, *begun.differentiable(grads))
-            return (None, *begun.finish({number: grad for number, grad in enumerate(grads) if grad is not None}))
+                return (None, *reduction.differentiable(grads))
+            return (None, *reduction.finish({number: grad for number, grad in enumerate(grads) if grad is not None}))
         except BaseException as error:
-            begun.failed(error)
+            reduction.failed(error)
             raise
