@@ -62,7 +62,7 @@ def train(rank: int, device: str, options: dict[str, bool]) -> tuple[list[float]
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-11, msg=f"step {step}: {name}")
         for optimizer in optimizers:
             optimizer.step()
-    groups = model._gradient_sync.cluster._groups
+    groups = model._gradient_sync.communicator._groups
     backends = {torch.distributed.get_backend(group) for group in groups.values()}
     return [p.sum().item() for p in model.parameters()], ",".join(sorted(backends))
 

@@ -23,7 +23,7 @@ import torch
 
 from manyhands.distributed.comm_hooks import CommHook, GradBucket
 from manyhands.distributed.consistency import RankStep, described
-from manyhands.distributed.process_group import Cluster, Gathering, digest_of, distributed
+from manyhands.distributed.process_group import AllGatherWork, Communicator, digest_of, distributed
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import BUCKET_BYTES, Bucket, Form, buckets_of
 
@@ -81,7 +81,7 @@ class BucketedAllReduce:
     """See the module's docstring. `add` may be called from several threads.
 
     Args:
-        cluster, group: the processes, and the group in which tensors like these travel.
+        communicator, group: the processes, and the group in which tensors like these travel.
         plan, tensors: the tensors, and how their gradients travel.
         hook: a communication hook and its state, or None.
         scale_of: from what all processes have said to what this one's gradients are multiplied by; None where they
@@ -92,16 +92,16 @@ class BucketedAllReduce:
 
     def __init__(
         self,
-        cluster: Cluster,
+        communicator: Communicator,
         group: Any,
         plan: BucketPlan,
         tensors: Sequence[torch.Tensor],
         hook: tuple[Any, CommHook] | None,
         scale_of: Callable[[Sequence[RankStep]], float | None],
-        steps: Gathering,
+        steps: AllGatherWork,
         kept: Mapping[int, torch.Tensor],
     ) -> None:
-        self._cluster, self._group, self._plan, self._tensors = cluster, group, plan, tensors
+        self._communicator, self._group, self._plan, self._tensors = communicator, group, plan, tensors
         self._hook, self._scale_of, self._steps, self._kept = hook, scale_of, steps, kept
         self._bucket_of = {n: b for b, bucket in enumerate(plan.buckets) for n, _ in bucket.items}
         self._lock = threading.RLock()
@@ -113,7 +113,7 @@ class BucketedAllReduce:
         self._scale_known = False
         self.sparse: list[int] = []  # whose gradients were sparse in some process, known at the end
         # A hook takes the mean over the processes to be the result, so what it is given is this much larger.
-        self._enlarged = cluster.world_size if hook is not None else 1
+        self._enlarged = communicator.world_size if hook is not None else 1
 
     def add(self, number: int, gradient: torch.Tensor) -> None:
         """Take a part of the gradient of tensor `number`; send what is full now. To be called with gradients off."""
@@ -127,7 +127,7 @@ class BucketedAllReduce:
             begun = self._bucket(b)
             self._fill(begun, begun.pieces[number], gradient)
             begun.missing.discard(number)
-            if not begun.missing and (self._scale_known or self._steps.is_there()):
+            if not begun.missing and (self._scale_known or self._steps.is_completed()):
                 self._send_full()
 
     def add_all(self, gradients: Mapping[int, torch.Tensor]) -> None:
@@ -162,7 +162,7 @@ class BucketedAllReduce:
         """
         with self._lock, torch.no_grad():
             flags = self._flags()
-            wait_for_flags = self._cluster.sum_of_flags(flags, DOING)
+            wait_for_flags = self._communicator.all_reduce_flags(flags, DOING)
             for b in range(len(self._flying), len(self._plan.buckets)):
                 begun = self._bucket(b)
                 for number in begun.missing:
@@ -204,7 +204,7 @@ class BucketedAllReduce:
     def _scaled(self) -> float | None:
         """Return what this process's gradients are multiplied by; wait for what the others say."""
         if not self._scale_known:
-            self._scale = self._scale_of([RankStep(*step) for step in self._steps()])
+            self._scale = self._scale_of([RankStep(*step) for step in self._steps.wait()])
             self._scale_known = True
         return self._scale
 
@@ -222,17 +222,17 @@ class BucketedAllReduce:
             for number, piece in begun.pieces.items() if self._kept else ():
                 kept = self._kept.get(number)
                 if kept is not None and not kept.is_sparse:
-                    piece.add_(kept, alpha=self._enlarged / self._cluster.world_size)
+                    piece.add_(kept, alpha=self._enlarged / self._communicator.world_size)
             self._flying.append((begun, self._sent(begun, b)))
 
     def _sent(self, begun: _Begun, index: int) -> Callable[[], torch.Tensor]:
         """Send a bucket; return what waits for its sum."""
-        cluster, group, flat = self._cluster, self._group, begun.flat
+        communicator, group, flat = self._communicator, self._group, begun.flat
         if self._hook is None:
-            work = cluster.start(lambda: distributed.all_reduce(flat, group=group, async_op=True))
+            work = communicator.start(lambda: distributed.all_reduce(flat, group=group, async_op=True))
 
             def result() -> torch.Tensor:
-                cluster.wait(work, DOING, group)
+                communicator.wait(work, DOING, group)
                 return flat
 
             return result
@@ -242,7 +242,7 @@ class BucketedAllReduce:
         if not all(hasattr(future, name) for name in ("done", "wait")):
             got = type(future).__name__
             raise TypeError(f"the communication hook returned a {got}: expected a torch.futures.Future of a tensor")
-        return lambda: _of_size(cluster.wait_for_future(future, DOING), flat)
+        return lambda: _of_size(communicator.wait_for_future(future, DOING), flat)
 
     def _flags(self) -> torch.Tensor:
         """Return what this process has for each tensor; and scale what goes beside the buckets."""
@@ -250,7 +250,7 @@ class BucketedAllReduce:
         scaled = {} if scale is None else {number: part * scale for number, part in self._beside.items()}
         for number, kept in self._kept.items():
             if number not in self._bucket_of or kept.is_sparse:
-                part = kept / self._cluster.world_size
+                part = kept / self._communicator.world_size
                 scaled[number] = scaled[number] + part if number in scaled else part
         self._beside = scaled
         placed = {number for number in self._kept if number not in scaled}
@@ -269,7 +269,7 @@ class BucketedAllReduce:
             total = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
             if part is not None and not part.is_sparse:
                 total.copy_(part)
-            self._cluster.sum(total, self._group, DOING)
+            self._communicator.all_reduce(total, self._group, DOING)
             before = found[number]
             found[number] = total if before is None else before + total
 
@@ -280,7 +280,7 @@ class BucketedAllReduce:
             if part is None or not part.is_sparse:  # no entries
                 indices = torch.empty(1, 0, dtype=torch.int64, device=tensor.device)
                 part = torch.sparse_coo_tensor(indices, tensor.new_empty(0, *tensor.shape[1:]), tensor.shape)
-            total = self._cluster.sum_sparse(part.coalesce(), self._group, DOING)
+            total = self._communicator.all_reduce_sparse(part.coalesce(), self._group, DOING)
             before = found[number]
             found[number] = total if before is None else before + total
             self.sparse.append(number)

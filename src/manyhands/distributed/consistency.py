@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from manyhands.distributed.process_group import Cluster, digest_of, ranks_of
+from manyhands.distributed.process_group import Communicator, digest_of, ranks_of
 
 
 class RankStep(NamedTuple):
@@ -41,7 +41,7 @@ class RankStep(NamedTuple):
     has_hook: float
 
 
-def check_alike(cluster: Cluster, module: nn.Module) -> None:
+def check_alike(communicator: Communicator, module: nn.Module) -> None:
     """Check that `module` has the same parameters and buffers in every process.
 
     Raises:
@@ -53,11 +53,11 @@ def check_alike(cluster: Cluster, module: nn.Module) -> None:
         *((f"parameter {name}", *described(t), f"requires_grad={t.requires_grad}") for name, t in all_parameters),
         *((f"buffer {name}", *described(t)) for name, t in module.named_buffers(remove_duplicate=False)),
     ]
-    digests = [int(digest) for (digest,) in cluster.gather([digest_of(repr(said))], doing)()]
+    digests = [int(digest) for (digest,) in communicator.all_gather([digest_of(repr(said))], doing).wait()]
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if not different:
         return
-    lists = cluster.exchange(said, doing)
+    lists = communicator.all_gather_object(said, doing)
     mine, theirs = _differences(lists[0], lists[different[0]])[0]
     raise RuntimeError(
         f"the models of the processes differ: rank 0 has {_shown(mine)}, {ranks_of(different)} {_shown(theirs)}. "
@@ -66,7 +66,11 @@ def check_alike(cluster: Cluster, module: nn.Module) -> None:
 
 
 def check_steps(
-    cluster: Cluster, steps: Sequence[RankStep], tensors: Sequence[torch.Tensor], module: nn.Module | None, doing: str
+    communicator: Communicator,
+    steps: Sequence[RankStep],
+    tensors: Sequence[torch.Tensor],
+    module: nn.Module | None,
+    doing: str,
 ) -> None:
     """Check that all processes have begun the same sum, of the gradients of `tensors`, parameters of `module`.
 
@@ -78,7 +82,9 @@ def check_steps(
         return
     known = {} if module is None else {id(tensor): name for name, tensor in module.named_parameters()}
     names = [known.get(id(tensor), "?") for tensor in tensors]
-    lists = cluster.exchange([(name, *described(t)) for name, t in zip(names, tensors, strict=True)], doing)
+    lists = communicator.all_gather_object(
+        [(name, *described(t)) for name, t in zip(names, tensors, strict=True)], doing
+    )
     raise RuntimeError(
         f"the processes do not sum the same gradients: {_difference(steps, lists, rank)}. Every process has to run "
         "the same models, in the same order, as often."

@@ -37,7 +37,7 @@ from manyhands.distributed.bucketed_all_reduce import DOING, BucketedAllReduce, 
 from manyhands.distributed.comm_hooks import CommHook
 from manyhands.distributed.consistency import RankStep, check_alike, check_steps
 from manyhands.distributed.environment import start_default_group
-from manyhands.distributed.process_group import Cluster, distributed, join_processes
+from manyhands.distributed.process_group import Communicator, communicator_for, distributed
 from manyhands.primitives.inputs import Arguments
 from manyhands.runtime import torch_private
 
@@ -70,10 +70,10 @@ class UnboundGradientSync(NamedTuple):
         """
         if not self.of_all and start_default_group() and distributed.get_world_size() > 1:
             raise RuntimeError(_OF_A_GROUP)
-        cluster = join_processes()
-        if cluster is None:
+        communicator = communicator_for()
+        if communicator is None:
             return None
-        gradient_sync = GradientSync(cluster, self.device, self.loss)
+        gradient_sync = GradientSync(communicator, self.device, self.loss)
         gradient_sync.sync_module_states(module)
         return gradient_sync
 
@@ -82,13 +82,13 @@ class GradientSync:
     """Sums the gradients of one module over processes.
 
     Args:
-        cluster: the processes.
+        communicator: the processes.
         device: on which the gradients are.
         loss: "mean" if each process's loss is a mean over its rows, "sum" if it is a sum.
     """
 
-    def __init__(self, cluster: Cluster, device: torch.device, loss: str) -> None:
-        self.cluster = cluster
+    def __init__(self, communicator: Communicator, device: torch.device, loss: str) -> None:
+        self.communicator = communicator
         self.loss = loss
         self._device = device
         self.hook: tuple[Any, CommHook] | None = None
@@ -102,26 +102,26 @@ class GradientSync:
         self._plans: dict[Any, BucketPlan] = {}
 
     def __deepcopy__(self, memo: object) -> "GradientSync":
-        copied = GradientSync(self.cluster, self._device, self.loss)  # a copied model has summed nothing yet
+        copied = GradientSync(self.communicator, self._device, self.loss)  # a copied model has summed nothing yet
         copied.hook = self.hook
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return UnboundGradientSync, (self._device, self.loss, self.cluster.is_all)
+        return UnboundGradientSync, (self._device, self.loss, self.communicator.is_world)
 
     @property
     def group(self) -> Any:
         """The process group in which gradients travel; made when first needed, by all processes at once."""
-        return self.cluster.group_for(self._device, "gradients")
+        return self.communicator.group_for(self._device, "gradients")
 
     def sync_module_states(self, module: nn.Module) -> None:
         """Have `module` start alike in all processes: check that it is the same, and send the first one's values."""
-        self.cluster.arrive(f"wrapping {type(module).__name__}")
-        self._number = self.cluster.next_number()
-        check_alike(self.cluster, module)
+        self.communicator.barrier(f"wrapping {type(module).__name__}")
+        self._number = self.communicator.next_model_number()
+        check_alike(self.communicator, module)
         tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
         doing = "sending the first process's parameters to all"
-        self.cluster.begin_to_send_from(0, tensors, self.group, doing)()
+        self.communicator.broadcast(0, tensors, self.group, doing)()
 
     def sync_context(self, module: nn.Module, rows: int | None) -> "SyncContext":
         """Return what a forward of so many rows is to count for, if it succeeds."""
@@ -142,7 +142,7 @@ class GradientSync:
     def step(self, sync_context: "SyncContext", plan: BucketPlan) -> RankStep:
         """Return what this process says about the sum that it begins."""
         if not self._number:  # of a copy, which all processes have begun to train
-            self._number = self.cluster.next_number()
+            self._number = self.communicator.next_model_number()
         return RankStep(
             weight=sync_context.weight,
             model=self._number,
@@ -168,7 +168,7 @@ class GradientSync:
         if module is None:
             return lambda: None
         buffers = [buffer for buffer in module.buffers() if not buffer.is_sparse]
-        return self.cluster.begin_to_send_from(source, buffers, self.group, "sending one process's buffers to all")
+        return self.communicator.broadcast(source, buffers, self.group, "sending one process's buffers to all")
 
 
 class _Tensors:
@@ -224,7 +224,7 @@ class SyncContext:
         Raises:
             RuntimeError: the processes have not begun the same sum.
         """
-        check_steps(self.gradient_sync.cluster, steps, tensors, self.module(), DOING)
+        check_steps(self.gradient_sync.communicator, steps, tensors, self.module(), DOING)
         if self.weight == 0:
             return None
         return 1.0 if self.gradient_sync.loss == "sum" else self.weight / sum(step.weight for step in steps)
@@ -263,9 +263,9 @@ class Reduction(abc.ABC):
     def __init__(self, sync_context: "SyncContext", tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> None:
         self._sync_context, self._tensors, self._nodes = sync_context, tensors, nodes
         self._gradient_sync = sync_context.gradient_sync
-        self._cluster = self._gradient_sync.cluster
+        self._communicator = self._gradient_sync.communicator
         self._plan = self._gradient_sync.plan(tensors)
-        self._steps = self._cluster.gather(self._gradient_sync.step(sync_context, self._plan), DOING)
+        self._steps = self._communicator.all_gather(self._gradient_sync.step(sync_context, self._plan), DOING)
 
     @property
     @abc.abstractmethod
@@ -293,7 +293,7 @@ class Reduction(abc.ABC):
 
     def failed(self, error: BaseException) -> None:
         """Tell the other processes that this one cannot go on."""
-        self._cluster.failed_with(error)
+        self._communicator.abort(error)
 
     def _accumulated(self) -> list[int]:
         """Return the numbers of the tensors whose gradients this backward adds to `grad`."""
@@ -317,7 +317,7 @@ class AllReduce(Reduction):
         scale_of = partial(sync_context.scale, tensors=tensors)
         group, hook = self._gradient_sync.group, self._gradient_sync.hook
         self._all_reduce = BucketedAllReduce(
-            self._cluster, group, self._plan, tensors, hook, scale_of, self._steps, kept
+            self._communicator, group, self._plan, tensors, hook, scale_of, self._steps, kept
         )
 
     @property
@@ -339,7 +339,7 @@ class AllReduce(Reduction):
     def _begin_to_send_buffers(self) -> None:
         module = self._sync_context.module() if self._sync_context.training else None
         # As of all replicas it is the first whose buffers persist.
-        first_with_rows = next((rank for rank, step in enumerate(self._steps()) if RankStep(*step).weight), 0)
+        first_with_rows = next((rank for rank, step in enumerate(self._steps.wait()) if RankStep(*step).weight), 0)
         self._wait_for_buffers = self._gradient_sync.begin_to_send_buffers(first_with_rows, module)
 
 
@@ -364,8 +364,10 @@ class LocalAccumulation(Reduction):
         with torch.no_grad():
             for number, gradient in rest.items():
                 self.add(number, gradient)
-        steps = [RankStep(*step) for step in self._steps()]
-        self.derivative = scale = (self._sync_context.scale(steps, self._tensors) or 0.0) * self._cluster.world_size
+        steps = [RankStep(*step) for step in self._steps.wait()]
+        self.derivative = scale = (
+            self._sync_context.scale(steps, self._tensors) or 0.0
+        ) * self._communicator.world_size
         for n in self._accumulated():
             self._gradient_sync.own_grads.add(self._tensors[n])
         with torch.no_grad():

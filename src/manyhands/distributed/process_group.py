@@ -9,8 +9,8 @@ Guarantees
     - A wait ends at the latest with the process group's timeout, with an error that names who did not come.
     - After such an error the processes no longer agree on what comes next; every later exchange raises it again.
 
-Assumes that all processes make their clusters, wrap their models and exchange values in the same order. Where they do
-not, and it can be seen, the error names the first difference.
+Assumes that all processes make their communicators, wrap their models and exchange values in the same order. Where a
+difference can be seen, the error names the first one.
 """
 
 import atexit
@@ -44,14 +44,14 @@ _LAST_WORDS_NAP_S = 0.05
 _MARGIN_S = 5.0
 _MOST_TEXT = 2000
 _LENGTH = 16  # of what is gathered
-_TELLING = "config_for the others what it does"
+_REPORTING_MISMATCH = "reporting a mismatch"
 
 _NOT_IN_GROUP = -100  # torch.distributed.GroupMember.NON_GROUP_MEMBER
 
 distributed: Any = torch.distributed
 
 
-def join_processes(process_group: Any = None) -> "Cluster | None":
+def communicator_for(process_group: Any = None) -> "Communicator | None":
     """Return the processes that belong together; None where this process is alone.
 
     Args:
@@ -79,23 +79,23 @@ def join_processes(process_group: Any = None) -> "Cluster | None":
         raise TypeError(f"process_group={process_group!r}: expected a ProcessGroup, None or False")
     if process_group.size() == 1:
         return None
-    if process_group not in _clusters:
-        cluster = _clusters[process_group] = Cluster(process_group)
+    if process_group not in _communicators:
+        communicator = _communicators[process_group] = Communicator(process_group)
         try:
-            cluster.meet()
+            communicator.connect()
         except BaseException as error:  # Ctrl-C, for one: who has half met them cannot go on with them
-            cluster.failed_with(error)
+            communicator.abort(error)
             raise
-    return _clusters[process_group]
+    return _communicators[process_group]
 
 
-class Cluster:
+class Communicator:
     """Some processes, of which this is one.
 
     Attributes:
         rank, world_size: this process's place among them, and how many they are.
         timeout_s: how long one waits for the others.
-        is_all: whether these are all processes of the program.
+        is_world: whether these are all processes of the program.
     """
 
     def __init__(self, process_group: Any) -> None:
@@ -103,42 +103,42 @@ class Cluster:
         self.world_size: int = process_group.size()
         self.timeout_s = torch_private.timeout_of_group(process_group).total_seconds()
         self._ranks = distributed.get_process_group_ranks(process_group)
-        self.is_all = self.world_size == distributed.get_world_size()
+        self.is_world = self.world_size == distributed.get_world_size()
         self._store = distributed.PrefixStore("manyhands", process_group.get_group_store())
-        self._notices = FailureStore(self._store, self.rank)
+        self._failure_store = FailureStore(self._store, self.rank)
         self._look_every_s = max(_LOOK_EVERY_S, self.world_size / 500)
         self._num_arrivals = self._num_models = 0
         self._groups: dict[tuple[str, str], Any] = {}
         self._broken: str | None = None
         self._control: Any = None
-        _tell_failures_to(self)
+        _report_the_end_to(self)
 
-    def meet(self) -> None:
+    def connect(self) -> None:
         """Wait for all processes, and connect them. To be called once."""
-        self._notices.introduce()
-        self.arrive("a DataParallel that spans processes")
+        self._failure_store.introduce()
+        self.barrier("a DataParallel that spans processes")
         self._control = self._new_group("gloo", "control")
-        self._notices.places = self.exchange(self._notices.place, "meeting")
+        self._failure_store.places = self.all_gather_object(self._failure_store.place, "connecting")
 
     @property
     def broken(self) -> bool:
         """Whether the processes no longer agree on what comes next: some have failed, or gone."""
         return self._broken is not None
 
-    def next_number(self) -> int:
+    def next_model_number(self) -> int:
         """Return how many models have been wrapped for these processes, this one included."""
         self._num_models += 1
         return self._num_models
 
-    def __deepcopy__(self, memo: object) -> "Cluster":
+    def __deepcopy__(self, memo: object) -> "Communicator":
         return self  # a copied model belongs to the same processes
 
-    def __reduce__(self) -> tuple[Callable[[], "Cluster | None"], tuple[()]]:
-        return join_processes, ()
+    def __reduce__(self) -> tuple[Callable[[], "Communicator | None"], tuple[()]]:
+        return communicator_for, ()
 
     # ---- exchanging values -----------------------------------------------------------------------
 
-    def arrive(self, at: str) -> None:
+    def barrier(self, at: str) -> None:
         """Wait until every process has come here as often as this one; `at` says in messages where that is.
 
         It goes through the store, and so works before there is any connection between the processes.
@@ -148,13 +148,13 @@ class Cluster:
         key = f"arrival/{self._num_arrivals}"
 
         def missing() -> list[int]:
-            return [rank for rank in range(self.world_size) if not self._notices.text(f"{key}/{rank}")]
+            return [rank for rank in range(self.world_size) if not self._failure_store.text(f"{key}/{rank}")]
 
         def all_there() -> bool:
             return bool(self._store.add(f"{key}/number", 0) >= self.world_size)
 
         def look() -> None:
-            gone = [rank for rank in missing() if self._notices.has_gone(rank)]
+            gone = [rank for rank in missing() if self._failure_store.has_gone(rank)]
             if gone and not all_there():
                 raise self._failure(f"{ranks_of(gone)} {_has(gone)} ended and did not come to {at}")
 
@@ -164,13 +164,13 @@ class Cluster:
             self._store.add(f"{key}/number", 1)
             self._wait_until(all_there, at, lambda: f"{ranks_of(missing())} did not come to it", look)
         except STORE_ERRORS as error:
-            raise self._lost(error, at) from error
+            raise self._connection_error(error, at) from error
         rank, _, other = first.partition("\n")
         if other != at:
-            self.fail(f"rank {self.rank} has come to {at}, and rank {rank} to {other}")
+            self.report_failure(f"rank {self.rank} has come to {at}, and rank {rank} to {other}")
             raise self._failure(f"rank {rank} has come to {other}, and this one, rank {self.rank}, to {at}")
 
-    def gather(self, values: Sequence[float], doing: str) -> "Gathering":
+    def all_gather(self, values: Sequence[float], doing: str) -> "AllGatherWork":
         """Begin to send some numbers to everybody; whole numbers are exact below 2**53.
 
         Args:
@@ -182,16 +182,16 @@ class Cluster:
         mine = torch.tensor(numbers, dtype=torch.float64)
         everybody = [torch.empty_like(mine) for _ in range(self.world_size)]
         work = self.start(lambda: distributed.all_gather(everybody, mine, group=self._control, async_op=True))
-        return Gathering(self, work, everybody, len(values), doing)
+        return AllGatherWork(self, work, everybody, len(values), doing)
 
-    def sum(self, tensor: torch.Tensor, group: Any, doing: str) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor, group: Any, doing: str) -> torch.Tensor:
         """Sum a tensor over the processes, in place; return it."""
         self.wait(self.start(lambda: distributed.all_reduce(tensor, group=group, async_op=True)), doing, group)
         return tensor
 
-    def sum_sparse(self, tensor: torch.Tensor, group: Any, doing: str) -> torch.Tensor:
+    def all_reduce_sparse(self, tensor: torch.Tensor, group: Any, doing: str) -> torch.Tensor:
         """Return the sum of the processes' sparse tensors, which are coalesced, as this one."""
-        lengths = [int(length) for (length,) in self.gather([tensor._nnz()], doing)()]
+        lengths = [int(length) for (length,) in self.all_gather([tensor._nnz()], doing).wait()]
         indices = torch.cat(self._all_of_lengths(lengths, tensor.indices().t(), group, doing))
         values = torch.cat(self._all_of_lengths(lengths, tensor.values(), group, doing))
         return torch.sparse_coo_tensor(indices.t(), values, tensor.shape).coalesce()
@@ -204,31 +204,29 @@ class Cluster:
         self.wait(self.start(partial(distributed.all_gather, everybody, padded, group, True)), doing, group)
         return [tensor[:length] for tensor, length in zip(everybody, lengths, strict=True)]
 
-    def sum_of_flags(self, flags: torch.Tensor, doing: str) -> Callable[[], None]:
+    def all_reduce_flags(self, flags: torch.Tensor, doing: str) -> Callable[[], None]:
         """Begin to sum a tensor of small whole numbers on the CPU, in place; return what waits for it."""
         work = self.start(lambda: distributed.all_reduce(flags, group=self._control, async_op=True))
         return lambda: self.wait(work, doing)
 
-    def exchange(self, value: Any, doing: str) -> list[Any]:
+    def all_gather_object(self, value: Any, doing: str) -> list[Any]:
         """Return what every process gives, in rank order. For rare occasions: values are pickled."""
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = [int(length) for (length,) in self.gather([len(mine)], doing)()]
+        lengths = [int(length) for (length,) in self.all_gather([len(mine)], doing).wait()]
         everybody = self._all_of_lengths(lengths, mine, self._control, doing)
         return [pickle.loads(ctypes.string_at(tensor.data_ptr(), len(tensor))) for tensor in everybody]
 
-    def value_of_first(self, value: Any, doing: str) -> Any:
+    def broadcast_object(self, value: Any, doing: str) -> Any:
         """Return what the first process gives. For rare occasions: it is pickled."""
         pickled = bytearray(pickle.dumps(value) if self.rank == 0 else b"")
-        (length,), *_ = self.gather([len(pickled)], doing)()
+        (length,), *_ = self.all_gather([len(pickled)], doing).wait()
         pickled = pickled or bytearray(int(length))
         octets = torch.frombuffer(pickled, dtype=torch.uint8)
         first = self._ranks[0]
         self.wait(self.start(lambda: distributed.broadcast(octets, first, self._control, async_op=True)), doing)
         return pickle.loads(pickled)
 
-    def begin_to_send_from(
-        self, source: int, tensors: Sequence[torch.Tensor], group: Any, doing: str
-    ) -> Callable[[], None]:
+    def broadcast(self, source: int, tensors: Sequence[torch.Tensor], group: Any, doing: str) -> Callable[[], None]:
         """Begin to overwrite `tensors` by what the process of rank `source` has; return what waits for it."""
         forms = {i: Form.of(tensor.detach(), tensor.device) for i, tensor in enumerate(tensors) if tensor.numel()}
         flying = []
@@ -256,7 +254,7 @@ class Cluster:
         if (str(device), purpose) in self._groups:
             return self._groups[str(device), purpose]
         # Several processes on one GPU cannot talk by NCCL.
-        places = self.exchange((machine(), _devices.identity(device)), "choosing how to talk to each other")
+        places = self.all_gather_object((machine(), _devices.identity(device)), "choosing how to talk to each other")
         alone = len(set(places)) == self.world_size and not _devices.computes_on_host(device)
         backend = distributed.get_default_backend_for_device(device) if alone else "gloo"
         group = self._groups[str(device), purpose] = self._new_group(backend, purpose)
@@ -284,7 +282,7 @@ class Cluster:
         try:
             return begin()
         except RuntimeError as error:
-            raise self._lost(error, "beginning to exchange") from error
+            raise self._connection_error(error, "starting an exchange") from error
 
     def wait(self, work: Any, doing: str, group: Any = None) -> None:
         """Wait for `work`, done in `group`; on an accelerator's own backend, have the current stream wait.
@@ -297,7 +295,7 @@ class Cluster:
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._lost(error, doing) from error
+            raise self._connection_error(error, doing) from error
 
     def wait_for_future(self, future: Any, doing: str) -> Any:
         """Return the tensor that a communication hook's future brings."""
@@ -305,7 +303,7 @@ class Cluster:
         try:
             value = future.wait()
         except RuntimeError as error:
-            raise self._lost(error, doing) from error
+            raise self._connection_error(error, doing) from error
         return value[0] if isinstance(value, list | tuple) else value
 
     def _wait_until(
@@ -331,13 +329,13 @@ class Cluster:
             now = time.monotonic()
             if now - last_look > self._look_every_s:
                 last_look = now
-                self._raise_if_somebody_failed(doing)
+                self._raise_if_a_rank_failed(doing)
                 num_looks += 1
                 if look is not None and num_looks.bit_count() == 1:  # ever less often: it asks about every process
                     look()
                 if not told:
                     told = True
-                    self._notices.say(f"at/{self.rank}", doing)
+                    self._failure_store.say(f"at/{self.rank}", doing)
                 if now - started > self.timeout_s:
                     self._raise_timeout(doing, who())
             if block is not None:
@@ -346,10 +344,10 @@ class Cluster:
                 time.sleep(nap_s)
                 nap_s = min(nap_s * 1.5, longest_nap_s)
         if told:
-            self._notices.say(f"at/{self.rank}", "")
+            self._failure_store.say(f"at/{self.rank}", "")
 
     def _raise_timeout(self, doing: str, who: str) -> None:
-        places = {rank: self._notices.text(f"at/{rank}") for rank in range(self.world_size) if rank != self.rank}
+        places = {rank: self._failure_store.text(f"at/{rank}") for rank in range(self.world_size) if rank != self.rank}
         found = [f"rank {rank} waits at {place}" for rank, place in places.items() if place and place != doing]
         silent = [rank for rank, place in places.items() if not place]
         if who:
@@ -361,26 +359,26 @@ class Cluster:
             f"{'; '.join(found) or 'all wait at the same'}. Every process has to wrap the same models and to take the "
             "same steps; for loaders of different lengths there is DataParallel.batches(loader)."
         )
-        self.fail(text)
+        self.report_failure(text)
         raise self._failure(text)
 
-    def _lost(self, error: RuntimeError, doing: str) -> RuntimeError:
+    def _connection_error(self, error: RuntimeError, doing: str) -> RuntimeError:
         """Return what is to be raised where torch.distributed has failed, most often because somebody has gone."""
         deadline = time.monotonic() + _LAST_WORDS_S
         while time.monotonic() < deadline:
-            self._raise_if_somebody_failed(doing)
-            gone = [rank for rank in range(self.world_size) if rank != self.rank and self._notices.has_gone(rank)]
+            self._raise_if_a_rank_failed(doing)
+            gone = [rank for rank in range(self.world_size) if rank != self.rank and self._failure_store.has_gone(rank)]
             if gone:
                 return self._failure(f"{ranks_of(gone)} {_has(gone)} ended while this one was at {doing}")
             time.sleep(_LAST_WORDS_NAP_S)
         return self._failure(f"{doing} has failed, and no other process says why: {_brief(error)}")
 
-    def raise_different(self, doing: str) -> None:
+    def raise_mismatch(self, doing: str) -> None:
         """Raise an error that says what the processes have come to; all of them call it."""
         all_do = None
         while all_do is None:  # until the others, who may have begun more than one exchange, have noticed it too
-            with contextlib.suppress(_NotYetError):
-                all_do = self.exchange(doing, _TELLING)
+            with contextlib.suppress(_NotNoticedError):
+                all_do = self.all_gather_object(doing, _REPORTING_MISMATCH)
         other = next((rank for rank, other in enumerate(all_do) if other != all_do[0]), None)
         where = (
             f"rank 0 is at {all_do[0]}, rank {other} at {all_do[other]}"
@@ -391,39 +389,39 @@ class Cluster:
             f"the processes do not do the same: {where}. Every process has to take the same steps; for loaders of "
             "different lengths there is DataParallel.batches."
         )
-        self.failed_with(error)
+        self.abort(error)
         raise error
 
     # ---- failures ------------------------------------------------------------------------------------
 
-    def fail(self, reason: str) -> None:
+    def report_failure(self, reason: str) -> None:
         """Tell the others that this process will not go on; only the first to do so is heard."""
         if self._broken is None:
-            self._notices.say("failed", f"{self.rank}\n{reason[:_MOST_TEXT]}", first_only=True)
+            self._failure_store.say("failed", f"{self.rank}\n{reason[:_MOST_TEXT]}", first_only=True)
 
-    def failed_with(self, error: BaseException) -> None:
+    def abort(self, error: BaseException) -> None:
         """Tell the others that this process has ended an exchange half-way, because of `error`."""
-        self.fail(f"{type(error).__name__}: {error}")
+        self.report_failure(f"{type(error).__name__}: {error}")
         if self._broken is None:
             self._broken = (
                 f"this process has left an exchange with the others half-way ({type(error).__name__}: {error}): the "
                 "processes no longer agree on what comes next. Restart them."
             )
 
-    def _raise_if_somebody_failed(self, doing: str) -> None:
-        rank, _, reason = self._notices.text("failed").partition("\n")
+    def _raise_if_a_rank_failed(self, doing: str) -> None:
+        rank, _, reason = self._failure_store.text("failed").partition("\n")
         if not rank or int(rank) == self.rank:
             return
         # A launcher takes whoever ends first for the cause: that is to be the one that has failed.
         deadline = time.monotonic() + _LAST_WORDS_S
-        while time.monotonic() < deadline and not self._notices.has_gone(int(rank)):
+        while time.monotonic() < deadline and not self._failure_store.has_gone(int(rank)):
             time.sleep(_LAST_WORDS_NAP_S)
         raise self._failure(f"rank {rank} has failed while this one was at {doing}. Rank {rank} says: {reason}")
 
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
             raise RuntimeError(self._broken)
-        if os.getpid() != self._notices.pid:
+        if os.getpid() != self._failure_store.pid:
             raise RuntimeError(
                 f"this is a process forked by rank {self.rank}: it does not belong to the processes that train the "
                 "model together. Use model.module in it, or torch.no_grad()."
@@ -433,71 +431,71 @@ class Cluster:
         self._broken = text
         return RuntimeError(text)
 
-    def ends(self) -> None:
+    def report_exit(self) -> None:
         """Tell the others that this process's program has ended."""
-        self._notices.end()
+        self._failure_store.end()
 
 
-class _NotYetError(Exception):
+class _NotNoticedError(Exception):
     """Some process does not know yet that the processes do not do the same."""
 
 
-class Gathering:
+class AllGatherWork:
     """Numbers on their way from everybody to everybody."""
 
     def __init__(
-        self, cluster: Cluster, work: Any, everybody: Sequence[torch.Tensor], num_values: int, doing: str
+        self, communicator: Communicator, work: Any, everybody: Sequence[torch.Tensor], num_values: int, doing: str
     ) -> None:
-        self._cluster, self._work, self._everybody = cluster, work, everybody
+        self._communicator, self._work, self._everybody = communicator, work, everybody
         self._num_values, self._doing = num_values, doing
 
-    def is_there(self) -> bool:
+    def is_completed(self) -> bool:
         """Return whether there is nothing to wait for."""
         return bool(self._work.is_completed())
 
-    def __call__(self) -> list[list[float]]:
+    def wait(self) -> list[list[float]]:
         """Wait for all; return each process's numbers, in rank order.
 
         Raises:
             RuntimeError: some process does something else.
         """
-        self._cluster.wait(self._work, self._doing)
+        self._communicator.wait(self._work, self._doing)
         digests, *columns = zip(*(tensor.tolist() for tensor in self._everybody), strict=True)
         if len(set(digests)) > 1:
-            if self._doing == _TELLING:
-                raise _NotYetError
-            self._cluster.raise_different(self._doing)
+            if self._doing == _REPORTING_MISMATCH:
+                raise _NotNoticedError
+            self._communicator.raise_mismatch(self._doing)
         return [list(row) for row in zip(*columns[: self._num_values], strict=True)]
 
 
-_clusters: "weakref.WeakKeyDictionary[Any, Cluster]" = weakref.WeakKeyDictionary()
-_telling: "weakref.WeakSet[Cluster]" = weakref.WeakSet()
-_is_telling = False
+_communicators: "weakref.WeakKeyDictionary[Any, Communicator]" = weakref.WeakKeyDictionary()
+_reporting: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
+_is_reporting = False
 _lock = threading.Lock()
 
 
-def _tell_failures_to(cluster: Cluster) -> None:
-    """From now on, tell `cluster` when an exception ends this program, and when it ends."""
-    global _is_telling  # noqa: PLW0603 - once in a process
+def _report_the_end_to(communicator: Communicator) -> None:
+    """From now on, tell `communicator` when an exception ends this program, and when it ends."""
+    global _is_reporting  # noqa: PLW0603 - once in a process
     with _lock:
-        _telling.add(cluster)
-        if _is_telling:
+        _reporting.add(communicator)
+        if _is_reporting:
             return
-        _is_telling = True
+        _is_reporting = True
     before = sys.excepthook
 
     def tell(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        for cluster in list(_telling):
-            cluster.fail(f"{kind.__name__}: {error}")
+        for communicator in list(_reporting):
+            communicator.report_failure(f"{kind.__name__}: {error}")
         before(kind, error, traceback)
 
     sys.excepthook = tell
-    atexit.register(_tell_the_end)
+    atexit.register(_report_exits)
 
 
-def _tell_the_end() -> None:
-    for cluster in list(_telling):
-        cluster.ends()
+def _report_exits() -> None:
+    for communicator in list(_reporting):
+        communicator.report_exit()
 
 
 def digest_of(text: str) -> int:

@@ -10,22 +10,22 @@ from typing import Any
 
 import torch
 
-from manyhands.distributed.process_group import Cluster
+from manyhands.distributed.process_group import Communicator
 from manyhands.primitives import pytree
 from manyhands.primitives.batch_types import batch_type_of
 
 _DOING = "taking the next batch"
 
 
-def even_batches(cluster: Cluster | None, loader: Iterable[Any], dim: int) -> Iterator[Any]:
+def even_batches(communicator: Communicator | None, loader: Iterable[Any], dim: int) -> Iterator[Any]:
     """Yield the batches of this process's loader; then batches without rows, until no process has any left.
 
     Args:
-        cluster: the processes; None: there is only this one.
+        communicator: the processes; None: there is only this one.
         loader: what gives this process's batches.
         dim: the axis of the rows.
     """
-    if cluster is None:
+    if communicator is None:
         yield from loader
         return
     following = iter(loader)
@@ -35,12 +35,14 @@ def even_batches(cluster: Cluster | None, loader: Iterable[Any], dim: int) -> It
         # Who has come to the end is not asked again: there are iterators that would begin anew.
         batch = list(islice(following, 1)) if has_more else []
         has_more = bool(batch)
-        left = [bool(has) for (has,) in cluster.gather([len(batch)], _DOING)()]
+        left = [bool(has) for (has,) in communicator.all_gather([len(batch)], _DOING).wait()]
         if not any(left):
             return
         if is_first and not all(left):  # who has never had a batch does not know what one is like
-            is_sender = cluster.rank == left.index(True)
-            empty = cluster.exchange(without_rows(batch[0], dim) if is_sender else None, _DOING)[left.index(True)]
+            is_sender = communicator.rank == left.index(True)
+            empty = communicator.all_gather_object(without_rows(batch[0], dim) if is_sender else None, _DOING)[
+                left.index(True)
+            ]
             latest = batch[0] if batch else empty
         is_first = False
         if batch:

@@ -68,7 +68,7 @@ def cross_process_all_gather(call: Call) -> CrossProcess | None:
     sync_context = call.sync_context
     if sync_context is None or not call.sync_batch_norm:
         return None
-    return CrossProcessAllGather(sync_context.gradient_sync.cluster, call.source, sync_context.weight_of_loss)
+    return CrossProcessAllGather(sync_context.gradient_sync.communicator, call.source, sync_context.weight_of_loss)
 
 
 class Engine(abc.ABC):

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from manyhands.distributed.process_group import Cluster, digest_of, distributed
+from manyhands.distributed.process_group import Communicator, digest_of, distributed
 from manyhands.runtime.errors import log_once
 from manyhands.sync_batch_norm.function_mode import Gradients, ReplicaStatistics, put_together, sum_of
 from manyhands.sync_batch_norm.statistics import Statistics
@@ -36,14 +36,14 @@ class CrossProcessAllGather:
     """Exchanges what one pass over the replicas of this process comes to with the other processes.
 
     Args:
-        cluster: the processes.
+        communicator: the processes.
         device: on which the values are.
         weight: what the loss of this process weighs. If it is 0, its values are never read: it gets the others'.
     """
 
-    def __init__(self, cluster: Cluster, device: torch.device, weight: float) -> None:
-        self._cluster, self._weight, self._device = cluster, weight, device
-        self._group = cluster.group_for(device, "batch norm")
+    def __init__(self, communicator: Communicator, device: torch.device, weight: float) -> None:
+        self._communicator, self._weight, self._device = communicator, weight, device
+        self._group = communicator.group_for(device, "batch norm")
         self._numbers = itertools.count()
 
     def __call__(self, name: Hashable, values: Mapping[int, Any]) -> dict[int, Any]:
@@ -78,20 +78,20 @@ class CrossProcessAllGather:
         number = next(self._numbers)
         digest = digest_of(name) if isinstance(name, str) else 0
         step = [self._weight, count, rows, number, way == "forward", mine.size(-1), digest]
-        told = self._cluster.gather(step, _DOING)
-        tensors = [torch.empty_like(mine) for _ in range(self._cluster.world_size)]
-        work = self._cluster.start(lambda: distributed.all_gather(tensors, mine, group=self._group, async_op=True))
-        steps = told()
+        told = self._communicator.all_gather(step, _DOING)
+        tensors = [torch.empty_like(mine) for _ in range(self._communicator.world_size)]
+        work = self._communicator.start(lambda: distributed.all_gather(tensors, mine, group=self._group, async_op=True))
+        steps = told.wait()
         other = next((rank for rank, step in enumerate(steps) if step[3:] != steps[0][3:]), None)
         if other is not None:
             error = RuntimeError(
-                f"the processes came to different batch norms: rank {self._cluster.rank} to {name!r}, {_place(number)} "
-                f"of its {way} pass, with {mine.size(-1)} channels; rank 0 to {_in_words(steps[0])}, rank {other} to "
-                f"{_in_words(steps[other])}. Every process has to take the same way through the module."
+                f"the processes came to different batch norms: rank {self._communicator.rank} to {name!r}, "
+                f"{_place(number)} of its {way} pass, with {mine.size(-1)} channels; rank 0 to {_in_words(steps[0])}, "
+                f"rank {other} to {_in_words(steps[other])}. Every process has to take the same way through the module."
             )
-            self._cluster.failed_with(error)
+            self._communicator.abort(error)
             raise error
-        self._cluster.wait(work, _DOING, self._group)
+        self._communicator.wait(work, _DOING, self._group)
         return steps, tensors
 
 
