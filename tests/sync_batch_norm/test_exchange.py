@@ -78,7 +78,7 @@ def test_who_fails_is_not_waited_for() -> None:
     assert waited == [{0: 0, 1: 1}, {0: 0}]
     assert isinstance(error, ValueError)
     assert visits.exchange.failed
-    assert visits.exchange.is_over
+    assert visits.exchange.all_withdrawn
 
 
 def test_branches_meet_again_behind_themselves() -> None:
@@ -107,7 +107,7 @@ def test_an_answer_waits_for_those_who_asked() -> None:
     together = threading.Barrier(3)
 
     def answers(exchange: Exchange, index: int) -> dict[int, Any]:
-        values = exchange.answer(index, 7, frozenset({0, 2}), index).values
+        values = exchange.all_gather_backward(index, 7, frozenset({0, 2}), index).values
         together.wait(WAIT_S)
         return values
 
@@ -121,10 +121,10 @@ def test_answers_go_from_the_latest_to_the_earliest() -> None:
     """A replica that has nothing to answer to the later exchange keeps nobody waiting."""
 
     def both(exchange: Exchange, index: int) -> list[dict[int, Any]]:
-        return [exchange.answer(index, number, BOTH, index).values for number in (4, 3)]
+        return [exchange.all_gather_backward(index, number, BOTH, index).values for number in (4, 3)]
 
     def only_early(exchange: Exchange, index: int) -> list[dict[int, Any]]:
-        return [exchange.answer(index, 3, BOTH, index).values]
+        return [exchange.all_gather_backward(index, 3, BOTH, index).values]
 
     assert Visits(both, only_early)() == [[{0: 0}, {0: 0, 1: 1}], [{0: 0, 1: 1}]]
     assert Visits(only_early, both)() == [[{0: 0, 1: 1}], [{1: 1}, {0: 0, 1: 1}]]
@@ -134,10 +134,10 @@ def test_an_answer_that_comes_too_late_is_an_error() -> None:
     """Not a part of a gradient that is lost without a word."""
 
     def in_order(exchange: Exchange, index: int) -> list[dict[int, Any]]:
-        return [exchange.answer(index, number, BOTH, index).values for number in (4, 3)]
+        return [exchange.all_gather_backward(index, number, BOTH, index).values for number in (4, 3)]
 
     def out_of_order(exchange: Exchange, index: int) -> list[dict[int, Any]]:
-        return [exchange.answer(index, number, BOTH, index).values for number in (3, 4)]
+        return [exchange.all_gather_backward(index, number, BOTH, index).values for number in (3, 4)]
 
     _, error = Visits(in_order, out_of_order)()
     assert isinstance(error, RuntimeError)
@@ -149,7 +149,7 @@ def test_replicas_of_other_processes_are_taken_in_while_one_of_this_process_wait
     told: list[tuple[int, Result | None]] = []
 
     def submit(index: int) -> None:
-        wait_for = Request("a", index, among=None, rank=(0, 0))
+        wait_for = Request("a", index, participants=None, rank=(0, 0))
         exchange.submit(index, wait_for, lambda result: told.append((index, result)))
 
     events = iter([lambda: submit(2), lambda: submit(1), lambda: exchange.withdraw(3, failed=True)])

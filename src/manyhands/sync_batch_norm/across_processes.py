@@ -21,7 +21,7 @@ import torch
 
 from manyhands.distributed.process_group import Communicator, digest_of, distributed
 from manyhands.runtime.errors import log_once
-from manyhands.sync_batch_norm.function_mode import Gradients, ReplicaStatistics, put_together, sum_of
+from manyhands.sync_batch_norm.function_mode import Gradients, ReplicaStatistics, combine_statistics, sum_gradients
 from manyhands.sync_batch_norm.statistics import Statistics
 
 _UNEQUAL = (
@@ -54,14 +54,14 @@ class CrossProcessAllGather:
         """
         first = next(iter(values.values()))
         if isinstance(first, ReplicaStatistics):
-            whole = put_together(values, first.statistics.mean.device)
+            whole = combine_statistics(values, first.statistics.mean.device)
             rows = sum(part.rows for part in values.values())
             steps, tensors = self._exchange(name, "forward", torch.stack([whole.mean, whole.var]), whole.count, rows)
             return {
                 rank: ReplicaStatistics(Statistics(int(count), *tensor), int(rows))
                 for rank, ((_, count, rows, *_), tensor) in enumerate(zip(steps, tensors, strict=True))
             }
-        steps, tensors = self._exchange(name, "backward", sum_of(values, first.tensor.device))
+        steps, tensors = self._exchange(name, "backward", sum_gradients(values, first.tensor.device))
         if not first.weighted and len({step[0] for step in steps}) > 1:
             log_once(_UNEQUAL)
         if first.weighted and self._weight:

@@ -38,12 +38,12 @@ class Result:
         values: what each replica gave, in replica order; without those that did not come. Of a meeting that goes beyond
             this process: what each process has, by its rank.
         number: names this exchange, so that it can be answered later. The later of two has the higher one.
-        among: the replicas that came.
+        participants: the replicas that came.
     """
 
     values: dict[int, Any]
     number: int
-    among: frozenset[int]
+    participants: frozenset[int]
 
 
 # From the name of an exchange and what this process's replicas gave to what each process has, by rank.
@@ -56,14 +56,14 @@ class Request(NamedTuple):
     Attributes:
         name: what the exchange is called.
         value: what the replica gives.
-        among: who takes part in it; None: everybody.
+        participants: who takes part in it; None: everybody.
         rank: if all replicas wait, each at another exchange, that of the lowest rank goes on first; of equal ones, that
             of the replica with the fewest exchanges behind it.
     """
 
     name: Hashable
     value: Any
-    among: frozenset[int] | None
+    participants: frozenset[int] | None
     rank: tuple[int, float]
 
 
@@ -72,11 +72,11 @@ class Exchange(abc.ABC):
 
     Attributes:
         failed: whether some replica is known to have left with an exception.
-        is_over: whether everybody is known to have left.
+        all_withdrawn: whether everybody is known to have left.
     """
 
     failed = False
-    is_over = False
+    all_withdrawn = False
 
     def all_gather(self, index: int, name: str, value: Any, place: float = math.inf) -> Result:
         """Give replica `index`'s value under a name; wait for the others' and return them all.
@@ -88,24 +88,24 @@ class Exchange(abc.ABC):
             place: that of the name in the order in which replicas are likely to come to the names. It decides who
                 goes on first where all wait, each elsewhere.
         """
-        result = self.wait_for(index, Request(name, value, among=None, rank=(0, place)))
+        result = self.submit_and_wait(index, Request(name, value, participants=None, rank=(0, place)))
         assert result is not None
         return result
 
-    def answer(self, index: int, number: int, among: frozenset[int], value: Any) -> Result:
+    def all_gather_backward(self, index: int, number: int, participants: frozenset[int], value: Any) -> Result:
         """Exchange values again among replicas that took part in exchange `number`, of this meeting or of another.
 
         Raises:
             RuntimeError: the others could not wait for this replica, and have gone on without it.
         """
         # Backward comes to what was exchanged in forward in reverse: to the latest first.
-        result = self.wait_for(index, Request(number, value, among, rank=(1, -number)))
+        result = self.submit_and_wait(index, Request(number, value, participants, rank=(1, -number)))
         if result is None:
             raise RuntimeError(_TOO_LATE)
         return result
 
     @abc.abstractmethod
-    def wait_for(self, index: int, request: Request) -> Result | None:
+    def submit_and_wait(self, index: int, request: Request) -> Result | None:
         """Wait for the others; return what the exchange came to, None if they could not wait for an answer."""
 
     @abc.abstractmethod
@@ -117,7 +117,7 @@ class Exchange(abc.ABC):
 class _Pending:
     """Where replicas wait until all of `among` that can still come have come: what they gave, and whom to tell."""
 
-    among: frozenset[int]
+    participants: frozenset[int]
     rank: tuple[int, float]
     values: dict[int, Any] = field(default_factory=dict)
     tell: list[Callable[[Result], None]] = field(default_factory=list)
@@ -153,7 +153,7 @@ class LocalExchange(Exchange):
         self._answered_without_all: set[tuple[Hashable, int]] = set()
         self._num_calls: Counter[Hashable] = Counter()  # of each replica, and of each replica under each name
 
-    def wait_for(self, index: int, request: Request) -> Result | None:
+    def submit_and_wait(self, index: int, request: Request) -> Result | None:
         results: list[Result | None] = []
         with self._condition:
             self.submit(index, request, results.append)
@@ -174,7 +174,7 @@ class LocalExchange(Exchange):
             if key in self._answered_without_all:
                 tell(None)
                 return
-            pending = self._pending.setdefault(key, _Pending(request.among or self._all, request.rank))
+            pending = self._pending.setdefault(key, _Pending(request.participants or self._all, request.rank))
             pending.values[index] = request.value
             pending.tell.append(tell)
             self._complete_pending()
@@ -183,14 +183,16 @@ class LocalExchange(Exchange):
         with self._condition:
             self.failed |= failed
             self._present.discard(index)
-            self.is_over = not self._present
+            self.all_withdrawn = not self._present
             self._complete_pending()
 
     def _complete_pending(self) -> None:
         """Let everybody go on who need not wait any more."""
         while self._pending:
             full = [
-                key for key, pending in self._pending.items() if self._present & pending.among <= pending.values.keys()
+                key
+                for key, pending in self._pending.items()
+                if self._present & pending.participants <= pending.values.keys()
             ]
             if not full:
                 waiting = {index for pending in self._pending.values() for index in pending.values}

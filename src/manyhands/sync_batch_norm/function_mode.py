@@ -14,13 +14,13 @@ tensors have in the
 replica, and in backward under the number of the exchange in forward. A batch norm that not every replica comes to,
 because the data led them into different branches, is over the rows of those that did, which is said once in the log.
 
-Who waits in backward. It depends on how the replicas' graphs are walked (`Walk`):
+Who waits in backward. It depends on how the replicas' graphs are walked (`BackwardMode`):
 
-    APART      each by a thread of its own, as on the host: the replicas wait for each other there as well (2)
-    TOGETHER   all by one call of ours, as on accelerators: nothing may wait. The replicas hand over statistics with
+    PER_REPLICA      each by a thread of its own, as on the host: the replicas wait for each other there as well (2)
+    ONE_CALL   all by one call of ours, as on accelerators: nothing may wait. The replicas hand over statistics with
                their history, and what is computed of them is part of one graph. Where an activation checkpoint runs a
                batch norm again, the other replicas' statistics are those that were noted in forward.
-    ELSEWHERE  all by a call of the caller's, as with the plain composition: likewise, but without checkpoints
+    CALLERS  all by a call of the caller's, as with the plain composition: likewise, but without checkpoints
 
 Equal calls give equal bits: statistics and gradients are put together in replica order.
 
@@ -50,9 +50,9 @@ from manyhands.runtime import torch_private
 from manyhands.runtime.errors import log_once
 from manyhands.runtime.thread_pool import inside_replica
 from manyhands.sync_batch_norm.exchange import Exchange, LocalExchange, Result
-from manyhands.sync_batch_norm.statistics import OfGradient, Statistics
+from manyhands.sync_batch_norm.statistics import ReduceGrad, Statistics
 
-_CANNOT_MEET = (
+_NOT_RUNNING_TOGETHER = (
     "batch norm over all replicas (sync_batch_norm=True) needs the other replicas' part here, and they do not run "
     "beside this one: gradients that are batched (is_grads_batched=True, vectorize=True), a dispatch or function mode "
     "around backward, or a backward inside of another replica. Ask for gradients one by one and outside of such a "
@@ -76,12 +76,12 @@ _TRANSFORM = (
 Tensors: TypeAlias = Sequence[torch.Tensor | None]
 
 
-class Walk(enum.Enum):
+class BackwardMode(enum.Enum):
     """How the replicas' graphs are walked backward; see above."""
 
-    APART = enum.auto()
-    TOGETHER = enum.auto()
-    ELSEWHERE = enum.auto()
+    PER_REPLICA = enum.auto()
+    ONE_CALL = enum.auto()
+    CALLERS = enum.auto()
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Gradients:
 
 
 @dataclass(frozen=True)
-class _Noted:
+class _Recorded:
     """A batch norm that a checkpoint will run again: its name, the replica's own mean then, and everybody's part."""
 
     name: str
@@ -125,16 +125,16 @@ class BatchNormOverReplicas:
     def __init__(
         self,
         replicas: Sequence[Callable[..., Any] | None],
-        walk: Walk,
+        backward_mode: BackwardMode,
         new_exchange: Callable[[int], Exchange] = LocalExchange,
     ) -> None:
-        self.walk = walk
+        self.backward_mode = backward_mode
         self._new_exchange = new_exchange
         self.identity = object()  # what the graphs know this by; if they held this, they would hold the replicas
         self.num_replicas = len(replicas)
         self._replicas = replicas
         self._named: list[dict[int, tuple[str, int, torch.Tensor]] | None] = [None] * len(replicas)
-        self._noted: list[list[_Noted]] = [[] for _ in replicas]
+        self._recorded: list[list[_Recorded]] = [[] for _ in replicas]
 
     @contextlib.contextmanager
     def one_pass(self) -> Iterator[Callable[[int], AbstractContextManager[None]]]:
@@ -142,35 +142,35 @@ class BatchNormOverReplicas:
         yield self.begin()
 
     def begin(self) -> Callable[[int], AbstractContextManager[None]]:
-        """Begin a pass over all replicas, forward or (`Walk.APART`) backward; return what surrounds replica i in it."""
+        """Begin a forward or (`BackwardMode.PER_REPLICA`) a backward of all replicas; return replica i's context."""
         exchange = self._new_exchange(self.num_replicas) if not inside_replica() else None
         tracked = torch.is_grad_enabled()
         return lambda index: self._taking_part(exchange, index, tracked)
 
     @contextlib.contextmanager
     def _taking_part(self, exchange: Exchange | None, index: int, tracked: bool) -> Iterator[None]:
-        seat = _Seat(self, exchange, index, tracked) if exchange is not None else None
-        before = _current_seat()
-        _thread.seat = seat
+        replica_pass = _ReplicaPass(self, exchange, index, tracked) if exchange is not None else None
+        before = _current_pass()
+        _thread.replica_pass = replica_pass
         failed = True
         try:
-            with _TakesOverBatchNorm(lambda tensors: seat):
+            with _BatchNormMode(lambda tensors: replica_pass):
                 yield
             failed = False
         finally:
-            _thread.seat = before
+            _thread.replica_pass = before
             if exchange is not None:
                 exchange.withdraw(index, failed=failed)
 
     @contextlib.contextmanager
-    def only_replica(self) -> Iterator[None]:
+    def single_replica(self) -> Iterator[None]:
         """Surround a walk of the graph of an only replica, which has nobody to wait for in this process."""
         with self.begin()(0):
             yield
 
-    def repeating(self) -> AbstractContextManager[Any]:
-        """Return what surrounds a walk of all graphs (`Walk.TOGETHER`), for the batch norms that it runs again."""
-        return _TakesOverBatchNorm(lambda tensors: _Repetition(self, tensors))
+    def recomputation(self) -> AbstractContextManager[Any]:
+        """Return the context of a backward of all graphs (`BackwardMode.ONE_CALL`), for recomputed batch norms."""
+        return _BatchNormMode(lambda tensors: _Recomputation(self, tensors))
 
     def name_of(self, index: int, tensors: Tensors) -> tuple[str, int] | None:
         """Return the name that one of `tensors` has in replica `index`, and its place in the order of all names."""
@@ -189,14 +189,14 @@ class BatchNormOverReplicas:
         owners = [index for index in range(self.num_replicas) if self.name_of(index, tensors) is not None]
         return owners[0] if len(owners) == 1 else None
 
-    def note(self, index: int, name: str, parts: dict[int, ReplicaStatistics]) -> None:
+    def record(self, index: int, name: str, parts: dict[int, ReplicaStatistics]) -> None:
         """Note a batch norm of replica `index`, which a checkpoint will run again."""
         leaves = {i: ReplicaStatistics(part.statistics.detached(), part.rows) for i, part in parts.items()}
-        self._noted[index].append(_Noted(name, leaves[index].statistics.mean, leaves))
+        self._recorded[index].append(_Recorded(name, leaves[index].statistics.mean, leaves))
 
-    def noted(self, index: int, name: str, mine: Statistics) -> dict[int, ReplicaStatistics]:
+    def recorded(self, index: int, name: str, mine: Statistics) -> dict[int, ReplicaStatistics]:
         """Return everybody's part in a batch norm that replica `index` runs again, with these statistics."""
-        same_name = [noted for noted in self._noted[index] if noted.name == name]
+        same_name = [noted for noted in self._recorded[index] if noted.name == name]
         if len(same_name) > 1:  # used more than once
             same_name = [noted for noted in same_name if torch.equal(noted.mean, mine.mean)]
         if not same_name:
@@ -208,7 +208,7 @@ def run_synchronised(
     replicas: Sequence[Callable[..., Any]], calls: Sequence[Callable[..., Any]]
 ) -> list[Callable[..., Any]]:
     """Return `calls`, one a replica, with batch norm over all replicas; for one call of each, all at once."""
-    surroundings = BatchNormOverReplicas(replicas, Walk.ELSEWHERE).begin()
+    surroundings = BatchNormOverReplicas(replicas, BackwardMode.CALLERS).begin()
 
     def surrounded(index: int) -> Callable[..., Any]:
         def run(*inputs: Any, **kwargs: Any) -> Any:
@@ -222,13 +222,13 @@ def run_synchronised(
 
 def inside_synchronised_replica() -> bool:
     """Return whether the calling thread runs a replica whose batch norms see the rows of all replicas."""
-    return _current_seat() is not None
+    return _current_pass() is not None
 
 
 # ---- one replica's view --------------------------------------------------------------------------
 
 
-class _Seat:
+class _ReplicaPass:
     """One replica's place in one pass; `tracked` says whether there can be a backward pass after it."""
 
     def __init__(self, over: BatchNormOverReplicas, exchange: Exchange, index: int, tracked: bool) -> None:
@@ -238,22 +238,22 @@ class _Seat:
         self._tracked = tracked
         self._num_checkpoints_around = _num_checkpoints()
 
-    def parts_of_all(
+    def gather_statistics(
         self, x: torch.Tensor, tensors: Tensors
-    ) -> tuple[dict[int, ReplicaStatistics], Statistics, OfGradient | None]:
+    ) -> tuple[dict[int, ReplicaStatistics], Statistics, ReduceGrad | None]:
         """Return every replica's part in the batch norm of `x` that has `tensors`, and the statistics of all rows.
 
         Where these have no history: also what links them to x.
         """
-        if self.over.walk is Walk.APART:
+        if self.over.backward_mode is BackwardMode.PER_REPLICA:
             result = self._exchange(ReplicaStatistics(Statistics.of(x), x.size(0)), x, tensors)
-            link = _Link(self.over.identity, result.number, result.among)
-            whole = put_together(result.values, x.device)
-            return result.values, whole, lambda grad: _SumOverReplicas.apply(grad, link)  # type: ignore[no-untyped-call]
+            link = _ForwardExchange(self.over.identity, result.number, result.participants)
+            whole = combine_statistics(result.values, x.device)
+            return result.values, whole, lambda grad: _AllReduce.apply(grad, link)  # type: ignore[no-untyped-call]
 
         repeated = self._tracked and _num_checkpoints() > self._num_checkpoints_around
         if repeated and (
-            self.over.walk is not Walk.TOGETHER
+            self.over.backward_mode is not BackwardMode.ONE_CALL
             or not torch.is_grad_enabled()  # the reentrant kind, which walks each replica's part by itself
             or self.over.owner_of(tensors) != self.index
         ):
@@ -261,7 +261,7 @@ class _Seat:
         exchange = self.exchange
 
         def known_when_all_are_done(grad: torch.Tensor) -> torch.Tensor:
-            if not exchange.is_over:
+            if not exchange.all_withdrawn:
                 raise RuntimeError(_INSIDE_FORWARD)
             return grad
 
@@ -269,13 +269,13 @@ class _Seat:
             ReplicaStatistics(Statistics.of(x).with_history(x, known_when_all_are_done), x.size(0)), x, tensors
         )
         if repeated:
-            self.over.note(self.index, self._name(x, tensors)[0], result.values)
-        return result.values, put_together(result.values, x.device), None
+            self.over.record(self.index, self._name(x, tensors)[0], result.values)
+        return result.values, combine_statistics(result.values, x.device), None
 
     def _exchange(self, part: ReplicaStatistics, x: torch.Tensor, tensors: Tensors) -> Result:
         name, place = self._name(x, tensors)
         result = self.exchange.all_gather(self.index, name, part, place)
-        if len(result.among) < self.over.num_replicas and not self.exchange.failed:
+        if len(result.participants) < self.over.num_replicas and not self.exchange.failed:
             log_once(
                 f"the batch norm of {name} saw the rows of some replicas only: the others did not call it, because "
                 "their rows led them into another branch of forward."
@@ -286,7 +286,7 @@ class _Seat:
         return self.over.name_of(self.index, tensors) or (f"{x.size(1)} channels", math.inf)
 
 
-class _Repetition:
+class _Recomputation:
     """A batch norm that a checkpoint runs again, while one call walks all graphs: nobody is there to meet."""
 
     def __init__(self, over: BatchNormOverReplicas, tensors: Tensors) -> None:
@@ -296,23 +296,23 @@ class _Repetition:
             raise RuntimeError(_CHECKPOINT)
         self.index = owner
 
-    def parts_of_all(
+    def gather_statistics(
         self, x: torch.Tensor, tensors: Tensors
-    ) -> tuple[dict[int, ReplicaStatistics], Statistics, OfGradient | None]:
+    ) -> tuple[dict[int, ReplicaStatistics], Statistics, ReduceGrad | None]:
         """Return every replica's part as it was noted, its own with the history of now."""
         name = self.over.name_of(self.index, tensors)
         mine = Statistics.of(x).with_history(x, lambda grad: grad)
-        noted = self.over.noted(self.index, name[0] if name else "", mine)
+        noted = self.over.recorded(self.index, name[0] if name else "", mine)
         parts = {**noted, self.index: ReplicaStatistics(mine, x.size(0))}
-        return parts, put_together(parts, x.device), None
+        return parts, combine_statistics(parts, x.device), None
 
 
-def sum_of(gradients: Mapping[int, Gradients], device: torch.device) -> torch.Tensor:
+def sum_gradients(gradients: Mapping[int, Gradients], device: torch.device) -> torch.Tensor:
     """Return the sum of all gradients, in their order."""
     return torch.stack([_devices.copy_to(each.tensor, device) for each in gradients.values()]).sum(0)
 
 
-def put_together(parts: Mapping[int, ReplicaStatistics], device: torch.device) -> Statistics:
+def combine_statistics(parts: Mapping[int, ReplicaStatistics], device: torch.device) -> Statistics:
     """Return the statistics of all parts together, in their order."""
     return Statistics.of_all([part.statistics for part in parts.values()], device)
 
@@ -320,8 +320,8 @@ def put_together(parts: Mapping[int, ReplicaStatistics], device: torch.device) -
 _thread = threading.local()
 
 
-def _current_seat() -> _Seat | None:
-    return getattr(_thread, "seat", None)
+def _current_pass() -> _ReplicaPass | None:
+    return getattr(_thread, "replica_pass", None)
 
 
 def _num_checkpoints() -> int:
@@ -334,7 +334,7 @@ def _num_checkpoints() -> int:
 
 
 @dataclass(frozen=True)
-class _Link:
+class _ForwardExchange:
     """What backward has to know of an exchange in forward: between which replicas of whose it was.
 
     `weighted` is that of the gradients that will be exchanged.
@@ -346,37 +346,37 @@ class _Link:
     weighted: bool = True
 
 
-class _SumOverReplicas(torch.autograd.Function):
+class _AllReduce(torch.autograd.Function):
     """The sum of a tensor over the replicas that are linked; it is its own adjoint."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, link: _Link) -> torch.Tensor:
-        seat = _current_seat()
-        if seat is None or seat.over.identity is not link.identity:
-            raise RuntimeError(_CANNOT_MEET)
+    def forward(ctx: Any, tensor: torch.Tensor, link: _ForwardExchange) -> torch.Tensor:
+        replica_pass = _current_pass()
+        if replica_pass is None or replica_pass.over.identity is not link.identity:
+            raise RuntimeError(_NOT_RUNNING_TOGETHER)
         gradients = Gradients(tensor.detach(), link.weighted)
-        result = seat.exchange.answer(seat.index, link.number, link.replicas, gradients)
-        ctx.link = _Link(link.identity, result.number, result.among, not link.weighted)
-        return sum_of(result.values, tensor.device)
+        result = replica_pass.exchange.all_gather_backward(replica_pass.index, link.number, link.replicas, gradients)
+        ctx.link = _ForwardExchange(link.identity, result.number, result.participants, not link.weighted)
+        return sum_gradients(result.values, tensor.device)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _SumOverReplicas.apply(grad, ctx.link), None  # type: ignore[no-untyped-call]
+        return _AllReduce.apply(grad, ctx.link), None  # type: ignore[no-untyped-call]
 
 
 # ---- taking over ---------------------------------------------------------------------------------
 
 
-class _TakesOverBatchNorm(TorchFunctionMode):
+class _BatchNormMode(TorchFunctionMode):
     """Runs the batch norms of the threads in which it is active over all replicas.
 
     Args:
-        seat_of: whose batch norm it is that has these tensors; None if that replica cannot meet the others.
+        replica_pass_of: whose batch norm it is that has these tensors; None if that replica cannot meet the others.
     """
 
-    def __init__(self, seat_of: Callable[[Tensors], "_Seat | _Repetition | None"]) -> None:
+    def __init__(self, replica_pass_of: Callable[[Tensors], "_ReplicaPass | _Recomputation | None"]) -> None:
         super().__init__()
-        self._seat_of = seat_of
+        self._seat_of = replica_pass_of
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.batch_norm:
@@ -406,17 +406,17 @@ class _TakesOverBatchNorm(TorchFunctionMode):
         if torch_private.has_transforms():
             raise RuntimeError(_TRANSFORM)
         tensors = (running_mean, running_var, weight, bias)
-        seat = self._seat_of(tensors)
-        if seat is None:
-            raise RuntimeError(_CANNOT_MEET)
-        parts, whole, of_gradient = seat.parts_of_all(input, tensors)
+        replica_pass = self._seat_of(tensors)
+        if replica_pass is None:
+            raise RuntimeError(_NOT_RUNNING_TOGETHER)
+        parts, whole, reduce_grad = replica_pass.gather_statistics(input, tensors)
         if whole.count == 0:
             return by_itself()
-        if whole.count == 1 and not (isinstance(seat, _Seat) and seat.exchange.failed):
+        if whole.count == 1 and not (isinstance(replica_pass, _ReplicaPass) and replica_pass.exchange.failed):
             size = torch.Size([sum(part.rows for part in parts.values()), *input.shape[1:]])
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
         whole.update(running_mean, running_var, momentum)
-        return whole.normalise(input, weight, bias, eps, of_gradient)
+        return whole.normalise(input, weight, bias, eps, reduce_grad)
 
     def _stay_on(self, func: Any, ends: Any, *inputs: Any, **kwargs: Any) -> Any:
         """Run a backward pass under this mode: activation checkpoints call batch norms in it.

@@ -16,7 +16,7 @@ from manyhands.runtime import devices as _devices
 
 # From the gradients of mean and variance, as one tensor of shape (2, channels), to what counts for each row: theirs, or
 # their sum over several places. Differentiable.
-OfGradient: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+ReduceGrad: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ class Statistics:
         mean = (shares * means).sum(0)
         return cls(count, mean, (shares * (variances + (means - mean).square())).sum(0))
 
-    def with_history(self, x: torch.Tensor, of_gradient: OfGradient) -> "Statistics":
+    def with_history(self, x: torch.Tensor, reduce_grad: ReduceGrad) -> "Statistics":
         """Return the same statistics as a function of x, some of the rows that they are of.
 
         Args:
             x: the rows.
-            of_gradient: what the gradient goes through before it is that of each row.
+            reduce_grad: what the gradient goes through before it is that of each row.
         """
-        mean, var = _Moments.apply(x, self, of_gradient)  # type: ignore[no-untyped-call]
+        mean, var = _LinkedStatistics.apply(x, self, reduce_grad)  # type: ignore[no-untyped-call]
         return Statistics(self.count, mean, var)
 
     def detached(self) -> "Statistics":
@@ -91,34 +91,34 @@ class Statistics:
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
-        of_gradient: OfGradient | None = None,
+        reduce_grad: ReduceGrad | None = None,
     ) -> torch.Tensor:
         """Return (x - mean) / sqrt(variance + eps) * weight + bias; differentiable, in these statistics too.
 
         The graph holds x and some numbers a channel.
 
         Args:
-            of_gradient: links the statistics to x, as `with_history` would do; None: they have their history.
+            reduce_grad: links the statistics to x, as `with_history` would do; None: they have their history.
         """
-        output: torch.Tensor = _Normalise.apply(x, self.mean, self.var, weight, bias, eps, self.count, of_gradient)  # type: ignore[no-untyped-call]
+        output: torch.Tensor = _Normalise.apply(x, self.mean, self.var, weight, bias, eps, self.count, reduce_grad)  # type: ignore[no-untyped-call]
         return output
 
 
-class _Moments(torch.autograd.Function):
+class _LinkedStatistics(torch.autograd.Function):
     """Gives mean and variance, which are known already, their history."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, known: Statistics, of_gradient: OfGradient
+        ctx: Any, x: torch.Tensor, known: Statistics, reduce_grad: ReduceGrad
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(x, known.mean)
-        ctx.count, ctx.of_gradient = known.count, of_gradient
+        ctx.count, ctx.reduce_grad = known.count, reduce_grad
         return known.mean, known.var
 
     @staticmethod
     def backward(ctx: Any, grad_mean: torch.Tensor, grad_var: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, mean = ctx.saved_tensors
-        grad = _of_rows(x, mean, ctx.count, ctx.of_gradient(torch.stack([grad_mean, grad_var])))
+        grad = _of_rows(x, mean, ctx.count, ctx.reduce_grad(torch.stack([grad_mean, grad_var])))
         return grad.to(x.dtype), None, None
 
 
@@ -138,33 +138,33 @@ class _Normalise(torch.autograd.Function):
         bias: torch.Tensor | None,
         eps: float,
         count: int,
-        of_gradient: OfGradient | None,
+        reduce_grad: ReduceGrad | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, mean, var, weight)
         ctx.eps, ctx.bias_dtype = eps, bias.dtype if bias is not None else None
-        ctx.count, ctx.of_gradient = count, of_gradient
+        ctx.count, ctx.reduce_grad = count, reduce_grad
         weight, bias = (None if tensor is None else tensor.to(mean.dtype) for tensor in (weight, bias))
         return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, False)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, mean, var, weight = ctx.saved_tensors
-        if ctx.of_gradient is not None and torch.is_grad_enabled():  # for derivatives of higher order
-            linked = Statistics(ctx.count, mean, var).with_history(x, ctx.of_gradient)
+        if ctx.reduce_grad is not None and torch.is_grad_enabled():  # for derivatives of higher order
+            linked = Statistics(ctx.count, mean, var).with_history(x, ctx.reduce_grad)
             mean, var = linked.mean, linked.var
         inverse_std = torch.rsqrt(var + ctx.eps)
         scale = inverse_std if weight is None else inverse_std * weight
         grad_scaled, grad_shift = _sums(grad, x, mean, var, inverse_std, ctx.eps)
         of_statistics = torch.stack([-scale * grad_shift, -0.5 * scale * inverse_std * grad_scaled])
         grad_x = None
-        if ctx.needs_input_grad[0] and ctx.of_gradient is None:
+        if ctx.needs_input_grad[0] and ctx.reduce_grad is None:
             grad_x = (grad * _a_channel(scale, x)).to(x.dtype)
         elif ctx.needs_input_grad[0]:
-            grad_x = _of_rows(x, mean, ctx.count, ctx.of_gradient(of_statistics))
+            grad_x = _of_rows(x, mean, ctx.count, ctx.reduce_grad(of_statistics))
             grad_x = grad_x.addcmul_(grad, _a_channel(scale, x)).to(x.dtype)
         return (
             grad_x,
-            *(of_statistics.unbind() if ctx.of_gradient is None else (None, None)),
+            *(of_statistics.unbind() if ctx.reduce_grad is None else (None, None)),
             grad_scaled.to(weight.dtype) if weight is not None else None,
             grad_shift.to(ctx.bias_dtype) if ctx.bias_dtype is not None else None,
             *(None, None, None),
