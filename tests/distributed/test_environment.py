@@ -221,7 +221,7 @@ def start(world_size: int, *, late: int = 0) -> list:
     stores: list = [None] * world_size
 
     def begin(rank: int) -> None:
-        stores[rank] = environment._store_of_this_start(rank, world_size)
+        stores[rank] = environment._store_of_this_restart(rank, world_size)
 
     threads = [threading.Thread(target=begin, args=(rank,)) for rank in range(world_size)]
     for thread in [*threads[:late], *threads[late + 1 :], threads[late]]:

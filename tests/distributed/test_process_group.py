@@ -257,7 +257,7 @@ def wraps_alone(rank: int) -> str:
     with pytest.raises(RuntimeError) as raised:
         wrapped()
     assert time.monotonic() - started < 15
-    with pytest.raises(RuntimeError, match="did not come to it"):  # and does not wait again
+    with pytest.raises(RuntimeError, match="did not reach it"):  # and does not wait again
         wrapped()
     os.kill(int(Path(os.environ["PIDS"], "1").read_text()), signal.SIGKILL)
     return str(raised.value)
@@ -275,7 +275,7 @@ def test_wrapping_in_one_process_only(tmp_path):
     ended = end_ranks(2, notes_its_number, wraps_alone, timeout_s=2, env={"PIDS": str(tmp_path)})
     assert ended[0].error is None, ended[0].error
     assert "rank 0 has waited 2 s for the others at a DataParallel that spans processes" in ended[0].value
-    assert "rank 1 did not come to it" in ended[0].value
+    assert "rank 1 did not reach it" in ended[0].value
     assert "wrap the same models" in ended[0].value
 
 
@@ -303,7 +303,7 @@ def test_a_process_that_hangs(tmp_path):
     ended = end_ranks(2, notes_its_number, hangs, timeout_s=2, env={"PIDS": str(tmp_path)})
     assert ended[0].error is None, ended[0].error
     assert "waited 2 s for the others at summing gradients over the processes" in ended[0].value
-    assert "rank 1 does not wait for anybody" in ended[0].value
+    assert "rank 1 does not wait for any rank" in ended[0].value
 
 
 # Processes that fail

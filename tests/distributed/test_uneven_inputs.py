@@ -10,7 +10,7 @@ from torch import nn
 
 import manyhands
 from helpers.ranks import end_ranks, run_ranks
-from manyhands.distributed.uneven_inputs import even_batches, without_rows
+from manyhands.distributed.uneven_inputs import empty_batch, even_batches
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -106,12 +106,12 @@ def test_one_process_gets_the_loaders_batches():
     assert list(even_batches(None, iter("ab"), 0)) == ["a", "b"]
 
 
-def test_without_rows():
-    x, number, nothing, names, inner = without_rows([torch.zeros(2, 3), 5, None, ["a"], (torch.tensor(1.0),)], 0)
+def test_an_empty_batch():
+    x, number, nothing, names, inner = empty_batch([torch.zeros(2, 3), 5, None, ["a"], (torch.tensor(1.0),)], 0)
     assert x.shape == (0, 3)
     assert (number, nothing, names, inner) == (5, None, ["a"], (torch.tensor(1.0),))
-    assert without_rows(torch.zeros(2, 3), 1).shape == (2, 0)
-    assert without_rows({"p": torch.zeros(4, 2, dtype=torch.long)}, 0)["p"].dtype == torch.long
+    assert empty_batch(torch.zeros(2, 3), 1).shape == (2, 0)
+    assert empty_batch({"p": torch.zeros(4, 2, dtype=torch.long)}, 0)["p"].dtype == torch.long
 
 
 class Picky(nn.Module):
@@ -150,12 +150,12 @@ def test_a_module_that_cannot_run_on_zeros_says_why_it_did():
 
 
 def test_a_table_for_all_rows_stays_whole():
-    x, table = without_rows((torch.zeros(3, 2), torch.zeros(7, 2)), 0)
+    x, table = empty_batch((torch.zeros(3, 2), torch.zeros(7, 2)), 0)
     assert (len(x), len(table)) == (0, 7)
 
 
-def test_packed_sequences_cannot_be_without_rows():
+def test_packed_sequences_cannot_be_empty_batch():
     packed = nn.utils.rnn.pack_sequence([torch.zeros(3, 2), torch.zeros(1, 2)])
     with pytest.raises(ValueError, match=r"a PackedSequence cannot be cut to no rows .* give every process as many"):
-        without_rows(packed, 0)
+        empty_batch(packed, 0)
     assert list(even_batches(None, [packed], 0)) == [packed]

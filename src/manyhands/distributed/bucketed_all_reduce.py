@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from manyhands.distributed.comm_hooks import CommHook, GradBucket
-from manyhands.distributed.consistency import RankStep, described
+from manyhands.distributed.consistency import RankStep, description_of
 from manyhands.distributed.process_group import AllGatherWork, Communicator, digest_of, distributed
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import BUCKET_BYTES, Bucket, Form, buckets_of
@@ -50,7 +50,7 @@ class BucketPlan(NamedTuple):
             for number, tensor in reversed(list(enumerate(tensors)))
             if tensor.numel() and not without(tensor)
         }
-        digest = digest_of(repr([(*described(tensor), number in forms) for number, tensor in enumerate(tensors)]))
+        digest = digest_of(repr([(*description_of(tensor), number in forms) for number, tensor in enumerate(tensors)]))
         return cls(_with_small_first(forms), digest)
 
 

@@ -35,7 +35,7 @@ from torch.func import functional_call
 
 from manyhands.distributed.bucketed_all_reduce import DOING, BucketedAllReduce, BucketPlan
 from manyhands.distributed.comm_hooks import CommHook
-from manyhands.distributed.consistency import RankStep, check_alike, check_steps
+from manyhands.distributed.consistency import RankStep, check_same_model, check_same_step
 from manyhands.distributed.environment import start_default_group
 from manyhands.distributed.process_group import Communicator, communicator_for, distributed
 from manyhands.primitives.inputs import Arguments
@@ -118,7 +118,7 @@ class GradientSync:
         """Have `module` start alike in all processes: check that it is the same, and send the first one's values."""
         self.communicator.barrier(f"wrapping {type(module).__name__}")
         self._number = self.communicator.next_model_number()
-        check_alike(self.communicator, module)
+        check_same_model(self.communicator, module)
         tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
         doing = "sending the first process's parameters to all"
         self.communicator.broadcast(0, tensors, self.group, doing)()
@@ -224,7 +224,7 @@ class SyncContext:
         Raises:
             RuntimeError: the processes have not begun the same sum.
         """
-        check_steps(self.gradient_sync.communicator, steps, tensors, self.module(), DOING)
+        check_same_step(self.gradient_sync.communicator, steps, tensors, self.module(), DOING)
         if self.weight == 0:
             return None
         return 1.0 if self.gradient_sync.loss == "sum" else self.weight / sum(step.weight for step in steps)
