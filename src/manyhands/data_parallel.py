@@ -17,7 +17,7 @@ from torch import nn
 from manyhands.distributed.comm_hooks import CommHook
 from manyhands.distributed.environment import devices_of_process, started_by_launcher
 from manyhands.distributed.gradient_sync import GradientSync
-from manyhands.distributed.process_group import join_processes
+from manyhands.distributed.process_group import communicator_for
 from manyhands.distributed.uneven_inputs import even_batches
 from manyhands.engines.base import Call, Engine, called
 from manyhands.engines.distributed import DistributedEngine
@@ -173,9 +173,9 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             raise TypeError(f"output_device: expected an int, a string or a torch.device, got {output_device!r}")
         if loss not in _LOSSES:
             raise ValueError(f"loss={loss!r}: expected one of {list(_LOSSES)}")
-        cluster = join_processes(process_group)
+        communicator = communicator_for(process_group)
         self.dim = dim
-        one_of_several = cluster is not None or (process_group is None and started_by_launcher())
+        one_of_several = communicator is not None or (process_group is None and started_by_launcher())
         self.devices = (devices_of_process if one_of_several else _devices.resolve)(device_ids)
         self.device_ids: list[Any] = [_devices.public_id(device) for device in self.devices]
         self.output_device: Any = None
@@ -198,9 +198,9 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         _devices.warn_if_unequal(self.devices)
         if len(self.devices) == 1:
             module.to(self.devices[0])
-        if cluster is not None:
-            gradient_sync = GradientSync(cluster, self.devices[0], loss)
-            gradient_sync.begin_with(module)
+        if communicator is not None:
+            gradient_sync = GradientSync(communicator, self.devices[0], loss)
+            gradient_sync.sync_module_states(module)
             self._engine = DistributedEngine(self._engine, gradient_sync, self.devices)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -356,8 +356,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         the loader's batches.
         """
         gradient_sync = self._gradient_sync()
-        cluster = gradient_sync.cluster if gradient_sync is not None else None
-        return even_batches(cluster, loader, self.dim)
+        communicator = gradient_sync.communicator if gradient_sync is not None else None
+        return even_batches(communicator, loader, self.dim)
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Have `hook` sum the buckets of gradients over the processes, in the place of a plain sum.

@@ -1,4 +1,4 @@
-"""What the launcher's variables say, and what they cannot say."""
+"""The launcher's variables: complete, incomplete, invalid; the processes that they describe."""
 
 import os
 import pickle
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import manyhands
-from helpers.ranks import run_ranks
+from helpers.ranks import free_port, run_ranks
 from manyhands.distributed import environment
 from manyhands.distributed.environment import local_device, start_default_group, started_by_launcher
 
@@ -21,29 +21,31 @@ COMPLETE = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "1
 
 
 @pytest.fixture(autouse=True)
-def _no_launcher(monkeypatch):
-    for name in COMPLETE:
-        monkeypatch.delenv(name, raising=False)
+def environment_of(monkeypatch):
+    """Set the launcher's variables to those given, and no others."""
+
+    def set_to(variables: dict[str, str]) -> None:
+        for name in COMPLETE:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    set_to({})
+    return set_to
 
 
-def test_without_variables_nobody_has_started_it():
+def test_without_variables_there_is_no_launcher(environment_of):
     assert not started_by_launcher()
     assert not start_default_group()
     assert not manyhands.DataParallel(nn.Linear(2, 2), ["cpu"]).spans_processes
-
-
-def test_all_variables(monkeypatch):
-    for name, value in COMPLETE.items():
-        monkeypatch.setenv(name, value)
+    environment_of(COMPLETE)
     assert started_by_launcher()
 
 
 @pytest.mark.parametrize("missing", COMPLETE)
-def test_each_missing_variable_is_one_clear_line(monkeypatch, missing):
+def test_each_missing_variable_is_one_clear_line(environment_of, missing):
     """C14"""
-    for name, value in COMPLETE.items():
-        if name != missing:
-            monkeypatch.setenv(name, value)
+    environment_of({name: value for name, value in COMPLETE.items() if name != missing})
     with pytest.raises(RuntimeError) as raised:
         manyhands.DataParallel(nn.Linear(2, 2))
     message = str(raised.value)
@@ -54,9 +56,9 @@ def test_each_missing_variable_is_one_clear_line(monkeypatch, missing):
     local(torch.zeros(3, 2)).sum().backward()
 
 
-def test_one_variable_alone(monkeypatch):
+def test_one_variable_alone(environment_of):
     """C14"""
-    monkeypatch.setenv("RANK", "0")
+    environment_of({"RANK": "0"})
     expected = r"^RANK is set, .* but not WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT\."
     with pytest.raises(RuntimeError, match=expected):
         manyhands.DataParallel(nn.Linear(2, 2))
@@ -73,20 +75,18 @@ def test_one_variable_alone(monkeypatch):
         ("LOCAL_RANK", "-2", "LOCAL_RANK=-2: expected 0 <= RANK < WORLD_SIZE and 0 <= LOCAL_RANK"),
     ],
 )
-def test_values_that_cannot_be(monkeypatch, name, value, message):
+def test_values_that_cannot_be(environment_of, name, value, message):
     """C14"""
-    for each, given in {**COMPLETE, name: value}.items():
-        monkeypatch.setenv(each, given)
+    environment_of({**COMPLETE, name: value})
     with pytest.raises(RuntimeError, match=message):
         manyhands.DataParallel(nn.Linear(2, 2))
 
 
-def test_a_torch_without_distributed(monkeypatch):
-    """C14: processes that a launcher has started are not left to train alone, each for itself."""
+def test_a_torch_without_distributed(monkeypatch, environment_of):
+    """C14: processes that a launcher has started do not train alone, each for itself."""
     monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
     assert not start_default_group()
-    for name, value in COMPLETE.items():
-        monkeypatch.setenv(name, value)
+    environment_of(COMPLETE)
     with pytest.raises(RuntimeError, match="WORLD_SIZE=4, and this torch has no"):
         start_default_group()
 
@@ -94,20 +94,18 @@ def test_a_torch_without_distributed(monkeypatch):
 # Devices
 
 
-def test_the_device_of_a_process(monkeypatch, simulated_accelerators, no_accelerators):
+@pytest.mark.parametrize("local_rank", [None, "3"])
+def test_the_device_of_a_process(environment_of, sim, monkeypatch, local_rank):
+    environment_of({"LOCAL_RANK": local_rank} if local_rank else {})
+    assert local_device() == sim[int(local_rank or 0)]
+    monkeypatch.setattr("manyhands.runtime.devices.accelerators", list)
     assert local_device() == torch.device("cpu")
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    assert local_device() == torch.device("cpu")
-    monkeypatch.undo()
-    for name in COMPLETE:
-        monkeypatch.delenv(name, raising=False)
-    with simulated_accelerators(4) as devices:
-        assert local_device() == devices[0]
-        monkeypatch.setenv("LOCAL_RANK", "3")
-        assert local_device() == devices[3]
-        monkeypatch.setenv("LOCAL_RANK", "4")
-        with pytest.raises(ValueError, match=r"LOCAL_RANK=4, and this machine has 4 accelerators: start at most 4"):
-            local_device()
+
+
+def test_more_processes_than_accelerators(environment_of, sim):
+    environment_of({"LOCAL_RANK": "4"})
+    with pytest.raises(ValueError, match=r"LOCAL_RANK=4, and this machine has 4 accelerators: start at most 4"):
+        local_device()
 
 
 # Processes
@@ -121,18 +119,10 @@ def joins(rank: int, world_size: int, port: int) -> tuple:
     return model.spans_processes, [str(device) for device in model.devices], model.module.weight.grad.tolist()
 
 
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_one_line_joins_what_a_launcher_has_started(world_size):
     """C7, C14"""
-    ends = run_ranks(world_size, joins, world_size, free_port(), join=False)
+    ends = run_ranks(world_size, joins, world_size, free_port(), init=False)
     assert all(spans == (world_size > 1) for spans, _, _ in ends)
     assert all(grad == [[1, 1], [1, 1]] for _, _, grad in ends)
     if world_size > 1:
@@ -177,8 +167,6 @@ def test_process_groups():
 
 def test_arguments_that_cannot_be():
     module = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match="process_group='gloo': expected a ProcessGroup, None or False"):
-        manyhands.DataParallel(module, ["cpu"], process_group="gloo")
     for loss in ("max", None, 3):
         with pytest.raises(ValueError, match=r"loss=.*: expected one of \['mean', 'sum'\]"):
             manyhands.DataParallel(module, ["cpu"], loss=loss)
@@ -195,10 +183,9 @@ def test_arguments_that_cannot_be():
         model.set_batch_weight(ok)
 
 
-def test_an_only_process_has_its_own_device(monkeypatch, sim):
-    """C14: also where the launcher has started no other, LOCAL_RANK says which device is meant."""
-    for name, value in {**COMPLETE, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "2"}.items():
-        monkeypatch.setenv(name, value)
+def test_an_only_process_has_its_own_device(monkeypatch, environment_of, sim):
+    """C14: LOCAL_RANK selects the device also if the launcher has started no other process."""
+    environment_of({**COMPLETE, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "2"})
     monkeypatch.setattr("manyhands.distributed.process_group.start_default_group", bool)
     assert manyhands.DataParallel(nn.Linear(2, 2)).devices == [sim[2]]
     assert len(manyhands.DataParallel(nn.Linear(2, 2).to(sim[0]), process_group=False).devices) == 4
@@ -208,20 +195,19 @@ def test_an_only_process_has_its_own_device(monkeypatch, sim):
 
 
 @pytest.fixture
-def launchers_store(monkeypatch: pytest.MonkeyPatch):
+def launchers_store(environment_of):
     """The store that torchrun's own process keeps."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    environment_of({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)})
     return store
 
 
-def start(world_size: int, *, late: int = 0) -> list:
-    """Let so many processes, here threads, find each other; return each one's store. `late` begins last."""
+def start(world_size: int, late: int) -> list:
+    """Start so many ranks, here threads, and `late` last; return each one's store."""
     stores: list = [None] * world_size
 
     def begin(rank: int) -> None:
-        stores[rank] = environment._store_of_this_start(rank, world_size)
+        stores[rank] = environment._store_of_this_restart(rank, world_size)
 
     threads = [threading.Thread(target=begin, args=(rank,)) for rank in range(world_size)]
     for thread in [*threads[:late], *threads[late + 1 :], threads[late]]:
@@ -232,12 +218,12 @@ def start(world_size: int, *, late: int = 0) -> list:
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])
-def test_each_start_finds_nothing_of_the_one_before(launchers_store, late) -> None:
+def test_each_restart_has_a_fresh_prefix(launchers_store, late) -> None:
     for time in range(3):
-        stores = start(3, late=late)
-        assert not any(store.check(["said"]) for store in stores)
-        stores[1].set("said", str(time))
-        assert [store.get("said").decode() for store in stores] == [str(time)] * 3
+        stores = start(3, late)
+        assert not any(store.check(["key"]) for store in stores)
+        stores[1].set("key", str(time))
+        assert [store.get("key").decode() for store in stores] == [str(time)] * 3
 
 
 def join_twice(rank: int, port: int) -> list[float]:
@@ -253,6 +239,6 @@ def join_twice(rank: int, port: int) -> list[float]:
     return sums
 
 
-def test_processes_that_are_started_anew_find_each_other(launchers_store) -> None:
+def test_restarted_processes_connect_to_each_other(launchers_store) -> None:
     for _ in range(2):
-        assert run_ranks(2, join_twice, launchers_store.port, join=False) == [[2.0, 2.0]] * 2
+        assert run_ranks(2, join_twice, launchers_store.port, init=False) == [[2.0, 2.0]] * 2

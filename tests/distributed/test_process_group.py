@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import manyhands
 from helpers.ranks import Ended, end_ranks, run_ranks
-from manyhands.distributed.process_group import join_processes
+from manyhands.distributed.process_group import communicator_for
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -53,15 +53,18 @@ def last_error(end: Ended) -> str:
 
 
 def exchanges(rank: int, world_size: int) -> None:
-    cluster = join_processes()
-    assert (cluster.rank, cluster.world_size) == (rank, world_size)
-    assert join_processes() is cluster
-    numbers = cluster.gather([rank, 2**52 + 1, 0.1], "testing")()
+    communicator = communicator_for()
+    assert (communicator.rank, communicator.world_size) == (rank, world_size)
+    assert communicator_for() is communicator
+    numbers = communicator.all_gather([rank, 2**52 + 1, 0.1], "testing").wait()
     assert numbers == [[r, 2**52 + 1, 0.1] for r in range(world_size)]
-    assert cluster.exchange({"rank": rank, "more": "x" * rank * 1000}, "testing")[-1]["rank"] == world_size - 1
-    group = cluster.group_for(torch.device("cpu"), "testing")
+    assert (
+        communicator.all_gather_object({"rank": rank, "more": "x" * rank * 1000}, "testing")[-1]["rank"]
+        == world_size - 1
+    )
+    group = communicator.group_for(torch.device("cpu"), "testing")
     for tensor in (torch.ones(3), torch.ones(0, 4), torch.tensor(1.0), torch.ones(2, dtype=torch.complex64)):
-        assert torch.equal(cluster.sum(tensor.clone(), group, "testing"), tensor * world_size)
+        assert torch.equal(communicator.all_reduce(tensor.clone(), group, "testing"), tensor * world_size)
     mixed = [
         torch.full((2, 3), rank, dtype=torch.bfloat16),
         torch.full((2,), rank % 2 == 0),
@@ -71,7 +74,7 @@ def exchanges(rank: int, world_size: int) -> None:
         torch.full((3, 3), float(rank)).t()[::2],
     ]
     versions = [tensor._version for tensor in mixed]
-    cluster.begin_to_send_from(world_size - 1, mixed, group, "testing")()
+    communicator.broadcast(world_size - 1, mixed, group, "testing")()
     assert versions == [tensor._version for tensor in mixed], "constants may be part of a graph"
     assert all((tensor.to(torch.float64) == float(tensor.dtype != torch.bool) * (world_size - 1)).all() or
                tensor.dtype == torch.bool for tensor in mixed)  # fmt: skip
@@ -81,7 +84,7 @@ def exchanges(rank: int, world_size: int) -> None:
     expected = torch.zeros(5, 2)
     for r in range(world_size):
         expected += torch.sparse_coo_tensor(torch.tensor([[r, 0, r]]), torch.ones(3, 2), (5, 2)).to_dense()
-    assert torch.equal(cluster.sum_sparse(sparse, group, "testing").to_dense(), expected)
+    assert torch.equal(communicator.all_reduce_sparse(sparse, group, "testing").to_dense(), expected)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -254,7 +257,7 @@ def wraps_alone(rank: int) -> str:
     with pytest.raises(RuntimeError) as raised:
         wrapped()
     assert time.monotonic() - started < 15
-    with pytest.raises(RuntimeError, match="did not come to it"):  # and does not wait again
+    with pytest.raises(RuntimeError, match="did not reach it"):  # and does not wait again
         wrapped()
     os.kill(int(Path(os.environ["PIDS"], "1").read_text()), signal.SIGKILL)
     return str(raised.value)
@@ -272,7 +275,7 @@ def test_wrapping_in_one_process_only(tmp_path):
     ended = end_ranks(2, notes_its_number, wraps_alone, timeout_s=2, env={"PIDS": str(tmp_path)})
     assert ended[0].error is None, ended[0].error
     assert "rank 0 has waited 2 s for the others at a DataParallel that spans processes" in ended[0].value
-    assert "rank 1 did not come to it" in ended[0].value
+    assert "rank 1 did not reach it" in ended[0].value
     assert "wrap the same models" in ended[0].value
 
 
@@ -300,7 +303,7 @@ def test_a_process_that_hangs(tmp_path):
     ended = end_ranks(2, notes_its_number, hangs, timeout_s=2, env={"PIDS": str(tmp_path)})
     assert ended[0].error is None, ended[0].error
     assert "waited 2 s for the others at summing gradients over the processes" in ended[0].value
-    assert "rank 1 does not wait for anybody" in ended[0].value
+    assert "rank 1 does not wait for any rank" in ended[0].value
 
 
 # Processes that fail
@@ -535,7 +538,7 @@ def joined_twice(rank: int, folder: str) -> list[bool]:
     import weakref
 
     spans = []
-    cluster = weakref.ref(join_processes())
+    communicator = weakref.ref(communicator_for())
     for attempt in range(2):
         model = wrapped()
         step(model)
@@ -544,7 +547,7 @@ def joined_twice(rank: int, folder: str) -> list[bool]:
         torch.distributed.destroy_process_group()
         gc.collect()
         if attempt == 0:
-            assert cluster() is None, gc.get_referrers(cluster())
+            assert communicator() is None, gc.get_referrers(communicator())
             store = torch.distributed.FileStore(str(Path(folder, "second")), 2)
             torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     return spans

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 import manyhands
+from helpers.modules import Calls
 from helpers.ranks import end_ranks, run_ranks
-from manyhands.distributed.uneven_inputs import even_batches, without_rows
+from helpers.twins import assert_same_gradients, twins
+from manyhands.distributed.uneven_inputs import empty_batch, even_batches
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -22,21 +24,17 @@ def batches_of(rank: int, num_batches: int) -> list[dict[str, torch.Tensor]]:
 
 
 def train(rank: int, lengths: list[int]) -> list[int]:
-    module = nn.Linear(4, 2).double()
-    model = manyhands.DataParallel(module)
-    oracle = nn.Linear(4, 2).double()
-    oracle.load_state_dict(module.state_dict())
-    everybody = [batches_of(r, length) for r, length in enumerate(lengths)]
+    model, oracle = twins(lambda: nn.Linear(4, 2).double())
+    loaders = [batches_of(r, length) for r, length in enumerate(lengths)]
     rows = []
-    for step, batch in enumerate(model.batches(everybody[rank])):
+    for step, batch in enumerate(model.batches(loaders[rank])):
         model.zero_grad()
         oracle.zero_grad()
         nn.functional.mse_loss(model(batch["x"]), batch["y"]).backward()
-        there = [batches[step] for batches in everybody if step < len(batches)]
-        x, y = (torch.cat([b[key] for b in there]) for key in "xy")
+        all_ranks = [batches[step] for batches in loaders if step < len(batches)]
+        x, y = (torch.cat([b[key] for b in all_ranks]) for key in "xy")
         nn.functional.mse_loss(oracle(x), y).backward()
-        torch.testing.assert_close(module.weight.grad, oracle.weight.grad, rtol=1e-12, atol=1e-14)
-        torch.testing.assert_close(module.bias.grad, oracle.bias.grad, rtol=1e-12, atol=1e-14)
+        assert_same_gradients(model.module, oracle, rtol=1e-12, atol=1e-14)
         rows.append(len(batch["x"]))
     return rows
 
@@ -49,29 +47,28 @@ def test_every_process_takes_as_many_steps_as_the_longest(lengths):
     assert rows == [[3 + rank] * n + [0] * (longest - n) for rank, n in enumerate(lengths)]
 
 
-class BeginsAnew:
-    """An iterator that has batches again once it has said that it has none, as those of some loaders."""
+class StartsOver:
+    """An iterator that has batches again after it was exhausted, as those of some loaders."""
 
     def __init__(self, num_batches: int) -> None:
-        self.num_batches, self.taken = num_batches, 0
+        self.epochs = itertools.cycle([*[torch.zeros(2, 4)] * num_batches, None])
 
-    def __iter__(self) -> "BeginsAnew":
+    def __iter__(self) -> "StartsOver":
         return self
 
     def __next__(self) -> torch.Tensor:
-        if self.taken == self.num_batches:
-            self.taken = 0
+        batch = next(self.epochs)
+        if batch is None:
             raise StopIteration
-        self.taken += 1
-        return torch.zeros(2, 4)
+        return batch
 
 
 def rows_of_one_epoch(rank: int) -> list[int]:
     model = manyhands.DataParallel(nn.Linear(4, 2))
-    return [len(batch) for batch in itertools.islice(model.batches(BeginsAnew(2 + 2 * rank)), 9)]
+    return [len(batch) for batch in itertools.islice(model.batches(StartsOver(2 + 2 * rank)), 9)]
 
 
-def test_a_loader_that_begins_anew_is_not_asked_again():
+def test_an_exhausted_loader_is_not_asked_again():
     """C2: as a for loop does not ask it, either."""
     assert run_ranks(2, rows_of_one_epoch) == [[2, 2, 0, 0], [2, 2, 2, 2]]
 
@@ -106,56 +103,44 @@ def test_one_process_gets_the_loaders_batches():
     assert list(even_batches(None, iter("ab"), 0)) == ["a", "b"]
 
 
-def test_without_rows():
-    x, number, nothing, names, inner = without_rows([torch.zeros(2, 3), 5, None, ["a"], (torch.tensor(1.0),)], 0)
+def test_an_empty_batch():
+    x, number, nothing, names, inner = empty_batch([torch.zeros(2, 3), 5, None, ["a"], (torch.tensor(1.0),)], 0)
     assert x.shape == (0, 3)
     assert (number, nothing, names, inner) == (5, None, ["a"], (torch.tensor(1.0),))
-    assert without_rows(torch.zeros(2, 3), 1).shape == (2, 0)
-    assert without_rows({"p": torch.zeros(4, 2, dtype=torch.long)}, 0)["p"].dtype == torch.long
+    assert empty_batch(torch.zeros(2, 3), 1).shape == (2, 0)
+    assert empty_batch({"p": torch.zeros(4, 2, dtype=torch.long)}, 0)["p"].dtype == torch.long
+    x, table = empty_batch((torch.zeros(3, 2), torch.zeros(7, 2)), 0)
+    assert (len(x), len(table)) == (0, 7), "a table for all rows is returned as it is"
 
 
-class Picky(nn.Module):
-    """Fails on rows of zeros, as modules do that are told the lengths of sequences."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 2).double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not x.any(1).all():
-            raise ValueError("a row of zeros")
-        return self.layer(x)
+def refuses_zeros(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Fail on rows of zeros, as modules that get the lengths of sequences do."""
+    if not x.any(1).all():
+        raise ValueError("a row of zeros")
+    return module.layer(x)
 
 
-def train_what_is_picky(rank: int, lengths: list[int]) -> int:
-    model = manyhands.DataParallel(Picky())
-    steps = 0
-    for batch in model.batches(batches_of(rank, lengths[rank])):
-        model(batch["x"]).square().mean().backward()
-        steps += 1
-    return steps
+def train_picky(rank: int, lengths: list[int]) -> int:
+    model = manyhands.DataParallel(Calls(refuses_zeros, layer=nn.Linear(4, 2).double()))
+    steps = [model(batch["x"]).square().mean().backward() for batch in model.batches(batches_of(rank, lengths[rank]))]
+    return len(steps)
 
 
 def test_without_rows_the_module_runs_on_rows_that_it_has_seen():
     """C2"""
-    assert run_ranks(2, train_what_is_picky, [1, 3]) == [3, 3]
+    assert run_ranks(2, train_picky, [1, 3]) == [3, 3]
 
 
 def test_a_module_that_cannot_run_on_zeros_says_why_it_did():
     """C2"""
-    ends = end_ranks(2, train_what_is_picky, [0, 1])
+    ends = end_ranks(2, train_picky, [0, 1])
     assert all(end.exit_code for end in ends)
     assert "ValueError: a row of zeros" in ends[0].error
     assert "this process has a batch without rows" in ends[0].error
 
 
-def test_a_table_for_all_rows_stays_whole():
-    x, table = without_rows((torch.zeros(3, 2), torch.zeros(7, 2)), 0)
-    assert (len(x), len(table)) == (0, 7)
-
-
-def test_packed_sequences_cannot_be_without_rows():
+def test_packed_sequences_cannot_be_empty():
     packed = nn.utils.rnn.pack_sequence([torch.zeros(3, 2), torch.zeros(1, 2)])
     with pytest.raises(ValueError, match=r"a PackedSequence cannot be cut to no rows .* give every process as many"):
-        without_rows(packed, 0)
+        empty_batch(packed, 0)
     assert list(even_batches(None, [packed], 0)) == [packed]

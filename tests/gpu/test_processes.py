@@ -65,7 +65,7 @@ def train(rank: int, device: str, options: dict[str, Any]) -> tuple[list[float],
             optimizer.step()
     gradient_sync = model._gradient_sync()
     assert gradient_sync is not None
-    groups = gradient_sync.cluster._groups
+    groups = gradient_sync.communicator._groups
     backends = {torch.distributed.get_backend(group) for group in groups.values()}
     return [p.sum().item() for p in model.parameters()], ",".join(sorted(backends))
 

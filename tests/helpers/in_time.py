@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-WAIT_S = 15.0
+WAIT_S = 60.0
 
 
 def in_time(

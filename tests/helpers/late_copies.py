@@ -12,7 +12,7 @@ from manyhands.engines import threads
 from manyhands.runtime.buckets import is_plain
 from manyhands.runtime.streams import Copies
 
-WAIT_S = 15.0
+WAIT_S = 60.0
 
 
 class LateCopies(Copies):

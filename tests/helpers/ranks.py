@@ -1,4 +1,4 @@
-"""Run a function in several processes that talk by gloo over the loopback device, as a launcher's would.
+"""Run a function in several processes, as a launcher's, connected by gloo over the loopback device.
 
 The processes are forked from a server that has imported torch, so that starting them takes milliseconds. What a rank
 raises is raised here, with its traceback; a rank that is still running at the limit is killed, and the test fails.
@@ -8,6 +8,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import socket
 import sys
 import tempfile
 import time
@@ -24,7 +25,7 @@ import torch
 LIMIT_S = 300  # for what hangs: on a machine that does other things too, a rank may take minutes
 
 _context = multiprocessing.get_context("forkserver")
-# What backward and the first optimizer import by themselves is here too: a second and more in each rank.
+# Backward and the first optimizer import these, which takes a second and more in each rank.
 _LATE_IMPORTS = ["torch.fx.experimental.symbolic_shapes", "torch._dynamo"]
 # And what loading digits imports: the other ranks wait while the first does it.
 _LATE_IMPORTS += ["sklearn.datasets"]
@@ -32,7 +33,7 @@ _context.set_forkserver_preload(["torch", "torch.distributed", "cloudpickle", "m
 
 
 class Ended(NamedTuple):
-    """How a rank has ended: what it returned, or what it raised, in words; neither where it was killed."""
+    """How a rank has ended: what it returned, or its traceback; neither if it was killed."""
 
     value: Any = None
     error: str | None = None
@@ -55,14 +56,14 @@ def end_ranks(
     function: Callable[..., Any],
     *args: Any,
     timeout_s: float = 240,
-    join: bool = True,
+    init: bool = True,
     env: Mapping[str, str] = {},
 ) -> list[Ended]:
     """Call `function(rank, *args)` in each process; return how each has ended.
 
     Args:
         timeout_s: that of the process group.
-        join: whether to make the default process group, which meets in a file; else that is the function's affair.
+        init: whether to make the default process group, by way of a file; else the function has to.
         env: variables of their environment.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -70,8 +71,8 @@ def end_ranks(
         processes, pipes = [], []
         for rank in range(world_size):
             receiver, sender = _context.Pipe(duplex=False)
-            store = str(Path(folder, "store")) if join else None
-            own = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank), **env} if not join else {}
+            store = str(Path(folder, "store")) if init else None
+            own = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)} if not init else {}
             process = _context.Process(
                 target=_run, args=(sender, job, rank, world_size, store, timeout_s, {**own, **env}, sys.path)
             )
@@ -89,6 +90,12 @@ def end_ranks(
             process.join()
         assert not late, f"ranks {late} were still running after {LIMIT_S} s"
         return [_ended(process, pipe) for process, pipe in zip(processes, pipes, strict=True)]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def _ended(process: Any, pipe: Any) -> Ended:
@@ -112,7 +119,7 @@ def _run(
     os.environ.update(env)
     sys.path[:] = path
     torch.set_num_threads(1)
-    torch.manual_seed(rank)  # unequal on purpose: what has to be equal, the library makes so
+    torch.manual_seed(rank)  # unequal on purpose: the library has to make equal what must be
     try:
         if store is not None:
             torch.distributed.init_process_group(
@@ -126,7 +133,7 @@ def _run(
         outcome = function(rank, *args), None
     except SystemExit:
         raise
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the test is told
+    except BaseException as error:  # noqa: BLE001 - the test gets it
         text = traceback.format_exc()
         pipe.send_bytes(cloudpickle.dumps((None, text)))
         sys.excepthook(type(error), error, error.__traceback__)  # as the interpreter would

@@ -1,4 +1,4 @@
-"""Meetings: everybody gets what everybody gave, and nobody waits for ever."""
+"""All-gathers among replicas: every replica gets all values, and none waits for ever."""
 
 import threading
 from collections.abc import Callable
@@ -13,161 +13,148 @@ from manyhands.sync_batch_norm.exchange import Exchange, LocalExchange, Request,
 CPU = torch.device("cpu")
 BOTH = frozenset({0, 1})
 
+Script = Callable[[Exchange, int], Any]
 
-class Visits:
-    """Lets replicas visit one meeting, each in a thread of its own, each after a script."""
 
-    def __init__(self, *scripts: Callable[[Exchange, int], Any]) -> None:
-        self.exchange = LocalExchange(len(scripts))
-        self._scripts = scripts
+def run(*scripts: Script, exchange: LocalExchange | None = None) -> list[Any]:
+    """Run replica i's script in a thread of its own; return what each returned or raised."""
+    exchange = exchange or LocalExchange(len(scripts))
 
-    def __call__(self) -> list[Any]:
-        return in_time(self._run)
-
-    def _run(self) -> list[Any]:
-        outcomes = run_together([self._visit(i) for i in range(len(self._scripts))], [CPU] * len(self._scripts))
-        return [outcome.error or outcome.value for outcome in outcomes]
-
-    def _visit(self, index: int) -> Callable[[], Any]:
-        def wait_for() -> Any:
+    def replica(index: int) -> Callable[[], Any]:
+        def task() -> Any:
             failed = True
             try:
-                result = self._scripts[index](self.exchange, index)
+                result = scripts[index](exchange, index)
                 failed = False
                 return result
             finally:
-                self.exchange.withdraw(index, failed=failed)
+                exchange.withdraw(index, failed=failed)
 
-        return wait_for
+        return task
+
+    tasks = [replica(index) for index in range(len(scripts))]
+    outcomes = in_time(lambda: run_together(tasks, [CPU] * len(tasks)))
+    return [outcome.error or outcome.value for outcome in outcomes]
 
 
-def meets(*names: str, places: dict[str, int] | None = None) -> Callable[[Exchange, int], list[dict[int, Any]]]:
-    """A replica that exchanges its own number under these names, one after the other."""
+def gathers(*names: str, places: dict[str, int] | None = None) -> Script:
+    """A replica that all-gathers its own number under these names, one after the other."""
     places = places or {}
-
-    def script(exchange: Exchange, index: int) -> list[dict[int, Any]]:
-        return [exchange.all_gather(index, name, index, places.get(name, 0)).values for name in names]
-
-    return script
+    return lambda exchange, index: [
+        exchange.all_gather(index, name, index, places.get(name, 0)).values for name in names
+    ]
 
 
-def test_everybody_gets_what_everybody_gave() -> None:
-    results = Visits(*[meets("a", "b")] * 4)()
+def gathers_backward(*numbers: int) -> Script:
+    return lambda exchange, index: [
+        exchange.all_gather_backward(index, number, BOTH, index).values for number in numbers
+    ]
+
+
+def test_every_replica_gets_all_values_in_order() -> None:
+    results = run(*[gathers("a", "b")] * 4)
     assert results == [[{0: 0, 1: 1, 2: 2, 3: 3}] * 2] * 4
     assert [list(values) for values in results[3]] == [[0, 1, 2, 3]] * 2, "in replica order"
 
 
-def test_the_calls_under_one_name_meet_in_order() -> None:
+def test_calls_under_one_name_are_matched_in_order() -> None:
     def script(exchange: Exchange, index: int) -> list[Any]:
         return [exchange.all_gather(index, "a", (index, call)).values for call in range(3)]
 
-    assert Visits(script, script)() == [[{0: (0, call), 1: (1, call)} for call in range(3)]] * 2
+    assert run(script, script) == [[{0: (0, call), 1: (1, call)} for call in range(3)]] * 2
 
 
-def test_who_has_left_is_not_waited_for() -> None:
-    assert Visits(meets("a", "b"), meets("a"), meets())() == [[{0: 0, 1: 1}, {0: 0}], [{0: 0, 1: 1}], []]
+def test_no_replica_waits_for_one_that_has_withdrawn() -> None:
+    assert run(gathers("a", "b"), gathers("a"), gathers()) == [[{0: 0, 1: 1}, {0: 0}], [{0: 0, 1: 1}], []]
 
 
-def test_who_fails_is_not_waited_for() -> None:
+def test_no_replica_waits_for_one_that_has_failed() -> None:
     def fails(exchange: Exchange, index: int) -> None:
         exchange.all_gather(index, "a", index)
         raise ValueError("as asked")
 
-    visits = Visits(meets("a", "b"), fails)
-    waited, error = visits()
-    assert waited == [{0: 0, 1: 1}, {0: 0}]
+    exchange = LocalExchange(2)
+    result, error = run(gathers("a", "b"), fails, exchange=exchange)
+    assert result == [{0: 0, 1: 1}, {0: 0}]
     assert isinstance(error, ValueError)
-    assert visits.exchange.failed
-    assert visits.exchange.is_over
+    assert exchange.failed
+    assert exchange.all_withdrawn
 
 
 def test_branches_meet_again_behind_themselves() -> None:
-    """Of several names that all wait at, the first in order goes on: its branch joins the others sooner or later."""
+    """The lowest rank goes first in the deadlock tie-break, so that the longer branch reaches the common name."""
     places = {"left 1": 0, "left 2": 1, "left 3": 2, "right": 3, "both": 4}
-    left = meets("left 1", "left 2", "left 3", "both", places=places)
-    right = meets("right", "both", places=places)
+    left = gathers("left 1", "left 2", "left 3", "both", places=places)
+    right = gathers("right", "both", places=places)
     for scripts in ((left, right), (right, left), (right, left, right, left)):
-        results = Visits(*scripts)()
+        results = run(*scripts)
         assert [result[-1] for result in results] == [{i: i for i in range(len(scripts))}] * len(scripts)
         for index, (script, result) in enumerate(zip(scripts, results, strict=True)):
             assert result[0] == {i: i for i, other in enumerate(scripts) if other is script}, index
 
 
-def test_without_an_order_who_is_behind_goes_on() -> None:
-    assert Visits(meets("a", "c"), meets("b", "c"))() == [[{0: 0}, {0: 0, 1: 1}], [{1: 1}, {0: 0, 1: 1}]]
+def test_of_equal_ranks_the_replica_with_the_fewest_exchanges_goes_first() -> None:
+    assert run(gathers("a", "c"), gathers("b", "c")) == [[{0: 0}, {0: 0, 1: 1}], [{1: 1}, {0: 0, 1: 1}]]
 
 
 def test_names_in_different_orders_do_not_hang() -> None:
-    results = Visits(meets("a", "b"), meets("b", "a"), meets("a", "b"))()
+    results = run(gathers("a", "b"), gathers("b", "a"), gathers("a", "b"))
     assert all(index in values for index, result in enumerate(results) for values in result)
 
 
-def test_an_answer_waits_for_those_who_asked() -> None:
-    """Of three replicas, two answer to an exchange between two; the third is busy elsewhere."""
+def test_backward_waits_for_the_participants_only() -> None:
+    """Of three replicas, two were participants in forward; the third is busy with something else."""
     together = threading.Barrier(3)
 
-    def answers(exchange: Exchange, index: int) -> dict[int, Any]:
-        values = exchange.answer(index, 7, frozenset({0, 2}), index).values
+    def participates(exchange: Exchange, index: int) -> dict[int, Any]:
+        values = exchange.all_gather_backward(index, 7, frozenset({0, 2}), index).values
         together.wait(WAIT_S)
         return values
 
     def is_busy(exchange: Exchange, index: int) -> None:
         together.wait(WAIT_S)
 
-    assert Visits(answers, is_busy, answers)() == [{0: 0, 2: 2}, None, {0: 0, 2: 2}]
+    assert run(participates, is_busy, participates) == [{0: 0, 2: 2}, None, {0: 0, 2: 2}]
 
 
-def test_answers_go_from_the_latest_to_the_earliest() -> None:
-    """A replica that has nothing to answer to the later exchange keeps nobody waiting."""
-
-    def both(exchange: Exchange, index: int) -> list[dict[int, Any]]:
-        return [exchange.answer(index, number, BOTH, index).values for number in (4, 3)]
-
-    def only_early(exchange: Exchange, index: int) -> list[dict[int, Any]]:
-        return [exchange.answer(index, 3, BOTH, index).values]
-
-    assert Visits(both, only_early)() == [[{0: 0}, {0: 0, 1: 1}], [{0: 0, 1: 1}]]
-    assert Visits(only_early, both)() == [[{0: 0, 1: 1}], [{1: 1}, {0: 0, 1: 1}]]
+def test_backward_goes_from_the_latest_to_the_earliest() -> None:
+    """No replica waits, at the later number, for one that has only the earlier."""
+    both, only_early = gathers_backward(4, 3), gathers_backward(3)
+    assert run(both, only_early) == [[{0: 0}, {0: 0, 1: 1}], [{0: 0, 1: 1}]]
+    assert run(only_early, both) == [[{0: 0, 1: 1}], [{1: 1}, {0: 0, 1: 1}]]
 
 
-def test_an_answer_that_comes_too_late_is_an_error() -> None:
-    """Not a part of a gradient that is lost without a word."""
-
-    def in_order(exchange: Exchange, index: int) -> list[dict[int, Any]]:
-        return [exchange.answer(index, number, BOTH, index).values for number in (4, 3)]
-
-    def out_of_order(exchange: Exchange, index: int) -> list[dict[int, Any]]:
-        return [exchange.answer(index, number, BOTH, index).values for number in (3, 4)]
-
-    _, error = Visits(in_order, out_of_order)()
+def test_a_backward_request_that_comes_too_late_is_an_error() -> None:
+    """Else a part of a gradient would be lost in silence."""
+    _, error = run(gathers_backward(4, 3), gathers_backward(3, 4))
     assert isinstance(error, RuntimeError)
     assert "different orders" in str(error)
 
 
-def test_replicas_of_other_processes_are_taken_in_while_one_of_this_process_waits() -> None:
-    """In one thread: nobody else would. They are told what the exchange came to before the one here goes on."""
-    told: list[tuple[int, Result | None]] = []
+def test_requests_of_other_processes_are_served_while_a_replica_waits() -> None:
+    """In one thread. Their callbacks get the result before the waiting replica goes on."""
+    results: list[tuple[int, Result | None]] = []
 
     def submit(index: int) -> None:
-        wait_for = Request("a", index, among=None, rank=(0, 0))
-        exchange.submit(index, wait_for, lambda result: told.append((index, result)))
+        request = Request("a", index, participants=None, rank=(0, 0))
+        exchange.submit(index, request, lambda result: results.append((index, result)))
 
     events = iter([lambda: submit(2), lambda: submit(1), lambda: exchange.withdraw(3, failed=True)])
 
-    def serve(enough: Callable[[], bool]) -> None:
-        while not enough():
+    def serve(is_enough: Callable[[], bool]) -> None:
+        while not is_enough():
             next(events)()
 
     exchange = LocalExchange(4, serve)
     result = exchange.all_gather(0, "a", 0)
     assert result.values == {0: 0, 1: 1, 2: 2}
-    assert told == [(2, result), (1, result)]
+    assert results == [(2, result), (1, result)]
     assert exchange.failed
 
 
-def test_one_of_another_process_is_told_that_it_comes_too_late() -> None:
-    told: list[Result | None] = []
+def test_a_late_request_of_another_process_gets_no_result() -> None:
+    results: list[Result | None] = []
     exchange = LocalExchange(2)
-    for index, number in ((0, 4), (1, 3), (1, 4)):  # 4 goes on without 1, which waits elsewhere
-        exchange.submit(index, Request(number, index, BOTH, rank=(1, -number)), told.append)
-    assert [result and result.values for result in told] == [{0: 0}, None]
+    for index, number in ((0, 4), (1, 3), (1, 4)):  # 4 completes without 1, which waits at 3
+        exchange.submit(index, Request(number, index, BOTH, rank=(1, -number)), results.append)
+    assert [result and result.values for result in results] == [{0: 0}, None]

@@ -1,1 +1,1 @@
-"""Several processes under a launcher: who they are, what they exchange, and gradients summed over them."""
+"""Several processes under a launcher: environment, collectives, failures, and the all-reduce of gradients."""

@@ -1,17 +1,17 @@
-"""The sum over processes of the gradients of one backward, in buckets that leave while backward still runs.
+"""The all-reduce of the gradients of one backward, in buckets that are sent while backward still runs.
 
     gradients, in any order ──► (1) their places in buckets ──► (2) scaled, and sent as soon as it is their turn
                                                                           │
-    gradients of the one loss over all rows   ◄── (3) what is late ◄──────┘
+    gradients of the one loss over all rows   ◄── (3) late gradients ◄────┘
 
-    (1) `BucketPlan` gives each tensor a place. What a process has no gradient for is zeros.
-    (2) A bucket leaves when it is full, those before it have left, and all processes have said what they weigh. So
-        they leave in the same order in all processes, whatever the order in which gradients come.
-    (3) What has no place, being sparse or coming after its bucket has left (a tensor's gradient may come in several
-        parts: reentrant checkpoints), goes tensor by tensor at the end. Which ones, and which tensors have a gradient
-        in any process at all, is summed too.
+    (1) `BucketPlan` gives each tensor a place in a bucket. A tensor without a gradient on this rank counts as zeros.
+    (2) A bucket is sent when it is full, the buckets before it are sent, and the weights of all ranks are known. So all
+        ranks send buckets in the same order, whatever the order in which gradients arrive.
+    (3) Some gradients have no place, because they are sparse, or arrive after their bucket was sent (reentrant
+        checkpoints give a tensor's gradient in several parts). They are summed tensor by tensor at the end. An
+        all-reduce of flags says which they are, and which tensors have a gradient on any rank at all.
 
-Every process ends with the same bits, in memory that its buckets share with nothing else.
+Every rank ends with the same bits, in memory that its buckets share with nothing else.
 """
 
 import threading
@@ -22,40 +22,40 @@ from typing import Any, NamedTuple
 import torch
 
 from manyhands.distributed.comm_hooks import CommHook, GradBucket
-from manyhands.distributed.consistency import RankStep, described
-from manyhands.distributed.process_group import Cluster, Gathering, digest_of, distributed
+from manyhands.distributed.consistency import RankStep, description_of
+from manyhands.distributed.process_group import AllGatherWork, Communicator, digest_of, distributed
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import BUCKET_BYTES, Bucket, Form, buckets_of
 
-FIRST_BUCKET_BYTES = 1 << 20  # a small one goes out early; that of torch's DistributedDataParallel
+FIRST_BUCKET_BYTES = 1 << 20  # small, so that it is sent early; as in torch's DistributedDataParallel
 DOING = "summing gradients over the processes"
 _PLACED, _LATE, _SPARSE = range(3)
 
 
 class BucketPlan(NamedTuple):
-    """How the gradients of some tensors travel, and a number by which processes see whether theirs are the same."""
+    """The buckets of the gradients of some tensors, and a digest that is equal on ranks with equal plans."""
 
     buckets: tuple[Bucket, ...]
     digest: int
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], without: Callable[[torch.Tensor], bool]) -> "BucketPlan":
-        """Plan for the gradients of `tensors`, those of the last first, as backward makes them.
+        """Plan the buckets of the gradients of `tensors`, the last tensor first: backward computes it first.
 
         Args:
-            without: which tensors are to have no place.
+            without: whether a tensor gets no place.
         """
         forms = {
             number: Form.of(tensor.detach(), tensor.device)
             for number, tensor in reversed(list(enumerate(tensors)))
             if tensor.numel() and not without(tensor)
         }
-        digest = digest_of(repr([(*described(tensor), number in forms) for number, tensor in enumerate(tensors)]))
-        return cls(_with_small_first(forms), digest)
+        digest = digest_of(repr([(*description_of(tensor), number in forms) for number, tensor in enumerate(tensors)]))
+        return cls(_small_bucket_first(forms), digest)
 
 
-def _with_small_first(forms: Mapping[int, Form]) -> tuple[Bucket, ...]:
-    """Return the buckets for tensors in the order given, the first of them small, so that it leaves early."""
+def _small_bucket_first(forms: Mapping[int, Form]) -> tuple[Bucket, ...]:
+    """Return the buckets for tensors in the order given; the first bucket is small, so that it is sent early."""
     first: dict[int, Form] = {}
     num_bytes = 0
     rest = dict(forms)
@@ -67,13 +67,13 @@ def _with_small_first(forms: Mapping[int, Form]) -> tuple[Bucket, ...]:
 
 
 @dataclass
-class _Begun:
+class _FillingBucket:
     """A bucket that is being filled."""
 
     bucket: Bucket
     flat: torch.Tensor
-    pieces: dict[int, torch.Tensor]
-    missing: set[int]
+    pieces: dict[int, torch.Tensor]  # of `flat`, by the numbers of the tensors
+    missing: set[int]  # tensors without a gradient so far
     unscaled: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -81,100 +81,101 @@ class BucketedAllReduce:
     """See the module's docstring. `add` may be called from several threads.
 
     Args:
-        cluster, group: the processes, and the group in which tensors like these travel.
-        plan, tensors: the tensors, and how their gradients travel.
+        communicator, group: the ranks, and the process group of these tensors.
+        plan, tensors: the tensors, and the buckets of their gradients.
         hook: a communication hook and its state, or None.
-        scale_of: from what all processes have said to what this one's gradients are multiplied by; None where they
-            are not to be read. Raises where the processes do not do the same.
-        steps: what all say, on its way.
-        kept: by number, what is to be added to this process's part of the mean over the processes.
+        scale_of: from the steps of all ranks to the factor for this rank's gradients; None if they must not be read.
+            Raises if the ranks do not do the same.
+        steps: the all-gather of the ranks' steps, which has started.
+        local_grads: by number, gradients to add to this rank's part of the mean over the ranks.
     """
 
     def __init__(
         self,
-        cluster: Cluster,
+        communicator: Communicator,
         group: Any,
         plan: BucketPlan,
         tensors: Sequence[torch.Tensor],
         hook: tuple[Any, CommHook] | None,
         scale_of: Callable[[Sequence[RankStep]], float | None],
-        steps: Gathering,
-        kept: Mapping[int, torch.Tensor],
+        steps: AllGatherWork,
+        local_grads: Mapping[int, torch.Tensor],
     ) -> None:
-        self._cluster, self._group, self._plan, self._tensors = cluster, group, plan, tensors
-        self._hook, self._scale_of, self._steps, self._kept = hook, scale_of, steps, kept
+        self._communicator, self._group, self._plan, self._tensors = communicator, group, plan, tensors
+        self._hook, self._scale_of, self._steps, self._local_grads = hook, scale_of, steps, local_grads
         self._bucket_of = {n: b for b, bucket in enumerate(plan.buckets) for n, _ in bucket.items}
         self._lock = threading.RLock()
-        self._begun: dict[int, _Begun] = {}
-        self._flying: list[tuple[_Begun, Callable[[], torch.Tensor]]] = []  # sent, and what waits for the sums
-        self._given: set[int] = set()
-        self._beside: dict[int, torch.Tensor] = {}  # late, sparse, or without a place
+        self._filling: dict[int, _FillingBucket] = {}
+        # Each bucket that is sent, with the function that waits for its sum.
+        self._in_flight: list[tuple[_FillingBucket, Callable[[], torch.Tensor]]] = []
+        self._placed: set[int] = set()
+        self._late: dict[int, torch.Tensor] = {}  # gradients that are late, sparse, or without a place
         self._scale: float | None = None
         self._scale_known = False
-        self.sparse: list[int] = []  # whose gradients were sparse in some process, known at the end
-        # A hook takes the mean over the processes to be the result, so what it is given is this much larger.
-        self._enlarged = cluster.world_size if hook is not None else 1
+        self.sparse: list[int] = []  # tensors with sparse gradients on some rank, known at the end
+        # A hook returns the mean over the ranks, where the sum is wanted: so it gets gradients this much larger.
+        self._hook_factor = communicator.world_size if hook is not None else 1
 
     def add(self, number: int, gradient: torch.Tensor) -> None:
-        """Take a part of the gradient of tensor `number`; send what is full now. To be called with gradients off."""
+        """Add to the gradient of tensor `number`; send full buckets. To be called with gradients off."""
         with self._lock:
             b = self._bucket_of.get(number)
-            if b is None or number in self._given or gradient.is_sparse:
-                before = self._beside.get(number)
-                self._beside[number] = gradient if before is None else before + gradient
+            if b is None or number in self._placed or gradient.is_sparse:
+                before = self._late.get(number)
+                self._late[number] = gradient if before is None else before + gradient
                 return
-            self._given.add(number)
-            begun = self._bucket(b)
-            self._fill(begun, begun.pieces[number], gradient)
-            begun.missing.discard(number)
-            if not begun.missing and (self._scale_known or self._steps.is_there()):
+            self._placed.add(number)
+            filling = self._bucket(b)
+            self._fill(filling, filling.pieces[number], gradient)
+            filling.missing.discard(number)
+            if not filling.missing and (self._scale_known or self._steps.is_completed()):
                 self._send_full()
 
     def add_all(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Take gradients of many tensors, as `add` does, with few operations; send nothing yet."""
+        """Add gradients of many tensors, as `add` does, with few operations; send nothing yet."""
         placed: dict[int, list[int]] = {}  # numbers by bucket
         with self._lock, torch.no_grad():
             for number, gradient in gradients.items():
                 b = self._bucket_of.get(number)
-                if b is None or number in self._given or gradient.is_sparse:
+                if b is None or number in self._placed or gradient.is_sparse:
                     self.add(number, gradient)
                 else:
                     placed.setdefault(b, []).append(number)
             for b, numbers in placed.items():
-                begun = self._bucket(b)
-                pieces = [begun.pieces[number] for number in numbers]
+                filling = self._bucket(b)
+                pieces = [filling.pieces[number] for number in numbers]
                 torch_private.copy_all_in_place(pieces, [gradients[number].detach() for number in numbers])
-                begun.unscaled += pieces
-                begun.missing.difference_update(numbers)
-                self._given.update(numbers)
+                filling.unscaled += pieces
+                filling.missing.difference_update(numbers)
+                self._placed.update(numbers)
 
     @property
     def early(self) -> Set[int]:
-        """The tensors whose gradients are to be given as soon as they are there: all but those that are sent last."""
+        """The tensors whose gradients should be added as soon as they are computed: all outside of the last bucket."""
         last = len(self._plan.buckets) - 1
         return {number for number, b in self._bucket_of.items() if b != last}
 
     def finish(self, meanwhile: Callable[[], None]) -> list[torch.Tensor | None]:
-        """Wait for the others; return the gradient of each tensor, None for one that no process used.
+        """Wait for the other ranks; return each tensor's gradient, None if no rank has one.
 
         Args:
-            meanwhile: called when everything has been sent.
+            meanwhile: called when everything is sent.
         """
         with self._lock, torch.no_grad():
             flags = self._flags()
-            wait_for_flags = self._cluster.sum_of_flags(flags, DOING)
-            for b in range(len(self._flying), len(self._plan.buckets)):
-                begun = self._bucket(b)
-                for number in begun.missing:
-                    begun.pieces[number].zero_()
-                begun.missing.clear()
+            wait_for_flags = self._communicator.all_reduce_flags(flags, DOING)
+            for b in range(len(self._in_flight), len(self._plan.buckets)):
+                filling = self._bucket(b)
+                for number in filling.missing:
+                    filling.pieces[number].zero_()
+                filling.missing.clear()
             self._send_full()
             meanwhile()
             wait_for_flags()
             found: list[torch.Tensor | None] = [None] * len(self._tensors)
-            for begun, wait in self._flying:
+            for filling, wait in self._in_flight:
                 flat = wait()
-                pieces = begun.pieces if flat is begun.flat else begun.bucket.pieces(flat)
+                pieces = filling.pieces if flat is filling.flat else filling.bucket.pieces(flat)
                 for number, piece in pieces.items():
                     if flags[_PLACED, number]:
                         found[number] = piece
@@ -182,80 +183,80 @@ class BucketedAllReduce:
             self._add_sparse(found, flags)
             return found
 
-    # ---- what each step is -----------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------
 
-    def _bucket(self, b: int) -> _Begun:
-        if b not in self._begun:
+    def _bucket(self, b: int) -> _FillingBucket:
+        if b not in self._filling:
             bucket = self._plan.buckets[b]
             flat = torch.empty(bucket.num_entries, dtype=bucket.dtype, device=bucket.device)
             pieces = bucket.pieces(flat)
-            self._begun[b] = _Begun(bucket, flat, pieces, set(pieces))
-        return self._begun[b]
+            self._filling[b] = _FillingBucket(bucket, flat, pieces, set(pieces))
+        return self._filling[b]
 
-    def _fill(self, begun: _Begun, piece: torch.Tensor, gradient: torch.Tensor) -> None:
+    def _fill(self, filling: _FillingBucket, piece: torch.Tensor, gradient: torch.Tensor) -> None:
         if not self._scale_known:
             piece.copy_(gradient)
-            begun.unscaled.append(piece)
+            filling.unscaled.append(piece)
         elif self._scale is None:
             piece.zero_()
         else:
-            torch.mul(gradient, self._scale * self._enlarged, out=piece)
+            torch.mul(gradient, self._scale * self._hook_factor, out=piece)
 
-    def _scaled(self) -> float | None:
-        """Return what this process's gradients are multiplied by; wait for what the others say."""
+    def _wait_for_scale(self) -> float | None:
+        """Return the factor for this rank's gradients; wait for the other ranks' weights."""
         if not self._scale_known:
-            self._scale = self._scale_of([RankStep(*step) for step in self._steps()])
+            self._scale = self._scale_of([RankStep(*step) for step in self._steps.wait()])
             self._scale_known = True
         return self._scale
 
     def _send_full(self) -> None:
-        """Send the buckets whose turn it is and that are full."""
-        while (b := len(self._flying)) in self._begun and not self._begun[b].missing:
-            scale = self._scaled()
-            begun = self._begun.pop(b)
-            whole = len(begun.unscaled) == len(begun.pieces)
-            for part in [begun.flat] if whole else begun.unscaled:
+        """Send the full buckets whose turn it is."""
+        while (b := len(self._in_flight)) in self._filling and not self._filling[b].missing:
+            scale = self._wait_for_scale()
+            filling = self._filling.pop(b)
+            is_unscaled = len(filling.unscaled) == len(filling.pieces)
+            for part in [filling.flat] if is_unscaled else filling.unscaled:
                 if scale is None:
                     part.zero_()
                 else:
-                    part.mul_(scale * self._enlarged)
-            for number, piece in begun.pieces.items() if self._kept else ():
-                kept = self._kept.get(number)
-                if kept is not None and not kept.is_sparse:
-                    piece.add_(kept, alpha=self._enlarged / self._cluster.world_size)
-            self._flying.append((begun, self._sent(begun, b)))
+                    part.mul_(scale * self._hook_factor)
+            for number, piece in filling.pieces.items() if self._local_grads else ():
+                local = self._local_grads.get(number)
+                if local is not None and not local.is_sparse:
+                    piece.add_(local, alpha=self._hook_factor / self._communicator.world_size)
+            self._in_flight.append((filling, self._send(filling, b)))
 
-    def _sent(self, begun: _Begun, index: int) -> Callable[[], torch.Tensor]:
-        """Send a bucket; return what waits for its sum."""
-        cluster, group, flat = self._cluster, self._group, begun.flat
+    def _send(self, filling: _FillingBucket, index: int) -> Callable[[], torch.Tensor]:
+        """Send a bucket; return the function that waits for its sum."""
+        communicator, group, flat = self._communicator, self._group, filling.flat
         if self._hook is None:
-            work = cluster.start(lambda: distributed.all_reduce(flat, group=group, async_op=True))
+            work = communicator.start(lambda: distributed.all_reduce(flat, group=group, async_op=True))
 
             def result() -> torch.Tensor:
-                cluster.wait(work, DOING, group)
+                communicator.wait(work, DOING, group)
                 return flat
 
             return result
         state, call = self._hook
         is_last = index == len(self._plan.buckets) - 1
-        future = call(state, GradBucket(begun.bucket, flat, index, is_last, self._tensors))
+        future = call(state, GradBucket(filling.bucket, flat, index, is_last, self._tensors))
         if not all(hasattr(future, name) for name in ("done", "wait")):
             got = type(future).__name__
             raise TypeError(f"the communication hook returned a {got}: expected a torch.futures.Future of a tensor")
-        return lambda: _of_size(cluster.wait_for_future(future, DOING), flat)
+        return lambda: _of_size(communicator.wait_for_future(future, DOING), flat)
 
     def _flags(self) -> torch.Tensor:
-        """Return what this process has for each tensor; and scale what goes beside the buckets."""
-        scale = self._scaled()
-        scaled = {} if scale is None else {number: part * scale for number, part in self._beside.items()}
-        for number, kept in self._kept.items():
-            if number not in self._bucket_of or kept.is_sparse:
-                part = kept / self._cluster.world_size
+        """Return flags for what this rank has for each tensor; scale the late gradients."""
+        scale = self._wait_for_scale()
+        scaled = {} if scale is None else {number: part * scale for number, part in self._late.items()}
+        for number, local in self._local_grads.items():
+            if number not in self._bucket_of or local.is_sparse:
+                part = local / self._communicator.world_size
                 scaled[number] = scaled[number] + part if number in scaled else part
-        self._beside = scaled
-        placed = {number for number in self._kept if number not in scaled}
+        self._late = scaled
+        placed = {number for number in self._local_grads if number not in scaled}
         if scale is not None:
-            placed |= self._given
+            placed |= self._placed
         flags = torch.zeros(3, len(self._tensors), dtype=torch.int32)
         flags[_PLACED, list(placed)] = 1
         for number, part in scaled.items():
@@ -263,24 +264,24 @@ class BucketedAllReduce:
         return flags
 
     def _add_late(self, found: list[torch.Tensor | None], flags: torch.Tensor) -> None:
-        """Sum what came after its bucket had left, or has no place in one."""
+        """Sum dense gradients that arrived after their bucket was sent, or have no place in one."""
         for number in flags[_LATE].nonzero().flatten().tolist():
-            tensor, part = self._tensors[number].detach(), self._beside.get(number)
+            tensor, part = self._tensors[number].detach(), self._late.get(number)
             total = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
             if part is not None and not part.is_sparse:
                 total.copy_(part)
-            self._cluster.sum(total, self._group, DOING)
+            self._communicator.all_reduce(total, self._group, DOING)
             before = found[number]
             found[number] = total if before is None else before + total
 
     def _add_sparse(self, found: list[torch.Tensor | None], flags: torch.Tensor) -> None:
-        """Sum sparse gradients: every process gets all entries, and adds up those of one place."""
+        """Sum sparse gradients: every rank all-gathers the entries, and adds up those with equal indices."""
         for number in flags[_SPARSE].nonzero().flatten().tolist():
-            tensor, part = self._tensors[number].detach(), self._beside.get(number)
+            tensor, part = self._tensors[number].detach(), self._late.get(number)
             if part is None or not part.is_sparse:  # no entries
                 indices = torch.empty(1, 0, dtype=torch.int64, device=tensor.device)
                 part = torch.sparse_coo_tensor(indices, tensor.new_empty(0, *tensor.shape[1:]), tensor.shape)
-            total = self._cluster.sum_sparse(part.coalesce(), self._group, DOING)
+            total = self._communicator.all_reduce_sparse(part.coalesce(), self._group, DOING)
             before = found[number]
             found[number] = total if before is None else before + total
             self.sparse.append(number)
@@ -289,7 +290,7 @@ class BucketedAllReduce:
 def _of_size(result: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
     if result.numel() != flat.numel():
         raise ValueError(
-            f"the communication hook brought {result.numel()} entries for a bucket of {flat.numel()}: expected the "
+            f"the communication hook returned {result.numel()} entries for a bucket of {flat.numel()}: expected the "
             "mean over the processes of bucket.buffer()"
         )
     return result.view_as(flat)

@@ -1,7 +1,7 @@
-"""Communication hooks in the form of torch's DistributedDataParallel: functions that sum a bucket of gradients.
+"""Communication hooks as in torch's DistributedDataParallel: functions that all-reduce a bucket of gradients.
 
-Hooks that are written for it, such as compression to bf16 or PowerSGD, can be used as they are. They take the mean over
-the processes to be the result, so a bucket is scaled before it is handed to one.
+Hooks written for it, such as compression to bf16 or PowerSGD, work unchanged. They return the mean over the processes
+as the result, so a bucket is scaled before a hook gets it.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +15,14 @@ CommHook: TypeAlias = Callable[[Any, Any], Any]
 
 
 class GradBucket:
-    """What a communication hook gets: the methods of `torch.distributed.GradBucket`, which cannot be made in Python."""
+    """A bucket for a communication hook, like `torch.distributed.GradBucket`, which Python cannot construct."""
 
-    def __init__(self, bucket: Bucket, flat: torch.Tensor, index: int, is_last: bool, of: Sequence[Any]) -> None:
-        self._bucket, self._flat, self._index, self._is_last, self._of = bucket, flat, index, is_last, of
+    def __init__(self, bucket: Bucket, flat: torch.Tensor, index: int, is_last: bool, tensors: Sequence[Any]) -> None:
+        self._bucket, self._flat, self._index, self._is_last = bucket, flat, index, is_last
+        self._tensors = tensors
 
     def index(self) -> int:
-        """Return the bucket's place in the order in which buckets leave."""
+        """Return the bucket's place in the order in which buckets are sent."""
         return self._index
 
     def is_last(self) -> bool:
@@ -33,7 +34,7 @@ class GradBucket:
         return self._flat
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Put another tensor in the place of the buffer."""
+        """Replace the buffer."""
         self._flat = buffer
 
     def gradients(self) -> list[torch.Tensor]:
@@ -42,4 +43,4 @@ class GradBucket:
 
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters whose gradients it holds."""
-        return [self._of[number] for number, _ in self._bucket.items]
+        return [self._tensors[number] for number, _ in self._bucket.items]

@@ -1,8 +1,8 @@
-"""What has to be the same in all processes, and in words what is not.
+"""Checks that all ranks have the same model and take the same steps, and errors that name the first difference.
 
-Processes that wait for each other have to do the same things in the same order. Before they sum anything, each says in
-a few numbers what it is about to sum (`RankStep`); where they do not all say the same, the descriptions behind the
-numbers are exchanged, and every process raises an error that names the first difference and the ranks.
+Ranks that wait for each other have to do the same things in the same order. Before a reduction, each rank all-gathers
+a few numbers that describe it (`RankStep`). If they differ, the ranks all-gather the descriptions behind the numbers,
+and every rank raises an error that names the first difference and the ranks.
 """
 
 from collections.abc import Sequence
@@ -12,22 +12,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from manyhands.distributed.process_group import Cluster, digest_of, ranks_of
+from manyhands.distributed.process_group import Communicator, digest_of, ranks_of
 
 
 class RankStep(NamedTuple):
-    """What one process says about a sum that it begins; all but the weight has to be alike in all.
+    """One rank's description of a reduction that it starts; all but the weight must be equal on all ranks.
 
     Attributes:
-        weight: what its gradients count for.
-        model: which one it is among those that were wrapped, from 1.
-        forward: which forward of the model, among those in training mode with gradients, from 1.
-        training: whether it was in training mode.
-        digest: of the tensors whose gradients are summed, and of how they travel.
-        synchronised: whether the forward was outside of no_sync().
-        weight_given: whether the caller has said what it weighs.
+        weight: of the rank's gradients.
+        model: the number of the model, in the order of wrapping, from 1.
+        forward: the number of the forward among the model's forwards in training mode with gradients, from 1.
+        training: whether that forward was in training mode.
+        digest: of the tensors whose gradients are reduced, and of their buckets.
+        synchronised: whether that forward was outside of no_sync().
+        weight_given: whether the caller has set the weight.
         is_sum: whether the loss is a sum over rows.
-        has_hook: whether a communication hook sums.
+        has_hook: whether a communication hook is registered.
     """
 
     weight: float
@@ -41,44 +41,51 @@ class RankStep(NamedTuple):
     has_hook: float
 
 
-def check_alike(cluster: Cluster, module: nn.Module) -> None:
-    """Check that `module` has the same parameters and buffers in every process.
+def check_same_model(communicator: Communicator, module: nn.Module) -> None:
+    """Check that `module` has the same parameters and buffers on every rank.
 
     Raises:
-        RuntimeError: it has not; names the first difference and the ranks.
+        RuntimeError: they differ; names the first difference and the ranks.
     """
     doing = "comparing the models"
     all_parameters = module.named_parameters(remove_duplicate=False)
-    said = [
-        *((f"parameter {name}", *described(t), f"requires_grad={t.requires_grad}") for name, t in all_parameters),
-        *((f"buffer {name}", *described(t)) for name, t in module.named_buffers(remove_duplicate=False)),
+    mine = [
+        *((f"parameter {name}", *description_of(t), f"requires_grad={t.requires_grad}") for name, t in all_parameters),
+        *((f"buffer {name}", *description_of(t)) for name, t in module.named_buffers(remove_duplicate=False)),
     ]
-    digests = [int(digest) for (digest,) in cluster.gather([digest_of(repr(said))], doing)()]
+    digests = [int(digest) for (digest,) in communicator.all_gather([digest_of(repr(mine))], doing).wait()]
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if not different:
         return
-    lists = cluster.exchange(said, doing)
-    mine, theirs = _differences(lists[0], lists[different[0]])[0]
+    lists = communicator.all_gather_object(mine, doing)
+    of_first, of_other = _differences(lists[0], lists[different[0]])[0]
     raise RuntimeError(
-        f"the models of the processes differ: rank 0 has {_shown(mine)}, {ranks_of(different)} {_shown(theirs)}. "
-        "Every process has to make the same model, layer by layer; the values may differ, and are then rank 0's."
+        f"the models of the processes differ: rank 0 has {_shown(of_first)}, {ranks_of(different)} "
+        f"{_shown(of_other)}. Every process has to make the same model, layer by layer; where the values differ, rank "
+        "0's are used."
     )
 
 
-def check_steps(
-    cluster: Cluster, steps: Sequence[RankStep], tensors: Sequence[torch.Tensor], module: nn.Module | None, doing: str
+def check_same_step(
+    communicator: Communicator,
+    steps: Sequence[RankStep],
+    tensors: Sequence[torch.Tensor],
+    module: nn.Module | None,
+    doing: str,
 ) -> None:
-    """Check that all processes have begun the same sum, of the gradients of `tensors`, parameters of `module`.
+    """Check that all ranks have started the same reduction, of the gradients of `tensors`, parameters of `module`.
 
     Raises:
-        RuntimeError: they have not; names the first difference. All processes raise it.
+        RuntimeError: they have not; names the first difference. All ranks raise it.
     """
     rank = next((rank for rank, step in enumerate(steps) if step[1:] != steps[0][1:]), None)
     if rank is None:
         return
     known = {} if module is None else {id(tensor): name for name, tensor in module.named_parameters()}
     names = [known.get(id(tensor), "?") for tensor in tensors]
-    lists = cluster.exchange([(name, *described(t)) for name, t in zip(names, tensors, strict=True)], doing)
+    lists = communicator.all_gather_object(
+        [(name, *description_of(t)) for name, t in zip(names, tensors, strict=True)], doing
+    )
     raise RuntimeError(
         f"the processes do not sum the same gradients: {_difference(steps, lists, rank)}. Every process has to run "
         "the same models, in the same order, as often."
@@ -86,7 +93,7 @@ def check_steps(
 
 
 def _difference(steps: Sequence[RankStep], tensors: Sequence[Sequence[Any]], rank: int) -> str:
-    """Return in words what two ranks, 0 and `rank`, do not do alike."""
+    """Return, in words, the first difference between ranks 0 and `rank`."""
     first, other = steps[0], steps[rank]
     if first.model != other.model:
         return (
@@ -97,8 +104,8 @@ def _difference(steps: Sequence[RankStep], tensors: Sequence[Sequence[Any]], ran
         differences = _differences(tensors[0], tensors[rank])
         if not differences:
             return f"ranks 0 and {rank} have seen sparse gradients for different parameters"
-        mine, theirs = differences[0]
-        return f"where rank 0 has {_shown(mine)}, rank {rank} has {_shown(theirs)}"
+        of_first, of_other = differences[0]
+        return f"where rank 0 has {_shown(of_first)}, rank {rank} has {_shown(of_other)}"
     if first.forward != other.forward:
         return (
             f"rank 0 is in backward of its forward {first.forward:.0f}, rank {rank} of its {other.forward:.0f} "
@@ -115,21 +122,20 @@ def _difference(steps: Sequence[RankStep], tensors: Sequence[Sequence[Any]], ran
     return f"{_one_of(not first.has_hook, rank)} has a communication hook, the other has not"
 
 
-def _one_of(other: Any, rank: int) -> str:
-    """Return the one of ranks 0 and `rank` that is meant, and the one that is not."""
-    return f"of ranks 0 and {rank}, rank {rank if other else 0}"
+def _one_of(is_other: Any, rank: int) -> str:
+    return f"of ranks 0 and {rank}, rank {rank if is_other else 0}"
 
 
-def described(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what a tensor is like, as far as it has to be the same in all processes."""
+def description_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return the properties of a tensor that must be equal on all ranks: dtype, shape, strides."""
     stride = tuple(tensor.stride()) if tensor.layout == torch.strided else ()
     return str(tensor.dtype), tuple(tensor.shape), stride
 
 
-def _differences(mine: Sequence[Any], theirs: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Return the pairs of entries that differ, None where one has no more."""
-    return [(a, b) for a, b in zip_longest(mine, theirs) if a != b]
+def _differences(first: Sequence[Any], other: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Return the pairs of entries that differ; None stands for a missing entry."""
+    return [(a, b) for a, b in zip_longest(first, other) if a != b]
 
 
-def _shown(said: Any) -> str:
-    return "nothing more" if said is None else " ".join(map(str, said))
+def _shown(entry: Any) -> str:
+    return "nothing more" if entry is None else " ".join(map(str, entry))

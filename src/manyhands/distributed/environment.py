@@ -1,8 +1,8 @@
-"""What a launcher says in the environment, and the default process group that follows from it.
+"""The launcher's environment variables, and the default process group that follows from them.
 
-torchrun, `python -m torch.distributed.launch` and their like start one process a device, or several a machine, and tell
-each who it is by environment variables: RANK and WORLD_SIZE among all processes, LOCAL_RANK among those of its machine,
-and MASTER_ADDR and MASTER_PORT, where they find each other. Everything else is torch.distributed's.
+torchrun, `python -m torch.distributed.launch` and similar launchers start one process a device, on one host or several,
+and set environment variables in each: RANK and WORLD_SIZE among all processes, LOCAL_RANK among those of its host, and
+MASTER_ADDR and MASTER_PORT, where the ranks connect. torch.distributed does everything else.
 """
 
 import atexit
@@ -16,9 +16,9 @@ import torch
 
 from manyhands.runtime import devices as _devices
 
-_WHO = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-_WHERE = ("MASTER_ADDR", "MASTER_PORT")
-_LOOK_EVERY_S = 0.02
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
+_POLL_S = 0.02
 _REMEDY = (
     "Start the program with torchrun, which sets all of them; or unset the others; or keep the model to this process "
     "with DataParallel(..., process_group=False)."
@@ -29,18 +29,18 @@ def started_by_launcher() -> bool:
     """Return whether a launcher has started this process.
 
     Raises:
-        RuntimeError: the environment says so in part only, or with values that cannot be.
+        RuntimeError: some of the variables are missing, or a value is invalid.
     """
-    given = [name for name in _WHO if name in os.environ]
+    given = [name for name in _RANK_VARIABLES if name in os.environ]
     if not given:
         return False
-    missing = [name for name in (*_WHO, *_WHERE) if name not in os.environ]
+    missing = [name for name in (*_RANK_VARIABLES, *_MASTER_VARIABLES) if name not in os.environ]
     if missing:
         raise RuntimeError(
             f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} set, as by a launcher of several processes, "
             f"but not {', '.join(missing)}. {_REMEDY}"
         )
-    rank, world_size, local_rank = (_number(name) for name in _WHO)
+    rank, world_size, local_rank = (_number(name) for name in _RANK_VARIABLES)
     if not (0 <= rank < world_size and local_rank >= 0):
         raise RuntimeError(
             f"RANK={rank}, WORLD_SIZE={world_size}, LOCAL_RANK={local_rank}: expected 0 <= RANK < WORLD_SIZE and "
@@ -50,9 +50,9 @@ def started_by_launcher() -> bool:
 
 
 def local_device() -> torch.device:
-    """Return the device that is meant for this process: the accelerator of its LOCAL_RANK; the CPU where there is none.
+    """Return this process's device: the accelerator with the number LOCAL_RANK; the CPU if there is no accelerator.
 
-    Without LOCAL_RANK (a program that has made its process group by itself) it is the current accelerator.
+    Without LOCAL_RANK (the program has made its process group by itself) it is the current accelerator.
 
     Raises:
         ValueError: this machine has more processes than accelerators.
@@ -73,7 +73,7 @@ def local_device() -> torch.device:
 
 
 def devices_of_process(device_ids: Sequence[_devices.DeviceLike] | None) -> list[torch.device]:
-    """Return the devices of a process that a launcher has started: those that are named, or its own one.
+    """Return the devices of a process that a launcher has started: `device_ids`, or `local_device()`.
 
     Raises:
         TypeError, ValueError: as `devices.resolve` and `local_device`.
@@ -82,12 +82,12 @@ def devices_of_process(device_ids: Sequence[_devices.DeviceLike] | None) -> list
 
 
 def start_default_group() -> bool:
-    """Start the default process group if a launcher has started this process; return whether there is one now.
+    """Make the default process group if a launcher has started this process; return whether there is one now.
 
-    It is ended when the program ends.
+    It is destroyed when the program ends.
 
     Raises:
-        RuntimeError: as `started_by_launcher`; or there are other processes, and this torch cannot talk to them.
+        RuntimeError: as `started_by_launcher`; or there are other processes, and this torch has no torch.distributed.
     """
     distributed: Any = torch.distributed
     if not distributed.is_available():
@@ -106,7 +106,7 @@ def start_default_group() -> bool:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             rank, world_size = _number("RANK"), _number("WORLD_SIZE")
             distributed.init_process_group(
-                store=_store_of_this_start(rank, world_size), rank=rank, world_size=world_size
+                store=_store_of_this_restart(rank, world_size), rank=rank, world_size=world_size
             )
         else:
             distributed.init_process_group()
@@ -114,35 +114,34 @@ def start_default_group() -> bool:
     return True
 
 
-def _store_of_this_start(rank: int, world_size: int) -> Any:
-    """Return the launcher's store, with names of this start's own.
+def _store_of_this_restart(rank: int, world_size: int) -> Any:
+    """Return the launcher's store, under a prefix that no earlier start of the processes has used.
 
-    torchrun keeps one store from one start of its processes to the next, and in it what the earlier ones have written:
-    where they listened, for one, so that processes would call those that have gone. How often they have been started,
-    they cannot know: each machine counts for itself. So the first process makes up a name for this start. The others
-    cannot tell it from an earlier one, but by an answer to a word that they have just made up themselves.
+    torchrun keeps its store across restarts, so stale keys remain, such as addresses of processes that have ended. The
+    ranks have no common restart count: each host counts for itself. So rank 0 publishes a fresh prefix; the other ranks
+    verify it by a challenge that rank 0 must acknowledge.
     """
     distributed: Any = torch.distributed
     address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT")
     store = distributed.PrefixStore("manyhands", distributed.TCPStore(address, port, is_master=False))
-    word = uuid.uuid4().hex
     if rank == 0:
-        store.set("start", word)
+        prefix = uuid.uuid4().hex
+        store.set("prefix", prefix)
         for other in range(1, world_size):
-            theirs = store.get(f"{word}/{other}").decode()
-            store.set(f"{word}/answer to {theirs}", "")
-        return distributed.PrefixStore(word, store)
-    start = ""
+            challenge = store.get(f"{prefix}/challenge of {other}").decode()
+            store.set(f"{prefix}/acknowledged {challenge}", "")
+        return distributed.PrefixStore(prefix, store)
+    challenge, prefix = uuid.uuid4().hex, ""
     deadline = time.monotonic() + store.timeout.total_seconds()
-    while not start or not store.check([f"{start}/answer to {word}"]):
-        latest = store.get("start").decode()
-        if latest != start:
-            start = latest
-            store.set(f"{start}/{rank}", word)
+    while not prefix or not store.check([f"{prefix}/acknowledged {challenge}"]):
+        latest = store.get("prefix").decode()
+        if latest != prefix:
+            prefix = latest
+            store.set(f"{prefix}/challenge of {rank}", challenge)
         if time.monotonic() > deadline:
             raise RuntimeError(f"rank {rank} has waited {store.timeout.total_seconds():g} s for rank 0 to start")
-        time.sleep(_LOOK_EVERY_S)
-    return distributed.PrefixStore(start, store)
+        time.sleep(_POLL_S)
+    return distributed.PrefixStore(prefix, store)
 
 
 def _end_default_group() -> None:

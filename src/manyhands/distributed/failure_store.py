@@ -1,7 +1,7 @@
-"""What some processes tell each other by way of the launcher's store: where each is, who has failed, who has ended.
+"""What ranks write into the launcher's store: where each runs, which one failed and why, which ones have exited.
 
-It works before there is a connection between them, and when one has been lost. Nothing here waits, and nothing raises:
-a store that cannot be reached has gone with the process in which it was, and then nobody is there to be told, or asked.
+The store works before the ranks are connected, and after a connection is lost. Nothing here waits, and nothing raises:
+a store that cannot be reached is gone with the process that hosted it; then writes do nothing, and reads return "".
 """
 
 import functools
@@ -21,28 +21,28 @@ STORE_ERRORS = (
 
 
 class FailureStore:
-    """What is told, seen from one of the processes.
+    """The store, as one rank sees it.
 
     Attributes:
-        pid: this process's number. A child of it, a loader's worker perhaps, tells nothing: nobody waits for it.
-        place: its machine and its number.
-        places: those of all processes, in rank order, once they are known.
+        pid: this process. A process forked from it, such as a loader's worker, writes nothing: no rank waits for it.
+        location: this process's host and pid.
+        locations: those of all ranks, in rank order, once they are known.
     """
 
     def __init__(self, store: Any, rank: int) -> None:
         self.pid = os.getpid()
-        self.place = f"{machine()} {self.pid}"
-        self.places: Sequence[str] = ()
+        self.location = f"{host_id()} {self.pid}"
+        self.locations: Sequence[str] = ()
         self._store, self._rank = store, rank
-        self._store_has_gone = False
+        self._is_lost = False
 
-    def introduce(self) -> None:
-        """Let the others know where this process is."""
-        self.say(f"process/{self._rank}", self.place)
+    def register(self) -> None:
+        """Publish where this rank runs."""
+        self.set(f"process/{self._rank}", self.location)
 
-    def say(self, key: str, text: str, *, first_only: bool = False) -> None:
-        """Put up a text; with `first_only`, unless somebody has."""
-        if self._store_has_gone or os.getpid() != self.pid:
+    def set(self, key: str, text: str, *, first_only: bool = False) -> None:
+        """Write a text; with `first_only`, unless the key has one."""
+        if self._is_lost or os.getpid() != self.pid:
             return
         try:
             if first_only:
@@ -50,49 +50,49 @@ class FailureStore:
             else:
                 self._store.set(key, text)
         except STORE_ERRORS:
-            self._store_has_gone = True
+            self._is_lost = True
 
-    def text(self, key: str) -> str:
-        """Return a text that somebody has put up; "" if there is none."""
-        if self._store_has_gone:
+    def get(self, key: str) -> str:
+        """Return the text of a key; "" if there is none."""
+        if self._is_lost:
             return ""
         try:
             return self._store.get(key).decode() if self._store.check([key]) else ""
         except STORE_ERRORS:
-            self._store_has_gone = True
+            self._is_lost = True
             return ""
 
-    def has_gone(self, rank: int) -> bool:
-        """Return whether another process has ended; of other machines only those that have said so are known."""
-        place = self.places[rank] if self.places else self.text(f"process/{rank}")
-        its_machine, _, pid = place.rpartition(" ")
-        return bool(self.text(f"ended/{rank}")) or (bool(pid) and its_machine == machine() and not _runs(int(pid)))
+    def has_exited(self, rank: int) -> bool:
+        """Return whether another rank has exited; on another host, only if it has published that."""
+        location = self.locations[rank] if self.locations else self.get(f"process/{rank}")
+        host, _, pid = location.rpartition(" ")
+        return bool(self.get(f"ended/{rank}")) or (bool(pid) and host == host_id() and not _runs(int(pid)))
 
-    def end(self) -> None:
-        """Tell those on other machines that this process's program has ended; on its own, it can be seen.
+    def report_exit(self) -> None:
+        """Publish that this program has ended, if a rank runs on another host; those of this host can see it.
 
-        Not more than needed: the store may have ended before, which torch then says at length.
+        Not otherwise: the store may be gone already, and torch would print long warnings.
         """
-        if not self.places or any(place.rpartition(" ")[0] != machine() for place in self.places):
-            self.say(f"ended/{self._rank}", "ended")
+        if not self.locations or any(location.rpartition(" ")[0] != host_id() for location in self.locations):
+            self.set(f"ended/{self._rank}", "ended")
 
 
 @functools.cache
-def machine() -> str:
-    """Return what is the same for processes that can see each other's numbers."""
+def host_id() -> str:
+    """Return a text that is equal for processes that see each other's pids, and differs otherwise."""
     try:
-        numbers = os.readlink("/proc/self/ns/pid")  # two containers may call themselves alike
+        namespace = os.readlink("/proc/self/ns/pid")  # two containers may have the same host name
     except OSError:
-        numbers = ""
-    return f"{socket.gethostname()} {numbers}"
+        namespace = ""
+    return f"{socket.gethostname()} {namespace}"
 
 
 def _runs(pid: int) -> bool:
-    """Return whether a process of this machine runs; one that has ended and not been waited for does not."""
+    """Return whether a process of this host runs; a zombie does not."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
     except ProcessLookupError:
         return False
-    except (OSError, IndexError):  # not ours to ask, or a system without /proc
+    except (OSError, IndexError):  # no permission, or a system without /proc
         return True

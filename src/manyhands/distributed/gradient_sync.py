@@ -3,19 +3,18 @@
     rank r:   backward of its own batch ──► gradient of its own loss
                                               │ times weight r / all weights
                                               ▼
-              summed over the processes ──► gradient of the one loss over all rows
+              all-reduced over the ranks ──► gradient of the one loss over all rows
 
-The weight of a rank is its number of rows (or what it says), so that nothing is averaged per process. The ranks
-exchange their weights when backward begins, and with them what they are about to sum (consistency.py). A rank whose
-weight is 0 gives zeros: its own gradients, which may be NaN, are never read. How the sum is made while backward still
-runs is bucketed_all_reduce.py's.
+The weight of a rank is its number of rows (or what the caller sets), so that nothing is averaged per process. When
+backward starts, the ranks all-gather their weights, and with them what they are about to reduce (consistency.py). A
+rank whose weight is 0 contributes zeros: its own gradients, which may be NaN, are never read. bucketed_all_reduce.py
+all-reduces while backward still runs.
 
-Nothing is summed, and nobody waited for, in a backward that leads to no parameter, such as `torch.autograd.grad` for
-inputs.
+A backward that leads to no parameter, such as `torch.autograd.grad` for inputs, reduces nothing and waits for no rank.
 
-In no_sync() a process's own gradients go into `grad`, as much larger as there are processes; and the next backward
-outside of it takes the mean over the processes of what is in `grad` then. What was there before is the same in all
-processes, and so is its own mean; what the user has zeroed or scaled in between is zeroed or scaled.
+In no_sync() a rank's own gradients go into `grad`, multiplied by the number of ranks. The next backward outside of it
+takes the mean over the ranks of what is in `grad` then. What was in `grad` before no_sync() is the same on all ranks,
+and so is its own mean; what the user zeroes or scales in between is zeroed or scaled.
 
 Sources: buckets and their order, S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
 Training", VLDB 2020.
@@ -35,9 +34,9 @@ from torch.func import functional_call
 
 from manyhands.distributed.bucketed_all_reduce import DOING, BucketedAllReduce, BucketPlan
 from manyhands.distributed.comm_hooks import CommHook
-from manyhands.distributed.consistency import RankStep, check_alike, check_steps
+from manyhands.distributed.consistency import RankStep, check_same_model, check_same_step
 from manyhands.distributed.environment import start_default_group
-from manyhands.distributed.process_group import Cluster, distributed, join_processes
+from manyhands.distributed.process_group import Communicator, communicator_for, distributed
 from manyhands.primitives.inputs import Arguments
 from manyhands.runtime import torch_private
 
@@ -49,32 +48,32 @@ _MOST_PLANS = 8  # models whose parts are frozen in turn have several
 
 
 class UnboundGradientSync(NamedTuple):
-    """A reduction that has been pickled: it joins the processes of the program that has loaded it, when it is needed.
+    """A `GradientSync` that was pickled: it is bound to the processes of the program that loads it when it is needed.
 
     Not earlier, so that one process alone can load a model and evaluate it.
 
     Attributes:
         device, loss: as in `GradientSync`.
-        of_all: whether it was among all processes of its program, not those of a group only.
+        is_world: whether it was among all processes of its program, not only those of a group.
     """
 
     device: torch.device
     loss: str
-    of_all: bool
+    is_world: bool
 
-    def joined(self, module: nn.Module) -> "GradientSync | None":
-        """Join; return None where this process is alone. To be called by all processes at once.
+    def bind(self, module: nn.Module) -> "GradientSync | None":
+        """Bind to the processes of this program; return None if this process is alone. A collective.
 
         Raises:
-            RuntimeError: it was among the processes of a group, and nobody has said which these are now.
+            RuntimeError: it was among the processes of a group, which are unknown now.
         """
-        if not self.of_all and start_default_group() and distributed.get_world_size() > 1:
+        if not self.is_world and start_default_group() and distributed.get_world_size() > 1:
             raise RuntimeError(_OF_A_GROUP)
-        cluster = join_processes()
-        if cluster is None:
+        communicator = communicator_for()
+        if communicator is None:
             return None
-        gradient_sync = GradientSync(cluster, self.device, self.loss)
-        gradient_sync.begin_with(module)
+        gradient_sync = GradientSync(communicator, self.device, self.loss)
+        gradient_sync.sync_module_states(module)
         return gradient_sync
 
 
@@ -82,67 +81,67 @@ class GradientSync:
     """Sums the gradients of one module over processes.
 
     Args:
-        cluster: the processes.
+        communicator: the processes.
         device: on which the gradients are.
         loss: "mean" if each process's loss is a mean over its rows, "sum" if it is a sum.
     """
 
-    def __init__(self, cluster: Cluster, device: torch.device, loss: str) -> None:
-        self.cluster = cluster
+    def __init__(self, communicator: Communicator, device: torch.device, loss: str) -> None:
+        self.communicator = communicator
         self.loss = loss
         self._device = device
         self.hook: tuple[Any, CommHook] | None = None
         self.synchronised = True  # False inside no_sync()
-        self.next_weight: float | None = None  # what the next forward weighs, where its rows are not what counts
-        self.sample: Arguments | None = None  # some rows, to run on where there are none
-        self.own_grads = _Tensors()  # whose `grad` is this process's own, since a backward in no_sync()
-        self._sparse = _Tensors()  # whose gradients have been sparse
-        self._number = 0  # of the model among those that are wrapped
+        self.next_weight: float | None = None  # of the next forward, if the caller has set it
+        self.sample: Arguments | None = None  # some rows, to run on for a batch without rows
+        self.own_grads = _WeakTensorSet()  # tensors whose `grad` is this rank's own, since a backward in no_sync()
+        self._sparse = _WeakTensorSet()  # tensors that have had sparse gradients
+        self._number = 0  # of the model, in the order of wrapping
         self.num_forwards = 0
         self._plans: dict[Any, BucketPlan] = {}
 
     def __deepcopy__(self, memo: object) -> "GradientSync":
-        copied = GradientSync(self.cluster, self._device, self.loss)  # a copied model has summed nothing yet
+        copied = GradientSync(self.communicator, self._device, self.loss)  # without the original's state
         copied.hook = self.hook
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return UnboundGradientSync, (self._device, self.loss, self.cluster.is_all)
+        return UnboundGradientSync, (self._device, self.loss, self.communicator.is_world)
 
     @property
     def group(self) -> Any:
-        """The process group in which gradients travel; made when first needed, by all processes at once."""
-        return self.cluster.group_for(self._device, "gradients")
+        """The process group of the gradients. Its first use is a collective."""
+        return self.communicator.group_for(self._device, "gradients")
 
-    def begin_with(self, module: nn.Module) -> None:
-        """Have `module` start alike in all processes: check that it is the same, and send the first one's values."""
-        self.cluster.arrive(f"wrapping {type(module).__name__}")
-        self._number = self.cluster.next_number()
-        check_alike(self.cluster, module)
+    def sync_module_states(self, module: nn.Module) -> None:
+        """Check that `module` is the same on all ranks, and give all ranks rank 0's parameters and buffers."""
+        self.communicator.barrier(f"wrapping {type(module).__name__}")
+        self._number = self.communicator.next_model_number()
+        check_same_model(self.communicator, module)
         tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
-        doing = "sending the first process's parameters to all"
-        self.cluster.begin_to_send_from(0, tensors, self.group, doing)()
+        doing = "broadcasting rank 0's parameters"
+        self.communicator.broadcast(0, tensors, self.group, doing)()
 
     def sync_context(self, module: nn.Module, rows: int | None) -> "SyncContext":
-        """Return what a forward of so many rows is to count for, if it succeeds."""
+        """Return the context of a forward of so many rows."""
         given = self.next_weight
         weight = 0.0 if rows == 0 else given if given is not None else float(1 if rows is None else rows)
         number, training = self.num_forwards + module.training, module.training
         return SyncContext(self, weakref.ref(module), weight, given is not None, number, training, self.synchronised)
 
     def plan(self, tensors: Sequence[torch.Tensor]) -> BucketPlan:
-        """Return how the gradients of `tensors` travel."""
+        """Return the buckets for the gradients of `tensors`."""
         key = tuple((id(tensor), tensor.dtype, tensor.size(), tensor.stride()) for tensor in tensors)
         if key not in self._plans:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
-            self._plans[key] = BucketPlan.of(tensors, without=self._sparse.has)
+            self._plans[key] = BucketPlan.of(tensors, without=self._sparse.__contains__)
         return self._plans[key]
 
-    def step(self, sync_context: "SyncContext", plan: BucketPlan) -> RankStep:
-        """Return what this process says about the sum that it begins."""
-        if not self._number:  # of a copy, which all processes have begun to train
-            self._number = self.cluster.next_number()
+    def rank_step(self, sync_context: "SyncContext", plan: BucketPlan) -> RankStep:
+        """Return this rank's description of the reduction that it starts."""
+        if not self._number:  # a copy, which all ranks start to train now
+            self._number = self.communicator.next_model_number()
         return RankStep(
             weight=sync_context.weight,
             model=self._number,
@@ -155,24 +154,24 @@ class GradientSync:
             has_hook=self.hook is not None,
         )
 
-    def have_sparse_gradients(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Give tensors no place in a bucket from now on."""
-        new = [tensor for tensor in tensors if not self._sparse.has(tensor)]
+    def mark_sparse(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give `tensors`, which have sparse gradients, no place in a bucket from now on."""
+        new = [tensor for tensor in tensors if tensor not in self._sparse]
         for tensor in new:
             self._sparse.add(tensor)
         if new:
             self._plans.clear()
 
-    def begin_to_send_buffers(self, source: int, module: nn.Module | None) -> Callable[[], None]:
-        """Begin to give every process the buffers of the one of rank `source`."""
+    def broadcast_buffers(self, source: int, module: nn.Module | None) -> Callable[[], None]:
+        """Start to give every rank the buffers of rank `source`; return the function that waits for them."""
         if module is None:
             return lambda: None
         buffers = [buffer for buffer in module.buffers() if not buffer.is_sparse]
-        return self.cluster.begin_to_send_from(source, buffers, self.group, "sending one process's buffers to all")
+        return self.communicator.broadcast(source, buffers, self.group, "broadcasting one rank's buffers")
 
 
-class _Tensors:
-    """A set of tensors, which does not keep them."""
+class _WeakTensorSet:
+    """A set of tensors that does not keep them alive."""
 
     def __init__(self) -> None:
         self._references: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -183,7 +182,7 @@ class _Tensors:
     def add(self, tensor: torch.Tensor) -> None:
         self._references[id(tensor)] = weakref.ref(tensor)
 
-    def has(self, tensor: torch.Tensor) -> bool:
+    def __contains__(self, tensor: torch.Tensor) -> bool:
         reference = self._references.get(id(tensor))
         return reference is not None and reference() is tensor
 
@@ -193,16 +192,16 @@ class _Tensors:
 
 @dataclass(frozen=True)
 class SyncContext:
-    """What one forward counts for when gradients are summed.
+    """How the gradients of one forward are summed.
 
     Attributes:
-        module: whose forward it is.
-        weight: how much, compared with the other processes' weights.
-        weight_given: whether the caller has said so; else it is the number of rows.
-        number: how many forwards of a training step there were before it, and this one.
-        training: whether the module was in training mode. By the time of backward it may be in another, in one process
+        module: the module that ran.
+        weight: of the gradients, relative to the other ranks' weights.
+        weight_given: whether the caller has set it; else it is the number of rows.
+        number: of the forward among those in training mode, from 1.
+        training: whether the module was in training mode. By the time of backward it may be in another, on one rank
             only: the one that evaluates.
-        synchronised: whether its gradients go to the other processes at once.
+        synchronised: whether the gradients are all-reduced in the next backward: not in no_sync().
     """
 
     gradient_sync: GradientSync
@@ -215,57 +214,57 @@ class SyncContext:
 
     @property
     def weight_of_loss(self) -> float:
-        """What the loss of this process weighs in the one of all processes, compared with the others'."""
+        """The weight of this rank's loss in the loss over all rows, relative to the other ranks'."""
         return self.weight if self.gradient_sync.loss == "mean" else float(self.weight > 0)
 
     def scale(self, steps: Sequence[RankStep], tensors: Sequence[torch.Tensor]) -> float | None:
-        """Return what the gradients of `tensors` are multiplied by; None if they are not to be read.
+        """Return the factor for the gradients of `tensors`; None if they must not be read.
 
         Raises:
-            RuntimeError: the processes have not begun the same sum.
+            RuntimeError: the ranks have not started the same reduction.
         """
-        check_steps(self.gradient_sync.cluster, steps, tensors, self.module(), DOING)
+        check_same_step(self.gradient_sync.communicator, steps, tensors, self.module(), DOING)
         if self.weight == 0:
             return None
         return 1.0 if self.gradient_sync.loss == "sum" else self.weight / sum(step.weight for step in steps)
 
     def has_run(self) -> None:
-        """Count the forward: one that fails, and is perhaps tried again with fewer rows, does not count."""
+        """Count the forward. One that fails, and may be tried again with fewer rows, does not count."""
         self.gradient_sync.num_forwards = self.number
         self.gradient_sync.next_weight = None
 
     def of_callers_graph(
         self, module: nn.Module, method: str | None
     ) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-        """Return what calls `module` with parameters whose gradients are summed, as part of the caller's own graph."""
-        function = _Calling(module, method)
+        """Return a function that calls `module` in the caller's own graph and all-reduces its parameters' gradients."""
+        function = _MethodAsForward(module, method)
         parameters = {name: p for name, p in function.named_parameters() if p.requires_grad}
-        summed = _OverProcesses.apply(self, *parameters.values())  # type: ignore[no-untyped-call]
+        summed = _AllReduceInBackward.apply(self, *parameters.values())  # type: ignore[no-untyped-call]
         return partial(functional_call, function, dict(zip(parameters, summed, strict=True)))
 
-    def begin(self, tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> "Sum":
-        """Begin to sum the gradients of `tensors`; `nodes` are where the running backward takes them."""
-        return (_AllReduceOfAll if self.synchronised else _LocalAccumulation)(self, tensors, nodes)
+    def begin(self, tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> "Reduction":
+        """Start the reduction of the gradients of `tensors`; `nodes` are their nodes in the running backward."""
+        return (AllReduce if self.synchronised else LocalAccumulation)(self, tensors, nodes)
 
 
-class Sum(abc.ABC):
-    """What becomes of the parameters' gradients in one backward.
+class Reduction(abc.ABC):
+    """The reduction of the parameters' gradients in one backward.
 
-    `add` may be called from several threads. Whatever ends it half-way has to be told the others: `failed`.
+    `add` may be called from several threads. If an error ends the reduction half-way, `failed` has to be called.
 
     Attributes:
-        early: the tensors whose gradients `add` is to be given during backward.
-        derivative: that of the result by this process's part; known when it is finished.
+        early: the tensors whose gradients `add` should get during backward.
+        derivative: of the result with respect to this rank's gradients; known when it is finished.
     """
 
     derivative = 1.0
 
     def __init__(self, sync_context: "SyncContext", tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> None:
-        self._contribution, self._tensors, self._nodes = sync_context, tensors, nodes
+        self._sync_context, self._tensors, self._nodes = sync_context, tensors, nodes
         self._gradient_sync = sync_context.gradient_sync
-        self._cluster = self._gradient_sync.cluster
+        self._communicator = self._gradient_sync.communicator
         self._plan = self._gradient_sync.plan(tensors)
-        self._steps = self._cluster.gather(self._gradient_sync.step(sync_context, self._plan), DOING)
+        self._steps = self._communicator.all_gather(self._gradient_sync.rank_step(sync_context, self._plan), DOING)
 
     @property
     @abc.abstractmethod
@@ -273,80 +272,79 @@ class Sum(abc.ABC):
 
     @abc.abstractmethod
     def add(self, number: int, gradient: torch.Tensor) -> None:
-        """Take a part of the gradient of tensor `number`. To be called with gradients off."""
+        """Add to the gradient of tensor `number`. To be called with gradients off."""
 
     @abc.abstractmethod
     def finish(self, rest: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
-        """Take what was not given yet, wait for the others, and return the gradient of each tensor.
-
-        None for one that has none.
-        """
+        """Add the rest of the gradients, wait for the other ranks, and return each tensor's gradient, or None."""
 
     def differentiable(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Return the sums of gradients that have a history, as `finish` does.
+        """Return, like `finish`, the sums of gradients that have a history.
 
-        What is computed of the sums, every process computes alike, and its gradient reaches each through its own part:
-        so a sum is its own derivative.
+        Every rank computes the same from the sums, and its gradient reaches each rank through that rank's own part: so
+        a sum is its own derivative.
         """
-        there = [number for number, gradient in enumerate(gradients) if gradient is not None]
-        return list(_DifferentiableAllReduce.apply(self, there, *(gradients[number] for number in there)))  # type: ignore[no-untyped-call]
+        given = [number for number, gradient in enumerate(gradients) if gradient is not None]
+        return list(_DifferentiableReduction.apply(self, given, *(gradients[number] for number in given)))  # type: ignore[no-untyped-call]
 
     def failed(self, error: BaseException) -> None:
-        """Tell the other processes that this one cannot go on."""
-        self._cluster.failed_with(error)
+        """Tell the other ranks that this one cannot go on."""
+        self._communicator.abort(error)
 
     def _accumulated(self) -> list[int]:
-        """Return the numbers of the tensors whose gradients this backward adds to `grad`."""
+        """Return the numbers of the tensors to whose `grad` this backward adds."""
         nodes = enumerate(self._nodes)
         return [n for n, node in nodes if self._tensors[n].is_leaf and torch_private.backward_runs(node)]
 
 
-class _AllReduceOfAll(Sum):
-    """The sum over the processes; None for a tensor that no process used."""
+class AllReduce(Reduction):
+    """The sum over the ranks; None for a tensor that no rank used."""
 
     def __init__(self, sync_context: "SyncContext", tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> None:
         super().__init__(sync_context, tensors, nodes)
-        # What backwards in no_sync() have left in `grad` goes into this sum, whose result takes its place.
+        # This sum includes, and its result replaces, what backwards in no_sync() have left in `grad`.
         own = self._gradient_sync.own_grads
-        mine = [n for n in self._accumulated() if own.has(tensors[n])] if own else []
-        for n in mine:
+        numbers = [n for n in self._accumulated() if tensors[n] in own] if own else []
+        for n in numbers:
             own.discard(tensors[n])
-        kept = {n: grad for n in mine if (grad := tensors[n].grad) is not None}
-        self._kept = [tensors[n] for n in kept]
-        # A method of this object would make a cycle of the two, and the buckets would outlive the gradients.
+        local_grads = {n: grad for n in numbers if (grad := tensors[n].grad) is not None}
+        self._replaced = [tensors[n] for n in local_grads]
+        # Not a method of this object: a reference cycle would keep the buckets after the gradients are gone.
         scale_of = partial(sync_context.scale, tensors=tensors)
         group, hook = self._gradient_sync.group, self._gradient_sync.hook
-        self._sum = BucketedAllReduce(self._cluster, group, self._plan, tensors, hook, scale_of, self._steps, kept)
+        self._all_reduce = BucketedAllReduce(
+            self._communicator, group, self._plan, tensors, hook, scale_of, self._steps, local_grads
+        )
 
     @property
     def early(self) -> Set[int]:
-        return self._sum.early
+        return self._all_reduce.early
 
     def add(self, number: int, gradient: torch.Tensor) -> None:
-        self._sum.add(number, gradient.detach())
+        self._all_reduce.add(number, gradient.detach())
 
     def finish(self, rest: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
-        self._sum.add_all(rest)
-        found = self._sum.finish(self._begin_to_send_buffers)
-        self._gradient_sync.have_sparse_gradients([self._tensors[number] for number in self._sum.sparse])
+        self._all_reduce.add_all(rest)
+        found = self._all_reduce.finish(self._broadcast_buffers)
+        self._gradient_sync.mark_sparse([self._tensors[number] for number in self._all_reduce.sparse])
         self._wait_for_buffers()
-        for tensor in self._kept:
-            tensor.grad = None  # it is in what is returned, which autograd puts there
+        for tensor in self._replaced:
+            tensor.grad = None  # the result, which autograd puts there, includes it
         return found
 
-    def _begin_to_send_buffers(self) -> None:
-        module = self._contribution.module() if self._contribution.training else None
-        # As of all replicas it is the first whose buffers persist.
-        first_with_rows = next((rank for rank, step in enumerate(self._steps()) if RankStep(*step).weight), 0)
-        self._wait_for_buffers = self._gradient_sync.begin_to_send_buffers(first_with_rows, module)
+    def _broadcast_buffers(self) -> None:
+        module = self._sync_context.module() if self._sync_context.training else None
+        # The buffers of the first rank with rows persist, as those of the first replica do.
+        first_with_rows = next((rank for rank, step in enumerate(self._steps.wait()) if RankStep(*step).weight), 0)
+        self._wait_for_buffers = self._gradient_sync.broadcast_buffers(first_with_rows, module)
 
 
-class _LocalAccumulation(Sum):
-    """In no_sync(): this process's own gradients, as much larger as there are processes."""
+class LocalAccumulation(Reduction):
+    """In no_sync(): this rank's own gradients, multiplied by the number of ranks."""
 
     def __init__(self, sync_context: "SyncContext", tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> None:
         super().__init__(sync_context, tensors, nodes)
-        self._here: dict[int, torch.Tensor] = {}
+        self._gradients: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
 
     @property
@@ -355,40 +353,47 @@ class _LocalAccumulation(Sum):
 
     def add(self, number: int, gradient: torch.Tensor) -> None:
         with self._lock:
-            before = self._here.get(number)
-            self._here[number] = gradient.detach() if before is None else before + gradient.detach()
+            before = self._gradients.get(number)
+            self._gradients[number] = gradient.detach() if before is None else before + gradient.detach()
 
     def finish(self, rest: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
         with torch.no_grad():
             for number, gradient in rest.items():
                 self.add(number, gradient)
-        steps = [RankStep(*step) for step in self._steps()]
-        self.derivative = scale = (self._contribution.scale(steps, self._tensors) or 0.0) * self._cluster.world_size
+        steps = [RankStep(*step) for step in self._steps.wait()]
+        self.derivative = scale = (
+            self._sync_context.scale(steps, self._tensors) or 0.0
+        ) * self._communicator.world_size
         for n in self._accumulated():
             self._gradient_sync.own_grads.add(self._tensors[n])
         with torch.no_grad():
-            return [self._here[n] * scale if scale and n in self._here else None for n in range(len(self._tensors))]
+            return [
+                self._gradients[n] * scale if scale and n in self._gradients else None
+                for n in range(len(self._tensors))
+            ]
 
 
-class _DifferentiableAllReduce(torch.autograd.Function):
-    """The sum of gradients that have a history; see `Sum.differentiable`."""
+class _DifferentiableReduction(torch.autograd.Function):
+    """The sum of gradients that have a history; see `Reduction.differentiable`."""
 
     @staticmethod
-    def forward(ctx: Any, begun: Sum, there: Sequence[int], *gradients: Any) -> tuple[torch.Tensor | None, ...]:
-        ctx.there = there
+    def forward(
+        ctx: Any, reduction: Reduction, given: Sequence[int], *gradients: Any
+    ) -> tuple[torch.Tensor | None, ...]:
+        ctx.given = given
         ctx.set_materialize_grads(False)
-        results = begun.finish(dict(zip(there, gradients, strict=True)))
-        ctx.scale = begun.derivative
+        results = reduction.finish(dict(zip(given, gradients, strict=True)))
+        ctx.scale = reduction.derivative
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        there = [grads[k] for k in ctx.there]
-        return (None, None, *(None if grad is None else grad * ctx.scale for grad in there))
+        taken = [grads[number] for number in ctx.given]
+        return (None, None, *(None if grad is None else grad * ctx.scale for grad in taken))
 
 
-class _Calling(nn.Module):
-    """A module whose forward is any method of another."""
+class _MethodAsForward(nn.Module):
+    """A module whose forward is a method of another module."""
 
     def __init__(self, module: nn.Module, method: str | None) -> None:
         super().__init__()
@@ -400,10 +405,10 @@ class _Calling(nn.Module):
         return called(*inputs, **kwargs)
 
 
-class _OverProcesses(torch.autograd.Function):
-    """Parameters as they are; in backward their gradients are summed over the processes.
+class _AllReduceInBackward(torch.autograd.Function):
+    """The identity for parameters; in backward their gradients are all-reduced.
 
-    For a forward that is part of the caller's own graph, where no gradient can be sent before backward has made all.
+    For a forward in the caller's own graph, where no gradient can be sent before backward has computed all.
     """
 
     @staticmethod
@@ -418,11 +423,11 @@ class _OverProcesses(torch.autograd.Function):
         nodes = [node for node, _ in ctx.next_functions]
         if not any(map(torch_private.backward_reaches, nodes)):
             return (None, *grads)
-        begun = sync_context.begin(ctx.tensors, nodes)
+        reduction = sync_context.begin(ctx.tensors, nodes)
         try:
             if torch.is_grad_enabled():
-                return (None, *begun.differentiable(grads))
-            return (None, *begun.finish({number: grad for number, grad in enumerate(grads) if grad is not None}))
+                return (None, *reduction.differentiable(grads))
+            return (None, *reduction.finish({number: grad for number, grad in enumerate(grads) if grad is not None}))
         except BaseException as error:
-            begun.failed(error)
+            reduction.failed(error)
             raise

@@ -1,16 +1,16 @@
-"""The processes that train one model together, seen from one of them.
+"""The processes that train one model together, as one of them sees them.
 
-torch.distributed carries everything between them; nothing of it is built again here. What is added is what it leaves
-to its users: to notice that the others do something else, to say who has failed and why, and to end every wait.
+torch.distributed carries all data. This file adds what it leaves to its users: a rank notices that another one does
+something else, learns which rank failed and why, and never waits without end.
 
 Guarantees
-    - Whoever waits for the others looks now and then whether one of them has failed, and raises an error that says
-      which one and why.
-    - A wait ends at the latest with the process group's timeout, with an error that names who did not come.
-    - After such an error the processes no longer agree on what comes next; every later exchange raises it again.
+    - A rank that waits for others checks now and then whether one of them has failed; if so, it raises an error that
+      names that rank and the reason.
+    - A wait ends at the latest with the process group's timeout, with an error that names the missing ranks.
+    - After such an error the ranks no longer agree on what comes next; every later call raises it again.
 
-Assumes that all processes make their clusters, wrap their models and exchange values in the same order. Where they do
-not, and it can be seen, the error names the first difference.
+Assumes that all processes make their communicators, wrap their models and call collectives in the same order. Where a
+difference can be detected, the error names the first one.
 """
 
 import atexit
@@ -32,31 +32,31 @@ from typing import Any
 import torch
 
 from manyhands.distributed.environment import start_default_group
-from manyhands.distributed.failure_store import STORE_ERRORS, FailureStore, machine
+from manyhands.distributed.failure_store import STORE_ERRORS, FailureStore, host_id
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import Form, buckets_of
 
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.00005, 0.002
-_LOOK_EVERY_S = 0.2  # how often one who waits asks the store about failures; with many processes, less often
-_LAST_WORDS_S = 2.0  # how long to wait for the reason, when a connection has been lost
-_LAST_WORDS_NAP_S = 0.05
+_CHECK_EVERY_S = 0.2  # how often a waiting rank checks the store for failures; with many ranks, less often
+_REASON_TIMEOUT_S = 2.0  # how long to wait for the reason, when a connection has been lost
+_REASON_NAP_S = 0.05
 _MARGIN_S = 5.0
-_MOST_TEXT = 2000
-_LENGTH = 16  # of what is gathered
-_TELLING = "config_for the others what it does"
+_MOST_TEXT = 2000  # characters of a failure's reason
+_NUM_GATHERED = 16  # numbers in each all-gather
+_REPORTING_MISMATCH = "reporting a mismatch"
 
 _NOT_IN_GROUP = -100  # torch.distributed.GroupMember.NON_GROUP_MEMBER
 
 distributed: Any = torch.distributed
 
 
-def join_processes(process_group: Any = None) -> "Cluster | None":
-    """Return the processes that belong together; None where this process is alone.
+def communicator_for(process_group: Any = None) -> "Communicator | None":
+    """Return the communicator of some processes; None if this process is alone.
 
     Args:
-        process_group: of whom it consists. None: of all processes that the launcher has started, or that are in the
-            default process group; this process is alone if there is neither. False: it is alone in any case.
+        process_group: the processes. None: all that the launcher has started, or that are in the default process
+            group; if there is neither, this process is alone. False: it is alone in any case.
 
     Raises:
         TypeError: `process_group` is none of these.
@@ -79,23 +79,23 @@ def join_processes(process_group: Any = None) -> "Cluster | None":
         raise TypeError(f"process_group={process_group!r}: expected a ProcessGroup, None or False")
     if process_group.size() == 1:
         return None
-    if process_group not in _clusters:
-        cluster = _clusters[process_group] = Cluster(process_group)
+    if process_group not in _communicators:
+        communicator = _communicators[process_group] = Communicator(process_group)
         try:
-            cluster.meet()
-        except BaseException as error:  # Ctrl-C, for one: who has half met them cannot go on with them
-            cluster.failed_with(error)
+            communicator.connect()
+        except BaseException as error:  # Ctrl-C too: a half-made connection cannot be used
+            communicator.abort(error)
             raise
-    return _clusters[process_group]
+    return _communicators[process_group]
 
 
-class Cluster:
-    """Some processes, of which this is one.
+class Communicator:
+    """Collectives among some processes, of which this is one.
 
     Attributes:
-        rank, world_size: this process's place among them, and how many they are.
-        timeout_s: how long one waits for the others.
-        is_all: whether these are all processes of the program.
+        rank, world_size: this process's rank among them, and their number.
+        timeout_s: how long a rank waits for the others.
+        is_world: whether these are all processes of the program.
     """
 
     def __init__(self, process_group: Any) -> None:
@@ -103,167 +103,169 @@ class Cluster:
         self.world_size: int = process_group.size()
         self.timeout_s = torch_private.timeout_of_group(process_group).total_seconds()
         self._ranks = distributed.get_process_group_ranks(process_group)
-        self.is_all = self.world_size == distributed.get_world_size()
+        self.is_world = self.world_size == distributed.get_world_size()
         self._store = distributed.PrefixStore("manyhands", process_group.get_group_store())
-        self._notices = FailureStore(self._store, self.rank)
-        self._look_every_s = max(_LOOK_EVERY_S, self.world_size / 500)
-        self._num_arrivals = self._num_models = 0
+        self._failure_store = FailureStore(self._store, self.rank)
+        self._check_every_s = max(_CHECK_EVERY_S, self.world_size / 500)
+        self._num_barriers = self._num_models = 0
         self._groups: dict[tuple[str, str], Any] = {}
         self._broken: str | None = None
         self._control: Any = None
-        _tell_failures_to(self)
+        _report_program_end_to(self)
 
-    def meet(self) -> None:
+    def connect(self) -> None:
         """Wait for all processes, and connect them. To be called once."""
-        self._notices.introduce()
-        self.arrive("a DataParallel that spans processes")
+        self._failure_store.register()
+        self.barrier("a DataParallel that spans processes")
         self._control = self._new_group("gloo", "control")
-        self._notices.places = self.exchange(self._notices.place, "meeting")
+        self._failure_store.locations = self.all_gather_object(self._failure_store.location, "connecting")
 
     @property
     def broken(self) -> bool:
-        """Whether the processes no longer agree on what comes next: some have failed, or gone."""
+        """Whether the ranks no longer agree on what comes next: some rank has failed or exited."""
         return self._broken is not None
 
-    def next_number(self) -> int:
+    def next_model_number(self) -> int:
         """Return how many models have been wrapped for these processes, this one included."""
         self._num_models += 1
         return self._num_models
 
-    def __deepcopy__(self, memo: object) -> "Cluster":
+    def __deepcopy__(self, memo: object) -> "Communicator":
         return self  # a copied model belongs to the same processes
 
-    def __reduce__(self) -> tuple[Callable[[], "Cluster | None"], tuple[()]]:
-        return join_processes, ()
+    def __reduce__(self) -> tuple[Callable[[], "Communicator | None"], tuple[()]]:
+        return communicator_for, ()
 
-    # ---- exchanging values -----------------------------------------------------------------------
+    # ---- collectives -----------------------------------------------------------------------------
 
-    def arrive(self, at: str) -> None:
-        """Wait until every process has come here as often as this one; `at` says in messages where that is.
+    def barrier(self, name: str) -> None:
+        """Wait until every rank has called this as often as this one; errors name the barrier.
 
-        It goes through the store, and so works before there is any connection between the processes.
+        It uses the store only, and so works before the ranks are connected.
         """
         self._raise_if_broken()
-        self._num_arrivals += 1
-        key = f"arrival/{self._num_arrivals}"
+        self._num_barriers += 1
+        key = f"barrier/{self._num_barriers}"
 
         def missing() -> list[int]:
-            return [rank for rank in range(self.world_size) if not self._notices.text(f"{key}/{rank}")]
+            return [rank for rank in range(self.world_size) if not self._failure_store.get(f"{key}/{rank}")]
 
-        def all_there() -> bool:
+        def is_complete() -> bool:
             return bool(self._store.add(f"{key}/number", 0) >= self.world_size)
 
-        def look() -> None:
-            gone = [rank for rank in missing() if self._notices.has_gone(rank)]
-            if gone and not all_there():
-                raise self._failure(f"{ranks_of(gone)} {_has(gone)} ended and did not come to {at}")
+        def raise_if_exited() -> None:
+            exited = [rank for rank in missing() if self._failure_store.has_exited(rank)]
+            if exited and not is_complete():
+                raise self._failure(f"{ranks_of(exited)} {_has(exited)} ended and did not reach {name}")
 
         try:
-            first = self._store.compare_set(f"{key}/first", "", f"{self.rank}\n{at}").decode()
-            self._store.set(f"{key}/{self.rank}", at)
+            first = self._store.compare_set(f"{key}/first", "", f"{self.rank}\n{name}").decode()
+            self._store.set(f"{key}/{self.rank}", name)
             self._store.add(f"{key}/number", 1)
-            self._wait_until(all_there, at, lambda: f"{ranks_of(missing())} did not come to it", look)
+            self._wait_until(
+                is_complete, name, lambda: f"{ranks_of(missing())} did not reach it", check=raise_if_exited
+            )
         except STORE_ERRORS as error:
-            raise self._lost(error, at) from error
+            raise self._connection_error(error, name) from error
         rank, _, other = first.partition("\n")
-        if other != at:
-            self.fail(f"rank {self.rank} has come to {at}, and rank {rank} to {other}")
-            raise self._failure(f"rank {rank} has come to {other}, and this one, rank {self.rank}, to {at}")
+        if other != name:
+            self.report_failure(f"rank {self.rank} is at {name}, and rank {rank} at {other}")
+            raise self._failure(f"rank {rank} is at {other}, and this one, rank {self.rank}, at {name}")
 
-    def gather(self, values: Sequence[float], doing: str) -> "Gathering":
-        """Begin to send some numbers to everybody; whole numbers are exact below 2**53.
+    def all_gather(self, values: Sequence[float], doing: str) -> "AllGatherWork":
+        """Start to all-gather a few numbers; whole numbers are exact below 2**53.
 
         Args:
-            values: not many; as many as the others give who do the same.
-            doing: says what is being done. Where others do something else, it becomes an error that names both.
+            values: as many on each rank, 15 at most.
+            doing: what is being done. If a rank does something else, the error names both.
         """
         numbers = [digest_of(doing), *values]
-        numbers += [0.0] * (_LENGTH - len(numbers))  # equal lengths, so that those can meet who do not do the same
+        numbers += [0.0] * (_NUM_GATHERED - len(numbers))  # one length, so that ranks that do not do the same notice it
         mine = torch.tensor(numbers, dtype=torch.float64)
-        everybody = [torch.empty_like(mine) for _ in range(self.world_size)]
-        work = self.start(lambda: distributed.all_gather(everybody, mine, group=self._control, async_op=True))
-        return Gathering(self, work, everybody, len(values), doing)
+        all_ranks = [torch.empty_like(mine) for _ in range(self.world_size)]
+        work = self.start(lambda: distributed.all_gather(all_ranks, mine, group=self._control, async_op=True))
+        return AllGatherWork(self, work, all_ranks, len(values), doing)
 
-    def sum(self, tensor: torch.Tensor, group: Any, doing: str) -> torch.Tensor:
-        """Sum a tensor over the processes, in place; return it."""
+    def all_reduce(self, tensor: torch.Tensor, group: Any, doing: str) -> torch.Tensor:
+        """Sum a tensor over the ranks, in place; return it."""
         self.wait(self.start(lambda: distributed.all_reduce(tensor, group=group, async_op=True)), doing, group)
         return tensor
 
-    def sum_sparse(self, tensor: torch.Tensor, group: Any, doing: str) -> torch.Tensor:
-        """Return the sum of the processes' sparse tensors, which are coalesced, as this one."""
-        lengths = [int(length) for (length,) in self.gather([tensor._nnz()], doing)()]
-        indices = torch.cat(self._all_of_lengths(lengths, tensor.indices().t(), group, doing))
-        values = torch.cat(self._all_of_lengths(lengths, tensor.values(), group, doing))
+    def all_reduce_sparse(self, tensor: torch.Tensor, group: Any, doing: str) -> torch.Tensor:
+        """Return the sum of the ranks' sparse tensors; each is coalesced."""
+        lengths = [int(length) for (length,) in self.all_gather([tensor._nnz()], doing).wait()]
+        indices = torch.cat(self._all_gather_padded(lengths, tensor.indices().t(), group, doing))
+        values = torch.cat(self._all_gather_padded(lengths, tensor.values(), group, doing))
         return torch.sparse_coo_tensor(indices.t(), values, tensor.shape).coalesce()
 
-    def _all_of_lengths(self, lengths: Sequence[int], mine: torch.Tensor, group: Any, doing: str) -> list[torch.Tensor]:
-        """Return every process's tensor, in rank order; they differ in their `lengths` only."""
+    def _all_gather_padded(
+        self, lengths: Sequence[int], mine: torch.Tensor, group: Any, doing: str
+    ) -> list[torch.Tensor]:
+        """Return every rank's tensor, in rank order; they differ in their `lengths` only."""
         padded = mine.new_zeros(max(lengths), *mine.shape[1:])
         padded[: len(mine)] = mine
-        everybody = [torch.empty_like(padded) for _ in lengths]
-        self.wait(self.start(partial(distributed.all_gather, everybody, padded, group, True)), doing, group)
-        return [tensor[:length] for tensor, length in zip(everybody, lengths, strict=True)]
+        all_ranks = [torch.empty_like(padded) for _ in lengths]
+        self.wait(self.start(partial(distributed.all_gather, all_ranks, padded, group, True)), doing, group)
+        return [tensor[:length] for tensor, length in zip(all_ranks, lengths, strict=True)]
 
-    def sum_of_flags(self, flags: torch.Tensor, doing: str) -> Callable[[], None]:
-        """Begin to sum a tensor of small whole numbers on the CPU, in place; return what waits for it."""
+    def all_reduce_flags(self, flags: torch.Tensor, doing: str) -> Callable[[], None]:
+        """Start to sum a tensor of small integers on the CPU, in place; return the function that waits for it."""
         work = self.start(lambda: distributed.all_reduce(flags, group=self._control, async_op=True))
         return lambda: self.wait(work, doing)
 
-    def exchange(self, value: Any, doing: str) -> list[Any]:
-        """Return what every process gives, in rank order. For rare occasions: values are pickled."""
+    def all_gather_object(self, value: Any, doing: str) -> list[Any]:
+        """Return every rank's value, in rank order. Slow: values are pickled."""
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = [int(length) for (length,) in self.gather([len(mine)], doing)()]
-        everybody = self._all_of_lengths(lengths, mine, self._control, doing)
-        return [pickle.loads(ctypes.string_at(tensor.data_ptr(), len(tensor))) for tensor in everybody]
+        lengths = [int(length) for (length,) in self.all_gather([len(mine)], doing).wait()]
+        all_ranks = self._all_gather_padded(lengths, mine, self._control, doing)
+        return [pickle.loads(ctypes.string_at(tensor.data_ptr(), len(tensor))) for tensor in all_ranks]
 
-    def value_of_first(self, value: Any, doing: str) -> Any:
-        """Return what the first process gives. For rare occasions: it is pickled."""
+    def broadcast_object(self, value: Any, doing: str) -> Any:
+        """Return rank 0's value. Slow: it is pickled."""
         pickled = bytearray(pickle.dumps(value) if self.rank == 0 else b"")
-        (length,), *_ = self.gather([len(pickled)], doing)()
+        (length,), *_ = self.all_gather([len(pickled)], doing).wait()
         pickled = pickled or bytearray(int(length))
         octets = torch.frombuffer(pickled, dtype=torch.uint8)
-        first = self._ranks[0]
-        self.wait(self.start(lambda: distributed.broadcast(octets, first, self._control, async_op=True)), doing)
+        source = self._ranks[0]
+        self.wait(self.start(lambda: distributed.broadcast(octets, source, self._control, async_op=True)), doing)
         return pickle.loads(pickled)
 
-    def begin_to_send_from(
-        self, source: int, tensors: Sequence[torch.Tensor], group: Any, doing: str
-    ) -> Callable[[], None]:
-        """Begin to overwrite `tensors` by what the process of rank `source` has; return what waits for it."""
+    def broadcast(self, source: int, tensors: Sequence[torch.Tensor], group: Any, doing: str) -> Callable[[], None]:
+        """Start to overwrite `tensors` by those of rank `source`; return the function that waits for it."""
         forms = {i: Form.of(tensor.detach(), tensor.device) for i, tensor in enumerate(tensors) if tensor.numel()}
-        flying = []
+        in_flight = []
         for bucket in buckets_of(forms):
             flat = bucket.flat(tensors)
-            octets = flat.view(torch.uint8)  # every dtype travels alike
+            octets = flat.view(torch.uint8)  # every dtype is sent the same way
             send = partial(distributed.broadcast, octets, self._ranks[source], group, True)
-            flying.append((bucket, flat, self.start(send)))
+            in_flight.append((bucket, flat, self.start(send)))
 
         def wait() -> None:
-            for bucket, flat, work in flying:
+            for bucket, flat, work in in_flight:
                 self.wait(work, doing, group)
                 for number, piece in bucket.pieces(flat).items() if self.rank != source else ():
-                    # Not seen by autograd: most buffers are constants, which graphs have kept for their backward.
+                    # Through .data, unseen by autograd: graphs may have saved buffers for their backward.
                     tensors[number].data.copy_(piece)
 
         return wait
 
     def group_for(self, device: torch.device, purpose: str) -> Any:
-        """Return the process group for tensors on `device`, one for each purpose: their exchanges may overlap.
+        """Return the process group for tensors on `device`, one for each purpose: their collectives may overlap.
 
-        NCCL or its like where every process has an accelerator of its own, gloo otherwise. To be asked for the first
-        time by all processes at once.
+        Its backend is NCCL or similar if every rank has an accelerator of its own, gloo otherwise. The first call for a
+        purpose is a collective.
         """
         if (str(device), purpose) in self._groups:
             return self._groups[str(device), purpose]
-        # Several processes on one GPU cannot talk by NCCL.
-        places = self.exchange((machine(), _devices.identity(device)), "choosing how to talk to each other")
-        alone = len(set(places)) == self.world_size and not _devices.computes_on_host(device)
+        # NCCL does not connect several processes on one GPU.
+        device_ids = self.all_gather_object((host_id(), _devices.identity(device)), "choosing a backend")
+        alone = len(set(device_ids)) == self.world_size and not _devices.computes_on_host(device)
         backend = distributed.get_default_backend_for_device(device) if alone else "gloo"
         group = self._groups[str(device), purpose] = self._new_group(backend, purpose)
         return group
 
     def _new_group(self, backend: str, purpose: str) -> Any:
-        # Longer than one waits here, where it can be said who has not come.
+        # Longer than `_wait_until` waits, whose error names the missing ranks.
         timeout = datetime.timedelta(seconds=self.timeout_s + _MARGIN_S)
         try:
             return distributed.new_group(
@@ -278,109 +280,110 @@ class Cluster:
 
     # ---- waiting -----------------------------------------------------------------------------------
 
-    def start(self, begin: Callable[[], Any]) -> Any:
-        """Begin something that torch.distributed does meanwhile, unless the processes no longer agree."""
+    def start(self, collective: Callable[[], Any]) -> Any:
+        """Start an asynchronous collective of torch.distributed, unless this communicator is broken."""
         self._raise_if_broken()
         try:
-            return begin()
+            return collective()
         except RuntimeError as error:
-            raise self._lost(error, "beginning to exchange") from error
+            raise self._connection_error(error, "starting a collective") from error
 
     def wait(self, work: Any, doing: str, group: Any = None) -> None:
         """Wait for `work`, done in `group`; on an accelerator's own backend, have the current stream wait.
 
         Raises:
-            RuntimeError: it failed, somebody else failed, or nobody came in time. Says which.
+            RuntimeError: it failed, another rank failed, or the timeout has passed. Says which.
         """
         if group is None or distributed.get_backend(group) == "gloo":
             self._wait_until(work.is_completed, doing, block=partial(_block, work))
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._lost(error, doing) from error
+            raise self._connection_error(error, doing) from error
 
     def wait_for_future(self, future: Any, doing: str) -> Any:
-        """Return the tensor that a communication hook's future brings."""
+        """Wait for a communication hook's future; return its tensor."""
         self._wait_until(future.done, doing)
         try:
             value = future.wait()
         except RuntimeError as error:
-            raise self._lost(error, doing) from error
+            raise self._connection_error(error, doing) from error
         return value[0] if isinstance(value, list | tuple) else value
 
     def _wait_until(
         self,
-        done: Callable[[], bool],
+        is_done: Callable[[], bool],
         doing: str,
-        who: Callable[[], str] = lambda: "",
-        look: Callable[[], None] | None = None,
+        missing: Callable[[], str] = lambda: "",
+        check: Callable[[], None] | None = None,
         block: Callable[[float], None] | None = None,
     ) -> None:
-        """Wait; now and then look at the store.
+        """Wait; now and then check the store for failures.
 
         Args:
-            who: says in a message who has not come.
-            look: what else to look at; given where `done` asks the store too, which is not to be asked too often.
-            block: waits for so many seconds at most, and is woken as soon as it is done; None: there is no such thing.
+            missing: says, for the timeout's message, which ranks are missing.
+            check: a further check, for an `is_done` that asks the store too, which should not be asked too often.
+            block: waits for at most so many seconds, less if it is done before; None: sleep instead.
         """
-        started = last_look = time.monotonic()
-        num_looks = 0
-        nap_s, longest_nap_s = _FIRST_NAP_S, _LONGEST_NAP_S if look is None else self._look_every_s / 4
-        told = False
-        while not done():
+        started = last_check = time.monotonic()
+        num_checks = 0
+        nap_s, longest_nap_s = _FIRST_NAP_S, _LONGEST_NAP_S if check is None else self._check_every_s / 4
+        published = False
+        while not is_done():
             now = time.monotonic()
-            if now - last_look > self._look_every_s:
-                last_look = now
-                self._raise_if_somebody_failed(doing)
-                num_looks += 1
-                if look is not None and num_looks.bit_count() == 1:  # ever less often: it asks about every process
-                    look()
-                if not told:
-                    told = True
-                    self._notices.say(f"at/{self.rank}", doing)
+            if now - last_check > self._check_every_s:
+                last_check = now
+                self._raise_if_a_rank_failed(doing)
+                num_checks += 1
+                if check is not None and num_checks.bit_count() == 1:  # ever less often: it asks about every rank
+                    check()
+                if not published:
+                    published = True
+                    self._failure_store.set(f"at/{self.rank}", doing)
                 if now - started > self.timeout_s:
-                    self._raise_timeout(doing, who())
+                    self._raise_timeout(doing, missing())
             if block is not None:
-                block(self._look_every_s)
+                block(self._check_every_s)
             else:
                 time.sleep(nap_s)
                 nap_s = min(nap_s * 1.5, longest_nap_s)
-        if told:
-            self._notices.say(f"at/{self.rank}", "")
+        if published:
+            self._failure_store.set(f"at/{self.rank}", "")
 
-    def _raise_timeout(self, doing: str, who: str) -> None:
-        places = {rank: self._notices.text(f"at/{rank}") for rank in range(self.world_size) if rank != self.rank}
-        found = [f"rank {rank} waits at {place}" for rank, place in places.items() if place and place != doing]
-        silent = [rank for rank, place in places.items() if not place]
-        if who:
-            found.insert(0, who)
-        elif silent:
-            found.append(f"{ranks_of(silent)} {'does' if len(silent) == 1 else 'do'} not wait for anybody")
+    def _raise_timeout(self, doing: str, missing: str) -> None:
+        others = {rank: self._failure_store.get(f"at/{rank}") for rank in range(self.world_size) if rank != self.rank}
+        found = [f"rank {rank} waits at {other}" for rank, other in others.items() if other and other != doing]
+        not_waiting = [rank for rank, other in others.items() if not other]
+        if missing:
+            found.insert(0, missing)
+        elif not_waiting:
+            found.append(f"{ranks_of(not_waiting)} {'does' if len(not_waiting) == 1 else 'do'} not wait for any rank")
         text = (
             f"rank {self.rank} has waited {self.timeout_s:g} s for the others at {doing}; "
-            f"{'; '.join(found) or 'all wait at the same'}. Every process has to wrap the same models and to take the "
-            "same steps; for loaders of different lengths there is DataParallel.batches(loader)."
+            f"{'; '.join(found) or 'all ranks wait at the same'}. Every process has to wrap the same models and take "
+            "the same steps; for loaders of different lengths there is DataParallel.batches(loader)."
         )
-        self.fail(text)
+        self.report_failure(text)
         raise self._failure(text)
 
-    def _lost(self, error: RuntimeError, doing: str) -> RuntimeError:
-        """Return what is to be raised where torch.distributed has failed, most often because somebody has gone."""
-        deadline = time.monotonic() + _LAST_WORDS_S
+    def _connection_error(self, error: RuntimeError, doing: str) -> RuntimeError:
+        """Return the error to raise after torch.distributed has failed, most often because a rank has exited."""
+        deadline = time.monotonic() + _REASON_TIMEOUT_S
         while time.monotonic() < deadline:
-            self._raise_if_somebody_failed(doing)
-            gone = [rank for rank in range(self.world_size) if rank != self.rank and self._notices.has_gone(rank)]
-            if gone:
-                return self._failure(f"{ranks_of(gone)} {_has(gone)} ended while this one was at {doing}")
-            time.sleep(_LAST_WORDS_NAP_S)
-        return self._failure(f"{doing} has failed, and no other process says why: {_brief(error)}")
+            self._raise_if_a_rank_failed(doing)
+            others = (rank for rank in range(self.world_size) if rank != self.rank)
+            exited = [rank for rank in others if self._failure_store.has_exited(rank)]
+            if exited:
+                return self._failure(f"{ranks_of(exited)} {_has(exited)} ended while this one was at {doing}")
+            time.sleep(_REASON_NAP_S)
+        return self._failure(f"{doing} has failed, and no other rank reports why: {_brief(error)}")
 
-    def raise_different(self, doing: str) -> None:
-        """Raise an error that says what the processes have come to; all of them call it."""
+    def raise_mismatch(self, doing: str) -> None:
+        """Raise an error that says what each rank does; all ranks call this."""
         all_do = None
-        while all_do is None:  # until the others, who may have begun more than one exchange, have noticed it too
-            with contextlib.suppress(_NotYetError):
-                all_do = self.exchange(doing, _TELLING)
+        while all_do is None:  # until all ranks, which may have started more collectives, have noticed the mismatch
+            with contextlib.suppress(_NotNoticedError):
+                all_do = self.all_gather_object(doing, _REPORTING_MISMATCH)
         other = next((rank for rank, other in enumerate(all_do) if other != all_do[0]), None)
         where = (
             f"rank 0 is at {all_do[0]}, rank {other} at {all_do[other]}"
@@ -391,39 +394,39 @@ class Cluster:
             f"the processes do not do the same: {where}. Every process has to take the same steps; for loaders of "
             "different lengths there is DataParallel.batches."
         )
-        self.failed_with(error)
+        self.abort(error)
         raise error
 
     # ---- failures ------------------------------------------------------------------------------------
 
-    def fail(self, reason: str) -> None:
-        """Tell the others that this process will not go on; only the first to do so is heard."""
+    def report_failure(self, reason: str) -> None:
+        """Tell the other ranks that this one cannot go on. The first report of all ranks counts."""
         if self._broken is None:
-            self._notices.say("failed", f"{self.rank}\n{reason[:_MOST_TEXT]}", first_only=True)
+            self._failure_store.set("failed", f"{self.rank}\n{reason[:_MOST_TEXT]}", first_only=True)
 
-    def failed_with(self, error: BaseException) -> None:
-        """Tell the others that this process has ended an exchange half-way, because of `error`."""
-        self.fail(f"{type(error).__name__}: {error}")
+    def abort(self, error: BaseException) -> None:
+        """Tell the other ranks that this one has left a collective half-way, because of `error`."""
+        self.report_failure(f"{type(error).__name__}: {error}")
         if self._broken is None:
             self._broken = (
-                f"this process has left an exchange with the others half-way ({type(error).__name__}: {error}): the "
+                f"this process has left a collective half-way ({type(error).__name__}: {error}): the "
                 "processes no longer agree on what comes next. Restart them."
             )
 
-    def _raise_if_somebody_failed(self, doing: str) -> None:
-        rank, _, reason = self._notices.text("failed").partition("\n")
+    def _raise_if_a_rank_failed(self, doing: str) -> None:
+        rank, _, reason = self._failure_store.get("failed").partition("\n")
         if not rank or int(rank) == self.rank:
             return
-        # A launcher takes whoever ends first for the cause: that is to be the one that has failed.
-        deadline = time.monotonic() + _LAST_WORDS_S
-        while time.monotonic() < deadline and not self._notices.has_gone(int(rank)):
-            time.sleep(_LAST_WORDS_NAP_S)
+        # A launcher blames the process that ends first: let the failed one end first.
+        deadline = time.monotonic() + _REASON_TIMEOUT_S
+        while time.monotonic() < deadline and not self._failure_store.has_exited(int(rank)):
+            time.sleep(_REASON_NAP_S)
         raise self._failure(f"rank {rank} has failed while this one was at {doing}. Rank {rank} says: {reason}")
 
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
             raise RuntimeError(self._broken)
-        if os.getpid() != self._notices.pid:
+        if os.getpid() != self._failure_store.pid:
             raise RuntimeError(
                 f"this is a process forked by rank {self.rank}: it does not belong to the processes that train the "
                 "model together. Use model.module in it, or torch.no_grad()."
@@ -433,89 +436,89 @@ class Cluster:
         self._broken = text
         return RuntimeError(text)
 
-    def ends(self) -> None:
-        """Tell the others that this process's program has ended."""
-        self._notices.end()
+    def report_exit(self) -> None:
+        """Tell the other ranks that this program has ended."""
+        self._failure_store.report_exit()
 
 
-class _NotYetError(Exception):
-    """Some process does not know yet that the processes do not do the same."""
+class _NotNoticedError(Exception):
+    """Some rank has not noticed yet that the ranks do not do the same."""
 
 
-class Gathering:
-    """Numbers on their way from everybody to everybody."""
+class AllGatherWork:
+    """An all-gather of numbers that has started."""
 
     def __init__(
-        self, cluster: Cluster, work: Any, everybody: Sequence[torch.Tensor], num_values: int, doing: str
+        self, communicator: Communicator, work: Any, all_ranks: Sequence[torch.Tensor], num_values: int, doing: str
     ) -> None:
-        self._cluster, self._work, self._everybody = cluster, work, everybody
+        self._communicator, self._work, self._all_ranks = communicator, work, all_ranks
         self._num_values, self._doing = num_values, doing
 
-    def is_there(self) -> bool:
-        """Return whether there is nothing to wait for."""
+    def is_completed(self) -> bool:
+        """Return whether `wait` would return at once."""
         return bool(self._work.is_completed())
 
-    def __call__(self) -> list[list[float]]:
-        """Wait for all; return each process's numbers, in rank order.
+    def wait(self) -> list[list[float]]:
+        """Wait; return each rank's numbers, in rank order.
 
         Raises:
-            RuntimeError: some process does something else.
+            RuntimeError: some rank does something else.
         """
-        self._cluster.wait(self._work, self._doing)
-        digests, *columns = zip(*(tensor.tolist() for tensor in self._everybody), strict=True)
+        self._communicator.wait(self._work, self._doing)
+        digests, *columns = zip(*(tensor.tolist() for tensor in self._all_ranks), strict=True)
         if len(set(digests)) > 1:
-            if self._doing == _TELLING:
-                raise _NotYetError
-            self._cluster.raise_different(self._doing)
+            if self._doing == _REPORTING_MISMATCH:
+                raise _NotNoticedError
+            self._communicator.raise_mismatch(self._doing)
         return [list(row) for row in zip(*columns[: self._num_values], strict=True)]
 
 
-_clusters: "weakref.WeakKeyDictionary[Any, Cluster]" = weakref.WeakKeyDictionary()
-_telling: "weakref.WeakSet[Cluster]" = weakref.WeakSet()
-_is_telling = False
+_communicators: "weakref.WeakKeyDictionary[Any, Communicator]" = weakref.WeakKeyDictionary()
+_reporting: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
+_hook_is_installed = False
 _lock = threading.Lock()
 
 
-def _tell_failures_to(cluster: Cluster) -> None:
-    """From now on, tell `cluster` when an exception ends this program, and when it ends."""
-    global _is_telling  # noqa: PLW0603 - once in a process
+def _report_program_end_to(communicator: Communicator) -> None:
+    """From now on, have `communicator` report an exception that ends this program, and its end."""
+    global _hook_is_installed  # noqa: PLW0603 - once in a process
     with _lock:
-        _telling.add(cluster)
-        if _is_telling:
+        _reporting.add(communicator)
+        if _hook_is_installed:
             return
-        _is_telling = True
+        _hook_is_installed = True
     before = sys.excepthook
 
-    def tell(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        for cluster in list(_telling):
-            cluster.fail(f"{kind.__name__}: {error}")
+    def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        for communicator in list(_reporting):
+            communicator.report_failure(f"{kind.__name__}: {error}")
         before(kind, error, traceback)
 
-    sys.excepthook = tell
-    atexit.register(_tell_the_end)
+    sys.excepthook = report
+    atexit.register(_report_exits)
 
 
-def _tell_the_end() -> None:
-    for cluster in list(_telling):
-        cluster.ends()
+def _report_exits() -> None:
+    for communicator in list(_reporting):
+        communicator.report_exit()
 
 
 def digest_of(text: str) -> int:
-    """Return a number that is the same in every process for the same text, and exact in double precision."""
+    """Return a hash of a text that is the same in every process, and exact in double precision."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest())
 
 
 def ranks_of(ranks: Iterable[int]) -> str:
-    """Return ranks in words."""
+    """Return 'rank 3' or 'ranks 0, 3'."""
     ranks = list(ranks)
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
-def _block(work: Any, at_most_s: float) -> None:
-    """Wait for `work`, but no longer than so. Whether it is done, and has failed, is to be asked then."""
+def _block(work: Any, timeout_s: float) -> None:
+    """Wait for `work`, at most so long; the caller checks then whether it is done or has failed."""
     with contextlib.suppress(RuntimeError):
-        work.wait(datetime.timedelta(seconds=at_most_s))
+        work.wait(datetime.timedelta(seconds=timeout_s))
 
 
 def _has(ranks: Sequence[int]) -> str:

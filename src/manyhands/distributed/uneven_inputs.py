@@ -1,7 +1,7 @@
 """The same number of steps in every process, whatever the lengths of their loaders.
 
-Processes sum gradients together, so each has to take as many steps as the others. Before each step they tell each other
-whether they have a batch left; who has none while others do goes on with batches that have no rows.
+Gradients are all-reduced, so every rank has to take as many steps as the others. Before each step the ranks all-gather
+whether they have a batch left. A rank without one, while others have some, goes on with batches that have no rows.
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,57 +10,58 @@ from typing import Any
 
 import torch
 
-from manyhands.distributed.process_group import Cluster
+from manyhands.distributed.process_group import Communicator
 from manyhands.primitives import pytree
 from manyhands.primitives.batch_types import batch_type_of
 
 _DOING = "taking the next batch"
 
 
-def even_batches(cluster: Cluster | None, loader: Iterable[Any], dim: int) -> Iterator[Any]:
-    """Yield the batches of this process's loader; then batches without rows, until no process has any left.
+def even_batches(communicator: Communicator | None, loader: Iterable[Any], dim: int) -> Iterator[Any]:
+    """Yield the batches of this process's loader; then batches without rows, until no process has a batch left.
 
     Args:
-        cluster: the processes; None: there is only this one.
-        loader: what gives this process's batches.
+        communicator: the processes; None: there is only this one.
+        loader: this process's batches.
         dim: the axis of the rows.
     """
-    if cluster is None:
+    if communicator is None:
         yield from loader
         return
-    following = iter(loader)
+    iterator = iter(loader)
     latest: Any = None  # the latest batch, from which an empty one is made when it is needed
     is_first, has_more = True, True
     while True:
-        # Who has come to the end is not asked again: there are iterators that would begin anew.
-        batch = list(islice(following, 1)) if has_more else []
+        # An exhausted iterator is not asked again: some would start over.
+        batch = list(islice(iterator, 1)) if has_more else []
         has_more = bool(batch)
-        left = [bool(has) for (has,) in cluster.gather([len(batch)], _DOING)()]
-        if not any(left):
+        has_batch = [bool(has) for (has,) in communicator.all_gather([len(batch)], _DOING).wait()]
+        if not any(has_batch):
             return
-        if is_first and not all(left):  # who has never had a batch does not know what one is like
-            is_sender = cluster.rank == left.index(True)
-            empty = cluster.exchange(without_rows(batch[0], dim) if is_sender else None, _DOING)[left.index(True)]
+        if is_first and not all(has_batch):  # a rank that never had a batch needs one to make an empty one from
+            sender = has_batch.index(True)
+            empty = empty_batch(batch[0], dim) if communicator.rank == sender else None
+            empty = communicator.all_gather_object(empty, _DOING)[sender]
             latest = batch[0] if batch else empty
         is_first = False
         if batch:
             latest = batch[0]
             yield latest
         else:
-            yield without_rows(latest, dim)
+            yield empty_batch(latest, dim)
 
 
-def without_rows(batch: Any, dim: int) -> Any:
-    """Return a batch of the same kind that has no rows.
+def empty_batch(batch: Any, dim: int) -> Any:
+    """Return a batch like `batch`, with no rows.
 
-    >>> images, labels = without_rows([torch.zeros(8, 3, 28, 28), torch.zeros(8)], 0)
+    >>> images, labels = empty_batch([torch.zeros(8, 3, 28, 28), torch.zeros(8)], 0)
     >>> images.shape, labels.shape
     (torch.Size([0, 3, 28, 28]), torch.Size([0]))
 
-    Tensors that have not as many rows as the first one, such as a table for all rows, stay whole.
+    Tensors that do not have as many rows as the first one, such as a table for all rows, are returned as they are.
 
     Raises:
-        ValueError: the batch is of a class that cannot be without rows, such as a PackedSequence.
+        ValueError: the batch is of a class that cannot have no rows, such as a PackedSequence.
     """
     rows: int | None = None
 

@@ -80,7 +80,7 @@ class DistributedEngine(Engine):
     def gradient_sync(self, module: nn.Module) -> GradientSync | None:
         """Return what sums the gradients of `module`; None if a loaded model has this process to itself."""
         if isinstance(self._gradient_sync, UnboundGradientSync):
-            self._gradient_sync = self._gradient_sync.joined(module)
+            self._gradient_sync = self._gradient_sync.bind(module)
         return self._gradient_sync
 
     def _active(self, module: nn.Module) -> GradientSync | None:
@@ -122,8 +122,8 @@ class DistributedEngine(Engine):
         else:
             cross_process = None
             if call.sync_batch_norm:
-                cluster = sync_context.gradient_sync.cluster
-                cross_process = CrossProcessAllGather(cluster, call.source, sync_context.weight_of_loss)
+                communicator = sync_context.gradient_sync.communicator
+                cross_process = CrossProcessAllGather(communicator, call.source, sync_context.weight_of_loss)
             call = replace(call, sync_context=sync_context, cross_process=cross_process)
             output = self._engine.forward(module, call)
         sync_context.has_run()

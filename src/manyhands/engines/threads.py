@@ -49,7 +49,7 @@ from manyhands.runtime.rng import own_streams
 from manyhands.runtime.streams import Copies
 from manyhands.runtime.thread_pool import PassContext, ReplicaTiming, inside_replica, one_pass, run_together
 from manyhands.sync_batch_norm.exchange import LocalExchange
-from manyhands.sync_batch_norm.function_mode import BatchNormOverReplicas, Walk
+from manyhands.sync_batch_norm.function_mode import BackwardMode, BatchNormOverReplicas
 
 _MOST_STRUCTURES = 64
 _TOO_MANY_ACCELERATORS = (
@@ -185,13 +185,14 @@ def _batch_norm_over_replicas(call: Call, stamps: Sequence[Stamp]) -> tuple[list
     on_host = all(map(_devices.computes_on_host, call.devices))
     if call.cross_process is not None and len(stamps) > 1 and not on_host:
         raise RuntimeError(_TOO_MANY_ACCELERATORS)
-    walk = Walk.APART if on_host or len(stamps) == 1 else Walk.TOGETHER
+    backward_mode = BackwardMode.PER_REPLICA if on_host or len(stamps) == 1 else BackwardMode.ONE_CALL
     batch_norm = BatchNormOverReplicas(
-        [stamp.replica for stamp in stamps], walk, partial(LocalExchange, cross_process=call.cross_process)
+        [stamp.replica for stamp in stamps], backward_mode, partial(LocalExchange, cross_process=call.cross_process)
     )
     if on_host:
         return [batch_norm.one_pass], nullcontext
-    return [batch_norm.one_pass], batch_norm.repeating if walk is Walk.TOGETHER else batch_norm.only_replica
+    one_call = backward_mode is BackwardMode.ONE_CALL
+    return [batch_norm.one_pass], batch_norm.recomputation if one_call else batch_norm.single_replica
 
 
 def _join(

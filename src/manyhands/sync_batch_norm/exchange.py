@@ -1,16 +1,19 @@
-"""Meetings: replicas that run at the same time exchange values.
+"""All-gathers among replicas that run at the same time.
 
-Who waits for whom, and who is released when, is decided in one place, `LocalExchange`. Its replicas run in threads of
-this process, or in other processes, whose messages bring what they come with; `Exchange` is what a replica sees of it,
-wherever it runs.
+`LocalExchange` decides, in one place, which requests complete and when. Its replicas run in threads of this process, or
+in other processes, whose requests arrive as messages; `Exchange` is what a replica sees of it, wherever it runs.
+
+    replica i:   submit a request (name, value) ──► wait ──► result: the values of all participants
+                 withdraw, at the end of its pass
 
 Guarantees
-    - Everybody who comes to an exchange gets what everybody gave, in replica order.
-    - Nobody waits for a replica that has left the meeting: because it is done, or because it failed.
-    - Nobody waits for ever. Where every replica waits, each for others that wait elsewhere (the data led them into
-      different branches), one exchange goes on without those who are not there.
+    - Every participant of an all-gather gets the values of all participants, in replica order.
+    - No replica waits for one that has withdrawn, because it is done or because it failed.
+    - No replica waits for ever. If every replica waits, and no request has all its participants (the data led the
+      replicas into different branches), one request completes without the missing ones.
+      Deadlock tie-break: lowest rank first, then the replica with the fewest exchanges.
 
-Assumes that every replica leaves, however it ends, and that the replicas do run at the same time.
+Assumes that every replica withdraws, however it ends, and that the replicas do run at the same time.
 """
 
 import abc
@@ -22,119 +25,118 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
-_WAKE_S = 0.1  # a waiting replica looks this often for Ctrl-C, which cannot always wake it
+_WAKE_S = 0.1  # a waiting replica checks for Ctrl-C this often: Ctrl-C cannot always wake it
 
 _TOO_LATE = (
-    "the replicas came to what they exchange in backward in different orders, so that their parts of a gradient cannot "
-    "be brought together. Let every replica take the same way through the module."
+    "the replicas' backward passes reached the same exchanges in different orders, so that the parts of a gradient "
+    "cannot be summed. Let every replica take the same way through the module."
 )
 
 
 @dataclass(frozen=True)
 class Result:
-    """What an exchange came to.
+    """The result of an all-gather.
 
     Attributes:
-        values: what each replica gave, in replica order; without those that did not come. Of a meeting that goes beyond
-            this process: what each process has, by its rank.
-        number: names this exchange, so that it can be answered later. The later of two has the higher one.
-        among: the replicas that came.
+        values: the participants' values, in replica order. With a cross-process all-gather: each process's value, by
+            rank.
+        number: identifies this all-gather, for the one in backward. A later all-gather has a higher number.
+        participants: the replicas that submitted a value.
     """
 
     values: dict[int, Any]
     number: int
-    among: frozenset[int]
+    participants: frozenset[int]
 
 
-# From the name of an exchange and what this process's replicas gave to what each process has, by rank.
+# From the name of an all-gather and the values of this process's replicas to the value of each process, by rank.
 CrossProcess: TypeAlias = Callable[[Hashable, dict[int, Any]], dict[int, Any]]
 
 
 class Request(NamedTuple):
-    """What a replica comes to a meeting with.
+    """What a replica submits to take part in an all-gather.
 
     Attributes:
-        name: what the exchange is called.
-        value: what the replica gives.
-        among: who takes part in it; None: everybody.
-        rank: if all replicas wait, each at another exchange, that of the lowest rank goes on first; of equal ones, that
-            of the replica with the fewest exchanges behind it.
+        name: of the all-gather.
+        value: the replica's value.
+        participants: the replicas that take part; None: all.
+        rank: the priority in the deadlock tie-break, lowest first.
     """
 
     name: Hashable
     value: Any
-    among: frozenset[int] | None
+    participants: frozenset[int] | None
     rank: tuple[int, float]
 
 
 class Exchange(abc.ABC):
-    """Where replicas exchange values while they run.
+    """A replica's view of the all-gathers of one pass.
 
     Attributes:
-        failed: whether some replica is known to have left with an exception.
-        is_over: whether everybody is known to have left.
+        failed: whether some replica is known to have withdrawn because of an exception.
+        all_withdrawn: whether all replicas are known to have withdrawn.
     """
 
     failed = False
-    is_over = False
+    all_withdrawn = False
 
     def all_gather(self, index: int, name: str, value: Any, place: float = math.inf) -> Result:
-        """Give replica `index`'s value under a name; wait for the others' and return them all.
+        """Submit replica `index`'s value under a name; wait for the other replicas' values and return all.
 
-        A name may be used again and again: the n-th call of one replica meets the n-th of each other.
+        A name may be used again: the n-th call of one replica belongs to the n-th call of each other.
 
         Args:
-            index, name, value: who gives what.
-            place: that of the name in the order in which replicas are likely to come to the names. It decides who
-                goes on first where all wait, each elsewhere.
+            index, name, value: the replica, the name of the all-gather, the replica's value.
+            place: the position of the name in the order in which replicas usually use the names: the rank in the
+                deadlock tie-break.
         """
-        result = self.wait_for(index, Request(name, value, among=None, rank=(0, place)))
+        result = self.submit_and_wait(index, Request(name, value, participants=None, rank=(0, place)))
         assert result is not None
         return result
 
-    def answer(self, index: int, number: int, among: frozenset[int], value: Any) -> Result:
-        """Exchange values again among replicas that took part in exchange `number`, of this meeting or of another.
+    def all_gather_backward(self, index: int, number: int, participants: frozenset[int], value: Any) -> Result:
+        """All-gather again among the participants of all-gather `number`, of this exchange or of an earlier one.
 
         Raises:
-            RuntimeError: the others could not wait for this replica, and have gone on without it.
+            RuntimeError: the deadlock tie-break has completed it without this replica.
         """
-        # Backward comes to what was exchanged in forward in reverse: to the latest first.
-        result = self.wait_for(index, Request(number, value, among, rank=(1, -number)))
+        # Backward reaches the all-gathers of forward in reverse order: the latest first.
+        result = self.submit_and_wait(index, Request(number, value, participants, rank=(1, -number)))
         if result is None:
             raise RuntimeError(_TOO_LATE)
         return result
 
     @abc.abstractmethod
-    def wait_for(self, index: int, request: Request) -> Result | None:
-        """Wait for the others; return what the exchange came to, None if they could not wait for an answer."""
+    def submit_and_wait(self, index: int, request: Request) -> Result | None:
+        """Submit a request; wait for its result. None: a backward request that completed without this replica."""
 
     @abc.abstractmethod
     def withdraw(self, index: int, *, failed: bool) -> None:
-        """Be waited for no longer."""
+        """Let no other replica wait for replica `index` any more."""
 
 
 @dataclass
 class _Pending:
-    """Where replicas wait until all of `among` that can still come have come: what they gave, and whom to tell."""
+    """An all-gather that waits for participants: the values so far, and the callbacks that take the result."""
 
-    among: frozenset[int]
+    participants: frozenset[int]
     rank: tuple[int, float]
     values: dict[int, Any] = field(default_factory=dict)
-    tell: list[Callable[[Result], None]] = field(default_factory=list)
+    callbacks: list[Callable[[Result], None]] = field(default_factory=list)
 
 
 class LocalExchange(Exchange):
-    """A meeting of the replicas 0 to `num_replicas` - 1 that is held in this process.
+    """The all-gathers of replicas 0 to `num_replicas` - 1, decided in this process.
 
     Attributes:
         error: what `cross_process` has raised. After that no other replica gets a result.
 
     Args:
-        num_replicas: how many meet.
-        serve: what a replica of this process does while it waits, until what it is given returns True: to take in those
-            who come from other processes. None: it sleeps until another thread wakes it.
-        beyond: takes the name of an exchange, if it is a string, and what the replicas gave; returns what they get in
-            its place. By it processes with meetings of their own exchange what each has come to.
+        num_replicas: how many replicas take part.
+        serve: receives the requests of replicas in other processes, until the function that it is given returns True.
+            A replica of this process calls it while it waits. None: it sleeps until another thread wakes it.
+        cross_process: takes the name of an all-gather and the values of this process's replicas; returns the values of
+            all processes, which become the result. None: there are no other processes.
     """
 
     def __init__(
@@ -148,12 +150,12 @@ class LocalExchange(Exchange):
         self.error: BaseException | None = None
         self._condition = threading.Condition()
         self._all = frozenset(range(num_replicas))
-        self._present = set(self._all)
+        self._present = set(self._all)  # have not withdrawn
         self._pending: dict[tuple[Hashable, int], _Pending] = {}
-        self._answered_without_all: set[tuple[Hashable, int]] = set()
+        self._completed_early: set[tuple[Hashable, int]] = set()  # backward requests that the tie-break completed
         self._num_calls: Counter[Hashable] = Counter()  # of each replica, and of each replica under each name
 
-    def wait_for(self, index: int, request: Request) -> Result | None:
+    def submit_and_wait(self, index: int, request: Request) -> Result | None:
         results: list[Result | None] = []
         with self._condition:
             self.submit(index, request, results.append)
@@ -166,39 +168,37 @@ class LocalExchange(Exchange):
                     self._condition.wait(_WAKE_S)
         return results[0]
 
-    def submit(self, index: int, request: Request, tell: Callable[[Result | None], None]) -> None:
-        """Submit a replica's request; `tell` is called with its result, now or as soon as it is known."""
+    def submit(self, index: int, request: Request, callback: Callable[[Result | None], None]) -> None:
+        """Submit a replica's request; `callback` is called with the result, now or as soon as it is known."""
         with self._condition:
             self._num_calls.update([index, (index, request.name)])
             key = (request.name, self._num_calls[index, request.name])
-            if key in self._answered_without_all:
-                tell(None)
+            if key in self._completed_early:
+                callback(None)
                 return
-            pending = self._pending.setdefault(key, _Pending(request.among or self._all, request.rank))
+            pending = self._pending.setdefault(key, _Pending(request.participants or self._all, request.rank))
             pending.values[index] = request.value
-            pending.tell.append(tell)
+            pending.callbacks.append(callback)
             self._complete_pending()
 
     def withdraw(self, index: int, *, failed: bool) -> None:
         with self._condition:
             self.failed |= failed
             self._present.discard(index)
-            self.is_over = not self._present
+            self.all_withdrawn = not self._present
             self._complete_pending()
 
     def _complete_pending(self) -> None:
-        """Let everybody go on who need not wait any more."""
+        """Complete every all-gather that has all the participants that can still submit."""
         while self._pending:
-            full = [
-                key for key, pending in self._pending.items() if self._present & pending.among <= pending.values.keys()
-            ]
-            if not full:
+            complete = [key for key, pending in self._pending.items() if not self._missing(pending)]
+            if not complete:
                 waiting = {index for pending in self._pending.values() for index in pending.values}
                 if self._present - waiting:
                     return
-                full = [min(self._pending, key=self._rank)]
-                self._answered_without_all.update(key for key in full if not isinstance(key[0], str))
-            for key in full:
+                complete = [min(self._pending, key=self._rank)]
+                self._completed_early.update(key for key in complete if not isinstance(key[0], str))
+            for key in complete:
                 pending = self._pending.pop(key)
                 values = dict(sorted(pending.values.items()))
                 if self._cross_process is not None:
@@ -209,9 +209,12 @@ class LocalExchange(Exchange):
                         self._condition.notify_all()
                         raise
                 result = Result(values, next(_numbers), frozenset(pending.values))
-                for tell in pending.tell:
-                    tell(result)
+                for callback in pending.callbacks:
+                    callback(result)
             self._condition.notify_all()
+
+    def _missing(self, pending: _Pending) -> set[int]:
+        return (self._present & pending.participants) - pending.values.keys()
 
     def _rank(self, key: tuple[Hashable, int]) -> tuple[tuple[int, float], int, int]:
         pending = self._pending[key]

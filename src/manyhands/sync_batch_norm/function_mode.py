@@ -1,28 +1,27 @@
 """Batch norm over all replicas: in training, the statistics of the whole batch instead of one shard's.
 
-    replica i:   input ──► count, mean, variance of my rows ──┐                     ┌──► normalised input
-                              (1) meet the other replicas     └──► of all rows ─────┘
-    backward:    gradient of mean and variance ──► (2) summed over the replicas ──► gradient of my rows
+    replica i:   input ──► count, mean, variance of its rows ──┐                     ┌──► normalised input
+                               (1) all-gather                  └──► of all rows ─────┘
+    backward:    gradient of mean and variance ──► (2) all-reduce ──► gradient of the replica's rows
 
-How it gets into a replica. While a replica runs, a `TorchFunctionMode` is active in its thread, which takes over every
-`torch.nn.functional.batch_norm` that asks for batch statistics: of torch's layers, of a user's subclass, of a plain
-call. No class and no attribute is touched; the live module keeps its types and its `state_dict`. The mode is active
-while replicas' graphs are walked backward too, because activation checkpoints run parts of the forward again there.
+Interception. While a replica runs, a `TorchFunctionMode` is active in its thread. It replaces every call of
+`torch.nn.functional.batch_norm` that asks for batch statistics: from torch's layers, from a user's subclass, a plain
+call. No class and no attribute is changed; the live module keeps its types and its `state_dict`. The mode is active in
+backward too, because activation checkpoints run parts of the forward again there.
 
-Who meets whom. Replicas exchange what they have (sync_batch_norm/exchange.py) under the name that the batch norm's
-tensors have in the
-replica, and in backward under the number of the exchange in forward. A batch norm that not every replica comes to,
-because the data led them into different branches, is over the rows of those that did, which is said once in the log.
+Names. A batch norm is named after its tensors in the replica. Forward all-gathers (sync_batch_norm/exchange.py) under
+that name, backward under the number of the all-gather in forward. If the data leads replicas into different branches, a
+batch norm is over the rows of the replicas that called it; the log says so once.
 
-Who waits in backward. It depends on how the replicas' graphs are walked (`Walk`):
+Backward depends on how the replicas' graphs run backward (`BackwardMode`):
 
-    APART      each by a thread of its own, as on the host: the replicas wait for each other there as well (2)
-    TOGETHER   all by one call of ours, as on accelerators: nothing may wait. The replicas hand over statistics with
-               their history, and what is computed of them is part of one graph. Where an activation checkpoint runs a
-               batch norm again, the other replicas' statistics are those that were noted in forward.
-    ELSEWHERE  all by a call of the caller's, as with the plain composition: likewise, but without checkpoints
+    PER_REPLICA   each in a thread of its own, as on the host: the replicas wait for each other there too (2)
+    ONE_CALL      all in one call of ours, as on accelerators: nothing may wait. The replicas all-gather statistics
+                  with their history, so that all graphs become one. Where an activation checkpoint recomputes a batch
+                  norm, the other replicas' statistics are those recorded in forward.
+    CALLERS       all in a call of the caller's, as with the plain composition: like ONE_CALL, but without checkpoints
 
-Equal calls give equal bits: statistics and gradients are put together in replica order.
+Equal calls give equal bits: statistics and gradients are combined in replica order.
 
 Assumes that the replicas of a pass run at the same time, each in a thread or a process of its own.
 """
@@ -49,11 +48,11 @@ from manyhands.runtime import torch_private
 from manyhands.runtime.errors import log_once
 from manyhands.runtime.thread_pool import inside_replica
 from manyhands.sync_batch_norm.exchange import Exchange, LocalExchange, Result
-from manyhands.sync_batch_norm.statistics import OfGradient, Statistics
+from manyhands.sync_batch_norm.statistics import ReduceGrad, Statistics
 
-_CANNOT_MEET = (
-    "batch norm over all replicas (sync_batch_norm=True) needs the other replicas' part here, and they do not run "
-    "beside this one: gradients that are batched (is_grads_batched=True, vectorize=True), a dispatch or function mode "
+_NOT_RUNNING_TOGETHER = (
+    "batch norm over all replicas (sync_batch_norm=True) needs the other replicas' values here, and they do not run "
+    "at the same time: gradients that are batched (is_grads_batched=True, vectorize=True), a dispatch or function mode "
     "around backward, or a backward inside of another replica. Ask for gradients one by one and outside of such a "
     "mode, or make the wrapper with sync_batch_norm=False."
 )
@@ -75,17 +74,17 @@ _TRANSFORM = (
 Tensors: TypeAlias = Sequence[torch.Tensor | None]
 
 
-class Walk(enum.Enum):
-    """How the replicas' graphs are walked backward; see above."""
+class BackwardMode(enum.Enum):
+    """How the replicas' graphs run backward; see above."""
 
-    APART = enum.auto()
-    TOGETHER = enum.auto()
-    ELSEWHERE = enum.auto()
+    PER_REPLICA = enum.auto()
+    ONE_CALL = enum.auto()
+    CALLERS = enum.auto()
 
 
 @dataclass(frozen=True)
 class ReplicaStatistics:
-    """What one replica brings to a batch norm."""
+    """One replica's statistics of a batch norm's input, and its number of rows."""
 
     statistics: Statistics
     rows: int
@@ -93,10 +92,10 @@ class ReplicaStatistics:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What one replica brings in backward: gradients of mean and variance.
+    """One replica's gradients of mean and variance.
 
-    `weighted` matters between processes, where each has the gradients of a loss of its own: whether these are
-    derivatives of those losses, or, in a derivative of the next order, of what was made of them.
+    `weighted` matters between processes (across_processes.py): whether they are summed with the weights of the
+    processes' losses or, being the adjoint of such a sum, without.
     """
 
     tensor: torch.Tensor
@@ -104,8 +103,8 @@ class Gradients:
 
 
 @dataclass(frozen=True)
-class _Noted:
-    """A batch norm that a checkpoint will run again: its name, the replica's own mean then, and everybody's part."""
+class _Recorded:
+    """A batch norm that a checkpoint will recompute: its name, the replica's own mean, all replicas' statistics."""
 
     name: str
     mean: torch.Tensor
@@ -113,66 +112,66 @@ class _Noted:
 
 
 class BatchNormOverReplicas:
-    """Makes the batch norms of some replicas see the rows of all of them.
+    """Batch norm over the rows of all replicas of one forward, for that forward and its backward passes.
 
     Args:
-        replicas: the replicas of one forward; None for each that runs in another process.
-        walk: how their graphs will be walked backward.
-        new_exchange: makes the meeting of so many replicas for one pass, in this process's view.
+        replicas: the replicas; None for each that runs in another process.
+        backward_mode: how their graphs will run backward.
+        new_exchange: makes the exchange of so many replicas for one pass.
     """
 
     def __init__(
         self,
         replicas: Sequence[Callable[..., Any] | None],
-        walk: Walk,
+        backward_mode: BackwardMode,
         new_exchange: Callable[[int], Exchange] = LocalExchange,
     ) -> None:
-        self.walk = walk
+        self.backward_mode = backward_mode
         self._new_exchange = new_exchange
-        self.identity = object()  # what the graphs know this by; if they held this, they would hold the replicas
+        self.identity = object()  # for the graphs: a reference to this object would keep the replicas alive
         self.num_replicas = len(replicas)
         self._replicas = replicas
         self._named: list[dict[int, tuple[str, int, torch.Tensor]] | None] = [None] * len(replicas)
-        self._noted: list[list[_Noted]] = [[] for _ in replicas]
+        self._recorded: list[list[_Recorded]] = [[] for _ in replicas]
 
     @contextlib.contextmanager
     def one_pass(self) -> Iterator[Callable[[int], AbstractContextManager[None]]]:
-        """Surround a pass over all replicas; yield what surrounds replica i in its thread."""
+        """A pass over all replicas, as a context; yield the context of replica i in its thread."""
         yield self.begin()
 
     def begin(self) -> Callable[[int], AbstractContextManager[None]]:
-        """Begin a pass over all replicas, forward or (`Walk.APART`) backward; return what surrounds replica i in it."""
+        """Begin a forward or (`BackwardMode.PER_REPLICA`) a backward of all replicas; return replica i's context."""
         exchange = self._new_exchange(self.num_replicas) if not inside_replica() else None
         tracked = torch.is_grad_enabled()
-        return lambda index: self._taking_part(exchange, index, tracked)
+        return lambda index: self._in_replica(exchange, index, tracked)
 
     @contextlib.contextmanager
-    def _taking_part(self, exchange: Exchange | None, index: int, tracked: bool) -> Iterator[None]:
-        seat = _Seat(self, exchange, index, tracked) if exchange is not None else None
-        before = _current_seat()
-        _thread.seat = seat
+    def _in_replica(self, exchange: Exchange | None, index: int, tracked: bool) -> Iterator[None]:
+        replica_pass = _ReplicaPass(self, exchange, index, tracked) if exchange is not None else None
+        before = _current_pass()
+        _thread.replica_pass = replica_pass
         failed = True
         try:
-            with _TakesOverBatchNorm(lambda tensors: seat):
+            with _BatchNormMode(lambda tensors: replica_pass):
                 yield
             failed = False
         finally:
-            _thread.seat = before
+            _thread.replica_pass = before
             if exchange is not None:
                 exchange.withdraw(index, failed=failed)
 
     @contextlib.contextmanager
-    def only_replica(self) -> Iterator[None]:
-        """Surround a walk of the graph of an only replica, which has nobody to wait for in this process."""
+    def single_replica(self) -> Iterator[None]:
+        """The backward of a single replica, as a context: there is no other replica in this process."""
         with self.begin()(0):
             yield
 
-    def repeating(self) -> AbstractContextManager[Any]:
-        """Return what surrounds a walk of all graphs (`Walk.TOGETHER`), for the batch norms that it runs again."""
-        return _TakesOverBatchNorm(lambda tensors: _Repetition(self, tensors))
+    def recomputation(self) -> AbstractContextManager[Any]:
+        """Return the context of a backward of all graphs (`BackwardMode.ONE_CALL`), for recomputed batch norms."""
+        return _BatchNormMode(lambda tensors: _Recomputation(self, tensors))
 
     def name_of(self, index: int, tensors: Tensors) -> tuple[str, int] | None:
-        """Return the name that one of `tensors` has in replica `index`, and its place in the order of all names."""
+        """Return the name of the first of `tensors` that replica `index` has, and its place among all names."""
         named = self._named[index]
         if named is None:
             named = {}
@@ -180,24 +179,24 @@ class BatchNormOverReplicas:
             for path, module in replica.named_modules() if isinstance(replica, nn.Module) else ():
                 for name, tensor in chain(module.named_buffers(path, False), module.named_parameters(path, False)):
                     named[id(tensor)] = (name, len(named), tensor)  # the tensor too, so that its id stays its own
-            self._named[index] = named  # not earlier: other replicas' threads look in there
+            self._named[index] = named  # only now: other replicas' threads read it
         return next((named[id(tensor)][:2] for tensor in tensors if id(tensor) in named), None)
 
     def owner_of(self, tensors: Tensors) -> int | None:
-        """Return which replica's batch norm has `tensors`; None if that cannot be told."""
+        """Return the replica whose batch norm has `tensors`; None if it is not exactly one."""
         owners = [index for index in range(self.num_replicas) if self.name_of(index, tensors) is not None]
         return owners[0] if len(owners) == 1 else None
 
-    def note(self, index: int, name: str, parts: dict[int, ReplicaStatistics]) -> None:
-        """Note a batch norm of replica `index`, which a checkpoint will run again."""
+    def record(self, index: int, name: str, parts: dict[int, ReplicaStatistics]) -> None:
+        """Record a batch norm of replica `index` that a checkpoint will recompute."""
         leaves = {i: ReplicaStatistics(part.statistics.detached(), part.rows) for i, part in parts.items()}
-        self._noted[index].append(_Noted(name, leaves[index].statistics.mean, leaves))
+        self._recorded[index].append(_Recorded(name, leaves[index].statistics.mean, leaves))
 
-    def noted(self, index: int, name: str, mine: Statistics) -> dict[int, ReplicaStatistics]:
-        """Return everybody's part in a batch norm that replica `index` runs again, with these statistics."""
-        same_name = [noted for noted in self._noted[index] if noted.name == name]
+    def recorded(self, index: int, name: str, mine: Statistics) -> dict[int, ReplicaStatistics]:
+        """Return all replicas' statistics of a batch norm that replica `index` recomputes with statistics `mine`."""
+        same_name = [recorded for recorded in self._recorded[index] if recorded.name == name]
         if len(same_name) > 1:  # used more than once
-            same_name = [noted for noted in same_name if torch.equal(noted.mean, mine.mean)]
+            same_name = [recorded for recorded in same_name if torch.equal(recorded.mean, mine.mean)]
         if not same_name:
             raise RuntimeError(_CHECKPOINT)
         return same_name[0].parts
@@ -206,75 +205,73 @@ class BatchNormOverReplicas:
 def run_synchronised(
     replicas: Sequence[Callable[..., Any]], calls: Sequence[Callable[..., Any]]
 ) -> list[Callable[..., Any]]:
-    """Return `calls`, one a replica, with batch norm over all replicas; for one call of each, all at once."""
-    surroundings = BatchNormOverReplicas(replicas, Walk.ELSEWHERE).begin()
+    """Return `calls`, one a replica, with batch norm over all replicas. Each is to be called once, all at once."""
+    context_of = BatchNormOverReplicas(replicas, BackwardMode.CALLERS).begin()
 
-    def surrounded(index: int) -> Callable[..., Any]:
+    def synchronised(index: int) -> Callable[..., Any]:
         def run(*inputs: Any, **kwargs: Any) -> Any:
-            with surroundings(index):
+            with context_of(index):
                 return calls[index](*inputs, **kwargs)
 
         return run
 
-    return [surrounded(index) for index in range(len(replicas))]
+    return [synchronised(index) for index in range(len(replicas))]
 
 
 def inside_synchronised_replica() -> bool:
     """Return whether the calling thread runs a replica whose batch norms see the rows of all replicas."""
-    return _current_seat() is not None
+    return _current_pass() is not None
 
 
 # ---- one replica's view --------------------------------------------------------------------------
 
 
-class _Seat:
-    """One replica's place in one pass; `tracked` says whether there can be a backward pass after it."""
+class _ReplicaPass:
+    """One replica in one pass; `tracked` says whether a backward can follow."""
 
-    def __init__(self, over: BatchNormOverReplicas, exchange: Exchange, index: int, tracked: bool) -> None:
-        self.over = over
+    def __init__(self, batch_norm: BatchNormOverReplicas, exchange: Exchange, index: int, tracked: bool) -> None:
+        self.batch_norm = batch_norm
         self.exchange = exchange
         self.index = index
         self._tracked = tracked
         self._num_checkpoints_around = _num_checkpoints()
 
-    def parts_of_all(
+    def gather_statistics(
         self, x: torch.Tensor, tensors: Tensors
-    ) -> tuple[dict[int, ReplicaStatistics], Statistics, OfGradient | None]:
-        """Return every replica's part in the batch norm of `x` that has `tensors`, and the statistics of all rows.
+    ) -> tuple[dict[int, ReplicaStatistics], Statistics, ReduceGrad | None]:
+        """Return every replica's statistics of the batch norm of `x` that has `tensors`, and those of all rows.
 
-        Where these have no history: also what links them to x.
+        Where the latter have no history, also the function that reduces their gradient.
         """
-        if self.over.walk is Walk.APART:
-            result = self._exchange(ReplicaStatistics(Statistics.of(x), x.size(0)), x, tensors)
-            link = _Link(self.over.identity, result.number, result.among)
-            whole = put_together(result.values, x.device)
-            return result.values, whole, lambda grad: _SumOverReplicas.apply(grad, link)  # type: ignore[no-untyped-call]
+        if self.batch_norm.backward_mode is BackwardMode.PER_REPLICA:
+            result = self._all_gather(Statistics.of(x), x, tensors)
+            forward = _ForwardExchange(self.batch_norm.identity, result.number, result.participants)
+            total = combine_statistics(result.values, x.device)
+            return result.values, total, lambda grad: _AllReduce.apply(grad, forward)  # type: ignore[no-untyped-call]
 
-        repeated = self._tracked and _num_checkpoints() > self._num_checkpoints_around
-        if repeated and (
-            self.over.walk is not Walk.TOGETHER
-            or not torch.is_grad_enabled()  # the reentrant kind, which walks each replica's part by itself
-            or self.over.owner_of(tensors) != self.index
+        is_checkpointed = self._tracked and _num_checkpoints() > self._num_checkpoints_around
+        if is_checkpointed and (
+            self.batch_norm.backward_mode is not BackwardMode.ONE_CALL
+            or not torch.is_grad_enabled()  # reentrant: it runs backward of each replica's part by itself
+            or self.batch_norm.owner_of(tensors) != self.index
         ):
             raise RuntimeError(_CHECKPOINT)
         exchange = self.exchange
 
-        def known_when_all_are_done(grad: torch.Tensor) -> torch.Tensor:
-            if not exchange.is_over:
+        def check_forward_is_over(grad: torch.Tensor) -> torch.Tensor:
+            if not exchange.all_withdrawn:
                 raise RuntimeError(_INSIDE_FORWARD)
             return grad
 
-        result = self._exchange(
-            ReplicaStatistics(Statistics.of(x).with_history(x, known_when_all_are_done), x.size(0)), x, tensors
-        )
-        if repeated:
-            self.over.note(self.index, self._name(x, tensors)[0], result.values)
-        return result.values, put_together(result.values, x.device), None
+        result = self._all_gather(Statistics.of(x).with_history(x, check_forward_is_over), x, tensors)
+        if is_checkpointed:
+            self.batch_norm.record(self.index, self._name(x, tensors)[0], result.values)
+        return result.values, combine_statistics(result.values, x.device), None
 
-    def _exchange(self, part: ReplicaStatistics, x: torch.Tensor, tensors: Tensors) -> Result:
+    def _all_gather(self, statistics: Statistics, x: torch.Tensor, tensors: Tensors) -> Result:
         name, place = self._name(x, tensors)
-        result = self.exchange.all_gather(self.index, name, part, place)
-        if len(result.among) < self.over.num_replicas and not self.exchange.failed:
+        result = self.exchange.all_gather(self.index, name, ReplicaStatistics(statistics, x.size(0)), place)
+        if len(result.participants) < self.batch_norm.num_replicas and not self.exchange.failed:
             log_once(
                 f"the batch norm of {name} saw the rows of some replicas only: the others did not call it, because "
                 "their rows led them into another branch of forward."
@@ -282,45 +279,45 @@ class _Seat:
         return result
 
     def _name(self, x: torch.Tensor, tensors: Tensors) -> tuple[str, float]:
-        return self.over.name_of(self.index, tensors) or (f"{x.size(1)} channels", math.inf)
+        return self.batch_norm.name_of(self.index, tensors) or (f"{x.size(1)} channels", math.inf)
 
 
-class _Repetition:
-    """A batch norm that a checkpoint runs again, while one call walks all graphs: nobody is there to meet."""
+class _Recomputation:
+    """A batch norm that a checkpoint recomputes in a backward of all graphs, when no other replica runs."""
 
-    def __init__(self, over: BatchNormOverReplicas, tensors: Tensors) -> None:
-        self.over = over
-        owner = over.owner_of(tensors)
+    def __init__(self, batch_norm: BatchNormOverReplicas, tensors: Tensors) -> None:
+        self.batch_norm = batch_norm
+        owner = batch_norm.owner_of(tensors)
         if owner is None:
             raise RuntimeError(_CHECKPOINT)
         self.index = owner
 
-    def parts_of_all(
+    def gather_statistics(
         self, x: torch.Tensor, tensors: Tensors
-    ) -> tuple[dict[int, ReplicaStatistics], Statistics, OfGradient | None]:
-        """Return every replica's part as it was noted, its own with the history of now."""
-        name = self.over.name_of(self.index, tensors)
+    ) -> tuple[dict[int, ReplicaStatistics], Statistics, ReduceGrad | None]:
+        """Return every replica's statistics as recorded, but its own with a new history."""
+        name = self.batch_norm.name_of(self.index, tensors)
         mine = Statistics.of(x).with_history(x, lambda grad: grad)
-        noted = self.over.noted(self.index, name[0] if name else "", mine)
-        parts = {**noted, self.index: ReplicaStatistics(mine, x.size(0))}
-        return parts, put_together(parts, x.device), None
+        recorded = self.batch_norm.recorded(self.index, name[0] if name else "", mine)
+        parts = {**recorded, self.index: ReplicaStatistics(mine, x.size(0))}
+        return parts, combine_statistics(parts, x.device), None
 
 
-def sum_of(gradients: Mapping[int, Gradients], device: torch.device) -> torch.Tensor:
-    """Return the sum of all gradients, in their order."""
+def sum_gradients(gradients: Mapping[int, Gradients], device: torch.device) -> torch.Tensor:
+    """Return the sum of all gradients, in the order given."""
     return torch.stack([_devices.copy_to(each.tensor, device) for each in gradients.values()]).sum(0)
 
 
-def put_together(parts: Mapping[int, ReplicaStatistics], device: torch.device) -> Statistics:
-    """Return the statistics of all parts together, in their order."""
+def combine_statistics(parts: Mapping[int, ReplicaStatistics], device: torch.device) -> Statistics:
+    """Return the statistics of all parts together, combined in the order given."""
     return Statistics.of_all([part.statistics for part in parts.values()], device)
 
 
 _thread = threading.local()
 
 
-def _current_seat() -> _Seat | None:
-    return getattr(_thread, "seat", None)
+def _current_pass() -> _ReplicaPass | None:
+    return getattr(_thread, "replica_pass", None)
 
 
 def _num_checkpoints() -> int:
@@ -336,10 +333,10 @@ def _num_checkpoints() -> int:
 
 
 @dataclass(frozen=True)
-class _Link:
-    """What backward has to know of an exchange in forward: between which replicas of whose it was.
+class _ForwardExchange:
+    """An all-gather in forward, as backward knows it: its number and its participants.
 
-    `weighted` is that of the gradients that will be exchanged.
+    `identity` is that of their `BatchNormOverReplicas`; `weighted` that of the gradients to be summed.
     """
 
     identity: object
@@ -348,43 +345,44 @@ class _Link:
     weighted: bool = True
 
 
-class _SumOverReplicas(torch.autograd.Function):
-    """The sum of a tensor over the replicas that are linked; it is its own adjoint."""
+class _AllReduce(torch.autograd.Function):
+    """The sum of a tensor over the replicas of an all-gather in forward; it is its own adjoint."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, link: _Link) -> torch.Tensor:
-        seat = _current_seat()
-        if seat is None or seat.over.identity is not link.identity:
-            raise RuntimeError(_CANNOT_MEET)
-        gradients = Gradients(tensor.detach(), link.weighted)
-        result = seat.exchange.answer(seat.index, link.number, link.replicas, gradients)
-        ctx.link = _Link(link.identity, result.number, result.among, not link.weighted)
-        return sum_of(result.values, tensor.device)
+    def forward(ctx: Any, tensor: torch.Tensor, of: _ForwardExchange) -> torch.Tensor:
+        replica_pass = _current_pass()
+        if replica_pass is None or replica_pass.batch_norm.identity is not of.identity:
+            raise RuntimeError(_NOT_RUNNING_TOGETHER)
+        gradients = Gradients(tensor.detach(), of.weighted)
+        result = replica_pass.exchange.all_gather_backward(replica_pass.index, of.number, of.replicas, gradients)
+        ctx.of = _ForwardExchange(of.identity, result.number, result.participants, not of.weighted)
+        return sum_gradients(result.values, tensor.device)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _SumOverReplicas.apply(grad, ctx.link), None  # type: ignore[no-untyped-call]
+        return _AllReduce.apply(grad, ctx.of), None  # type: ignore[no-untyped-call]
 
 
-# ---- taking over ---------------------------------------------------------------------------------
+# ---- the function mode ----------------------------------------------------------------------------
 
 
-class _TakesOverBatchNorm(TorchFunctionMode):
+class _BatchNormMode(TorchFunctionMode):
     """Runs the batch norms of the threads in which it is active over all replicas.
 
     Args:
-        seat_of: whose batch norm it is that has these tensors; None if that replica cannot meet the others.
+        replica_pass_of: returns the replica whose batch norm has these tensors; None if its replicas do not run at the
+            same time.
     """
 
-    def __init__(self, seat_of: Callable[[Tensors], "_Seat | _Repetition | None"]) -> None:
+    def __init__(self, replica_pass_of: Callable[[Tensors], "_ReplicaPass | _Recomputation | None"]) -> None:
         super().__init__()
-        self._seat_of = seat_of
+        self._replica_pass_of = replica_pass_of
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.batch_norm:
             return self._batch_norm(*args, **(kwargs or {}))
         if func in _BACKWARD:
-            return self._stay_on(func, *args, **kwargs)
+            return self._run_backward(func, *args, **kwargs)
         return func(*args, **(kwargs or {}))
 
     def _batch_norm(
@@ -398,46 +396,46 @@ class _TakesOverBatchNorm(TorchFunctionMode):
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> torch.Tensor:
-        """Do what `torch.nn.functional.batch_norm` would do with all replicas' rows; return what becomes of `input`."""
+        """Do what `torch.nn.functional.batch_norm` does with all replicas' rows; return this replica's output."""
 
-        def by_itself() -> torch.Tensor:
+        def of_torch() -> torch.Tensor:
             return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
-        if not training or eps <= 0 or input.dim() < 2:  # the latter two are errors, and torch's own to tell
-            return by_itself()
+        if not training or eps <= 0 or input.dim() < 2:  # the latter two are errors, which torch raises
+            return of_torch()
         if torch_private.has_transforms():
             raise RuntimeError(_TRANSFORM)
         tensors = (running_mean, running_var, weight, bias)
-        seat = self._seat_of(tensors)
-        if seat is None:
-            raise RuntimeError(_CANNOT_MEET)
-        parts, whole, of_gradient = seat.parts_of_all(input, tensors)
-        if whole.count == 0:
-            return by_itself()
-        if whole.count == 1 and not (isinstance(seat, _Seat) and seat.exchange.failed):
+        replica_pass = self._replica_pass_of(tensors)
+        if replica_pass is None:
+            raise RuntimeError(_NOT_RUNNING_TOGETHER)
+        parts, total, reduce_grad = replica_pass.gather_statistics(input, tensors)
+        if total.count == 0:
+            return of_torch()
+        if total.count == 1 and not (isinstance(replica_pass, _ReplicaPass) and replica_pass.exchange.failed):
             size = torch.Size([sum(part.rows for part in parts.values()), *input.shape[1:]])
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
-        whole.update(running_mean, running_var, momentum)
-        return whole.normalise(input, weight, bias, eps, of_gradient)
+        total.update(running_mean, running_var, momentum)
+        return total.normalise(input, weight, bias, eps, reduce_grad)
 
-    def _stay_on(self, func: Any, ends: Any, *inputs: Any, **kwargs: Any) -> Any:
-        """Run a backward pass under this mode: activation checkpoints call batch norms in it.
+    def _run_backward(self, func: Any, outputs: Any, /, *inputs: Any, **kwargs: Any) -> Any:
+        """Run a backward with this mode on, for the batch norms that activation checkpoints call in it.
 
-        A mode is off while one of its functions runs. But torch asks no mode about a backward pass whose ends and
+        A mode is off while one of its functions runs. But torch does not call modes for a backward whose outputs and
         inputs are given as gradient edges.
         """
         named = kwargs.get("inputs")
         named = list(named.values()) if isinstance(named, dict) else named
-        given = (ends, *inputs, named)
-        if kwargs.get("materialize_grads") or not all(map(_have_edges, given)):  # errors of torch's own to tell
-            return func(ends, *inputs, **kwargs)
+        given = (outputs, *inputs, named)
+        if kwargs.get("materialize_grads") or not all(map(_have_edges, given)):  # errors, which torch raises
+            return func(outputs, *inputs, **kwargs)
         if func is torch.Tensor.backward:
             func = torch.autograd.backward
             kwargs["grad_tensors"] = kwargs.pop("gradient")
         if named is not None:
             kwargs["inputs"] = _edges(named)
         with self:
-            return func(_edges(ends), *map(_edges, inputs), **kwargs)
+            return func(_edges(outputs), *map(_edges, inputs), **kwargs)
 
 
 _BACKWARD = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)

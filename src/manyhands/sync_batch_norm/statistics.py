@@ -1,9 +1,9 @@
-"""Mean and variance of the channels of a tensor, put together from several tensors, and normalising by them.
+"""Mean and variance of the channels of a tensor, combined from several tensors, and normalising by them.
 
-The arithmetic of a batch norm whose rows are in several places, differentiable to any order. `Statistics` are computed
-by a kernel that knows no history; `with_history` links them to the rows afterwards, so that what becomes of their
-gradient on its way to the rows can be said there. Where rows are normalised by statistics that are linked to these rows
-only, `normalise` does both at once, in fewer passes over them.
+The arithmetic of a batch norm whose rows are on several devices, differentiable to any order. A kernel computes
+`Statistics` without a history; `with_history` links them to the rows afterwards, and takes a function that reduces
+their gradient on its way to the rows. Where the statistics are linked only to the rows that they normalise,
+`normalise` does both at once, in fewer passes over the rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,9 +14,9 @@ import torch
 
 from manyhands.runtime import devices as _devices
 
-# From the gradients of mean and variance, as one tensor of shape (2, channels), to what counts for each row: theirs, or
-# their sum over several places. Differentiable.
-OfGradient: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+# From one replica's gradients of mean and variance, as one tensor of shape (2, channels), to those that each row gets:
+# the same, or their sum over replicas. Differentiable.
+ReduceGrad: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Statistics:
 
     @classmethod
     def of(cls, x: torch.Tensor) -> "Statistics":
-        """Return those of x, of shape (rows, channels, ...), without a history; zeros where it has no rows."""
+        """Return the statistics of x, of shape (rows, channels, ...), without a history; zeros if it has no rows."""
         x = x.detach()
         num_channels = x.size(1)
         dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
@@ -40,7 +40,7 @@ class Statistics:
         if not x.numel():
             return cls(0, zeros, zeros)
         if _devices.computes_on_host(x.device):
-            # Running statistics of a wider type are what makes the kernel compute in that type.
+            # The kernel computes in the type of the running statistics.
             mean, var = torch.batch_norm_update_stats(x, zeros, torch.ones_like(zeros), 0.0)
         else:
             var, mean = torch.var_mean(x.to(dtype), _all_but_channels(x), correction=0)
@@ -48,7 +48,7 @@ class Statistics:
 
     @classmethod
     def of_all(cls, parts: "Sequence[Statistics]", device: torch.device) -> "Statistics":
-        """Put the statistics of several tensors together, in order, on a device; differentiable.
+        """Combine the statistics of several tensors, in order, on a device; differentiable.
 
         Source: T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating formulae and a pairwise algorithm for computing
         sample variances", 1979. Unlike the mean of the squares it stays exact where the mean is large.
@@ -62,14 +62,14 @@ class Statistics:
         mean = (shares * means).sum(0)
         return cls(count, mean, (shares * (variances + (means - mean).square())).sum(0))
 
-    def with_history(self, x: torch.Tensor, of_gradient: OfGradient) -> "Statistics":
-        """Return the same statistics as a function of x, some of the rows that they are of.
+    def with_history(self, x: torch.Tensor, reduce_grad: ReduceGrad) -> "Statistics":
+        """Return the same statistics as a function of x.
 
         Args:
-            x: the rows.
-            of_gradient: what the gradient goes through before it is that of each row.
+            x: some of the rows that they were computed from.
+            reduce_grad: applied to the gradient of mean and variance before each row gets its part.
         """
-        mean, var = _Moments.apply(x, self, of_gradient)  # type: ignore[no-untyped-call]
+        mean, var = _LinkedStatistics.apply(x, self, reduce_grad)  # type: ignore[no-untyped-call]
         return Statistics(self.count, mean, var)
 
     def detached(self) -> "Statistics":
@@ -91,41 +91,41 @@ class Statistics:
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
-        of_gradient: OfGradient | None = None,
+        reduce_grad: ReduceGrad | None = None,
     ) -> torch.Tensor:
         """Return (x - mean) / sqrt(variance + eps) * weight + bias; differentiable, in these statistics too.
 
         The graph holds x and some numbers a channel.
 
         Args:
-            of_gradient: links the statistics to x, as `with_history` would do; None: they have their history.
+            reduce_grad: links the statistics to x, as `with_history` does; None: they have a history.
         """
-        output: torch.Tensor = _Normalise.apply(x, self.mean, self.var, weight, bias, eps, self.count, of_gradient)  # type: ignore[no-untyped-call]
+        output: torch.Tensor = _Normalise.apply(x, self.mean, self.var, weight, bias, eps, self.count, reduce_grad)  # type: ignore[no-untyped-call]
         return output
 
 
-class _Moments(torch.autograd.Function):
-    """Gives mean and variance, which are known already, their history."""
+class _LinkedStatistics(torch.autograd.Function):
+    """Links mean and variance, which are computed already, to the rows."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, known: Statistics, of_gradient: OfGradient
+        ctx: Any, x: torch.Tensor, known: Statistics, reduce_grad: ReduceGrad
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(x, known.mean)
-        ctx.count, ctx.of_gradient = known.count, of_gradient
+        ctx.count, ctx.reduce_grad = known.count, reduce_grad
         return known.mean, known.var
 
     @staticmethod
     def backward(ctx: Any, grad_mean: torch.Tensor, grad_var: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, mean = ctx.saved_tensors
-        grad = _of_rows(x, mean, ctx.count, ctx.of_gradient(torch.stack([grad_mean, grad_var])))
+        grad = _rows_grad(x, mean, ctx.count, ctx.reduce_grad(torch.stack([grad_mean, grad_var])))
         return grad.to(x.dtype), None, None
 
 
 class _Normalise(torch.autograd.Function):
     """Batch norm with a given mean and variance, differentiable in these too.
 
-    Where they have no history, and are linked to x instead, what goes to x by way of them is part of its gradient.
+    Where mean and variance have no history, the gradient of x includes the part that reaches x through them.
     """
 
     @staticmethod
@@ -138,48 +138,48 @@ class _Normalise(torch.autograd.Function):
         bias: torch.Tensor | None,
         eps: float,
         count: int,
-        of_gradient: OfGradient | None,
+        reduce_grad: ReduceGrad | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, mean, var, weight)
         ctx.eps, ctx.bias_dtype = eps, bias.dtype if bias is not None else None
-        ctx.count, ctx.of_gradient = count, of_gradient
+        ctx.count, ctx.reduce_grad = count, reduce_grad
         weight, bias = (None if tensor is None else tensor.to(mean.dtype) for tensor in (weight, bias))
         return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, False)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, mean, var, weight = ctx.saved_tensors
-        if ctx.of_gradient is not None and torch.is_grad_enabled():  # for derivatives of higher order
-            linked = Statistics(ctx.count, mean, var).with_history(x, ctx.of_gradient)
+        if ctx.reduce_grad is not None and torch.is_grad_enabled():  # for derivatives of higher order
+            linked = Statistics(ctx.count, mean, var).with_history(x, ctx.reduce_grad)
             mean, var = linked.mean, linked.var
         inverse_std = torch.rsqrt(var + ctx.eps)
         scale = inverse_std if weight is None else inverse_std * weight
         grad_scaled, grad_shift = _sums(grad, x, mean, var, inverse_std, ctx.eps)
-        of_statistics = torch.stack([-scale * grad_shift, -0.5 * scale * inverse_std * grad_scaled])
+        statistics_grad = torch.stack([-scale * grad_shift, -0.5 * scale * inverse_std * grad_scaled])
         grad_x = None
-        if ctx.needs_input_grad[0] and ctx.of_gradient is None:
-            grad_x = (grad * _a_channel(scale, x)).to(x.dtype)
+        if ctx.needs_input_grad[0] and ctx.reduce_grad is None:
+            grad_x = (grad * _per_channel(scale, x)).to(x.dtype)
         elif ctx.needs_input_grad[0]:
-            grad_x = _of_rows(x, mean, ctx.count, ctx.of_gradient(of_statistics))
-            grad_x = grad_x.addcmul_(grad, _a_channel(scale, x)).to(x.dtype)
+            grad_x = _rows_grad(x, mean, ctx.count, ctx.reduce_grad(statistics_grad))
+            grad_x = grad_x.addcmul_(grad, _per_channel(scale, x)).to(x.dtype)
         return (
             grad_x,
-            *(of_statistics.unbind() if ctx.of_gradient is None else (None, None)),
+            *(statistics_grad.unbind() if ctx.reduce_grad is None else (None, None)),
             grad_scaled.to(weight.dtype) if weight is not None else None,
             grad_shift.to(ctx.bias_dtype) if ctx.bias_dtype is not None else None,
             *(None, None, None),
         )
 
 
-def _of_rows(x: torch.Tensor, mean: torch.Tensor, count: int, of_statistics: torch.Tensor) -> torch.Tensor:
+def _rows_grad(x: torch.Tensor, mean: torch.Tensor, count: int, statistics_grad: torch.Tensor) -> torch.Tensor:
     """Return the gradient of x from those of mean and variance: grad_mean / count + 2 grad_var (x - mean) / count.
 
-    It is a tensor of its own, in the type of the statistics.
+    It is a new tensor, in the type of the statistics.
     """
-    shift, slope = (_a_channel(each, x) for each in (of_statistics / max(count, 1)).unbind())
-    # The difference first: where the mean is large, a product with x would lose what small differences say.
-    centred = x - _a_channel(mean, x)
-    return centred.mul_(2 * slope).add_(shift)  # in place: passes over memory are what this takes
+    shift, slope = (_per_channel(each, x) for each in (statistics_grad / max(count, 1)).unbind())
+    # The difference first: where the mean is large, a product with x would lose the digits of small differences.
+    centred = x - _per_channel(mean, x)
+    return centred.mul_(2 * slope).add_(shift)  # in place: passes over memory are its cost
 
 
 def _sums(
@@ -191,7 +191,7 @@ def _sums(
         kernel = torch.ops.aten.native_batch_norm_backward
         _, scaled, shift = kernel(grad, x, None, mean, var, None, None, False, eps, [False, True, True])
         return scaled, shift
-    normalised = (x - _a_channel(mean, x)) * _a_channel(inverse_std, x)
+    normalised = (x - _per_channel(mean, x)) * _per_channel(inverse_std, x)
     axes = _all_but_channels(x)
     return (grad * normalised).sum(axes), grad.to(mean.dtype).sum(axes)
 
@@ -200,6 +200,6 @@ def _all_but_channels(x: torch.Tensor) -> list[int]:
     return [axis for axis in range(x.dim()) if axis != 1]
 
 
-def _a_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _per_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return a view of one value a channel that broadcasts over x."""
     return values.view(1, -1, *[1] * (x.dim() - 2))

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from manyhands.console.errors import OptionError, TrainingError
-from manyhands.distributed.process_group import Cluster, Gathering, distributed, join_processes
+from manyhands.distributed.process_group import AllGatherWork, Communicator, communicator_for, distributed
 from manyhands.training.data import DataError
 
 _SPEECH_S = 300.0  # how long the first may take to save and say why it stops
@@ -34,17 +34,17 @@ class Ranks:
     """The processes that train together, of which this is one.
 
     Args:
-        cluster: the processes; None if this one is alone.
+        communicator: the processes; None if this one is alone.
 
     Attributes:
         rank, world_size: this process's place among them, and how many they are.
     """
 
-    def __init__(self, cluster: Cluster | None = None) -> None:
-        self._cluster = cluster
-        self.rank = cluster.rank if cluster else 0
-        self.world_size = cluster.world_size if cluster else 1
-        self._asked: Gathering | None = None
+    def __init__(self, communicator: Communicator | None = None) -> None:
+        self._communicator = communicator
+        self.rank = communicator.rank if communicator else 0
+        self.world_size = communicator.world_size if communicator else 1
+        self._asked: AllGatherWork | None = None
 
     @classmethod
     def meet(cls) -> "Ranks":
@@ -54,7 +54,7 @@ class Ranks:
             OptionError: what the launcher says in the environment cannot be.
         """
         try:
-            return cls(join_processes())
+            return cls(communicator_for())
         except (RuntimeError, ValueError) as error:
             raise OptionError(error) from error
 
@@ -66,7 +66,7 @@ class Ranks:
     @property
     def are_lost(self) -> bool:
         """Whether some process has failed or gone, so that the others cannot go on together."""
-        return self._cluster is not None and self._cluster.broken
+        return self._communicator is not None and self._communicator.broken
 
     # ---- deciding --------------------------------------------------------------------------------
 
@@ -76,7 +76,7 @@ class Ranks:
         Raises:
             TrainingError, DataError: that of the first process in which `do` has raised one; in all of them.
         """
-        if self._cluster is None:
+        if self._communicator is None:
             return do()
         outcome: T | None = None
         error: Exception | None = None
@@ -84,7 +84,7 @@ class Ranks:
             outcome = do()
         except (TrainingError, DataError) as raised:
             error = raised
-        errors = self._cluster.exchange(error, "seeing whether all can start")
+        errors = self._communicator.all_gather_object(error, "seeing whether all can start")
         for rank, found in enumerate(errors):
             if found is not None:
                 raise found if rank == 0 else type(found)(f"rank {rank}: {found}")
@@ -97,8 +97,8 @@ class Ranks:
             TrainingError, DataError: it has raised one.
         """
         decided = self.together(lambda: decide() if self.is_first else None)
-        if self._cluster is not None:
-            decided = self._cluster.value_of_first(decided, "hearing what the first process has decided")
+        if self._communicator is not None:
+            decided = self._communicator.broadcast_object(decided, "hearing what the first process has decided")
         return decided  # type: ignore[return-value]
 
     def expect_alike(self, what: str, facts: Mapping[str, Any]) -> None:
@@ -107,9 +107,9 @@ class Ranks:
         Raises:
             OptionError: some have not; names the first difference.
         """
-        if self._cluster is None:
+        if self._communicator is None:
             return
-        first, *others = self._cluster.exchange(dict(facts), f"comparing {what}")
+        first, *others = self._communicator.all_gather_object(dict(facts), f"comparing {what}")
         for rank, other in enumerate(others, start=1):
             for name in {**first, **other}:
                 mine, theirs = first.get(name, "nothing"), other.get(name, "nothing")
@@ -121,7 +121,8 @@ class Ranks:
 
     def everybodys(self, value: T) -> list[T]:
         """Return what each process gives, in rank order."""
-        return [value] if self._cluster is None else self._cluster.exchange(value, "config_for each other")
+        communicator = self._communicator
+        return [value] if communicator is None else communicator.all_gather_object(value, "exchanging values")
 
     # ---- training --------------------------------------------------------------------------------
 
@@ -131,9 +132,9 @@ class Ranks:
 
     def sum(self, *values: float) -> list[float]:
         """Return the sums of some numbers over the processes. Whole numbers are exact."""
-        if self._cluster is None:
+        if self._communicator is None:
             return list(values)
-        everybodys = self._cluster.gather(values, "adding up the processes' results")()
+        everybodys = self._communicator.all_gather(values, "adding up the processes' results").wait()
         return [sum(column) for column in zip(*everybodys, strict=True)]
 
     def greatest_so_far(self, value: int) -> int:
@@ -141,24 +142,24 @@ class Ranks:
 
         So nobody waits for anybody: this call's numbers travel until the next.
         """
-        if self._cluster is None:
+        if self._communicator is None:
             return value
-        before, self._asked = self._asked, self._cluster.gather([value], "asking whether to stop")
-        return 0 if before is None else int(max(number for (number,) in before()))
+        before, self._asked = self._asked, self._communicator.all_gather([value], "asking whether to stop")
+        return 0 if before is None else int(max(number for (number,) in before.wait()))
 
     # ---- ending ----------------------------------------------------------------------------------
 
     def fail(self, reason: object) -> None:
         """Tell whoever waits for this process that it will not come."""
-        if self._cluster is not None:
-            self._cluster.fail(str(reason))
+        if self._communicator is not None:
+            self._communicator.report_failure(str(reason))
 
     def part(self) -> None:
         """Return when the first process has saved and said what it had to; before that nobody should end.
 
         Who has lost the others does not wait: it may be the first that has gone.
         """
-        if self._cluster is None or (self.are_lost and not self.is_first):
+        if self._communicator is None or (self.are_lost and not self.is_first):
             return
         with contextlib.suppress(RuntimeError):  # the store has gone with the process that kept it
             store = distributed.PrefixStore("manyhands train", distributed.group.WORLD.get_group_store())

@@ -61,7 +61,7 @@ from manyhands.runtime.thread_pool import (
     run_together,
 )
 from manyhands.runtime.thread_state import ProcessState, ThreadState
-from manyhands.sync_batch_norm.function_mode import BatchNormOverReplicas, Walk
+from manyhands.sync_batch_norm.function_mode import BackwardMode, BatchNormOverReplicas
 
 _HOOKS_OF_EVERY_MODULE = (
     "hooks are registered for every module of this process, which workers do not have: as long as they are, all "
@@ -129,7 +129,8 @@ class ProcessesEngine(Engine):
             if call.sync_batch_norm:
                 new_exchange = partial(worker_group.open_exchange, cross_process=call.cross_process)
                 replicas = [stamp.replica, *[None] * (len(where) - 1)]
-                graphs.pass_contexts = [BatchNormOverReplicas(replicas, Walk.APART, new_exchange).one_pass]
+                batch_norm = BatchNormOverReplicas(replicas, BackwardMode.PER_REPLICA, new_exchange)
+                graphs.pass_contexts = [batch_norm.one_pass]
 
             def run() -> Any:
                 started = time.perf_counter()

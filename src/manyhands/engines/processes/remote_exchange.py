@@ -34,7 +34,7 @@ class RemoteExchange(Exchange):
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
-    def wait_for(self, index: int, request: Request) -> Result | None:
+    def submit_and_wait(self, index: int, request: Request) -> Result | None:
         self._channel.send(packed(request))
         self._channel.spin(_SPIN_S)
         body, _ = self._channel.receive()

@@ -40,7 +40,7 @@ from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import Bucket
 from manyhands.runtime.errors import log
 from manyhands.runtime.thread_pool import run_together
-from manyhands.sync_batch_norm.function_mode import BatchNormOverReplicas, Walk
+from manyhands.sync_batch_norm.function_mode import BackwardMode, BatchNormOverReplicas
 
 Around: TypeAlias = Callable[[], AbstractContextManager[None]]
 
@@ -207,7 +207,7 @@ class Worker:
         index, num_replicas = message.seat
         replicas = [stamp.replica if i == index else None for i in range(num_replicas)]
         channel = self._channel
-        batch_norm = BatchNormOverReplicas(replicas, Walk.APART, lambda _: RemoteExchange(channel))
+        batch_norm = BatchNormOverReplicas(replicas, BackwardMode.PER_REPLICA, lambda _: RemoteExchange(channel))
         return lambda: batch_norm.begin()(index)
 
     def _look_for_strangers(
