@@ -132,6 +132,7 @@ def run_python(code: str) -> str:
         lambda: torch.empty(2, 3, 4, 5, device="sim:1", memory_format=torch.channels_last),
         lambda: torch.zeros_like(torch.ones(2), device="sim:1"),
         lambda: torch.zeros_like(torch.ones(2, device="sim:1")),
+        lambda: torch.ones(2, device="sim:1").new_zeros(4),
         lambda: torch.ones(2, device="sim:1").new_tensor([1.0]),
         lambda: torch.ones(2, device="sim:1").new(),
         lambda: torch.ones(2, device="sim:1").new(2, 3),
