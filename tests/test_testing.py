@@ -132,6 +132,7 @@ def run_python(code: str) -> str:
         lambda: torch.empty(2, 3, 4, 5, device="sim:1", memory_format=torch.channels_last),
         lambda: torch.zeros_like(torch.ones(2), device="sim:1"),
         lambda: torch.zeros_like(torch.ones(2, device="sim:1")),
+        lambda: torch.ones(2, device="sim:1").new_zeros(4),
         lambda: torch.ones(2, device="sim:1").new_tensor([1.0]),
         lambda: torch.ones(2, device="sim:1").new(),
         lambda: torch.ones(2, device="sim:1").new(2, 3),
@@ -243,8 +244,9 @@ def test_0_dim_cpu_tensors_and_copies_cross_devices():
     host = torch.zeros(2)
     assert host.copy_(x) is host
     assert host.tolist() == [5.0, 6.0]
-    source = torch.ones(2, requires_grad=True)
-    (torch.zeros(3, 2, device="sim:0")[0].copy_(source) * 2).sum().backward()
+    source, target = torch.ones(2, requires_grad=True), torch.zeros(3, 2, device="sim:0")
+    target[0].copy_(source)
+    (target * 2).sum().backward()
     assert type(source.grad) is torch.Tensor
     assert source.grad.tolist() == [2.0] * 2
 

@@ -57,42 +57,25 @@ def test_gradients_flow_through_the_verbs() -> None:
     torch.testing.assert_close(grads, torch.autograd.grad(plain(x).pow(2).sum(), [*plain.parameters()]))
 
 
-class CodedError(Exception):
-    def __init__(self, code: int, text: str) -> None:
-        super().__init__(code, text)
-        self.code = code
+@pytest.mark.parametrize("failing", [{0}, {1, 2}])
+def test_the_error_is_the_first_calls_own(failing: set[int]) -> None:
+    """F1, F2: the same object, with a note of replica and device; the others are in its notes."""
+    errors = [KeyError("one"), ValueError(7, "two"), ValueError("three")]
 
+    def fails(number: int) -> int:
+        if number in failing:
+            raise errors[number]
+        return number
 
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_the_error_is_the_calls_own(which: int) -> None:
-    """F1: the same object, with a note of replica and device."""
-    error = CodedError(5, "text")
-
-    def fails(x: torch.Tensor) -> torch.Tensor:
-        if x[0] == which:
-            raise error
-        return x
-
-    with pytest.raises(CodedError) as caught:
-        parallel_apply([fails] * 3, [torch.full((2,), float(i)) for i in range(3)])
-    assert caught.value is error
-    assert error.__notes__ == [f"raised in replica {which} on cpu"]
-    assert parallel_apply([nn.Identity()] * 3, [torch.ones(1)] * 3) == [torch.ones(1)] * 3
-
-
-def test_the_lowest_replicas_error_with_the_others_in_its_notes() -> None:
-    """F2"""
-
-    def fails(number: int) -> None:
-        raise [ValueError("one"), CodedError(7, "two"), KeyError("three")][number]
-
-    with pytest.raises(ValueError, match="one") as caught:
+    first, *others = sorted(failing)
+    with pytest.raises(type(errors[first])) as caught:
         parallel_apply([fails] * 3, [(0,), (1,), (2,)])
+    assert caught.value is errors[first]
     assert caught.value.__notes__ == [
-        "raised in replica 0 on cpu",
-        "replica 1 on cpu raised too: CodedError: (7, 'two')",
-        "replica 2 on cpu raised too: KeyError: 'three'",
+        f"raised in replica {first} on cpu",
+        *(f"replica {other} on cpu raised too: ValueError: {errors[other]}" for other in others),
     ]
+    assert parallel_apply([fails], [(3,)]) == [3]
 
 
 def test_a_failed_call_leaves_no_cycles() -> None:

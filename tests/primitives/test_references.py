@@ -40,18 +40,6 @@ tensor, own_tensor = torch.zeros(2), torch.ones(2)
 REPLACED = {id(live): replica, id(tensor): own_tensor}
 
 
-def function_with_closure(held: Any) -> Callable[[], Any]:
-    return lambda: held
-
-
-def function_with_default(held: Any) -> Callable[[], Any]:
-    return lambda held=held: held
-
-
-def function_with_keyword_default(held: Any) -> Callable[[], Any]:
-    return lambda *, held=held: held
-
-
 def returns(value: Any) -> Any:
     return value
 
@@ -74,9 +62,9 @@ PLACES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "partial's argument": (lambda m: functools.partial(returns, m), lambda v: v()),
     "partial's keyword": (lambda m: functools.partial(returns, value=m), lambda v: v()),
     "partial of a method": (lambda m: functools.partial(m.method), lambda v: v()),
-    "closure": (function_with_closure, lambda v: v()),
-    "default": (function_with_default, lambda v: v()),
-    "keyword default": (function_with_keyword_default, lambda v: v()),
+    "closure": (lambda m: lambda: m, lambda v: v()),
+    "default": (lambda m: lambda held=m: held, lambda v: v()),
+    "keyword default": (lambda m: lambda *, held=m: held, lambda v: v()),
     "weak reference": (weakref.ref, lambda v: v()),
     "weak proxy": (weakref.proxy, lambda v: v.__repr__.__self__),
     "list of weak proxies": (lambda m: [weakref.proxy(m)], lambda v: v[0].__repr__.__self__),

@@ -1,6 +1,5 @@
 """scatter and gather, each alone; that they are each other's inverse is in test_properties.py."""
 
-import copy
 import dataclasses
 import re
 from collections import OrderedDict, defaultdict, namedtuple
@@ -60,27 +59,28 @@ def test_each_shard_is_on_its_device(sim):
 
 
 def test_containers_keep_their_types():
-    """S3: and what is no tensor is the same object everywhere (S4)."""
+    """S3, S4, G3, G4: and what is no tensor is the same object everywhere; test_pytree.py has more types."""
     marker = object()
     inputs = {
         "ordered": OrderedDict(b=numbered(4), a=numbered(4, 2)),
         "default": defaultdict(list, x=numbered(4)),
-        "pair": Pair([numbered(4)], marker),
-        "batch": Batch(numbered(4), "note"),
+        "pair": Pair([numbered(4)], (None, marker)),
         "frozen": Frozen((numbered(4),)),
-        "size": torch.Size([4, 2]),
         "set": {1, 2},
+        "empty": (),
     }
     first, second = manyhands.scatter(inputs, ["cpu", "cpu"])
-    for name, value in inputs.items():
-        assert type(first[name]) is type(second[name]) is type(value)
-    assert list(second["ordered"]) == ["b", "a"]
+    joined = manyhands.gather([first, second], "cpu")
+    for value in (first, second, joined):
+        assert {name: type(part) for name, part in value.items()} == {name: type(part) for name, part in inputs.items()}
+        assert list(value["ordered"]) == ["b", "a"]
+        assert value["default"]["new"] == []
+        assert value["pair"].right[1] is marker
+        assert value["set"] is inputs["set"]
     assert second["ordered"]["a"].tolist() == [[4, 5], [6, 7]]
-    assert second["default"]["new"] == []
-    assert second["pair"].right is marker
-    found = second["pair"].left[0], second["batch"].x, second["frozen"].x[0]
-    assert [part.tolist() for part in found] == [[2, 3]] * 3
-    assert all(second[name] is first[name] is inputs[name] for name in ("size", "set"))
+    assert second["pair"].left[0].tolist() == second["frozen"].x[0].tolist() == [2, 3]
+    assert joined["frozen"].x[0].tolist() == joined["pair"].left[0].tolist() == [0, 1, 2, 3]
+    assert first["frozen"].x[0].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("value", [None, "text", (), [], {}, object(), [None, 1]], ids=lambda v: type(v).__name__)
@@ -246,26 +246,6 @@ def test_0_dim_outputs_become_a_vector_and_are_warned_about_once():
     assert len(warned) == 1
 
 
-def test_output_types_are_kept():
-    """G3, G4: None, containers, dataclasses."""
-    output = {
-        "nothing": None,
-        "pair": Pair(numbered(2), (None, [numbered(2, 2)])),
-        "ordered": OrderedDict(b=numbered(2), a=numbered(2)),
-        "frozen": Frozen(numbered(2)),
-        "empty": (),
-    }
-    joined = manyhands.gather([output, copy.deepcopy(output)], "cpu")
-    assert {name: type(value) for name, value in joined.items()} == {name: type(output[name]) for name in joined}
-    assert joined["pair"].left.tolist() == [0, 1, 0, 1]
-    assert joined["pair"].right[0] is None
-    assert joined["pair"].right[1][0].shape == (4, 2)
-    assert list(joined["ordered"]) == ["b", "a"]
-    assert joined["frozen"].x.shape == (4,)
-    assert joined["empty"] == ()
-    assert output["frozen"].x.shape == (2,)
-
-
 def test_numbers_become_a_list_and_equal_values_stay_one():
     """G4: one number a replica, also where they are equal; equal strings are one; the same object is that object."""
     marker, shape = object(), torch.Size([2])
@@ -279,10 +259,7 @@ def test_numbers_become_a_list_and_equal_values_stay_one():
     ("outputs", "error", "message"),
     [
         ([torch.zeros(2), None], ValueError, "cannot gather output: .* (replica 0: Tensor; replica 1: NoneType)"),
-        ([None, 1], ValueError, "different types (replica 0: NoneType; replica 1: int)"),
         ([{"a": None}, {"a": torch.ones(1)}], ValueError, "cannot gather output['a']"),
-        ([{"a": 1}, {"b": 1}], ValueError, "different keys (replica 0: ['a']; replica 1: ['b'])"),
-        ([(torch.ones(1),), (torch.ones(1),) * 2], ValueError, "different lengths (replica 0: 1; replica 1: 2)"),
         (
             [torch.ones(2, 3), torch.ones(2, 3), torch.ones(2)],
             ValueError,
@@ -291,8 +268,7 @@ def test_numbers_become_a_list_and_equal_values_stay_one():
         (
             [[torch.ones(2)], [torch.ones(2).long()]],
             ValueError,
-            "cannot gather output[0]: replicas returned different dtypes (replica 0: torch.float32; replica 1: "
-            "torch.int64)",
+            "cannot gather output[0]: .* different dtypes (replica 0: torch.float32; replica 1: torch.int64)",
         ),
         (
             [torch.ones(3, 5), torch.ones(1, 4)],
@@ -300,7 +276,6 @@ def test_numbers_become_a_list_and_equal_values_stay_one():
             "different sizes off the joined axis 0 (replica 0: (3, 5); replica 1: (1, 4))",
         ),
         (["a", "b"], ValueError, "different values (replica 0: 'a'; replica 1: 'b')"),
-        ([1, 2.0], ValueError, "different types (replica 0: int; replica 1: float)"),
         ([True, 1], ValueError, "different types (replica 0: bool; replica 1: int)"),
         ([{1}, {1}], TypeError, "cannot gather output: the replicas returned objects of type set"),
         ([{"o": object()}, {"o": object()}], TypeError, "cannot gather output['o']: .* type object"),
@@ -308,7 +283,7 @@ def test_numbers_become_a_list_and_equal_values_stay_one():
     ],
 )
 def test_outputs_that_do_not_fit_together(outputs, error, message):
-    """G3, G5: the path, the replicas and what each gave."""
+    """G3, G5: the path, the replicas and what each gave; test_pytree.py has structures that differ."""
     pattern = re.escape(message).replace(r"\.\*", ".*")
     with pytest.raises(error, match=pattern):
         manyhands.gather(outputs, "cpu")
