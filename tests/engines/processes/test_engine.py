@@ -35,9 +35,8 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 
 @pytest.fixture(params=["shared memory", "gloo"])
-def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def transport(request: pytest.FixtureRequest) -> str:
     """How parameters and gradients travel: as on the CPU, or as on GPUs."""
-    monkeypatch.setattr(worker_group, "always_send", request.param == "gloo")
     return request.param
 
 
@@ -47,8 +46,10 @@ def wrap(transport: str) -> Iterator[Callable[..., DataParallel]]:
     made: list[DataParallel] = []
 
     def wrap(module: nn.Module, num_replicas: int = 2, **options: Any) -> DataParallel:
-        made.append(DataParallel(module, ["cpu"] * num_replicas, engine="processes", **options))
-        return made[-1]
+        model = DataParallel(module, ["cpu"] * num_replicas, engine="processes", **options)
+        model._engine = ProcessesEngine(share_memory=transport == "shared memory")
+        made.append(model)
+        return model
 
     yield wrap
     for model in made:
@@ -592,10 +593,10 @@ class BreaksItsWorker(nn.Module):
 
 
 @pytest.mark.parametrize("num_replicas", [2, 3])
-@pytest.mark.parametrize("broken", ["_part", "_groups_of"])
+@pytest.mark.parametrize("broken", ["_new_reducer", "_process_groups_for"])
 def test_a_worker_that_fails_before_it_does_its_part_keeps_nobody_waiting(wrap, transport, broken, num_replicas):
     """F4: where others would wait for it for ever. Its exception is raised; the next forward starts other workers."""
-    if transport != "gloo" and broken == "_groups_of":
+    if transport != "gloo" and broken == "_process_groups_for":
         pytest.skip("there are no groups")
     model = wrap(BreaksItsWorker(broken), num_replicas)
     x = torch.randn(6, 200)
@@ -618,8 +619,8 @@ def test_a_worker_that_fails_before_it_does_its_part_keeps_nobody_waiting(wrap, 
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("num_told", [0, 1])
-def test_what_was_not_told_because_an_input_cannot_be_sent_is_told_later(wrap, num_told):
+@pytest.mark.parametrize("num_in_sync", [0, 1])
+def test_what_was_not_told_because_an_input_cannot_be_sent_is_told_later(wrap, num_in_sync):
     """R8: the change of an attribute, and of a parameter."""
 
     class Sendable:
@@ -638,7 +639,7 @@ def test_what_was_not_told_because_an_input_cannot_be_sent_is_told_later(wrap, n
     model.module.factor = 2.0
     with torch.no_grad():
         model.module.weight.fill_(3.0)
-    Sendable.left = num_told
+    Sendable.left = num_in_sync
     with pytest.raises(TypeError, match="it stays here"):
         model(torch.arange(6.0).view(6, 1), Sendable())
     assert said(model, 6) == [6.0, 6.0]
@@ -871,7 +872,7 @@ def test_a_fork_server_whose_caller_goes_before_the_answer(monkeypatch, capfd):
 def test_ctrl_c_before_a_team_has_workers(monkeypatch):
     """F3: what is not there yet is not ended."""
 
-    def interrupted(devices):
+    def interrupted(devices, share_memory):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(worker_group, "_transport_for", interrupted)

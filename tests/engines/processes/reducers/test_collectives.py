@@ -17,7 +17,7 @@ from manyhands.engines.processes.reducers.collectives import (
     CollectiveConfig,
     CollectiveReducer,
     CollectiveTransport,
-    Groups,
+    ProcessGroups,
 )
 from manyhands.runtime.buckets import Bucket, Form, buckets_of
 
@@ -58,14 +58,14 @@ class Replicas:
         self.replicas = tuple(range(num_replicas))
         self.caller = CollectiveTransport([CPU] * num_replicas)
         (store,) = self.caller.segments
-        self.groups = [Groups(store, self.caller.rendezvous(replica), CPU) for replica in self.replicas]
+        self.groups = [ProcessGroups(store, self.caller.rendezvous(replica), CPU) for replica in self.replicas]
         self.buckets: list[Sequence[Bucket]] = [()] * num_replicas
 
     def part_of(self, replica: int, told: CollectiveConfig) -> Any:
         """Return a worker's part."""
         self.buckets[replica] = told.buckets or self.buckets[replica]
         groups = self.groups[replica]
-        return CollectiveReducer(self.buckets[replica], groups.of(told.replicas), groups.place(), CPU)
+        return CollectiveReducer(self.buckets[replica], groups.of(told.replicas), groups.bucket_device(), CPU)
 
     def walk(
         self, like: dict[int, torch.Tensor], given: Sequence[dict[int, torch.Tensor]], failing: Sequence[int] = ()
@@ -76,7 +76,7 @@ class Replicas:
 
         def task(replica: int) -> Callable[[], None]:
             def run_part() -> None:
-                part = self.part_of(replica, told[replica]) if replica else self.caller.part(nothing)
+                part = self.part_of(replica, told[replica]) if replica else self.caller.reducer(nothing)
                 for number, gradient in given[replica].items():
                     assert part.add(number, gradient)
                 if replica in failing:
@@ -161,7 +161,7 @@ def test_buckets_that_are_still_on_their_way_to_the_host_keep_their_order(small_
     )
     replicas = Replicas(1)
     assert replicas.caller.begin_backward({n: torch.empty(300) for n in range(4)}, (0,))
-    part = replicas.caller.part(nothing)
+    part = replicas.caller.reducer(nothing)
     seen = []
     for value, now_there in ((3.0, []), (1.0, [1.0]), (2.0, [3.0]), (0.0, [2.0])):
         there += now_there
@@ -177,7 +177,7 @@ def test_buckets_that_are_still_on_their_way_to_the_host_keep_their_order(small_
 def test_what_is_taken_and_what_is_not():
     replicas = Replicas(1)
     assert replicas.caller.begin_backward({0: torch.empty(3), 1: torch.empty(3)}, (0,))
-    part = replicas.caller.part(nothing)
+    part = replicas.caller.reducer(nothing)
     assert not part.add(2, torch.ones(3))
     assert not part.add(0, torch.ones(3, dtype=torch.float64))
     assert not part.add(0, torch.ones(3).to_sparse())
@@ -206,7 +206,7 @@ def test_who_waits_looks_whether_the_others_are_there():
     replicas = Replicas(2)
     assert replicas.caller.begin_backward({0: torch.empty(3)}, (0, 1))
     told = replicas.caller.config_for(1)
-    first, second = run([lambda: replicas.caller.part(nothing), lambda: replicas.part_of(1, told)])
+    first, second = run([lambda: replicas.caller.reducer(nothing), lambda: replicas.part_of(1, told)])
 
     def gone() -> None:
         raise ChildProcessError("gone")
@@ -225,7 +225,7 @@ def test_who_waits_for_a_group_looks_whether_the_others_are_there():
         raise ChildProcessError("gone")
 
     with pytest.raises(ChildProcessError):
-        replicas.caller.part(gone)
+        replicas.caller.reducer(gone)
     with pytest.raises(ChildProcessError):
         replicas.caller.begin_sending([torch.ones(3)], (0, 1), gone)
 
@@ -237,7 +237,7 @@ def test_a_group_that_lives_longer_than_its_team_writes_into_no_other_file(tmp_p
         replicas = Replicas(2)
         assert replicas.caller.begin_backward({0: torch.empty(3)}, (0, 1))
         told = replicas.caller.config_for(1)
-        parts = run([lambda: replicas.caller.part(nothing), lambda: replicas.part_of(1, told)])
+        parts = run([lambda: replicas.caller.reducer(nothing), lambda: replicas.part_of(1, told)])
         replicas.caller.end()
         return parts
 

@@ -21,10 +21,10 @@ WAIT_S = 30.0
 def ground_of_worker(sums: SharedMemoryTransport, replica: int) -> ReduceBuffers:
     """Return what a worker makes of what it is told."""
     told = sums.config_for(replica)
-    assert told.places is not None
+    assert told.specs is not None
     # As in a worker, the memory is mapped once more.
     attached = {s.number: Segment(os.dup(s.fd), s.num_bytes, s.number) for s in sums.segments}
-    return ReduceBuffers(told.places, attached, attached[told.turns])
+    return ReduceBuffers(told.specs, attached, attached[told.turns])
 
 
 def run(tasks: Sequence[Callable[[], None]]) -> None:
@@ -53,8 +53,8 @@ def summed(
     """Return the sums of what replicas give, by number."""
     replicas = tuple(range(len(given)))
     assert sums.begin_backward(like, replicas)
-    sums._told.clear()
-    parts = [sums.part(lambda: None)]
+    sums._configured.clear()
+    parts = [sums.reducer(lambda: None)]
     parts += [SharedMemoryReducer(ground_of_worker(sums, replica), replica, replicas) for replica in replicas[1:]]
 
     def task(replica: int) -> Callable[[], None]:
@@ -97,7 +97,7 @@ def test_a_replica_without_a_gradient_adds_nothing_and_one_that_nobody_has_is_mi
 def test_what_is_taken_and_what_is_not():
     sums = SharedMemoryTransport()
     assert sums.begin_backward({0: torch.empty(LARGE)}, (0,))
-    part = sums.part(lambda: None)
+    part = sums.reducer(lambda: None)
     assert not part.add(1, torch.ones(LARGE))
     assert not part.add(0, torch.ones(LARGE, dtype=torch.float64))
     assert not part.add(0, torch.ones(LARGE).to_sparse())
@@ -133,7 +133,7 @@ def test_memory_is_used_again_only_when_nobody_refers_to_it():
 def test_a_replica_that_fails_releases_the_others():
     sums = SharedMemoryTransport()
     assert sums.begin_backward({0: torch.empty(LARGE)}, (0, 1))
-    ground = sums._ground
+    ground = sums._buffers
     first, second = SharedMemoryReducer(ground, 0, (0, 1)), SharedMemoryReducer(ground, 1, (0, 1))
     assert second.add(0, torch.ones(LARGE))
     run([first.fail, second.end])
@@ -142,7 +142,7 @@ def test_a_replica_that_fails_releases_the_others():
 def test_who_waits_looks_whether_the_others_are_there():
     sums = SharedMemoryTransport()
     assert sums.begin_backward({0: torch.empty(LARGE)}, (0, 1))
-    ground = sums._ground
+    ground = sums._buffers
     part = SharedMemoryReducer(ground, 1, (0, 1))
 
     def gone() -> None:
