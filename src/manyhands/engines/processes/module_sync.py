@@ -135,9 +135,7 @@ class ModuleSync:
         self._in_shared_memory: list[torch.Tensor] = []
         self._layouts: list[Any] = []  # the addresses and forms of the module's tensors
         self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []  # (live tensor, its copy in shared memory)
-        self._aliased: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # parameters whose memory is aliased: copied each time
+        self._aliased: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters with an alias: copied each time
         self._num_copied_bytes = 0
         self._inline_versions: list[tuple[torch.Tensor, int]] = []
         self._versions: list[int] = []
@@ -272,7 +270,7 @@ class ModuleSync:
     def _pickled(self, blueprint: Blueprint) -> bytes:
         """Return the modules pickled without their tensors; tensors found only now get numbers too."""
 
-        def take(tensor: torch.Tensor) -> int:
+        def to_number(tensor: torch.Tensor) -> int:
             number = self._number.get(id(tensor))
             if number is None:
                 number = self._number[id(tensor)] = len(self.tensors)
@@ -286,7 +284,7 @@ class ModuleSync:
             with torch_private.parametrizations_not_cached():
                 # Children before their parents, which limits pickle's recursion.
                 parts = (blueprint.modules[::-1], _class_attributes(blueprint.modules))
-                return dumps(parts, take, blueprint.modules)
+                return dumps(parts, to_number, blueprint.modules)
         except Exception as error:
             self.invalidate()
             raise _not_picklable_error(blueprint, error) from error

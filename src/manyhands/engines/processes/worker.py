@@ -94,7 +94,7 @@ class Worker:
             self._apply_header(message, fds)
             with warnings.catch_warnings(record=True) as recorded:
                 warnings.simplefilter("always")
-                reply = self._answer(message)
+                reply = self._reply_to(message)
                 reply.warnings = [(str(w.message), _builtin(w.category), w.filename, w.lineno) for w in recorded]
                 reply.log_messages, self._log_messages[:] = self._log_messages[:], []
             tracked = message.thread.grad_enabled or isinstance(message, Backward)
@@ -105,9 +105,10 @@ class Worker:
             if new:
                 reply.segments = [(segment.number, segment.num_bytes)]
             sys.stdout.flush()
-            self._channel.send(_pickled(reply), [segment.fd] if new else [])
+            body = pickle.dumps(reply, protocol=pickle.HIGHEST_PROTOCOL)
+            self._channel.send(body, [segment.fd] if new else [])
             failed = reply.error is not None
-            del reply
+            del reply, body
             if self._module is not None and not failed:
                 self._module.prepare(tracked)
 
@@ -121,7 +122,7 @@ class Worker:
         if message.process is not None:
             message.process.set()
 
-    def _answer(self, message: Forward | Backward) -> Reply:
+    def _reply_to(self, message: Forward | Backward) -> Reply:
         reply = Reply()
         collective = message.rendezvous if isinstance(message, Forward) else message.reducer_config
         self._in_collective = collective is not None
@@ -410,7 +411,3 @@ def _run(task: Callable[[], Any], device: torch.device, replica_context: Replica
 def _builtin(category: type[Warning]) -> type[Warning]:
     """Return the nearest base class of a warning that is Python's own."""
     return next(cls for cls in category.__mro__ if cls.__module__ == "builtins")
-
-
-def _pickled(reply: Reply) -> bytes:
-    return pickle.dumps(reply, protocol=pickle.HIGHEST_PROTOCOL)
