@@ -58,21 +58,18 @@ def wrap(transport: str) -> Iterator[Callable[..., DataParallel]]:
         model.close()
 
 
-@pytest.fixture
-def interrupt_next(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def interrupt_next(
+    monkeypatch: pytest.MonkeyPatch, method: str, instead: Callable[..., None] = lambda channel, *args: None
+) -> None:
     """Have the next call of a method of `Channel` do something else, then raise KeyboardInterrupt."""
+    original = getattr(Channel, method)
 
-    def interrupt_next(method: str, instead: Callable[..., None] = lambda channel, *args: None) -> None:
-        original = getattr(Channel, method)
+    def interrupted(self: Channel, *args: Any) -> None:
+        monkeypatch.setattr(Channel, method, original)
+        instead(self, *args)
+        raise KeyboardInterrupt
 
-        def interrupted(self: Channel, *args: Any) -> None:
-            monkeypatch.setattr(Channel, method, original)
-            instead(self, *args)
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(Channel, method, interrupted)
-
-    return interrupt_next
+    monkeypatch.setattr(Channel, method, interrupted)
 
 
 def workers_of(model: DataParallel) -> list[int]:
@@ -133,9 +130,6 @@ def large() -> nn.Module:
     return nn.Sequential(nn.Linear(200, 300), nn.Tanh(), nn.Linear(300, 200))
 
 
-# ---- messages ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int64])
 def test_values_of_an_exchange_arrive_unchanged(dtype):
     """Any strides, no entries, 0-dim; in containers, and writable."""
@@ -169,6 +163,13 @@ def test_parameters_exist_once_and_are_written_in_place(wrap):
     assert returned(model) == [5.0, 5.0]
     assert model.module.weight is weight
     assert weight.data_ptr() == address
+
+
+def test_a_copied_engine_keeps_its_transport():
+    """A14"""
+    model = DataParallel(nn.Linear(1, 1), ["cpu"] * 2, engine="processes")
+    model._engine = ProcessesEngine(share_memory=False)
+    assert not copy.deepcopy(model)._engine._share_memory
 
 
 @both_transports
@@ -700,7 +701,7 @@ def test_a_forked_child_has_parameters_of_its_own(wrap):
     assert model.module.bias.grad.item() == 8.0
 
 
-def test_ctrl_c_in_the_middle_of_a_message_ends_the_workers(wrap, interrupt_next):
+def test_ctrl_c_in_the_middle_of_a_message_ends_the_workers(wrap, monkeypatch):
     """F3: they would take the rest of it for the next one."""
     model, x = wrap(nn.Linear(3, 2)), torch.randn(4, 3)
     model(x)
@@ -709,14 +710,14 @@ def test_ctrl_c_in_the_middle_of_a_message_ends_the_workers(wrap, interrupt_next
     def send_half(channel, body, fds=()):
         channel._socket.sendall(_HEADER.pack(len(body), False) + body[: len(body) // 2])
 
-    interrupt_next("send", send_half)
+    interrupt_next(monkeypatch, "send", send_half)
     with pytest.raises(KeyboardInterrupt):
         model(x)
     torch.testing.assert_close(model(x), model.module(x))
     assert set(workers_of(model)).isdisjoint(before)
 
 
-def test_ctrl_c_while_the_fork_server_starts(interrupt_next, capfd):
+def test_ctrl_c_while_the_fork_server_starts(monkeypatch, capfd):
     """F3: which takes seconds, in the first step of a program; it is ended, and prints nothing."""
     server, processes = fork_server.ForkServer(), []
 
@@ -724,18 +725,18 @@ def test_ctrl_c_while_the_fork_server_starts(interrupt_next, capfd):
         channel.send(*args)
         processes.append(server._process)
 
-    interrupt_next("send", send)
+    interrupt_next(monkeypatch, "send", send)
     with pytest.raises(KeyboardInterrupt):
         server.fork([0], seed=0)
     assert processes[0].returncode == -signal.SIGKILL, "it was waited for"
     assert capfd.readouterr().err == ""
 
 
-def test_ctrl_c_while_workers_of_another_model_start(wrap, interrupt_next):
+def test_ctrl_c_while_workers_of_another_model_start(wrap, monkeypatch):
     """F3: the fork server is ended, and with it the workers of all models; idle ones are replaced."""
     model, other, x = wrap(nn.Linear(3, 2)), wrap(nn.Linear(3, 2)), torch.randn(4, 3)
     model(x)
-    interrupt_next("receive")
+    interrupt_next(monkeypatch, "receive")
     with pytest.raises(KeyboardInterrupt):
         other(x)
     for wrapped in (model, other):
