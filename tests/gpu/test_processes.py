@@ -1,6 +1,6 @@
-"""Several processes that share one accelerator, as under torchrun: they talk by gloo, and compute what one would.
+"""Several processes that share one accelerator, as under torchrun, over gloo: the results are those of one process.
 
-Run by `make gpu-check`. The same steps run on the CPU in `make test`, so that only the device is new there.
+Run by `make gpu-check`. `make test` runs the same steps on the CPU, so that there only the device is new.
 """
 
 import sys
@@ -43,7 +43,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 def train(rank: int, device: str, options: dict[str, Any]) -> tuple[list[float], str]:
-    """Train beside the plain module on all rows; return the parameters at the end, and how the processes talked."""
+    """Train beside the plain module on all rows; return the parameters' sums at the end, and the backends used."""
     model = manyhands.DataParallel(net().to(device), [device], process_group=torch.distributed.group.WORLD, **options)
     oracle = net().to(device)
     oracle.load_state_dict(model.module.state_dict())
@@ -82,7 +82,7 @@ def test_two_processes_train_as_one(device: str) -> None:
 
 
 def train_sparse(rank: int, device: str) -> list[float]:
-    """Train a table of which each process uses rows of its own."""
+    """Train an embedding of which each process uses different rows."""
     table = nn.Embedding(20, 3, sparse=True, dtype=torch.float64).to(device)
     model = manyhands.DataParallel(table, [device])
     tokens = torch.arange(rank * 4, rank * 4 + 6, device=device)
@@ -92,7 +92,7 @@ def train_sparse(rank: int, device: str) -> list[float]:
 
 
 def test_sparse_gradients_of_two_processes(device: str) -> None:
-    """C1: gathered, not summed, because each has rows of its own."""
+    """C1: gathered, not summed, because each process has different rows."""
     first, second = run_ranks(2, train_sparse, device)
     assert first == second
     used = torch.tensor(first).view(20, 3).abs().sum(1) > 0

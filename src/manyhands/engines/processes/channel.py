@@ -1,11 +1,10 @@
 """The channel between the caller and one worker process: messages both ways over a pair of connected sockets.
 
-No address, no port: the pair is made by the caller, and one end is given to the worker when it is forked. A message is
-bytes and, rarely, file descriptors. The end of the other process closes the channel, so waiting for a message is also
-waiting for that.
+There is no address and no port: the caller makes the pair, and the worker gets one end when it is forked. A message is
+bytes and, rarely, file descriptors. When a process ends, its end of the channel closes; so a wait for a message also
+ends with the other process.
 
-A waiting side first looks again and again, for a moment: a message that comes within it costs no wake-up by the
-kernel. Then it sleeps.
+A waiting process polls for a moment first: a message that arrives then costs no wake-up by the kernel. Then it sleeps.
 """
 
 import os
@@ -16,12 +15,12 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 
 _HEADER = struct.Struct("<QB")  # how many bytes follow; whether this frame carries only file descriptors
-_MOST_FDS = 200  # in one frame; Linux takes 253
-_WAKE_S = 0.1  # a waiting caller looks this often for Ctrl-C, which cannot always wake it (_thread.interrupt_main)
+_MAX_FDS = 200  # in one frame; Linux allows 253
+_WAKE_S = 0.1  # a waiting caller checks for Ctrl-C this often: it cannot always wake it (_thread.interrupt_main)
 
 
 class ChannelClosedError(Exception):
-    """The other side has gone."""
+    """The other process has closed its end."""
 
 
 class Channel:
@@ -33,8 +32,8 @@ class Channel:
     @classmethod
     def pair(cls) -> tuple["Channel", "Channel"]:
         """Return the two ends of a new channel."""
-        one, other = socket.socketpair()
-        return cls(one), cls(other)
+        first, second = socket.socketpair()
+        return cls(first), cls(second)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -43,12 +42,12 @@ class Channel:
         """Send one message.
 
         Raises:
-            ChannelClosedError: nobody is there to read it.
+            ChannelClosedError: the other end is closed.
         """
         try:
-            while len(fds) > _MOST_FDS:
-                socket.send_fds(self._socket, [_HEADER.pack(0, True)], list(fds[:_MOST_FDS]))
-                fds = fds[_MOST_FDS:]
+            while len(fds) > _MAX_FDS:
+                socket.send_fds(self._socket, [_HEADER.pack(0, True)], list(fds[:_MAX_FDS]))
+                fds = fds[_MAX_FDS:]
             header = _HEADER.pack(len(body), False)
             if fds:
                 socket.send_fds(self._socket, [header], list(fds))
@@ -62,12 +61,12 @@ class Channel:
         """Wait for a message; return it, and the file descriptors that came with it.
 
         Raises:
-            ChannelClosedError: the other side has gone.
+            ChannelClosedError: the other end is closed.
         """
         all_fds: list[int] = []
         while True:
             try:
-                header, fds, *_ = socket.recv_fds(self._socket, _HEADER.size, _MOST_FDS)
+                header, fds, *_ = socket.recv_fds(self._socket, _HEADER.size, _MAX_FDS)
                 for fd in fds:
                     os.set_inheritable(fd, False)
                 all_fds += fds
@@ -91,7 +90,7 @@ class Channel:
         return bytes(body)
 
     def spin(self, for_s: float) -> None:
-        """Look for a message without sleeping, until there is one or `for_s` seconds are over."""
+        """Poll without sleeping until there is a message or `for_s` seconds have passed."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         until = time.perf_counter() + for_s
@@ -99,7 +98,7 @@ class Channel:
             os.sched_yield()
 
     def is_ready(self) -> bool:
-        """Return whether there is something to receive (the other side's end counts)."""
+        """Return whether there is something to receive; a closed other end counts."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
@@ -108,17 +107,17 @@ class Channel:
         self._socket.close()
 
     def detach(self) -> int:
-        """Give the end away as a file descriptor."""
+        """Return this end as a file descriptor, which the caller then owns."""
         return self._socket.detach()
 
 
 def ready(channels: Collection[Channel], spin_s: float) -> Iterator[Channel]:
-    """Yield channels that have something to receive (their end counts), as soon and as often as they have.
+    """Yield each channel that has something to receive (a closed other end counts), as soon and as often as it has.
 
     Args:
-        channels: those that are waited for. Who has been given a channel receives from it, and takes it out of there
-            if no more is to come; when none is left, this ends.
-        spin_s: for so long it looks without sleeping, each time.
+        channels: those to wait for. The caller receives from a channel that it is given, and removes it from `channels`
+            once it expects no more from it. The iterator ends when none is left.
+        spin_s: how long to poll without sleeping, each time.
     """
     poll = select.poll()
     by_fd = {channel.fileno(): channel for channel in channels}

@@ -2,25 +2,24 @@
 
 One forward, step by step:
 
-    1. take a blueprint of the live module; see what changed since the workers were told (module_sync.py)
-    2. cut the inputs into shards; write each worker's into memory that it maps, and send it one message
+    1. take a blueprint of the live module; see what changed since the workers were last updated (module_sync.py)
+    2. cut the inputs into shards; write each worker's shard into memory that it maps, and send it one message
     3. stamp the first replica and call it in this thread, meanwhile
-    4. read the workers' answers: their outputs, in memory that they wrote
+    4. read the workers' replies; their outputs are in memory that this process maps
     5. match the outputs and join them through the boundary
 
-Backward is the same with output gradients going out and the leaves' gradients coming back: one message and one answer a
-worker (remote_graph.py). A worker keeps the graph of each forward until the caller's graph goes.
+Backward does the same with gradients: output gradients go to the workers, the leaves' gradients come back, one message
+and one reply a worker (remote_graph.py). A worker keeps the graph of a forward as long as the caller keeps its own.
 
-How parameters reach the workers, and how their gradients come back, is the transport's affair (reducers/base.py).
+The transport decides how parameters reach the workers and how their gradients come back (reducers/base.py).
 
 Guarantees
-    - Nothing that a caller gets lies in the memory that messages go through; so that can be used again at once.
-    - One step of an engine at a time: calls from several threads take turns. A call from inside a step of the same
-      thread (a hook that calls the model) runs all replicas here, one after the other.
-    - Whatever leaves a step half done (a dead worker, Ctrl-C) ends the team of workers; the next forward starts
-      another.
+    - No tensor that a caller gets is in the memory of messages, so that memory can be reused at once.
+    - An engine runs one step at a time: calls from several threads wait for each other. A call from inside a step of
+      the same thread (a hook that calls the model) runs all replicas in this process, one after the other.
+    - If a step is left half done (a dead worker, Ctrl-C), the worker group is ended; the next forward starts another.
 
-Assumes, as the threads engine does, that nobody changes the module while a forward runs.
+Assumes, as the threads engine does, that the module does not change while a forward runs.
 """
 
 import time
@@ -40,7 +39,7 @@ from manyhands.engines.processes.module_sync import ModuleSync
 from manyhands.engines.processes.pickling import dumps
 from manyhands.engines.processes.remote_graph import RemoteGraphs
 from manyhands.engines.processes.shared_memory import SendBuffer
-from manyhands.engines.processes.worker_group import Steps, WorkerGroup
+from manyhands.engines.processes.worker_group import StepLock, WorkerGroup
 from manyhands.engines.replica import Inputs, Stamp, carries_objects, look_for_live_tensors, stamped
 from manyhands.engines.threads import ThreadsEngine
 from manyhands.primitives.blueprint import HOOKS, Blueprint
@@ -64,7 +63,7 @@ from manyhands.runtime.thread_state import ProcessState, ThreadState
 from manyhands.sync_batch_norm.function_mode import BackwardMode, BatchNormOverReplicas
 
 _HOOKS_OF_EVERY_MODULE = (
-    "hooks are registered for every module of this process, which workers do not have: as long as they are, all "
+    "hooks are registered for every module of this process, and workers do not have them: as long as they are, all "
     'replicas run in this process, as with engine="threads".'
 )
 
@@ -72,24 +71,31 @@ _HOOKS_OF_EVERY_MODULE = (
 class ProcessesEngine(Engine):
     """See the module's docstring."""
 
-    def __init__(self) -> None:
-        self._here = ThreadsEngine()  # for calls that cannot leave this thread
-        self._steps = Steps()
+    def __init__(self, share_memory: bool = True) -> None:
+        """Make an engine without workers; they start with the first forward.
+
+        Args:
+            share_memory: whether replicas on the CPU share parameters in memory. If not, torch.distributed sends
+                parameters and reduces gradients, as on other devices.
+        """
+        self._share_memory = share_memory
+        self._threads_engine = ThreadsEngine()  # for calls that cannot leave this thread
+        self._step_lock = StepLock()
         self._module_sync = ModuleSync()
         self._worker_group: WorkerGroup | None = None
         self._timings: list[ReplicaTiming] = []
-        self._checked: list[Any] = []  # signature of the blueprint whose first replica's graph has been looked at
-        self._outside: list[torch.Tensor] = []  # leaves found there that are not the module's: a global, say
+        self._checked: list[Any] = []  # signature of the blueprint whose first replica's graph has been checked
+        self._outside: list[torch.Tensor] = []  # leaves found there that are not the module's: globals, say
 
     def forward(self, module: nn.Module, call: Call) -> Any:
         if inside_replica() or len(call.devices) == 1:
-            return self._here.forward(module, call)
-        with self._steps.begin() as mine:
-            if not mine:
-                return self._here.forward(module, call)
+            return self._threads_engine.forward(module, call)
+        with self._step_lock.acquire() as is_outermost:
+            if not is_outermost:
+                return self._threads_engine.forward(module, call)
             if torch_private.hooks_of_every_module():
                 log_once(_HOOKS_OF_EVERY_MODULE)
-                return self._here.forward(module, call)
+                return self._threads_engine.forward(module, call)
             return self._forward(module, call)
 
     def _forward(self, module: nn.Module, call: Call) -> Any:
@@ -98,26 +104,26 @@ class ProcessesEngine(Engine):
         timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
         self._timings = timings
         worker_group = self._worker_group_for(call.devices)
-        if len(where) - 1 > worker_group.num_told:
-            self._module_sync.forget()  # some workers have missed something
+        if len(where) - 1 > worker_group.num_in_sync:
+            self._module_sync.invalidate()  # some workers have missed an update
         blueprint = self._module_sync.diff(module)  # step 1
         check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], call.source)
         structure = [call.method, *blueprint.signature()] if tracked else None
-        number = next(self._steps.graph_numbers)
+        number = next(worker_group.graph_numbers)
         graphs = RemoteGraphs(
             timings,
             where,
             [],
             [],
             worker_group=worker_group,
-            steps=self._steps,
+            step_lock=self._step_lock,
             module_sync=self._module_sync,
             number=number,
         )
         with (
             divided_intra_op_threads(call.devices) as num_threads,
             unchanged_on_failure(blueprint.buffers.values()),
-            worker_group.whole_or_ended(),
+            worker_group.ended_on_failure(),
             Copies(call.devices[:1]) as copies,
         ):
             inputs = Inputs(call, tracked, copies, num_here=1)  # step 2
@@ -140,12 +146,12 @@ class ProcessesEngine(Engine):
                 timings[0].forward_s = time.perf_counter() - started
                 return output
 
-            with streams, one_pass(graphs.pass_contexts) as surroundings:
-                outcomes = run_together([run], call.devices[:1], surroundings)
+            with streams, one_pass(graphs.pass_contexts) as replica_context:
+                outcomes = run_together([run], call.devices[:1], replica_context)
                 try:
                     self._module_sync.commit()
-                    with worker_group.in_step():
-                        worker_group.transport.end_sending(lambda: worker_group.attend(where))
+                    with worker_group.collective():
+                        worker_group.transport.end_sending(lambda: worker_group.poll(where))
                     replies = graphs.take_replies(streams)  # step 4
                     for i, reply in replies.items():
                         timings[i + 1].forward_s = reply.seconds
@@ -157,7 +163,7 @@ class ProcessesEngine(Engine):
             del outputs
             if structure is not None:
                 own_leaves = [edge.tensors[0] for edge in inputs.edges if edge.tensors[0] is not None] + stamp.leaves
-                self._look_at_first_graph(structure, blueprint, call, matched, own_leaves)
+                self._check_first_graph(structure, blueprint, call, matched, own_leaves)
             graphs.outputs = [
                 BoundaryTensor(group.placement, call.output_device, group.tensors) for group in matched.groups
             ]
@@ -165,15 +171,15 @@ class ProcessesEngine(Engine):
         stamp.commit_buffers()
         return output
 
-    def _look_at_first_graph(
+    def _check_first_graph(
         self, structure: list[Any], blueprint: Blueprint, call: Call, matched: Outputs, own_leaves: list[torch.Tensor]
     ) -> None:
-        """See which leaves the first replica's graph has that are not its own, where that is not known."""
+        """Find the leaves in the first replica's graph that are not its own, unless they are known."""
         with_objects = carries_objects(call)
         if with_objects or self._checked != structure:
             of_first = [replace(group, tensors=group.tensors[:1]) for group in matched.groups]
             self._outside = look_for_live_tensors(blueprint, of_first, call.where()[:1], own_leaves)
-            self._checked = [] if with_objects else structure  # the next call's objects are others
+            self._checked = [] if with_objects else structure  # the next call may have other objects
 
     def _joined(
         self,
@@ -205,11 +211,11 @@ class ProcessesEngine(Engine):
         num_workers = len(call.devices) - 1
         update = module_sync.pack(blueprint, call.source, worker_group.transport.shares_parameters)
         if update.module is not None:
-            _say_if_hooks(blueprint)
+            _log_if_hooks(blueprint)
             for worker in worker_group.workers:
                 worker.gradients = None
-        if update.says_something:
-            worker_group.num_told = num_workers
+        if update.has_content:
+            worker_group.num_in_sync = num_workers
         thread, process = ThreadState.capture(), ProcessState.capture()
         tracked = thread.grad_enabled
         leaves = {id(leaf): ~k for k, edge in enumerate(inputs.edges) for leaf in edge.tensors if leaf is not None}
@@ -218,22 +224,22 @@ class ProcessesEngine(Engine):
         for i in range(num_workers):
             send_buffer = worker_group.workers[i].send_buffer
 
-            def take(
+            def to_reference(
                 tensor: torch.Tensor, send_buffer: SendBuffer = send_buffer, device: torch.device = call.devices[i + 1]
             ) -> TensorRef:
                 leaf = None
                 if tracked and tensor.requires_grad:
                     leaf = leaves.get(id(tensor))
-                    if leaf is None:  # not a leaf of ours: it came inside an object
+                    if leaf is None:  # not one of the inputs' leaves: it was inside an object
                         leaf = leaves[id(tensor)] = ~(len(inputs.edges) + len(objects))
                         objects.append(tensor)
-                there = device if id(tensor) in inputs.parts_elsewhere else tensor.device
-                tensor_ref = TensorRef.by(send_buffer, tensor)
-                return tensor_ref._replace(leaf=leaf, requires_grad=tensor.requires_grad, device=there)
+                target = device if id(tensor) in inputs.parts_elsewhere else tensor.device
+                tensor_ref = TensorRef.put(send_buffer, tensor)
+                return tensor_ref._replace(leaf=leaf, requires_grad=tensor.requires_grad, device=target)
 
-            shard = dumps(inputs.shards[i + 1], take)
+            shard = dumps(inputs.shards[i + 1], to_reference)
             message = Forward(
-                places=send_buffer.flush(),
+                specs=send_buffer.flush(),
                 thread=thread,
                 graph=graphs.number,
                 update=update,
@@ -242,7 +248,7 @@ class ProcessesEngine(Engine):
                 seed=seeds[i + 1],
                 num_threads=num_threads,
                 where=graphs.where[i + 1],
-                seat=(i + 1, num_workers + 1) if call.sync_batch_norm else None,
+                exchange_rank=(i + 1, num_workers + 1) if call.sync_batch_norm else None,
                 device=call.devices[i + 1],
                 rendezvous=worker_group.transport.rendezvous(i + 1) if update.sent else None,
                 replicas=replicas,
@@ -250,10 +256,10 @@ class ProcessesEngine(Engine):
             segments = (
                 [*module_sync.segments, *worker_group.transport.segments] if update.sent else module_sync.segments
             )
-            worker_group.ask(i, message, segments, process, graphs.where[i + 1])
-        with worker_group.in_step():
+            worker_group.send(i, message, segments, process, graphs.where[i + 1])
+        with worker_group.collective():
             worker_group.transport.begin_sending(
-                module_sync.take_flats(), replicas, lambda: worker_group.attend(graphs.where)
+                module_sync.take_flats(), replicas, lambda: worker_group.poll(graphs.where)
             )
         return objects
 
@@ -262,30 +268,31 @@ class ProcessesEngine(Engine):
     ) -> list[torch.Tensor]:
         """Give the boundary its input edges; return the live tensors behind them.
 
-        What other processes have for a leaf cannot be seen from here, only that they have one: a tensor stands for it.
+        A worker's leaf cannot be seen from here, only that there is one: any tensor of its size represents it.
         """
-        others = len(graphs.where) - 1
+        num_workers = len(graphs.where) - 1
         module_sync = self._module_sync
+        replicate = Replicate()
         edges = [*inputs.edges]
-        for tensor in objects:  # the first replica's graph leads through it by itself
-            edges.append(BoundaryTensor(Replicate(), tensor.device, [None, *[tensor.detach()] * others]))
+        for tensor in objects:  # the first replica's graph contains it already
+            edges.append(BoundaryTensor(replicate, tensor.device, [None, *[tensor.detach()] * num_workers]))
         graphs.parameters = range(len(edges), len(edges) + len(stamp.leaves))
         numbers = module_sync.numbers(stamp.live_parameters)
         graphs.keys = [*(~k for k in range(len(edges))), *numbers]
-        whole = Replicate()
         for tensor, leaf in zip(stamp.live_parameters, stamp.leaves, strict=True):
-            edges.append(BoundaryTensor(whole, tensor.device, [leaf] * (1 + others)))
-        theirs = {id(module_sync.tensors[number]): number for number in module_sync.outside}
-        here = set(map(id, self._outside))
+            edges.append(BoundaryTensor(replicate, tensor.device, [leaf] * (1 + num_workers)))
+        in_workers = {id(module_sync.tensors[number]): number for number in module_sync.outside}
+        in_first = set(map(id, self._outside))
         outside = {
             id(tensor): tensor for tensor in (*(module_sync.tensors[n] for n in module_sync.outside), *self._outside)
         }
         for key, tensor in outside.items():
-            stand_in = tensor if key in theirs else None
-            edges.append(BoundaryTensor(whole, tensor.device, [tensor if key in here else None, *[stand_in] * others]))
-            graphs.keys.append(theirs.get(key))
-        of_the_module = [*zip(numbers, stamp.live_parameters, strict=True)]
-        graphs.in_workers = dict(of_the_module + [(n, module_sync.tensors[n]) for n in module_sync.outside])
+            of_workers = tensor if key in in_workers else None
+            of_first = tensor if key in in_first else None
+            edges.append(BoundaryTensor(replicate, tensor.device, [of_first, *[of_workers] * num_workers]))
+            graphs.keys.append(in_workers.get(key))
+        own_numbers = [*zip(numbers, stamp.live_parameters, strict=True)]
+        graphs.remote_leaves = dict(own_numbers + [(n, module_sync.tensors[n]) for n in module_sync.outside])
         graphs.inputs = edges
         graphs.shared_leaves = bool(self._outside)
         graphs.keep = bool(objects)
@@ -306,35 +313,38 @@ class ProcessesEngine(Engine):
     def why_no_verbs(self, module: nn.Module) -> str | None:
         return 'engine="processes" does not call it: replicas are in other processes. Use engine="threads".'
 
+    def __reduce__(self) -> tuple[type[Engine], tuple[Any, ...]]:
+        return type(self), (self._share_memory,)
+
     def timings(self) -> list[ReplicaTiming]:
-        return self._timings or self._here.timings()
+        return self._timings or self._threads_engine.timings()
 
     def refresh(self) -> None:
-        with self._steps.begin():
-            self._module_sync.forget()
+        with self._step_lock.acquire():
+            self._module_sync.invalidate()
             self._checked = []
 
     def close(self) -> None:
-        with self._steps.begin():
+        with self._step_lock.acquire():
             self._timings = []
-            self._here.close()
+            self._threads_engine.close()
             self._end_worker_group()
 
     def _worker_group_for(self, devices: Sequence[torch.device]) -> WorkerGroup:
         worker_group = self._worker_group
         if worker_group is None or worker_group.ended or worker_group.devices[: len(devices)] != list(devices):
             self._end_worker_group()
-            worker_group = self._worker_group = WorkerGroup(devices)
+            worker_group = self._worker_group = WorkerGroup(devices, self._share_memory)
         return worker_group
 
     def _end_worker_group(self) -> None:
         worker_group, self._worker_group = self._worker_group, None
-        self._module_sync.forget()
+        self._module_sync.invalidate()
         if worker_group is not None:
-            worker_group.end(patient=True)
+            worker_group.end(graceful=True)
 
 
-def _say_if_hooks(blueprint: Blueprint) -> None:
+def _log_if_hooks(blueprint: Blueprint) -> None:
     for module in blueprint.modules:
         for name in HOOKS:
             for hook in module.__dict__[name].values():

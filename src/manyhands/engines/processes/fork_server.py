@@ -1,13 +1,14 @@
-"""The fork server, seen from both sides, and the beginning and end of the processes that come from it.
+"""The fork server: the process that workers are forked from, seen from both sides; how workers start and end.
 
-It is started by the first forward: a fresh interpreter that has imported torch and does nothing else, so that it may be
-forked at any time. Each worker (worker.py) is a fork of it, with one end of a channel. `ForkServer` is what the caller
-asks, `serve_forks` what answers in the other process.
+The first forward starts it: a fresh interpreter that has imported torch and does nothing else, so that it may be forked
+at any time. Each worker (worker.py) is a fork of it, and gets one end of a channel. `ForkServer` is the caller's side,
+`serve_forks` runs in the server's process.
 
 Guarantees
-    - A worker ends when the caller's end of its channel does. While it computes it does not look; then it ends with the
-      fork server, which ends at once when the caller does (Linux; elsewhere after its step).
-    - Ctrl-C is the caller's affair: workers ignore it.
+    - A worker ends when the caller's end of its channel closes. In the middle of a computation it does not notice; then
+      it ends with the fork server, which ends as soon as the caller does (Linux; elsewhere the worker ends its step
+      first).
+    - Only the caller handles Ctrl-C: workers ignore it.
 """
 
 import contextlib
@@ -28,12 +29,12 @@ from collections.abc import Sequence
 
 from manyhands.engines.processes.channel import Channel, ChannelClosedError
 from manyhands.engines.processes.worker import Worker
-from manyhands.runtime import affinity
+from manyhands.runtime import affinity, torch_private
 
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
-# What some of torch's functions import when they are called, activation checkpoints among them. It takes a second; so
-# where the caller has it, the fork server had better have it too than each worker by itself.
+# Some of torch's functions, activation checkpoints among them, import this when called. It takes a second. Where the
+# caller has imported it, the fork server does so once for all workers.
 _SLOW_TO_IMPORT = ("torch._dynamo",)
 
 
@@ -51,13 +52,13 @@ class ForkServer:
 
     def fork(self, own_cores: Sequence[int], seed: int) -> tuple[int, Channel]:
         """Start a worker; return its process id and the channel to it."""
-        own, others = Channel.pair()
-        fd = others.detach()
+        own, other = Channel.pair()
+        fd = other.detach()
         try:
-            environment = {name: value for name, value in os.environ.items() if not _is_a_launchers(name)}
+            environment = {name: value for name, value in os.environ.items() if not _is_launcher_variable(name)}
             imported = [name for name in _SLOW_TO_IMPORT if name in sys.modules]
             request = ("fork", imported, environment, list(own_cores), seed)
-            pid = self._ask(request, [fd, _descriptor(sys.__stdout__, 1), _descriptor(sys.__stderr__, 2)])
+            pid = self._request(request, [fd, _descriptor(sys.__stdout__, 1), _descriptor(sys.__stderr__, 2)])
         except BaseException:
             own.close()
             raise
@@ -67,14 +68,14 @@ class ForkServer:
         return pid, own
 
     def status(self, pid: int) -> int | None:
-        """Return how a worker ended, as `os.waitpid` has it, once it has; None if nobody knows."""
+        """Return a worker's exit status, as `os.waitpid` has it; None if it is not known."""
         try:
-            status = self._ask(("status", pid), [], start=False)
+            status = self._request(("status", pid), [], start=False)
         except ChannelClosedError:
             return None
         return status if isinstance(status, int) else None
 
-    def _ask(self, request: object, fds: Sequence[int], start: bool = True) -> object:
+    def _request(self, request: object, fds: Sequence[int], start: bool = True) -> object:
         with self._lock:
             for last_try in (False, True):
                 if self._channel is None:
@@ -91,13 +92,13 @@ class ForkServer:
                     if last_try or not start:
                         raise
                 except BaseException:
-                    self._end()  # half an answer may be on its way
+                    self._end()  # half a reply may be in the channel
                     raise
             raise AssertionError("unreachable")
 
     def _start(self) -> None:
-        own, others = Channel.pair()
-        fd = others.detach()
+        own, other = Channel.pair()
+        fd = other.detach()
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; from manyhands.engines.processes.fork_server import serve_forks; "
             f"serve_forks({fd})"
@@ -117,31 +118,31 @@ class ForkServer:
         if channel is not None:
             channel.close()
         if process is not None:
-            process.kill()  # it has nothing to lose, and while it imports torch it does not see that the channel closed
+            process.kill()  # it has no state, and while it imports torch it does not notice the closed channel
             process.wait()
 
     def end(self) -> None:
         with self._lock:
             self._end()
 
-    def forget(self) -> None:
-        """Let go of the parent's, in the child of a fork."""
+    def abandon(self) -> None:
+        """Close what belongs to the parent process, in the child of a fork."""
         if self._channel is not None:
             self._channel.close()
         if self._process is not None:
-            self._process.returncode = 0  # not this process's child: nothing to wait for, nothing to warn of
+            self._process.returncode = 0  # not this process's child: not waited for, no warning
         self.__init__()  # type: ignore[misc]
 
 
 server = ForkServer()  # this process's
 
 
-def _is_a_launchers(variable: str) -> bool:
-    """Return whether an environment variable says what part a process has in a launcher's job: not the workers'."""
-    return variable in _LAUNCHERS or variable.startswith("TORCHELASTIC_")
+def _is_launcher_variable(variable: str) -> bool:
+    """Return whether an environment variable gives a process its rank in a launcher's job: workers have none."""
+    return variable in _LAUNCHER_VARIABLES or variable.startswith("TORCHELASTIC_")
 
 
-_LAUNCHERS = {
+_LAUNCHER_VARIABLES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
 }
@@ -158,50 +159,52 @@ def _descriptor(stream: object, otherwise: int) -> int:
 
 
 def serve_forks(fd: int) -> None:
-    """Fork a worker whenever asked to, until the caller goes; tell how workers ended. The fork server's whole life.
+    """Fork workers and report how they ended, until the caller ends: the fork server's whole life.
 
-    Messages, each answered: ("fork", modules to import first, environment, cores, seed) with the worker's end of a
-    channel, and what its standard output and error are to be -> its process id; ("status", process id) -> its exit
-    status, as `os.waitpid` has it.
+    Requests, each of which gets a reply:
+
+        ("fork", modules to import first, environment, cores, seed), with the file descriptors of the worker's end of a
+            channel, its standard output and its standard error -> its process id
+        ("status", process id) -> its exit status, as `os.waitpid` has it
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=fd))
-    _import_what_workers_need()
+    torch_private.import_what_backward_imports()
     gc.collect()
-    gc.freeze()  # workers share these objects' memory as long as nobody writes into it
+    gc.freeze()  # workers share these objects' pages until one writes to them
     statuses: dict[int, int] = {}
-    signal.signal(signal.SIGCHLD, lambda *_: _collect(statuses))
+    signal.signal(signal.SIGCHLD, lambda *_: _reap(statuses))
     try:
         while True:
-            _answer(channel, fd, statuses)
-    except ChannelClosedError:  # the caller has gone, perhaps without waiting for its answer: Ctrl-C
+            _handle(channel, fd, statuses)
+    except ChannelClosedError:  # the caller ended, perhaps without reading its reply: Ctrl-C
         os._exit(0)
 
 
-def _answer(channel: Channel, fd: int, statuses: dict[int, int]) -> None:
+def _handle(channel: Channel, fd: int, statuses: dict[int, int]) -> None:
     body, fds = channel.receive()
-    request, *given = pickle.loads(body)
+    request, *arguments = pickle.loads(body)
     if request == "fork":
-        modules, *given = given
+        modules, *settings = arguments
         for name in modules:
-            with contextlib.suppress(Exception):  # a worker that needs it will say what is wrong
+            with contextlib.suppress(Exception):  # a worker that needs it will raise the error
                 importlib.import_module(name)
         pid = os.fork()
         if not pid:
             os.close(fd)
-            _be_a_worker(fds, *given)
+            _run_worker(fds, *settings)
         for received in fds:
             os.close(received)
         channel.send(pickle.dumps(pid))
     else:
-        (pid,) = given
+        (pid,) = arguments
         if pid not in statuses:
             with contextlib.suppress(ChildProcessError):
                 statuses[pid] = os.waitpid(pid, 0)[1]
         channel.send(pickle.dumps(statuses.pop(pid, None)))
 
 
-def _collect(statuses: dict[int, int]) -> None:
+def _reap(statuses: dict[int, int]) -> None:
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -210,22 +213,18 @@ def _collect(statuses: dict[int, int]) -> None:
             statuses[pid] = status
 
 
-def _import_what_workers_need() -> None:
-    importlib.import_module("torch.fx.experimental.symbolic_shapes")  # the first backward of a process imports it
-
-
-def _be_a_worker(fds: Sequence[int], environment: dict[str, str], own_cores: Sequence[int], seed: int) -> None:
-    """Answer messages until the channel closes. Does not return."""
+def _run_worker(fds: Sequence[int], environment: dict[str, str], own_cores: Sequence[int], seed: int) -> None:
+    """Serve the channel until it closes. Does not return."""
     status = 1
     try:
-        _die_with_the_parent()
+        _die_with_parent()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         connection, stdout, stderr = fds
         os.dup2(stdout, 1)
         os.dup2(stderr, 2)
         os.close(stdout)
         os.close(stderr)
-        # Whole lines: what is printed leaves with the end of its line, in one write.
+        # Line-buffered, so that each printed line is one write.
         sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), line_buffering=True)  # noqa: SIM115
         sys.stderr = io.TextIOWrapper(open(2, "wb", closefd=False), line_buffering=True)  # noqa: SIM115
         os.environ.clear()
@@ -235,7 +234,7 @@ def _be_a_worker(fds: Sequence[int], environment: dict[str, str], own_cores: Seq
         Worker(Channel(socket.socket(fileno=connection))).serve()
     except ChannelClosedError:
         status = 0
-    except BaseException:  # noqa: BLE001 - the process ends here, whatever it was
+    except BaseException:  # noqa: BLE001 - whatever it was, the process ends here
         traceback.print_exc()
     finally:
         with contextlib.suppress(Exception):
@@ -243,8 +242,8 @@ def _be_a_worker(fds: Sequence[int], environment: dict[str, str], own_cores: Seq
         os._exit(status)
 
 
-def _die_with_the_parent() -> None:
-    """Have the kernel end this process with the fork server, also in the middle of a step (Linux)."""
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when the fork server ends, also in the middle of a step (Linux)."""
     if sys.platform == "linux":
         parent = os.getppid()
         ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)

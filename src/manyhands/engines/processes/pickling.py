@@ -1,9 +1,9 @@
 """Pickling for another process: modules of any class, with their tensors left out.
 
-What pickle would look up by name and the other process could not import goes by value (cloudpickle): classes and
-functions of `__main__`, of a notebook cell, of a function, of a module that is in no place where Python looks. Tensors
-are handed to a function that says what is to stand for them. Modules are taken apart as they are stamped: `__dict__`
-and slots, nothing of theirs is called, so a module that refuses to be pickled comes along too.
+What the other process could not import by name goes by value (cloudpickle): classes and functions of `__main__`, of a
+notebook cell, of a function, of a module that is on no path where Python looks. For each tensor a function returns the
+reference that is pickled instead. A module is pickled as its `__dict__` and slots, as in stamping: none of its methods
+are called, so a module that refuses to be pickled works too.
 """
 
 import functools
@@ -23,25 +23,27 @@ from torch import nn
 from manyhands.primitives.blueprint import slot_names
 from manyhands.primitives.references import PROXIES, referent
 
-Take = Callable[[torch.Tensor], Any]  # from a tensor to what stands for it; None: it is pickled as it is
-Give = Callable[[Any], torch.Tensor]
+ToReference = Callable[[torch.Tensor], Any]  # None: the tensor itself is pickled
+FromReference = Callable[[Any], torch.Tensor]
 
 _importable: dict[str, bool] = {}
 _COMMON = frozenset({torch.Tensor, nn.Parameter, bool, int, float, complex, str, bytes, type(None)})
 
 
 class _ModulePickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, stream: io.BytesIO, take: Take, modules: list[nn.Module], known: Set[type]) -> None:
+    def __init__(
+        self, stream: io.BytesIO, to_reference: ToReference, modules: list[nn.Module], known: Set[type]
+    ) -> None:
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
-        self._take, self._known = take, known
-        self._modules = set(map(id, modules))  # weak references to these stay alive
+        self._to_reference, self._known = to_reference, known
+        self._modules = set(map(id, modules))  # weak references to these are kept
         self.by_value: list[types.ModuleType] = []
 
     def persistent_id(self, value: Any) -> Any:
-        if type(value) in PROXIES:  # it says that it is what it stands for, and raises if that has gone
+        if type(value) in PROXIES:  # its class is its referent's, and it raises if the referent is gone
             return None
         if isinstance(value, torch.Tensor):
-            return self._take(value)
+            return self._to_reference(value)
         if isinstance(value, type) and value in self._known and (tracker := _tracker_of(value)) is not None:
             return _KnownClass(tracker)
         return None
@@ -57,7 +59,7 @@ class _ModulePickler(cloudpickle.Pickler):  # type: ignore[misc]
             target = value()
             return (weakref.ref, (target,)) if id(target) in self._modules else (_dead_reference, ())
         if isinstance(value, types.ModuleType) and type(value) is not types.ModuleType:
-            # An object in a module's place, as torch.backends.cudnn, torch.ops and torch.ops.aten are.
+            # An object in place of a module: torch.backends.cudnn, torch.ops, torch.ops.aten.
             parent, _, name = value.__name__.rpartition(".")
             if sys.modules.get(value.__name__) is value:
                 return importlib.import_module, (value.__name__,)
@@ -74,7 +76,7 @@ class _ModulePickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(value)
 
     def _send_by_value_if_needed(self, value: Any) -> None:
-        """Have what the module of a class or function defines go by value, if the other process cannot import it."""
+        """Pickle by value what the module of a class or function defines, if the other process cannot import it."""
         module = sys.modules.get(getattr(value, "__module__", None) or "")
         if module is not None and not _can_be_imported(module) and module not in self.by_value:
             cloudpickle.register_pickle_by_value(module)
@@ -82,16 +84,16 @@ class _ModulePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _TensorPickler(pickle.Pickler):
-    def __init__(self, stream: io.BytesIO, take: Take) -> None:
+    def __init__(self, stream: io.BytesIO, to_reference: ToReference) -> None:
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
-        self._take = take
+        self._to_reference = to_reference
 
     def persistent_id(self, value: Any) -> Any:
-        return self._take(value) if isinstance(value, torch.Tensor) else None
+        return self._to_reference(value) if isinstance(value, torch.Tensor) else None
 
 
 def _is_common(value: Any) -> bool:
-    """Return whether there is nothing but tensors and plain values in plain containers, for which pickle is enough."""
+    """Return whether a value is only tensors and plain values in plain containers, for which pickle is enough."""
     kind = type(value)
     if kind is tuple or kind is list:
         return all(map(_is_common, value))
@@ -100,18 +102,20 @@ def _is_common(value: Any) -> bool:
     return kind in _COMMON
 
 
-def dumps(value: Any, take: Take, modules: list[nn.Module] | None = None, known: Set[type] = frozenset()) -> bytes:
-    """Return `value` pickled; `take` says what stands for each tensor.
+def dumps(
+    value: Any, to_reference: ToReference, modules: list[nn.Module] | None = None, known: Set[type] = frozenset()
+) -> bytes:
+    """Return `value` pickled; `to_reference` returns what is pickled instead of each tensor.
 
     Args:
-        modules: the modules that are part of `value`, where there are weak references to them.
-        known: classes that the other process defined and has sent here by value: named, not sent back.
+        modules: the modules that are part of `value`, where weak references lead to them.
+        known: classes that the other process defined and has sent here by value: sent back by name.
     """
     stream = io.BytesIO()
     if _is_common(value):
-        _TensorPickler(stream, take).dump(value)
+        _TensorPickler(stream, to_reference).dump(value)
         return stream.getvalue()
-    pickler = _ModulePickler(stream, take, modules or [], known)
+    pickler = _ModulePickler(stream, to_reference, modules or [], known)
     try:
         pickler.dump(value)
     finally:
@@ -120,18 +124,18 @@ def dumps(value: Any, take: Take, modules: list[nn.Module] | None = None, known:
     return stream.getvalue()
 
 
-def loads(data: bytes, add: Give) -> Any:
-    """Return what `dumps` was given; `add` returns the tensor for what stands for it."""
-    return _ModuleUnpickler(io.BytesIO(data), add).load()
+def loads(data: bytes, from_reference: FromReference) -> Any:
+    """Return what `dumps` was given; `from_reference` returns the tensor of a reference."""
+    return _ModuleUnpickler(io.BytesIO(data), from_reference).load()
 
 
 class _ModuleUnpickler(pickle.Unpickler):
-    def __init__(self, stream: io.BytesIO, add: Give) -> None:
+    def __init__(self, stream: io.BytesIO, from_reference: FromReference) -> None:
         super().__init__(stream)
-        self._give = add
+        self._from_reference = from_reference
 
     def persistent_load(self, reference: Any) -> Any:
-        return _class_of(reference) if isinstance(reference, _KnownClass) else self._give(reference)
+        return _class_of(reference) if isinstance(reference, _KnownClass) else self._from_reference(reference)
 
 
 class _KnownClass(str):
@@ -141,7 +145,7 @@ class _KnownClass(str):
 
 
 def classes_by_value() -> Iterator[type]:
-    """Yield the classes that were sent by value, either way, and still are there."""
+    """Yield the classes that were sent by value, in either direction, and still exist."""
     yield from list(cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS)
 
 
@@ -166,16 +170,16 @@ def _fill_module(module: nn.Module, state: tuple[dict[str, Any], dict[str, Any]]
         object.__setattr__(module, name, value)
 
 
-class _Nothing:
+class _Gone:
     pass
 
 
 def _dead_reference() -> "weakref.ref[Any]":
-    return weakref.ref(_Nothing())
+    return weakref.ref(_Gone())
 
 
 def _dead_proxy() -> Any:
-    return weakref.proxy(_Nothing())
+    return weakref.proxy(_Gone())
 
 
 def _cached_property(function: Callable[[Any], Any], name: str | None) -> "functools.cached_property[Any]":
@@ -185,7 +189,7 @@ def _cached_property(function: Callable[[Any], Any], name: str | None) -> "funct
 
 
 def _cached_function(function: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:
-    """Return a function that keeps its results, and has none as yet."""
+    """Return a function that caches its results, with an empty cache."""
     made: Callable[..., Any] = functools.lru_cache(**parameters)(function)
     return made
 
@@ -197,16 +201,16 @@ def _goes_by_value(function: Any) -> bool:
 
 
 def _can_be_imported(module: types.ModuleType) -> bool:
-    """Return whether a fresh process with this one's `sys.path` would find the very same module."""
+    """Return whether a fresh process with this one's `sys.path` would find the same module."""
     name = module.__name__
     if name not in _importable:
-        _importable[name] = _look_for(module)
+        _importable[name] = _is_found(module)
     return _importable[name]
 
 
-def _look_for(module: types.ModuleType) -> bool:
+def _is_found(module: types.ModuleType) -> bool:
     file = getattr(module, "__file__", None)
-    if file is None or module.__name__ == "__main__":  # built in, or made at run time: cloudpickle knows what to do
+    if file is None or module.__name__ == "__main__":  # built in, or made at run time: cloudpickle handles it
         return True
     path: Any = None
     name = ""

@@ -1,12 +1,11 @@
-"""A meeting (sync_batch_norm/exchange.py) that is held in another process: a worker's view of it, and what travels.
+"""A worker's view of an exchange (sync_batch_norm/exchange.py) that the caller's process holds, and its messages.
 
-    worker i                                   caller, whose own replica waits at the meeting or has ended
-    comes ──► a `Request`, on its channel ──────────► `LocalExchange.submit`
-    waits ◄── what the exchange came to ◄────────── when everybody who can still come has come
+    worker i                                     caller, whose own replica waits at the exchange or has ended
+    submits ──► a `Request`, on its channel ─────────► `LocalExchange.submit`
+    waits   ◄── the `Result` ◄────────────────────── when every replica that can still submit has submitted
 
-The channel is the worker's only one. Visits, and that it has left the meeting, go before the answer to the message that
-the worker is at. Values are small, some numbers for each channel of a batch norm: tensors in them travel as their
-bytes, inside the message.
+A worker has one channel. Requests and its withdrawal precede the reply to the message that the worker is handling.
+Values are small, some numbers for each channel of a batch norm: their tensors travel as bytes, inside the message.
 """
 
 import ctypes
@@ -22,14 +21,14 @@ from manyhands.sync_batch_norm.exchange import Exchange, Request, Result
 _SPIN_S = 0.0002
 
 
-class Left(NamedTuple):
-    """What a worker says that comes to the meeting no more, though its answer may wait for other workers."""
+class Withdrawal(NamedTuple):
+    """Sent by a worker that will submit no more, though its reply may have to wait for other workers."""
 
     failed: bool
 
 
 class RemoteExchange(Exchange):
-    """A worker's view of a meeting that is held at the other end of its channel."""
+    """A worker's view of an exchange at the other end of its channel."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -43,23 +42,23 @@ class RemoteExchange(Exchange):
         return result
 
     def withdraw(self, index: int, *, failed: bool) -> None:
-        self._channel.send(packed(Left(failed)))
+        self._channel.send(packed(Withdrawal(failed)))
 
 
 def packed(value: Any) -> bytes:
     """Return a value pickled, with tensors on the host as their bytes; `pickle.loads` returns it."""
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL)
-    pickler.dispatch_table = {torch.Tensor: _taken_apart}
+    pickler.dispatch_table = {torch.Tensor: _reduce_tensor}
     pickler.dump(value)
     return stream.getvalue()
 
 
-def _taken_apart(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
     tensor = tensor.contiguous()
-    return _put_together, (ctypes.string_at(tensor.data_ptr(), tensor.nbytes), tensor.dtype, tuple(tensor.shape))
+    return _rebuild_tensor, (ctypes.string_at(tensor.data_ptr(), tensor.nbytes), tensor.dtype, tuple(tensor.shape))
 
 
-def _put_together(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    # frombuffer wants bytes that may be written, and at least one.
+def _rebuild_tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    # frombuffer needs a writable buffer of at least one byte.
     return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)

@@ -1,9 +1,9 @@
-"""The workers of one engine, as the caller sees them: started together, asked together, ended together.
+"""The workers of one engine, as the caller sees them: started, asked and ended together.
 
-A `WorkerGroup` is never mended. If one of its workers dies, or the caller leaves in the middle of a step (Ctrl-C), the
-whole
-team is ended, the graphs that it kept are lost, and the next forward starts another: the live parameters were never in
-it. Starting one is a few forks of the fork server, which is shared by all teams of the process.
+A `WorkerGroup` is never repaired. If a worker dies, or the caller leaves in the middle of a step (Ctrl-C), all workers
+of the group are ended, the graphs that they kept are lost, and the next forward starts another group. The live
+parameters are not lost: they are the caller's. To start a group takes a few forks of the fork server, which all groups
+of the process share.
 """
 
 import atexit
@@ -25,7 +25,7 @@ from manyhands.engines.processes.messages import Forward, Message, Reply
 from manyhands.engines.processes.reducers.base import Transport
 from manyhands.engines.processes.reducers.collectives import CollectiveTransport
 from manyhands.engines.processes.reducers.shared_memory import SharedMemoryTransport
-from manyhands.engines.processes.remote_exchange import Left, packed
+from manyhands.engines.processes.remote_exchange import Withdrawal, packed
 from manyhands.engines.processes.shared_memory import Segment, SendBuffer
 from manyhands.runtime import affinity
 from manyhands.runtime import devices as _devices
@@ -34,8 +34,8 @@ from manyhands.runtime.thread_state import ProcessState
 from manyhands.sync_batch_norm.exchange import CrossProcess, LocalExchange, Request, Result
 
 _SPIN_S = 0.0005
-_ENDING_TAKES_S = 1.0  # for all connections of a process that is killed to end
-_NAP_S = 0.001
+_END_TIMEOUT_S = 1.0  # within which all connections of a killed process close
+_SLEEP_S = 0.001
 
 
 class WorkerDiedError(RuntimeError):
@@ -43,79 +43,74 @@ class WorkerDiedError(RuntimeError):
 
 
 class WorkerHandle:
-    """One worker of a team.
+    """One worker of a group.
 
     Attributes:
         pid: its process id.
-        outbox: what the caller writes to it.
-        known: numbers of the segments that it has.
-        inbox: the segments that came from it, by number.
-        forgotten: graphs that it is to drop.
+        send_buffer: the tensors of the caller's messages to it.
+        known_segments: numbers of the segments that it has mapped.
+        received_segments: the segments that came from it, by number.
+        released_graphs: graphs that it is to drop.
         gradients: views of its small gradients, by the number of the tensor; None until the first backward.
     """
 
     def __init__(self, pid: int, channel: Channel) -> None:
         self.pid, self.channel = pid, channel
         self.send_buffer = SendBuffer()
-        self.known: set[int] = set()
-        self.forgotten: list[int] = []
-        self.inbox: dict[int, Segment] = {}
+        self.known_segments: set[int] = set()
+        self.released_graphs: list[int] = []
+        self.received_segments: dict[int, Segment] = {}
         self.gradients: dict[int, torch.Tensor] | None = None
         self._process: ProcessState | None = None
 
     def send(
         self, message: Message, segments: Sequence[Segment], process: ProcessState, kept: Sequence[Segment]
     ) -> None:
-        """Send a message, with what it speaks of and the worker does not have.
+        """Send a message, with the segments that the worker does not have yet.
 
         Args:
-            segments: what the message speaks of.
-            kept: what the worker is to keep even if the message brings another module.
+            segments: those that the message refers to.
+            kept: those that the worker keeps even if the message brings another module.
         """
-        spoken_of = (self.send_buffer.segment, *segments)
-        if isinstance(message, Forward) and message.update.module is not None:  # what the last one lay in is not needed
-            message.gone = list(self.known - {segment.number for segment in (*spoken_of, *kept)})
-            self.known.difference_update(message.gone)
-        new = [segment for segment in spoken_of if segment.number not in self.known]
-        message.forgotten = self.forgotten[:]
-        del self.forgotten[: len(message.forgotten)]
+        needed = (self.send_buffer.segment, *segments)
+        if isinstance(message, Forward) and message.update.module is not None:  # frees the last one's segments
+            message.freed = list(self.known_segments - {segment.number for segment in (*needed, *kept)})
+            self.known_segments.difference_update(message.freed)
+        new = [segment for segment in needed if segment.number not in self.known_segments]
+        message.released_graphs = self.released_graphs[:]
+        del self.released_graphs[: len(message.released_graphs)]
         if process != self._process:
             message.process = self._process = process
         message.segments = [(segment.number, segment.num_bytes) for segment in new]
         self.channel.send(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL), [segment.fd for segment in new])
-        self.known.update(segment.number for segment in new)
+        self.known_segments.update(segment.number for segment in new)
 
-    def receive(self) -> Reply | Request | Left:
-        """Return the next that it says: its answer, or what it comes to the meeting with."""
+    def receive(self) -> Reply | Request | Withdrawal:
+        """Return the worker's next message: its reply, or a request or withdrawal of a batch norm's exchange."""
         body, fds = self.channel.receive()
-        reply: Reply | Request | Left = pickle.loads(body)
-        if isinstance(reply, Request | Left):
+        reply: Reply | Request | Withdrawal = pickle.loads(body)
+        if isinstance(reply, Request | Withdrawal):
             return reply
         for (number, num_bytes), fd in zip(reply.segments, fds, strict=True):
-            self.inbox = {number: Segment(fd, num_bytes, number)}  # the worker writes into its newest only
+            self.received_segments = {number: Segment(fd, num_bytes, number)}  # the worker uses only its newest
         return reply
 
-    def tell(self, result: Result | None, failed: bool) -> None:
-        """Send what the exchange at which the worker waits came to, and whether a replica has failed."""
-        with contextlib.suppress(ChannelClosedError):  # it has died: seen by whoever receives from it
+    def send_result(self, result: Result | None, failed: bool) -> None:
+        """Send the result of the exchange for which the worker waits, and whether a replica has failed."""
+        with contextlib.suppress(ChannelClosedError):  # it has died: the next receive from it notices
             self.channel.send(packed((result, failed)))
 
 
-class Steps:
-    """The steps of an engine, of which there is one at a time.
-
-    Attributes:
-        graph_numbers: what the engine calls the graphs of its steps, each used once.
-    """
+class StepLock:
+    """Lets an engine run one step at a time."""
 
     def __init__(self) -> None:
-        self.graph_numbers = itertools.count()
         self._lock = threading.RLock()
         self._busy = False
 
     @contextlib.contextmanager
-    def begin(self) -> Iterator[bool]:
-        """Wait for the turn; yield False where this very thread is in the middle of a step already."""
+    def acquire(self) -> Iterator[bool]:
+        """Wait until no other thread is in a step; yield False if this thread is in one already."""
         with self._lock:
             if self._busy:
                 yield False
@@ -132,77 +127,81 @@ class WorkerGroup:
 
     Attributes:
         workers: those of replicas 1, 2, ...
-        num_told: how many of them know the module as it is.
+        num_in_sync: how many of them have the module as it is.
         devices: of replicas 0, 1, ...
         transport: how parameters reach them, and gradients come back.
+        graph_numbers: yields the numbers of their graphs.
         ended: whether it has been ended.
     """
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, devices: Sequence[torch.device], share_memory: bool = True) -> None:
         self.ended = False
-        self.num_told = 0
+        self.num_in_sync = 0
         self.devices = list(devices)
-        self.transport = _transport_for(devices)
+        self.graph_numbers = itertools.count()
+        self.transport = _transport_for(devices, share_memory)
         num_workers = len(devices) - 1
-        self._awaited: set[int] = set()
-        self._lost: set[int] = set()  # those of them whose channel has closed
-        self._behind: set[int] = set()  # replicas that have not done their part in what all do together
-        self._answers: dict[int, Reply] = {}  # of those that were asked and are not awaited any more
+        self._awaited: set[int] = set()  # workers that owe a reply
+        self._dead: set[int] = set()  # those of them that have died
+        self._missed_collective: set[int] = set()  # replicas that have not done their part in a collective
+        self._replies: dict[int, Reply] = {}  # of workers that are no longer awaited
         self._exchange: LocalExchange | None = None
         parts = affinity.divided(num_workers + 1)
-        self.workers: list[WorkerHandle] = []  # the last of what `end` needs
+        self.workers: list[WorkerHandle] = []  # last of the attributes that `end` needs
         _groups.add(self)
         for i in range(num_workers):
             try:
                 pid, channel = fork_server.server.fork(parts[i + 1], (torch.initial_seed() + i + 1) & 0xFFFFFFFF)
             except BaseException:
-                if not fork_server.server.is_running:  # Ctrl-C has ended it, and so the workers of all teams
-                    for team in list(_groups):
-                        team.ended = True
+                if not fork_server.server.is_running:  # Ctrl-C has ended it, and so the workers of all groups
+                    for group in list(_groups):
+                        group.ended = True
                 raise
             self.workers.append(WorkerHandle(pid, channel))
 
-    def forget_graph(self, graph: int) -> None:
+    def release_graph(self, graph: int) -> None:
         """Let every worker drop a graph with the next message it gets. May be called from a finalizer."""
         for worker in self.workers:
-            worker.forgotten.append(graph)
+            worker.released_graphs.append(graph)
 
-    def ask(self, index: int, message: Message, segments: Sequence[Segment], process: ProcessState, where: str) -> None:
-        """Send a worker a message; what it has to know besides is put into it.
+    def send(
+        self, index: int, message: Message, segments: Sequence[Segment], process: ProcessState, where: str
+    ) -> None:
+        """Send a worker a message.
 
         Raises:
-            WorkerDiedError: it has died. The team is ended.
+            WorkerDiedError: it has died. The group is ended.
         """
-        self._awaited.add(index)  # before it is sent: what Ctrl-C breaks off in the middle must end the team
+        self._awaited.add(index)  # before it is sent: if Ctrl-C interrupts the send, the group must end
         try:
             self.workers[index].send(message, segments, process, kept=self.transport.segments)
         except ChannelClosedError:
-            raise self.died(index, where) from None
+            raise self._end_with_error(index, where) from None
 
     @contextlib.contextmanager
-    def whole_or_ended(self) -> Iterator[None]:
-        """End the team if the block is left by an exception while a worker still owes an answer, or is out of step."""
+    def ended_on_failure(self) -> Iterator[None]:
+        """End the group if the block raises while a worker owes a reply, or has missed a collective."""
         try:
             yield
         except BaseException:
-            if self._awaited or self._behind:
+            if self._awaited or self._missed_collective:
                 self.end()
             raise
         finally:
-            self._answers, self._exchange = {}, None
+            self._replies, self._exchange = {}, None
 
     @contextlib.contextmanager
-    def in_step(self) -> Iterator[None]:
-        """Do the caller's part in what all replicas do together: if the block fails, the team cannot go on."""
-        self._behind.add(0)
+    def collective(self) -> Iterator[None]:
+        """Run the caller's part in a collective of all replicas: if the block raises, the group cannot go on."""
+        self._missed_collective.add(0)
         yield
-        self._behind.discard(0)
+        self._missed_collective.discard(0)
 
     def open_exchange(self, num_replicas: int, cross_process: CrossProcess | None = None) -> LocalExchange:
-        """Open the meeting of the caller's replica and of the workers that have been asked; return it.
+        """Open the exchange of the caller's replica and of the workers that were sent a message; return it.
 
-        Workers are served while the caller's replica waits at the meeting, and in `replies`. That is early enough: no
-        exchange is complete before every replica that takes part in it has come or left.
+        Workers' requests are received while the caller's replica waits in the exchange, and in `replies`. That is early
+        enough: an exchange completes only when every replica that takes part has submitted or withdrawn.
         """
         self._exchange = LocalExchange(num_replicas, self._receive, cross_process)
         for index in set(range(num_replicas - 1)) - self._awaited:
@@ -210,29 +209,29 @@ class WorkerGroup:
         return self._exchange
 
     def replies(self, where: Sequence[str]) -> dict[int, Reply]:
-        """Wait for the answers of the workers that were asked; return them by index.
+        """Wait for the replies of the workers that were sent a message; return them by index.
 
-        An answer that is to reach the caller at once is not waited behind: then it is the only one.
+        An urgent one is returned at once, and alone.
 
         Raises:
-            WorkerDiedError: one has died. The team is ended.
-            BaseException: what has ended their meeting, at which some of them may be waiting.
+            WorkerDiedError: a worker has died. The group is ended.
+            BaseException: the error that ended their exchange, in which some of them may be waiting.
         """
         if self._exchange is not None and self._exchange.error is not None:
             raise self._exchange.error
-        self._receive(lambda: bool(self._lost) or any(map(_stops, self._answers.values())))
+        self._receive(lambda: bool(self._dead) or any(map(_is_urgent, self._replies.values())))
         self._raise_if_died(where)
-        replies, self._answers = self._answers, {}
-        return dict([item for item in replies.items() if _stops(item[1])][:1]) or replies
+        replies, self._replies = self._replies, {}
+        return dict([item for item in replies.items() if _is_urgent(item[1])][:1]) or replies
 
     def _receive(self, enough: Callable[[], bool]) -> None:
-        """Receive what workers send until all that are awaited have answered, or it is `enough`."""
+        """Receive workers' messages until all have replied, or `enough` returns True."""
         if enough():
             return
-        index_of = {self.workers[i].channel: i for i in self._awaited - self._lost}
+        index_of = {self.workers[i].channel: i for i in self._awaited - self._dead}
         for channel in ready(index_of, _SPIN_S):
             self._receive_from(index_of[channel])
-            if index_of[channel] not in self._awaited - self._lost:
+            if index_of[channel] not in self._awaited - self._dead:
                 del index_of[channel]
             if enough():
                 return
@@ -242,102 +241,99 @@ class WorkerGroup:
         try:
             received = worker.receive()
         except ChannelClosedError:
-            self._lost.add(index)
+            self._dead.add(index)
             failed = True
         else:
-            if isinstance(received, Left):
+            if isinstance(received, Withdrawal):
                 assert exchange is not None
                 exchange.withdraw(index + 1, failed=received.failed)
                 return
             if isinstance(received, Request):
                 assert exchange is not None
-                exchange.submit(index + 1, received, lambda result: worker.tell(result, exchange.failed))
+                exchange.submit(index + 1, received, lambda result: worker.send_result(result, exchange.failed))
                 return
             self._awaited.remove(index)
-            self._answers[index] = received
-            if received.out_of_step:
-                self._behind.add(index + 1)
+            self._replies[index] = received
+            if received.missed_collective:
+                self._missed_collective.add(index + 1)
             failed = received.error is not None
         if exchange is not None:
             exchange.withdraw(index + 1, failed=failed)
 
-    def attend(self, where: Sequence[str]) -> None:
-        """Receive what workers have sent so far; for a caller who waits for them in another way.
+    def poll(self, where: Sequence[str]) -> None:
+        """Receive what workers have sent so far; for a caller that waits for them elsewhere.
 
         Raises:
-            WorkerDiedError: one has died. The team is ended.
-            BaseException: what a worker has raised that others would wait for in vain.
+            WorkerDiedError: a worker has died. The group is ended.
+            BaseException: the error of a worker that has missed a collective.
         """
-        self._receive_what_is_there()
+        self._receive_ready()
         self._raise_if_died(where)
-        for index, reply in sorted(self._answers.items()):
-            if reply.out_of_step and reply.error is not None:
-                # It may be no more than what another's end has led to, which is seen a moment later.
-                until = time.monotonic() + _ENDING_TAKES_S
-                while self._awaited and not self._lost and time.monotonic() < until:
-                    time.sleep(_NAP_S)
-                    self._receive_what_is_there()
+        for index, reply in sorted(self._replies.items()):
+            if reply.missed_collective and reply.error is not None:
+                # Another worker's death may be the cause. It shows a moment later, and is the error to raise then.
+                until = time.monotonic() + _END_TIMEOUT_S
+                while self._awaited and not self._dead and time.monotonic() < until:
+                    time.sleep(_SLEEP_S)
+                    self._receive_ready()
                 self._raise_if_died(where)
                 raise annotate([(where[index + 1], reply.error.exception())])
 
-    def _receive_what_is_there(self) -> None:
-        for index in sorted(self._awaited - self._lost):
+    def _receive_ready(self) -> None:
+        for index in sorted(self._awaited - self._dead):
             if self.workers[index].channel.is_ready():
                 self._receive_from(index)
 
     def _raise_if_died(self, where: Sequence[str]) -> None:
-        if self._lost:
-            index = min(self._lost)
-            raise self.died(index, where[index + 1])
+        if self._dead:
+            index = min(self._dead)
+            raise self._end_with_error(index, where[index + 1])
 
-    def died(self, index: int, where: str) -> WorkerDiedError:
-        """End the team, one of whose workers has died; return the error that says how."""
+    def _end_with_error(self, index: int, where: str) -> WorkerDiedError:
+        """End the group after a worker's death; return the error that describes it."""
         pid = self.workers[index].pid
         self.workers[index].channel.close()
-        how = _how_it_ended(fork_server.server.status(pid))
+        how = _describe_status(fork_server.server.status(pid))
         self.end()
         return WorkerDiedError(
             f"{where}: its worker process {pid} {how}. This step is lost; the module is as it was, and the next "
             "forward starts other workers."
         )
 
-    def end(self, patient: bool = False) -> None:
-        """End every worker: by closing its channel if `patient`, where it has nothing to do; else at once."""
+    def end(self, graceful: bool = False) -> None:
+        """End every worker: if `graceful`, by closing its channel (for idle workers); else by SIGKILL."""
         self.ended = True
         _groups.discard(self)
         for worker in self.workers:
-            if not patient:
+            if not graceful:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(worker.pid, signal.SIGKILL)
             worker.channel.close()
         self.workers = []
         self.transport.end()
 
-    def __del__(self) -> None:  # neither the engine nor a graph needs it any more
-        if hasattr(self, "workers"):  # Ctrl-C can come before there is anything to end
-            self.end(patient=True)
+    def __del__(self) -> None:  # no engine and no graph refers to it
+        if hasattr(self, "workers"):  # Ctrl-C may interrupt `__init__`
+            self.end(graceful=True)
 
-    def forget(self) -> None:
-        """Let go of the parent's workers, in the child of a fork."""
-        self.transport.forget()
-        self.end(patient=True)
-
-
-always_send = False  # for tests: have parameters and gradients sent where they could be shared, too
+    def abandon(self) -> None:
+        """Drop the parent's workers, in the child of a fork."""
+        self.transport.abandon()
+        self.end(graceful=True)
 
 
-def _transport_for(devices: Sequence[torch.device]) -> Transport:
-    if always_send or not all(map(_devices.is_cpu, devices)):
-        return CollectiveTransport(devices)
-    return SharedMemoryTransport()
+def _transport_for(devices: Sequence[torch.device], share_memory: bool) -> Transport:
+    if share_memory and all(map(_devices.is_cpu, devices)):
+        return SharedMemoryTransport()
+    return CollectiveTransport(devices)
 
 
-def _stops(reply: Reply) -> bool:
-    """Return whether an answer is to reach the caller at once."""
-    return reply.error is not None and reply.error.stops
+def _is_urgent(reply: Reply) -> bool:
+    """Return whether a reply is raised at once, before the other workers have replied."""
+    return reply.error is not None and reply.error.is_urgent
 
 
-def _how_it_ended(status: int | None) -> str:
+def _describe_status(status: int | None) -> str:
     if status is None:
         return "has ended"
     code = os.waitstatus_to_exitcode(status)
@@ -347,20 +343,20 @@ def _how_it_ended(status: int | None) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    often = " (often the kernel's answer to a machine that is out of memory)" if name == "SIGKILL" else ""
-    return f"was ended by {name}{often}"
+    cause = " (often sent by the kernel when memory runs out)" if name == "SIGKILL" else ""
+    return f"was ended by {name}{cause}"
 
 
 def _end_all() -> None:
-    for team in list(_groups):
-        team.end()
+    for group in list(_groups):
+        group.end()
     fork_server.server.end()
 
 
 def _after_fork() -> None:
-    for team in list(_groups):
-        team.forget()
-    fork_server.server.forget()
+    for group in list(_groups):
+        group.abandon()
+    fork_server.server.abandon()
 
 
 _groups: "weakref.WeakSet[WorkerGroup]" = weakref.WeakSet()

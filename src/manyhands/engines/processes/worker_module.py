@@ -1,6 +1,6 @@
-"""The worker's own module: made from what the caller's mirror (module_sync.py) sends, kept equal to the live one.
+"""The worker's own module: made from the caller's updates (module_sync.py), kept equal to the live one.
 
-Replicas are stamped from it for every forward, as the threads engine stamps them from the live module.
+As the threads engine stamps replicas from the live module, a worker stamps one from its own for every forward.
 """
 
 import pickle
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from manyhands.engines.processes.change_tracking import GONE
-from manyhands.engines.processes.module_sync import Described, Update
+from manyhands.engines.processes.module_sync import TensorRecipe, Update
 from manyhands.engines.processes.pickling import loads
 from manyhands.engines.processes.shared_memory import Segment
 from manyhands.engines.replica import Stamp, stamped
@@ -20,19 +20,19 @@ from manyhands.runtime.buckets import Bucket
 from manyhands.runtime.streams import Copies
 
 
-class Module:
-    """The worker's own module: what replicas are stamped from."""
+class WorkerModule:
+    """The worker's own module, from which its replicas are stamped."""
 
     def __init__(self, update: bytes, segments: dict[int, Segment], device: torch.device) -> None:
         self._device = device
         tensors, pickled, self._outside = pickle.loads(update)
-        self.described: list[Described] = pickle.loads(tensors)
-        self.tensors = [_tensor(described, segments, device) for described in self.described]
-        # The places of tensors that were copied from where they lie, to be copied again when they are written anew.
+        recipes: list[TensorRecipe] = pickle.loads(tensors)
+        self.tensors = [_tensor(recipe, segments, device) for recipe in recipes]
+        # Tensors that were copied from shared memory, each with its source: copied again when that is rewritten.
         self._copied = [
-            (tensor, segments[d.place.segment].view(d.place))
-            for tensor, d in zip(self.tensors, self.described, strict=True)
-            if d.place is not None and not d.is_shared
+            (tensor, segments[recipe.spec.segment].view(recipe.spec))
+            for tensor, recipe in zip(self.tensors, recipes, strict=True)
+            if recipe.spec is not None and not recipe.is_shared
         ]
         modules, class_attributes = loads(pickled, lambda number: self.tensors[number])
         self.modules = modules[::-1]
@@ -44,8 +44,8 @@ class Module:
         self._number = {id(tensor): number for number, tensor in enumerate(self.tensors)}
         self._prepared: tuple[bool, Stamp] | None = None
 
-    def change(self, update: Update) -> None:
-        """Make it what the live module is now."""
+    def apply(self, update: Update) -> None:
+        """Apply an update."""
         for number, name, value in update.changes:
             attributes = self.modules[number].__dict__
             if value is GONE:
@@ -56,8 +56,8 @@ class Module:
             for tensor, flag in zip(self.tensors, update.requires_grad, strict=False):
                 tensor.requires_grad_(flag)
         if update.rewritten and self._copied:
-            for tensor, written in self._copied:
-                tensor.data = written.to(tensor.device, copy=True)
+            for tensor, source in self._copied:
+                tensor.data = source.to(tensor.device, copy=True)
         if update.changes or update.requires_grad is not None:
             self.blueprint = Blueprint(self.blueprint.root)
             self._prepared = None
@@ -65,17 +65,17 @@ class Module:
             self._prepared[1].renew_buffers()
 
     def prepare(self, tracked: bool) -> None:
-        """Stamp the next replica, while the caller has other things to do."""
+        """Stamp the next replica, while the caller is busy."""
         with Copies([self._device]) as copies:
             (stamp,) = stamped(self.blueprint, self._device, [self._device], tracked, copies, with_live_buffers=False)
             copies.wait_copies(0)
         self._prepared = tracked, stamp
 
-    def take(self, buckets: Sequence[Bucket], flats: Sequence[torch.Tensor]) -> None:
-        """Take parameters that were sent.
+    def load_parameters(self, buckets: Sequence[Bucket], flats: Sequence[torch.Tensor]) -> None:
+        """Load parameters that were sent.
 
-        It does not count as a write: what the caller has written by way of `.data` is none of the graphs' business, and
-        of all else the first replica's graph knows.
+        This does not count as a write: a write by the caller through `.data` concerns no graph, and the first replica's
+        graph detects all others.
         """
         for bucket, flat in zip(buckets, flats, strict=True):
             pieces = bucket.pieces(flat)
@@ -93,25 +93,25 @@ class Module:
         return stamp, leaves
 
 
-def _tensor(described: Described, segments: dict[int, Segment], device: torch.device) -> torch.Tensor:
-    """Return the worker's own of one of the module's tensors; on `device`, unless it says otherwise."""
-    device = described.device or device
-    if described.later is not None:
-        form = described.later
+def _tensor(recipe: TensorRecipe, segments: dict[int, Segment], device: torch.device) -> torch.Tensor:
+    """Return the worker's copy of one of the module's tensors, on `device` unless the recipe names another."""
+    device = recipe.device or device
+    if recipe.sent_form is not None:
+        form = recipe.sent_form
         tensor = torch.empty_strided(form.size, form.stride, dtype=form.dtype, device=device)
-    elif described.place is None:
-        assert described.inline is not None
-        tensor = described.inline.to(device)
+    elif recipe.spec is None:
+        assert recipe.inline is not None
+        tensor = recipe.inline.to(device)
     else:
-        tensor = segments[described.place.segment].view(described.place).to(device)
-        if not described.is_shared:
+        tensor = segments[recipe.spec.segment].view(recipe.spec).to(device)
+        if not recipe.is_shared:
             tensor = tensor.clone()
-    if described.kind is nn.Parameter:
-        tensor = nn.Parameter(tensor, described.requires_grad)
-    elif issubclass(described.kind, nn.Parameter):
-        tensor = tensor.as_subclass(described.kind).requires_grad_(described.requires_grad)
-    elif described.requires_grad:
+    if recipe.kind is nn.Parameter:
+        tensor = nn.Parameter(tensor, recipe.requires_grad)
+    elif issubclass(recipe.kind, nn.Parameter):
+        tensor = tensor.as_subclass(recipe.kind).requires_grad_(recipe.requires_grad)
+    elif recipe.requires_grad:
         tensor = tensor.requires_grad_()
-    for name, value in described.attributes.items():
+    for name, value in recipe.attributes.items():
         tensor.__dict__.setdefault(name, value)
     return tensor

@@ -1,1 +1,1 @@
-"""How parameters reach worker processes and gradients come back: one file a transport."""
+"""Transports: how parameters reach worker processes and gradients come back; one a file."""

@@ -1,10 +1,9 @@
-"""The transport: how parameters reach the workers, and how their gradients become the caller's. One a team of workers.
+"""The transport: how parameters reach the workers, and how their gradients become the caller's. One a worker group.
 
-There are two. On the CPU parameters lie in memory that all processes map, and the processes sum large gradients there
-(reducers/shared_memory.py). Elsewhere each worker has parameters of its own, on its own device, and torch.distributed
-takes both
-from process to process (collectives.py). What each replica does in one walk of the graphs is a `Reducer`, on both
-sides."""
+On the CPU parameters are in memory that all processes map, and the processes sum large gradients there
+(shared_memory.py). On other devices each worker has its own parameters, and torch.distributed sends parameters and
+reduces gradients (collectives.py). In each backward every replica has a `Reducer`, in the caller as in the workers.
+"""
 
 import abc
 import contextlib
@@ -18,35 +17,35 @@ import torch
 from manyhands.engines.processes.shared_memory import Segment
 
 _SPIN_S = 0.0002
-_NAP_S = (0.0001, 0.001)  # the first nap, and the longest
+_SLEEP_S = (0.0001, 0.001)  # the first sleep, and the longest
 
-# What whoever waits for the others calls now and then; it raises what ends the wait.
+# A waiting replica calls this now and then; it raises to end the wait.
 OnWait: TypeAlias = Callable[[], None]
 
 
 class Reducer(abc.ABC):
-    """One replica's part in what is done with the gradients of one walk."""
+    """One replica's part in reducing the gradients of one backward."""
 
     @property
     @abc.abstractmethod
     def numbers(self) -> Sequence[int]:
-        """The numbers of the tensors whose gradients are taken."""
+        """The numbers of the tensors whose gradients are reduced."""
 
     @abc.abstractmethod
     def add(self, number: int, gradient: torch.Tensor) -> bool:
-        """Take a tensor's gradient; return whether it was taken: the first one, and of the kind that was expected."""
+        """Add a tensor's gradient; return False, and do nothing, if it is not its first or not of the expected form."""
 
     @abc.abstractmethod
-    def end(self, watch: OnWait = lambda: None) -> float:
-        """Do what is still to do; return for how many seconds others were waited for."""
+    def end(self, on_wait: OnWait = lambda: None) -> float:
+        """Finish this replica's part; return for how many seconds it waited for other replicas."""
 
     @abc.abstractmethod
-    def fail(self, watch: OnWait = lambda: None) -> None:
-        """See to it that nobody waits for this replica, which has failed; there will be no results."""
+    def fail(self, on_wait: OnWait = lambda: None) -> None:
+        """Let the other replicas go on without this one, which has failed; there will be no results."""
 
     @contextlib.contextmanager
     def hooked(self, leaves: Mapping[int, torch.Tensor]) -> Iterator[None]:
-        """Take leaves' gradients, by number, as soon as they are there, for as long as the context lasts."""
+        """Within the context, add leaves' gradients, by number, as soon as backward has made them."""
         found = [(number, leaf) for number in self.numbers if (leaf := leaves.get(number)) is not None]
         handles = [
             leaf.register_post_accumulate_grad_hook(partial(self._take, number))  # type: ignore[no-untyped-call]
@@ -68,8 +67,8 @@ class Transport(abc.ABC):
     """The caller's side.
 
     Attributes:
-        shares_parameters: whether workers have the live parameters' own memory; else they are sent.
-        segments: what the workers have to have.
+        shares_parameters: whether workers map the live parameters' memory; else parameters are sent.
+        segments: those that the workers need.
     """
 
     shares_parameters: bool
@@ -77,59 +76,59 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def begin_backward(self, leaves: Mapping[int, torch.Tensor], replicas: tuple[int, ...]) -> bool:
-        """Begin a walk; return whether there is anything to do with gradients. If not, nothing of the rest is called.
+        """Begin a backward; return whether any gradient is to be reduced. If not, no other method is called for it.
 
         Args:
-            leaves: something of the size of each tensor that has a leaf, by number.
-            replicas: who takes part, in replica order.
+            leaves: by number, a tensor of the form of each tensor that has a leaf.
+            replicas: those that take part, in replica order.
         """
 
     @abc.abstractmethod
     def config_for(self, replica: int) -> Any:
-        """Return what a worker has to be told about the walk that has begun; take it as told."""
+        """Return the configuration of a worker's reducer for this backward, and take it as sent."""
 
     @abc.abstractmethod
-    def part(self, watch: OnWait) -> Reducer:
-        """Return the first replica's part in the walk, when all workers have been told."""
+    def reducer(self, on_wait: OnWait) -> Reducer:
+        """Return the first replica's reducer, after all workers have been sent theirs."""
 
     @abc.abstractmethod
     def results(self) -> dict[int, torch.Tensor]:
-        """Return the sums of the gradients, by number of the tensor, after a walk in which no replica has failed."""
+        """Return the summed gradients, by number of the tensor, after a backward in which no replica failed."""
 
     @abc.abstractmethod
     def rendezvous(self, replica: int) -> Any:
-        """Return where a worker finds the others, from whom parameters come that are sent; None if they are shared."""
+        """Return the rendezvous over which a worker gets parameters that are sent; None if they are shared."""
 
     @abc.abstractmethod
-    def begin_sending(self, flats: Sequence[torch.Tensor], replicas: tuple[int, ...], watch: OnWait) -> None:
-        """Begin to send parameters, when all workers have been told.
+    def begin_sending(self, flats: Sequence[torch.Tensor], replicas: tuple[int, ...], on_wait: OnWait) -> None:
+        """Begin to send parameters, after all workers have been sent their message.
 
         Args:
-            flats: buckets of them.
-            replicas: who takes part.
+            flats: flat buckets of parameters.
+            replicas: those that take part.
         """
 
     @abc.abstractmethod
-    def end_sending(self, watch: OnWait) -> None:
+    def end_sending(self, on_wait: OnWait) -> None:
         """Wait until everything is sent."""
 
     @abc.abstractmethod
     def end(self) -> None:
-        """Let go of what connects this process with the workers, which have ended or are about to."""
+        """Close the connections to the workers, which have ended or are about to."""
 
     @abc.abstractmethod
-    def forget(self) -> None:
-        """Let go of the parent's, in the child of a fork."""
+    def abandon(self) -> None:
+        """Drop the parent's connections, in the child of a fork."""
 
 
-def wait_until(is_so: Callable[[], bool], watch: OnWait) -> None:
-    """Wait until something is so; spin at first, then sleep, and call `watch` before each nap."""
+def wait_until(condition: Callable[[], bool], on_wait: OnWait) -> None:
+    """Wait until the condition holds: spin at first, then sleep, with a call of `on_wait` before each sleep."""
     started = time.perf_counter()
-    nap_s, longest_s = _NAP_S
-    while not is_so():
+    sleep_s, longest_s = _SLEEP_S
+    while not condition():
         if time.perf_counter() - started < _SPIN_S:
             time.sleep(0)
             continue
-        watch()
-        time.sleep(nap_s)
-        nap_s = min(2 * nap_s, longest_s)
+        on_wait()
+        time.sleep(sleep_s)
+        sleep_s = min(2 * sleep_s, longest_s)

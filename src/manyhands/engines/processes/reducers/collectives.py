@@ -1,22 +1,27 @@
 """Parameters sent and gradients reduced by torch.distributed, for workers that have parameters of their own.
 
-Both travel in flat buckets (buckets.py), on process groups that are the team's own: not the default group, and no
-launcher's environment. NCCL where each replica has a GPU of its own; gloo, over the loopback device and buckets in host
-memory, elsewhere. The processes find each other through a store in memory that they share.
+Both travel in flat buckets (buckets.py), on process groups that belong to the worker group: not the default group, and
+not a launcher's. The backend is NCCL where each replica has a GPU of its own; elsewhere gloo, over the loopback device
+and buckets in host memory. The processes find each other through a store in memory that they share.
 
-Gradients: a gradient is copied into its bucket as soon as backward has made it, and a bucket is reduced onto the first
-replica as soon as it is full and those before it are on their way, while backward goes on. Which gradients share a
-bucket follows from the order in which the first replica had them in the first walk.
+One backward, on every replica that takes part:
+
+    1. a gradient is copied into its bucket as soon as backward has made it
+    2. a bucket is reduced onto the first replica as soon as it is full and all earlier ones have been submitted;
+       backward goes on meanwhile
+    3. at the end, gradients that are missing are filled with zeros and the last buckets are submitted
+
+The order in which the first replica's gradients were made in its first backward decides which share a bucket.
 
 Guarantees
-    - Every replica that takes part in a walk reduces the same buckets in the same order, also if its graph fails: what
-      it has no gradient for it fills with zeros. One that cannot do even that says so, and its team is ended.
-    - The caller, whenever it waits, looks now and then whether the workers are still there (`watch`).
-    - What the caller gets is memory of its own.
+    - Every replica that takes part reduces the same buckets in the same order, also if its graph fails. A worker that
+      cannot do even that says so (`Reply.missed_collective`), and its group is ended.
+    - The caller, whenever it waits, checks regularly that the workers are alive (`on_wait`).
+    - The caller's results have memory of their own.
 
-Assumes that a worker may wait for ever: whoever it waits for is alive, or the caller ends it.
+Assumes that a worker may wait without limit: the process it waits for is alive, or the caller ends the worker.
 
-The order in which replicas are summed is gloo's or NCCL's affair: here runs need not repeat bit for bit.
+gloo or NCCL decides the order in which replicas are summed: here runs need not repeat bit for bit.
 """
 
 import ctypes
@@ -30,54 +35,54 @@ from typing import Any, NamedTuple
 import torch
 
 from manyhands.engines.processes.reducers.base import OnWait, Reducer, Transport, wait_until
-from manyhands.engines.processes.shared_memory import Segment, can_lie_in_memory
+from manyhands.engines.processes.shared_memory import Segment, is_plain_strided
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import Bucket, BucketFiller, Form, buckets_of
 
-_ENDING_TAKES_S = 1.0
+_END_TIMEOUT_S = 1.0
 
 
 class Rendezvous(NamedTuple):
-    """Where processes find each other, and by what they talk.
+    """Where the processes find each other, and their backend.
 
     Attributes:
         store: the number of the segment whose file descriptor is the store's file.
-        team: what the team's entries there begin with.
-        replica: which one it is to whom this is said.
+        prefix: of the group's keys in the store.
+        replica: the receiver of this message.
     """
 
     store: int
-    team: str
+    prefix: str
     backend: str
     replica: int
 
 
 class CollectiveConfig(NamedTuple):
-    """What a worker is told about one walk: the buckets (None: those that it was told before), and who takes part."""
+    """A worker's configuration for one backward: the buckets (None: unchanged), and the replicas that take part."""
 
     buckets: tuple[Bucket, ...] | None
     rendezvous: Rendezvous
     replicas: tuple[int, ...]
 
 
-class Groups:
-    """One process's groups: one for each set of replicas that have had something to exchange."""
+class ProcessGroups:
+    """One process's process groups: one for each set of replicas that has exchanged something."""
 
     def __init__(self, store: Segment, rendezvous: Rendezvous, device: torch.device) -> None:
         self._store, self._rendezvous, self._device = store, rendezvous, device
         self._groups: dict[tuple[int, ...], Any] = {}
 
-    def of(self, replicas: tuple[int, ...], watch: OnWait = lambda: None) -> Any:
-        """Return the group of some replicas; made when first asked for, which all of them do at once."""
+    def of(self, replicas: tuple[int, ...], on_wait: OnWait = lambda: None) -> Any:
+        """Return the process group of some replicas. The first call makes it, in all of them at the same time."""
         if replicas not in self._groups:
             distributed: Any = torch.distributed
             file = distributed.FileStore(f"/proc/self/fd/{self._store.fd}", -1)
-            store = distributed.PrefixStore(f"{self._rendezvous.team}{replicas}", file)
-            # Making a group waits for the others where nobody can look whether they are there: so they come first.
-            store.set(str(self._rendezvous.replica), "is here")
-            everybody = [str(replica) for replica in replicas]
-            wait_until(lambda: bool(store.check(everybody)), watch)
+            store = distributed.PrefixStore(f"{self._rendezvous.prefix}{replicas}", file)
+            # Making a group blocks until all processes make it, without `on_wait`. So all report in the store first.
+            store.set(str(self._rendezvous.replica), "ready")
+            keys = [str(replica) for replica in replicas]
+            wait_until(lambda: bool(store.check(keys)), on_wait)
             rank = replicas.index(self._rendezvous.replica)
             with _devices.using(self._device, []):
                 self._groups[replicas] = torch_private.process_group(
@@ -85,40 +90,43 @@ class Groups:
                 )
         return self._groups[replicas]
 
-    def place(self) -> torch.device:
-        """Return where a bucket has to be."""
+    def bucket_device(self) -> torch.device:
+        """Return the device of the buckets."""
         return self._device if self._rendezvous.backend == "nccl" else torch.device("cpu")
 
     def receive(self, buckets: Iterable[Bucket], replicas: tuple[int, ...]) -> list[torch.Tensor]:
-        """Return the buckets that the first replica sends, flat, on this replica's device."""
+        """Return the flat buckets that the first replica sends, on this replica's device."""
         group, flats = self.of(replicas), []
         for bucket in buckets:
-            flat = torch.empty(bucket.num_entries, dtype=bucket.dtype, device=self.place())
+            flat = torch.empty(bucket.num_entries, dtype=bucket.dtype, device=self.bucket_device())
             torch_private.broadcast(group, flat.view(torch.uint8)).wait()
             flats.append(_devices.copy_to(flat, self._device))
         return flats
 
     def end(self) -> None:
-        """Break off what is under way, and let go of the groups."""
+        """Abort what is running, and drop the groups."""
         groups, self._groups = self._groups, {}
         for group in groups.values():
             torch_private.end_process_group(group)
 
-    def forget(self) -> None:
-        """Keep the groups for ever: in the child of a fork, whoever ends one waits for threads that are not there."""
+    def abandon(self) -> None:
+        """Leak the groups: in the child of a fork, their destructors would wait for threads that the child lacks."""
         for group in self._groups.values():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         self._groups = {}
 
 
 class CollectiveReducer(Reducer):
-    """One replica's part in the reduction of the gradients of one walk."""
+    """One replica's part in reducing the gradients of one backward."""
 
-    def __init__(self, buckets: Sequence[Bucket], group: Any, place: torch.device, device: torch.device) -> None:
-        """Prepare to reduce gradients on `device`, in buckets that have to be at `place`."""
-        self._buckets, self._group, self._place, self._device = buckets, group, place, device
+    def __init__(
+        self, buckets: Sequence[Bucket], group: Any, bucket_device: torch.device, device: torch.device
+    ) -> None:
+        """Prepare to reduce gradients that are on `device`, in buckets on `bucket_device`."""
+        self._buckets, self._group, self._bucket_device, self._device = buckets, group, bucket_device, device
         self._filling = BucketFiller(buckets, device)
-        self._copies: deque[tuple[torch.Tensor, Callable[[bool], bool]]] = deque()  # on their way to `place`
+        # Buckets that are being copied to the buckets' device.
+        self._copies: deque[tuple[torch.Tensor, Callable[[bool], bool]]] = deque()
         self._works: list[Any] = []
         self._reduced: list[torch.Tensor] = []
 
@@ -128,42 +136,42 @@ class CollectiveReducer(Reducer):
 
     @property
     def order(self) -> Sequence[int]:
-        """In which order gradients came, by number."""
+        """The numbers of the gradients, in the order in which they were added."""
         return self._filling.order
 
     def add(self, number: int, gradient: torch.Tensor) -> bool:
-        if not can_lie_in_memory(gradient) or not self._filling.add(number, gradient):
+        if not is_plain_strided(gradient) or not self._filling.add(number, gradient):
             return False
-        self._reduce_what_is_full(wait=False)
+        self._reduce_full_buckets(wait=False)
         return True
 
-    def end(self, watch: OnWait = lambda: None) -> float:
+    def end(self, on_wait: OnWait = lambda: None) -> float:
         self._filling.fill_up()
-        self._reduce_what_is_full(wait=True)
+        self._reduce_full_buckets(wait=True)
         started = time.perf_counter()
         for work in self._works:
-            wait_for(work, watch)
+            wait_for(work, on_wait)
         return time.perf_counter() - started
 
-    def fail(self, watch: OnWait = lambda: None) -> None:
-        self.end(watch)
+    def fail(self, on_wait: OnWait = lambda: None) -> None:
+        self.end(on_wait)
 
     def results(self) -> dict[int, torch.Tensor]:
         """Return the sums, by number, in the process of the first replica."""
         found = {}
         for bucket, flat in zip(self._buckets, self._reduced, strict=True):
             pieces = bucket.pieces(flat)
-            in_how_many = flat[bucket.num_entries :].tolist()
-            for (number, form), count in zip(bucket.items, in_how_many, strict=True):
+            num_replicas = flat[bucket.num_entries :].tolist()
+            for (number, form), count in zip(bucket.items, num_replicas, strict=True):
                 if count:
                     own = torch.empty_strided(form.size, form.stride, dtype=form.dtype, device=self._device)
                     found[number] = own.copy_(pieces[number])
         return found
 
-    def _reduce_what_is_full(self, wait: bool) -> None:
-        """Have buckets that are full go where they have to be, and from there on, in their order."""
+    def _reduce_full_buckets(self, wait: bool) -> None:
+        """Copy full buckets to their device and reduce them there, in their order."""
         for _, flat in self._filling.full():
-            if _devices.same_device(self._place, self._device):
+            if _devices.same_device(self._bucket_device, self._device):
                 self._copies.append((flat, lambda wait: True))
             else:
                 self._copies.append(_devices.begin_copy_to_host(flat))
@@ -183,87 +191,87 @@ class CollectiveTransport(Transport):
         self.segments = [_store()]
         backend = _devices.collective_backend(devices)
         self._rendezvous = Rendezvous(_store().number, secrets.token_hex(8), backend, 0)
-        self._groups = Groups(_store(), self._rendezvous, self._device)
-        self._like: list[Any] = []  # what the tensors are like that the buckets are for
+        self._groups = ProcessGroups(_store(), self._rendezvous, self._device)
+        self._signature: list[Any] = []  # the form of the tensors in the buckets
         self._forms: dict[int, Form] = {}
         self._order_is_known = False
         self._buckets: tuple[Bucket, ...] = ()
-        self._told: dict[int, tuple[Bucket, ...]] = {}  # by replica
+        self._configured: dict[int, tuple[Bucket, ...]] = {}  # by replica
         self._replicas: tuple[int, ...] = ()
-        self._part: CollectiveReducer | None = None
+        self._reducer: CollectiveReducer | None = None
         self._sending: list[Any] = []
 
     def begin_backward(self, leaves: Mapping[int, torch.Tensor], replicas: tuple[int, ...]) -> bool:
         self._replicas = replicas
-        like = [(number, t.dtype, t.size(), t.stride(), t.layout, type(t)) for number, t in leaves.items()]
-        if like != self._like:
+        signature = [(number, t.dtype, t.size(), t.stride(), t.layout, type(t)) for number, t in leaves.items()]
+        if signature != self._signature:
             plain = {number: t.detach() for number, t in leaves.items()}
-            self._forms = {number: Form.of(t) for number, t in plain.items() if can_lie_in_memory(t)}
-            self._like, self._order_is_known = like, False
-            # At first in the order that is usual: backward begins with the last layer.
+            self._forms = {number: Form.of(t) for number, t in plain.items() if is_plain_strided(t)}
+            self._signature, self._order_is_known = signature, False
+            # The first time in the usual order: backward begins with the last layer.
             self._buckets = buckets_of({number: self._forms[number] for number in reversed(self._forms)})
         return bool(self._forms)
 
     def config_for(self, replica: int) -> CollectiveConfig:
-        known = self._told.get(replica) is self._buckets
-        self._told[replica] = self._buckets
+        known = self._configured.get(replica) is self._buckets
+        self._configured[replica] = self._buckets
         return CollectiveConfig(None if known else self._buckets, self.rendezvous(replica), self._replicas)
 
-    def part(self, watch: OnWait) -> Reducer:
-        group = self._groups.of(self._replicas, watch)
-        self._part = CollectiveReducer(self._buckets, group, self._groups.place(), self._device)
-        return self._part
+    def reducer(self, on_wait: OnWait) -> Reducer:
+        group = self._groups.of(self._replicas, on_wait)
+        self._reducer = CollectiveReducer(self._buckets, group, self._groups.bucket_device(), self._device)
+        return self._reducer
 
     def results(self) -> dict[int, torch.Tensor]:
-        part, self._part = self._part, None
-        assert part is not None
+        reducer, self._reducer = self._reducer, None
+        assert reducer is not None
         if not self._order_is_known:
             self._order_is_known = True
-            order = dict.fromkeys([*part.order, *self._forms])
+            order = dict.fromkeys([*reducer.order, *self._forms])
             self._buckets = buckets_of({number: self._forms[number] for number in order})
-        return part.results()
+        return reducer.results()
 
     def rendezvous(self, replica: int) -> Rendezvous:
         return self._rendezvous._replace(replica=replica)
 
-    def begin_sending(self, flats: Sequence[torch.Tensor], replicas: tuple[int, ...], watch: OnWait) -> None:
-        group = self._groups.of(replicas, watch) if flats else None
+    def begin_sending(self, flats: Sequence[torch.Tensor], replicas: tuple[int, ...], on_wait: OnWait) -> None:
+        group = self._groups.of(replicas, on_wait) if flats else None
         for flat in flats:
-            flat = _devices.copy_to(_devices.copy_to(flat, self._device), self._groups.place())
+            flat = _devices.copy_to(_devices.copy_to(flat, self._device), self._groups.bucket_device())
             self._sending.append(torch_private.broadcast(group, flat.view(torch.uint8)))
 
-    def end_sending(self, watch: OnWait) -> None:
+    def end_sending(self, on_wait: OnWait) -> None:
         works, self._sending = self._sending, []
         for work in works:
-            wait_for(work, watch)
+            wait_for(work, on_wait)
 
     def end(self) -> None:
         self._groups.end()
 
-    def forget(self) -> None:
-        self._groups.forget()
+    def abandon(self) -> None:
+        self._groups.abandon()
 
 
 @functools.cache
 def _store() -> Segment:
-    """Return the memory in which all teams of this process, and their workers, find each other.
+    """Return the memory in which all worker groups of this process, and their workers, find each other.
 
-    Why one, that is never given back? A store goes by the path of its file, and writes there once more when the last
-    group, or the last thing that a group has done, is gone: that may be in a traceback that somebody keeps. By then the
-    number of a file descriptor that was closed could be that of a file of the user's.
+    It is one segment, never freed. Why: a FileStore opens its file by path, and writes to it once more when the last
+    process group, or the last work of one, is freed. A kept traceback can delay that. By then the number of a closed
+    file descriptor could be that of a file of the user's.
 
     Its first page is zeros, which are entries without a name.
     """
     return Segment.create(0)
 
 
-def wait_for(work: Any, watch: OnWait = lambda: None) -> None:
-    """Wait for something that a group does."""
-    wait_until(work.is_completed, watch)
+def wait_for(work: Any, on_wait: OnWait = lambda: None) -> None:
+    """Wait for a work of a process group."""
+    wait_until(work.is_completed, on_wait)
     try:
         work.wait()
     except RuntimeError:
-        # Most often one of the others has gone. Its connections end one by one: what `watch` looks at may be last.
-        until = time.perf_counter() + _ENDING_TAKES_S
-        wait_until(lambda: time.perf_counter() > until, watch)
+        # Most often another process has died. Its connections close one by one; `on_wait`'s may be the last.
+        until = time.perf_counter() + _END_TIMEOUT_S
+        wait_until(lambda: time.perf_counter() > until, on_wait)
         raise

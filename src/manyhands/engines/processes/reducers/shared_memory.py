@@ -1,21 +1,24 @@
-"""Large gradients, summed by the replicas' processes themselves, in memory that all of them map, during backward.
+"""Large gradients, summed during backward by the replicas' processes, in memory that all of them map.
 
-For each large tensor there is one piece of shared memory. The first replica copies its gradient into it, the next one
-adds its own, and so on; what the last one leaves there is the sum, and becomes the caller's gradient where it lies. A
-replica does its part as soon as its backward has made the gradient, which is then still in the processor's cache.
+Each large tensor has one piece of shared memory. The first replica copies its gradient into it, the next one adds its
+own, and so on. After the last replica it holds the sum, and becomes the caller's gradient where it is. A replica adds a
+gradient as soon as backward has made it, while it is still in the processor's cache.
 
-Tensors are cut into chunks, so that the replicas work on one tensor at the same time. Each chunk has a number in shared
-memory that says whose turn it is, and only the replica whose turn it is writes that number: no lock is needed. Who
-finds that it is not his turn goes on with backward and looks again later, and at the end waits.
+Tensors are cut into chunks, so that several replicas work on one tensor at the same time. Each chunk has a number in
+shared memory that says which replica's turn it is. Only that replica writes the number, so no lock is needed:
+
+    1. a replica whose turn it is adds its part of the chunk, then passes the turn to the next replica
+    2. a replica whose turn it is not postpones the chunk, goes on with backward, and tries again at its next gradient
+    3. after its backward, a replica waits for the turns that are left
 
 Guarantees
-    - Chunks are summed in replica order, whoever is faster, so runs repeat bit for bit. (The first two take turns in
-      being first, chunk by chunk: a + b and b + a are the same number.)
-    - Memory is used again only when nothing outside the engine refers to it. A gradient that the caller keeps stays as
-      it is, and keeps that one tensor's memory.
-    - A replica that fails tells the others, who then wait for nobody. Whether one has died the caller has to see.
+    - Chunks are summed in replica order, whichever replica is faster, so runs repeat bit for bit. (The first two
+      replicas alternate in being first, chunk by chunk: a + b and b + a are the same number.)
+    - Memory is reused only when nothing outside the engine refers to it. A gradient that the caller keeps stays as it
+      is, and keeps only that tensor's memory.
+    - A replica that fails sets a flag, and the others stop waiting. The caller must notice a worker that has died.
 
-Assumes that a leaf's further gradients (backward inside backward leaves several in one pass) go another way.
+Assumes that further gradients of a leaf do not come here (backward inside backward leaves several in one pass).
 """
 
 import math
@@ -28,59 +31,59 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from manyhands.engines.processes.reducers.base import OnWait, Reducer, Transport, wait_until
-from manyhands.engines.processes.shared_memory import BumpAllocator, Segment, TensorSpec, can_lie_in_memory, num_bytes
+from manyhands.engines.processes.shared_memory import BumpAllocator, Segment, TensorSpec, is_plain_strided, num_bytes
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import LARGE_BYTES, dense_stride
 
-_CHUNK_BYTES = 1 << 20  # small enough for what one replica has written to be in a cache when the next one adds
-_STEP = 2  # what a chunk's number grows by with each replica; odd once there is anything in the chunk
-_IDLE_BACKWARDS = 16  # after so many, memory that was needed for accumulation once is given back
+_CHUNK_BYTES = 1 << 20  # small enough to be still in a cache when the next replica adds
+_STEP = 2  # added to a chunk's turn by each replica; the turn is odd once the chunk holds anything
+_IDLE_BACKWARDS = 16  # after this many, memory that accumulation once needed is freed
 
 _Work: TypeAlias = tuple[int, torch.Tensor, torch.Tensor | None]  # number of the chunk, its memory, what to add
 _lock = threading.Lock()
 
 
 class SharedMemoryConfig(NamedTuple):
-    """What a worker is told about the sums of one backward.
+    """A worker's configuration for the sums of one backward.
 
     Attributes:
-        places: (number of the tensor, where its sum is made); None if they and `turns` are what they were.
-        turns: the segment that says whose turn it is.
-        gone: segments that are not needed any more.
-        replica: which one it is.
-        replicas: who takes part, in replica order.
+        specs: (number of the tensor, memory of its sum); None if they and `turns` are unchanged.
+        turns: the segment that holds the turns.
+        freed: segments that are no longer needed.
+        replica: the receiver of this message.
+        replicas: those that take part, in replica order.
     """
 
-    places: tuple[tuple[int, TensorSpec], ...] | None
+    specs: tuple[tuple[int, TensorSpec], ...] | None
     turns: int
-    gone: tuple[int, ...]
+    freed: tuple[int, ...]
     replica: int
     replicas: tuple[int, ...]
 
 
 class ReduceBuffers:
-    """The memory in which one process's part in the sums is done.
+    """The memory of the sums, as one process maps it.
 
     Attributes:
         chunks: by number of the tensor: (number of the chunk, its memory).
     """
 
     def __init__(
-        self, places: Iterable[tuple[int, TensorSpec]], segments: Mapping[int, Segment], turns: Segment
+        self, specs: Iterable[tuple[int, TensorSpec]], segments: Mapping[int, Segment], turns: Segment
     ) -> None:
         self.turns = turns.numbers()
-        self.places = dict(places)
+        self.specs = dict(specs)
         self.chunks: dict[int, list[tuple[int, torch.Tensor]]] = {}
-        next_chunk = 1  # 0 is where failures are told
-        for number, place in self.places.items():
-            flat = segments[place.segment].view(_flat(place))
-            parts = torch.split(flat, _chunk_items(place.dtype))
+        next_chunk = 1  # turn 0 is the flag of a failed replica
+        for number, spec in self.specs.items():
+            flat = segments[spec.segment].view(_flat(spec))
+            parts = torch.split(flat, _chunk_items(spec.dtype))
             self.chunks[number] = list(enumerate(parts, next_chunk))
             next_chunk += len(parts)
         self._zeros = memoryview(bytes(8 * next_chunk)).cast("q")
 
     def begin(self) -> None:
-        """Begin another backward: it is the first replica's turn everywhere."""
+        """Begin another backward: every chunk is the first replica's turn."""
         self.turns[: len(self._zeros)] = self._zeros
 
     def has_sum(self, number: int) -> bool:
@@ -92,82 +95,84 @@ class ReduceBuffers:
 class SharedMemoryReducer(Reducer):
     """One replica's part in the sums of one backward."""
 
-    def __init__(self, ground: ReduceBuffers, replica: int, replicas: Sequence[int]) -> None:
-        self._ground = ground
-        self._turns = ground.turns
+    def __init__(self, buffers: ReduceBuffers, replica: int, replicas: Sequence[int]) -> None:
+        self._buffers = buffers
+        self._turns = buffers.turns
         position = replicas.index(replica)
-        # The first two take turns in being first.
+        # The first two replicas alternate in being first.
         exchanged = 1 - position if position < 2 <= len(replicas) else position
-        self._mine = (position * _STEP, exchanged * _STEP)  # in even chunks, in odd ones
-        self._given: set[int] = set()
-        self._pending: list[deque[_Work]] = []  # for each tensor, what was put off
+        self._my_turns = (position * _STEP, exchanged * _STEP)  # in even chunks, in odd ones
+        self._added: set[int] = set()
+        self._pending: list[deque[_Work]] = []  # each tensor's postponed chunks
 
     @property
     def numbers(self) -> Sequence[int]:
-        return list(self._ground.places)
+        return list(self._buffers.specs)
 
     def add(self, number: int, gradient: torch.Tensor) -> bool:
-        place = self._ground.places.get(number)
-        if place is None or number in self._given or not can_lie_in_memory(gradient):
+        spec = self._buffers.specs.get(number)
+        if spec is None or number in self._added or not is_plain_strided(gradient):
             return False
-        if gradient.dtype != place.dtype or tuple(gradient.size()) != place.size:
+        if gradient.dtype != spec.dtype or tuple(gradient.size()) != spec.size:
             return False
-        self._given.add(number)
-        if tuple(gradient.stride()) != place.stride:
-            gradient = torch.empty_strided(place.size, place.stride, dtype=place.dtype).copy_(gradient)
+        self._added.add(number)
+        if tuple(gradient.stride()) != spec.stride:
+            gradient = torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype).copy_(gradient)
         flat = gradient.detach().as_strided((gradient.numel(),), (1,), gradient.storage_offset())
-        self._go_on()
-        late: deque[_Work] = deque()
-        parts = torch.split(flat, _chunk_items(place.dtype))
-        for (chunk, total), part in zip(self._ground.chunks[number], parts, strict=True):
+        self._add_postponed()
+        postponed: deque[_Work] = deque()
+        parts = torch.split(flat, _chunk_items(spec.dtype))
+        for (chunk, total), part in zip(self._buffers.chunks[number], parts, strict=True):
             if not self._add(chunk, total, part):
-                late.append((chunk, total, part))
-            self._add_first_of(late)  # what another replica has just written is still in the cache
-        if late:
-            self._pending.append(late)
+                postponed.append((chunk, total, part))
+            self._add_from(postponed)  # the chunk that another replica has just written is still in the cache
+        if postponed:
+            self._pending.append(postponed)
         return True
 
-    def end(self, watch: OnWait = lambda: None) -> float:
-        for number, chunks in self._ground.chunks.items():
-            if number not in self._given:
-                self._given.add(number)
+    def end(self, on_wait: OnWait = lambda: None) -> float:
+        for number, chunks in self._buffers.chunks.items():
+            if number not in self._added:
+                self._added.add(number)
                 self._pending.append(deque((chunk, total, None) for chunk, total in chunks))
         waited_s = 0.0
         while self._pending and not self._turns[0]:
-            if not self._go_on():
-                waited_s += self._wait(watch)
+            if not self._add_postponed():
+                waited_s += self._wait(on_wait)
         self._pending.clear()
         return waited_s
 
-    def fail(self, watch: OnWait = lambda: None) -> None:
+    def fail(self, on_wait: OnWait = lambda: None) -> None:
         self._turns[0] = 1
         self._pending.clear()
 
-    def _go_on(self) -> bool:
-        """Do what can be done of what was put off; return whether that was anything."""
-        done = [self._add_first_of(late) for late in self._pending]
+    def _add_postponed(self) -> bool:
+        """Add the postponed chunks whose turn it is; return whether there were any."""
+        done = [self._add_from(postponed) for postponed in self._pending]
         if any(done):
-            self._pending = [late for late in self._pending if late]
+            self._pending = [postponed for postponed in self._pending if postponed]
         return any(done)
 
-    def _wait(self, watch: OnWait) -> float:
-        """Wait until there is something to do; return for how many seconds."""
+    def _wait(self, on_wait: OnWait) -> float:
+        """Wait until a postponed chunk can be added, or a replica has failed; return for how many seconds."""
         started = time.perf_counter()
-        wait_until(lambda: self._turns[0] != 0 or any(self._is_my_turn(late[0][0]) for late in self._pending), watch)
+        wait_until(
+            lambda: self._turns[0] != 0 or any(self._is_my_turn(chunks[0][0]) for chunks in self._pending), on_wait
+        )
         return time.perf_counter() - started
 
     def _is_my_turn(self, chunk: int) -> bool:
-        return self._turns[chunk] & ~1 == self._mine[chunk & 1]
+        return self._turns[chunk] & ~1 == self._my_turns[chunk & 1]
 
-    def _add_first_of(self, late: deque[_Work]) -> bool:
-        """Do the first of what was put off for a tensor, as far as it goes; return whether that was anything."""
-        before = len(late)
-        while late and self._add(*late[0]):
-            late.popleft()
-        return len(late) < before
+    def _add_from(self, postponed: deque[_Work]) -> bool:
+        """Add a tensor's postponed chunks up to the first whose turn it is not; return whether any was added."""
+        before = len(postponed)
+        while postponed and self._add(*postponed[0]):
+            postponed.popleft()
+        return len(postponed) < before
 
     def _add(self, chunk: int, total: torch.Tensor, part: torch.Tensor | None) -> bool:
-        """Do this replica's part of a chunk, if it is its turn."""
+        """Add this replica's part of a chunk and pass the turn on; return False if it is not its turn."""
         if not self._is_my_turn(chunk):
             return False
         turn = self._turns[chunk]
@@ -185,25 +190,25 @@ class SharedMemoryReducer(Reducer):
 
 
 class _Slot:
-    """Memory for one tensor's sum, which is handed out as a tensor of the caller's."""
+    """Memory for one tensor's sum, which the caller gets as a tensor."""
 
-    def __init__(self, segment: Segment, place: TensorSpec) -> None:
-        self.place = place._replace(segment=segment.number)
-        self._storage = segment.storage(place.offset, num_bytes(place))
+    def __init__(self, segment: Segment, spec: TensorSpec) -> None:
+        self.spec = spec._replace(segment=segment.number)
+        self._storage = segment.storage(spec.offset, num_bytes(spec))
 
     def is_free(self) -> bool:
         return torch_private.num_references(self._storage) == 1
 
     def tensor(self) -> torch.Tensor:
-        empty = torch.empty(0, dtype=self.place.dtype, device="cpu")
-        return empty.set_(self._storage, 0, self.place.size, self.place.stride)
+        empty = torch.empty(0, dtype=self.spec.dtype, device="cpu")
+        return empty.set_(self._storage, 0, self.spec.size, self.spec.stride)
 
 
 class SharedMemoryTransport(Transport):
-    """The caller's side: memory for the sums, used again once the caller has let go of what he got.
+    """The caller's side: memory for the sums, reused once the caller has dropped the gradients in it.
 
     Attributes:
-        is_possible: whether it can be told that nobody refers to a piece of memory.
+        is_possible: whether references to a piece of memory can be counted.
     """
 
     shares_parameters = True
@@ -212,19 +217,18 @@ class SharedMemoryTransport(Transport):
         self._turns = Segment.create(0)
         self.segments = [self._turns]
         self.is_possible = torch_private.num_references(self._turns.storage(0, 1)) is not None
-        self._slots: dict[tuple[Any, ...], list[_Slot]] = {}  # by what a tensor is like
-        self._idle: dict[int, int] = {}  # for how many backwards no sum has been made in a segment
+        self._slots: dict[tuple[Any, ...], list[_Slot]] = {}  # by dtype, size and stride
+        self._idle: dict[int, int] = {}  # by segment: for how many backwards it has held no sum
         self._used: dict[int, _Slot] = {}  # by number of the tensor
-        self._ground: ReduceBuffers | None = None
+        self._buffers: ReduceBuffers | None = None
         self._replicas: tuple[int, ...] = ()
-        self._told: dict[
-            int, tuple[ReduceBuffers, set[int]]
-        ] = {}  # what each replica was told last, and the segments it has
+        # By replica: the buffers and the segments that it has.
+        self._configured: dict[int, tuple[ReduceBuffers, set[int]]] = {}
 
     def begin_backward(self, leaves: Mapping[int, torch.Tensor], replicas: tuple[int, ...]) -> bool:
         self._replicas = replicas
         large = [(n, t.detach()) for n, t in leaves.items() if t.nbytes >= LARGE_BYTES]
-        wanted = {n: (t.dtype, tuple(t.size()), dense_stride(t)) for n, t in large if can_lie_in_memory(t)}
+        wanted = {n: (t.dtype, tuple(t.size()), dense_stride(t)) for n, t in large if is_plain_strided(t)}
         if not wanted or not self.is_possible:
             return False
         free = {kind: [slot for slot in self._slots.get(kind, ()) if slot.is_free()] for kind in wanted.values()}
@@ -236,70 +240,70 @@ class SharedMemoryTransport(Transport):
             else:
                 missing.append(number)
         if missing:
-            used.update(self._more({number: wanted[number] for number in missing}))
+            used.update(self._allocate({number: wanted[number] for number in missing}))
             used = {number: used[number] for number in wanted}
-        if used != self._used or self._ground is None:
+        if used != self._used or self._buffers is None:
             self._used = used
-            self._ground = self._new_buffers()
-        self._drop_idle()
-        self._ground.begin()
+            self._buffers = self._new_buffers()
+        self._free_idle()
+        self._buffers.begin()
         return True
 
-    def part(self, watch: OnWait) -> Reducer:
-        assert self._ground is not None
-        return SharedMemoryReducer(self._ground, 0, self._replicas)
+    def reducer(self, on_wait: OnWait) -> Reducer:
+        assert self._buffers is not None
+        return SharedMemoryReducer(self._buffers, 0, self._replicas)
 
     def config_for(self, replica: int) -> SharedMemoryConfig:
-        assert self._ground is not None
-        ground, has = self._told.get(replica, (None, set()))
-        if ground is self._ground:
+        assert self._buffers is not None
+        buffers, has = self._configured.get(replica, (None, set()))
+        if buffers is self._buffers:
             return SharedMemoryConfig(None, -1, (), replica, self._replicas)
         now = {segment.number for segment in self.segments}
-        self._told[replica] = self._ground, now
-        places = tuple((number, slot.place) for number, slot in self._used.items())
-        return SharedMemoryConfig(places, self._turns.number, tuple(has - now), replica, self._replicas)
+        self._configured[replica] = self._buffers, now
+        specs = tuple((number, slot.spec) for number, slot in self._used.items())
+        return SharedMemoryConfig(specs, self._turns.number, tuple(has - now), replica, self._replicas)
 
     def results(self) -> dict[int, torch.Tensor]:
-        assert self._ground is not None
-        return {number: slot.tensor() for number, slot in self._used.items() if self._ground.has_sum(number)}
+        assert self._buffers is not None
+        return {number: slot.tensor() for number, slot in self._used.items() if self._buffers.has_sum(number)}
 
     def rendezvous(self, replica: int) -> None:
         return None
 
-    def begin_sending(self, flats: Sequence[torch.Tensor], replicas: tuple[int, ...], watch: OnWait) -> None:
-        pass  # the workers have them
+    def begin_sending(self, flats: Sequence[torch.Tensor], replicas: tuple[int, ...], on_wait: OnWait) -> None:
+        pass  # they are shared
 
-    def end_sending(self, watch: OnWait) -> None:
+    def end_sending(self, on_wait: OnWait) -> None:
         pass
 
     def end(self) -> None:
         pass
 
-    def forget(self) -> None:
+    def abandon(self) -> None:
         pass
 
-    def _more(self, wanted: dict[int, tuple[Any, ...]]) -> dict[int, _Slot]:
+    def _allocate(self, wanted: dict[int, tuple[Any, ...]]) -> dict[int, _Slot]:
         allocator = BumpAllocator()
-        places = {number: allocator.place_for(*kind) for number, kind in wanted.items()}
+        specs = {number: allocator.allocate_for(*kind) for number, kind in wanted.items()}
         segment = Segment.create(allocator.num_bytes)
         self.segments.append(segment)
-        slots = {number: _Slot(segment, place) for number, place in places.items()}
+        slots = {number: _Slot(segment, spec) for number, spec in specs.items()}
         for number, slot in slots.items():
             self._slots.setdefault(wanted[number], []).append(slot)
         return slots
 
     def _new_buffers(self) -> "ReduceBuffers":
-        num_chunks = sum(-(-math.prod(s.place.size) // _chunk_items(s.place.dtype)) for s in self._used.values())
+        num_chunks = sum(-(-math.prod(s.spec.size) // _chunk_items(s.spec.dtype)) for s in self._used.values())
         if (num_chunks + 1) * 8 > self._turns.num_bytes:
             self.segments.remove(self._turns)
             self._turns = Segment.create((num_chunks + 1) * 8)
             self.segments.append(self._turns)
         by_number = {segment.number: segment for segment in self.segments}
-        return ReduceBuffers([(number, slot.place) for number, slot in self._used.items()], by_number, self._turns)
+        return ReduceBuffers([(number, slot.spec) for number, slot in self._used.items()], by_number, self._turns)
 
-    def _drop_idle(self) -> None:
-        """Let go of memory that was needed while the caller kept gradients, and no longer is."""
-        used = {slot.place.segment for slot in self._used.values()}
+    def _free_idle(self) -> None:
+        """Free memory that was needed only while the caller kept gradients."""
+        used = {slot.spec.segment for slot in self._used.values()}
         for segment in self.segments[:]:
             if segment is self._turns:
                 continue
@@ -309,22 +313,22 @@ class SharedMemoryTransport(Transport):
                 del self._idle[number]
                 self.segments.remove(segment)
                 for slots in self._slots.values():
-                    slots[:] = [slot for slot in slots if slot.place.segment != number]
+                    slots[:] = [slot for slot in slots if slot.spec.segment != number]
 
 
 def _chunk_items(dtype: torch.dtype) -> int:
     return _CHUNK_BYTES // dtype.itemsize
 
 
-def _flat(place: TensorSpec) -> TensorSpec:
-    return place._replace(size=(math.prod(place.size),), stride=(1,))
+def _flat(spec: TensorSpec) -> TensorSpec:
+    return spec._replace(size=(math.prod(spec.size),), stride=(1,))
 
 
 def _fence() -> None:
-    """Have everything written before be seen before what is written from now on, and the same for reading.
+    """Order memory accesses: all before the call are visible to other processes before any after it.
 
-    A processor may reorder what another one sees. It may not move anything out of a locked block, nor exchange two of
-    them; so nothing can pass both.
+    A processor may reorder accesses. It may not move one out of a locked block, nor exchange two such blocks; so none
+    can cross both.
     """
     with _lock:
         pass
