@@ -79,7 +79,7 @@ GPU_TESTS = (
 
 
 def groups_for(kind: str, count: int) -> list[Group]:
-    """Return what is run on a machine with `count` accelerators, the most config_for first."""
+    """Return what is run on a machine with `count` accelerators, the most telling first."""
     suite = ["tests/contract/test_engines.py", "-m", "not slow"]
     every = ",".join(f"{kind}:{index}" for index in range(count))
     groups = [

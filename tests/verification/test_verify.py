@@ -93,8 +93,8 @@ def with_dropout(*behind: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), Draws(), nn.Dropout(0.5), *behind, nn.Linear(8, 2))
 
 
-def mean_loss(gradient_sync: str = "mean") -> nn.Module:
-    return Calls(lambda self, x, t: F.cross_entropy(self.layers[0](x), t, gradient_sync=gradient_sync), nn.Linear(5, 4))
+def mean_loss(reduction: str = "mean") -> nn.Module:
+    return Calls(lambda self, x, t: F.cross_entropy(self.layers[0](x), t, reduction=reduction), nn.Linear(5, 4))
 
 
 def token_loss() -> nn.Module:

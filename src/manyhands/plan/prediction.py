@@ -42,7 +42,7 @@ class StepCost:
     def buckets(self) -> list[float]:
         """Return the bytes of each bucket, in the order in which backward fills them.
 
-        >>> Step(3.0, 2.0, 60.0, 25.0).buckets()
+        >>> StepCost(3.0, 2.0, 60.0, 25.0).buckets()
         [25.0, 25.0, 10.0]
         """
         full = math.ceil(self.gradient_bytes / self.bucket_bytes) - 1

@@ -121,7 +121,7 @@ class Ranks:
 
     def everybodys(self, value: T) -> list[T]:
         """Return what each process gives, in rank order."""
-        return [value] if self._cluster is None else self._cluster.exchange(value, "config_for each other")
+        return [value] if self._cluster is None else self._cluster.exchange(value, "exchanging values")
 
     # ---- training --------------------------------------------------------------------------------
 
