@@ -34,8 +34,9 @@ from manyhands import DataParallel
 from manyhands.bench import one_device
 from manyhands.console.errors import OptionError
 from manyhands.runtime.devices import float32_products
-from manyhands.training import data, display, loop, models, schedule
+from manyhands.training import data, loop, models, schedule
 from manyhands.training.compiling import expect_compiler
+from manyhands.training.display import Display
 from manyhands.training.options import Options
 from manyhands.training.run import Run
 from manyhands.training.run_folder import RunFolder
@@ -222,17 +223,17 @@ def epoch_on_every_gpu(bench: Bench) -> Iterator[Figure]:
     yield Figure(name, statistics.median(times_s), "s", note)
 
 
-def trained(bench: Bench, options: Options, look: display.Display | None = None) -> list[dict[str, float]]:
+def trained(bench: Bench, options: Options, look: Display | None = None) -> list[dict[str, float]]:
     """Run `manyhands train` on the device, if the options name no other; return the records of its epochs.
 
     Its weights and pictures are not kept.
     """
     torch.compiler.reset()  # it keeps few versions of a function, and those of other figures are not wanted any more
-    not_kept = mock.patch.multiple(Run, keep=lambda run: None, draw=lambda run: None)
+    not_kept = mock.patch.multiple(Run, save=lambda run: None, draw=lambda run: None)
     with tempfile.TemporaryDirectory() as folder, bench.compiler, not_kept:
         results = RunFolder.for_new_run(Path(folder, "run"))
         devices = str(bench.device) if options.devices == "auto" else options.devices
-        loop.train(replace(options, devices=devices), results, look or display.Silent())
+        loop.train(replace(options, devices=devices), results, look or Display())
         records = map(json.loads, results.metrics.read_text().splitlines())
         return [record for record in records if record["kind"] == "epoch"]
 
@@ -252,13 +253,14 @@ def made_up_pictures(sizes: Sizes) -> Iterator[Path]:
         yield Path(name)
 
 
-class KernelTime(display.Silent):
+class KernelTime(Display):
     """Watches some steps of one epoch: how long did the device run no kernel at all?
 
-    It is a display, because a display is told of each step; the profiler runs from the first of them on.
+    It is a display, because a display is called at each step; the profiler runs from the first of them on.
     """
 
     def __init__(self, device: torch.device, epoch: int, num_steps: int) -> None:
+        super().__init__()
         self._epoch, self._num_steps = epoch, num_steps
         kind = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}.get(device.type)
         self._profile = profile(activities=[kind]) if kind else None

@@ -8,6 +8,7 @@ import pytest
 from manyhands.bench import chart, goals, tables
 from manyhands.bench.advice import advice
 from manyhands.bench.results import Line, Results, Workload, mean_over_rows
+from manyhands.console.tables import table
 
 MACHINE = {
     "processor": "Some $ Processor", "cores": 2, "memory_gib": 8, "system": "Linux x86_64", "python": "3.11.0",
@@ -40,7 +41,7 @@ def test_a_mean_over_rows():
 
 
 def test_tables_read_as_text():
-    assert tables.table(["name", "ms"], [["a", "1.00"], ["longer", "10.00"]]) == (
+    assert table(["name", "ms"], [["a", "1.00"], ["longer", "10.00"]]) == (
         "| name   |    ms |\n"
         "| ------ | ----: |\n"
         "| a      |  1.00 |\n"

@@ -72,7 +72,9 @@ def test_a_step_that_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch
 
 def test_published_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """Without matplotlib too, and nothing is written."""
-    monkeypatch.setattr("manyhands.cli.importlib.util.find_spec", lambda name: None if name == "matplotlib" else name)
+    monkeypatch.setattr(
+        "manyhands.console.options.importlib.util.find_spec", lambda name: None if name == "matplotlib" else name
+    )
     assert run("--published") == 0
     assert capsys.readouterr().out == published.document()
     assert not Path("runs").exists()
@@ -118,7 +120,9 @@ def test_a_mistake_is_one_line_and_leaves_nothing(arguments: list[str], error: s
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr("manyhands.cli.importlib.util.find_spec", lambda name: None if name == "matplotlib" else name)
+    monkeypatch.setattr(
+        "manyhands.console.options.importlib.util.find_spec", lambda name: None if name == "matplotlib" else name
+    )
     assert run(*STEP) == 2
     assert "matplotlib not installed: pip install 'manyhands[train]'" in capsys.readouterr().err
 
@@ -133,10 +137,3 @@ def test_a_picture_that_cannot_be_drawn_leaves_the_old_plan(monkeypatch: pytest.
     monkeypatch.setattr(Path, "write_bytes", full)
     assert run("--compute", "1s", "--gradients", "1GB") == 1
     assert {path: path.read_bytes() for path in Path("runs/plan").iterdir()} == before
-
-
-def test_help(capsys: pytest.CaptureFixture[str]):
-    assert run("--help") == 0
-    out = capsys.readouterr().out
-    assert "examples:\n  manyhands plan " in out
-    assert "  25gbe     9.6 µs, 3.125 GB/s\n" in out

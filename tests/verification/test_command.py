@@ -193,13 +193,6 @@ def test_the_traceback_is_shown_when_asked(capsys: pytest.CaptureFixture[str]) -
     assert err.splitlines()[-1].startswith("manyhands verify: error: theirs:fails raised KeyError")
 
 
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--help") == 0
-    out = capsys.readouterr().out
-    assert "examples:\n  manyhands verify train:build" in out
-    assert "exit status:" in out
-
-
 def test_a_model_goes_to_the_first_device(simulated_accelerators, capsys: pytest.CaptureFixture[str]) -> None:
     """The script makes it on the CPU."""
     with simulated_accelerators(2):

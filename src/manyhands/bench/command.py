@@ -1,26 +1,27 @@
 """The command `manyhands bench`: from the words of the command line to tables, files and advice."""
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.bench.contenders import CONTENDERS, OURS, Contender, Task, is_installed
-from manyhands.console.errors import OptionError
+from manyhands.console import progress
+from manyhands.console.errors import DONE, FAILED, OptionError
+from manyhands.console.files import expect_writable
+from manyhands.console.options import TARGET, folder
 from manyhands.runtime.devices import accelerators
 
 if TYPE_CHECKING:
     from manyhands.bench.results import Results
-
-_DONE = 0
-_FAILED = 1
 
 _MODELS = ("resnet", "mlp", "gpt", "tiny")
 _ONE_DEVICE, _ADDED_REPLICAS = "one-device", "added-replicas"
 WORKLOADS = (*_MODELS, _ONE_DEVICE, _ADDED_REPLICAS)
 _ADDED = (1, 2, 4, 8, 16, 32)
 _MOST_REPLICAS = 256
+
+SUMMARY = "measure training steps on this machine, ours beside others'"
 
 DESCRIPTION = """\
 Measure training steps on the cores of this machine: the plain module, torch DDP, Accelerate and Lightning Fabric if
@@ -62,7 +63,7 @@ exit status:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser; only what was given comes out of it."""
-    parser.add_argument("target", nargs="?", metavar="package.module:build", help="a model of yours (default: our own)")
+    parser.add_argument("target", nargs="?", metavar=TARGET, help="a model of yours (default: our own)")
     parser.add_argument(
         "--workloads", type=_names, metavar="NAMES", help=f"which of ours (default: {','.join(WORKLOADS)})"
     )
@@ -80,14 +81,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", type=int, metavar="N", help="turns of each contender (default: 5)")
     parser.add_argument("--seconds-per-turn", type=float, metavar="S", help="how long a turn is, about (default: 2)")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="the folder for the results (default: runs/bench)")
+    parser.add_argument("--output", type=folder, metavar="DIR", help="the folder for the results (default: runs/bench)")
+
+
+def needed(given: dict[str, Any]) -> tuple[str, ...]:
+    """Return the packages that must be installed."""
+    return "matplotlib", "psutil", "rich"
 
 
 def run(given: dict[str, Any]) -> int:
     """Measure, print and save; return the exit status.
 
     Raises:
-        OptionError, TargetError: nothing was measured.
+        CommandError: nothing was measured.
     """
     target = given.get("target")
     if target is not None and "workloads" in given:
@@ -105,11 +111,12 @@ def run(given: dict[str, Any]) -> int:
     if target is not None:
         Task.of_target(target)  # what cannot be built is said before anything is started
 
-    from manyhands.bench import machine, memory, one_device, progress
+    from manyhands.bench import machine, memory, one_device
     from manyhands.bench.measure import measure
     from manyhands.bench.results import Results
 
-    _make_folder(output)
+    expect_writable(output)
+    output.mkdir(parents=True, exist_ok=True)
     counts = given.get("replicas", [2] if target is None else _up_to(machine.num_cores()))
     settings = {"rounds": rounds, "seconds_per_turn": seconds}
     results = Results(machine.describe(), settings, memory.kind(), [])
@@ -131,7 +138,7 @@ def run(given: dict[str, Any]) -> int:
     _conclude(results, output, advised=target is not None)
     lines = [line for workload in (*results.workloads, results.added_replicas) if workload for line in workload.lines]
     wrong = any(line.failure or line.differs for line in lines)
-    return _FAILED if wrong and target is None else _DONE
+    return FAILED if wrong and target is None else DONE
 
 
 def _conclude(results: "Results", output: Path, advised: bool) -> None:
@@ -174,15 +181,6 @@ def _known(names: Sequence[str], known: Sequence[str], option: str) -> list[str]
         if name not in known:
             raise OptionError(f"{option} {name}: expected some of {', '.join(known)}")
     return [name for name in known if name in names]
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OptionError(f"--output {folder}: {error.strerror}") from error
-    if not os.access(folder, os.W_OK):
-        raise OptionError(f"--output {folder}: cannot be written")
 
 
 def _names(text: str) -> list[str]:

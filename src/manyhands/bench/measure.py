@@ -11,28 +11,18 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from manyhands.bench import memory
 from manyhands.bench.contender_processes import ContenderFailedError, ContenderProcesses, close_all
 from manyhands.bench.contenders import Contender
 from manyhands.bench.results import Line, Workload, mean_over_rows
 from manyhands.bench.serving import StepTimes
+from manyhands.console.progress import Progress, Task
 
 _NUM_CHECKED = 3
 _NUM_MEMORY_STEPS = 2
 _RELATIVE_TOLERANCE = 1e-3
 _LONGEST_WARM_UP = 50
-
-
-class Progress(Protocol):
-    """Is told what happens."""
-
-    def begin(self, what: str, num_parts: int) -> None:
-        """Something with so many parts begins."""
-
-    def part(self, what: str) -> None:
-        """One part ends, of which this can be said."""
 
 
 def measure(
@@ -45,14 +35,14 @@ def measure(
         target: `package.module:build`.
         contenders: who takes part.
         rounds, seconds: how many turns each has, and how long one is, about.
-        progress: is told.
+        progress: shows it.
 
     Returns:
         A line for each contender, in their order; those that fail have the reason.
     """
     workload = Workload(name, [Line(contender.name, contender.replicas) for contender in contenders])
     runners = each_alone(workload, target, contenders, progress)
-    progress.begin(f"{name}: speed", rounds * len(runners))
+    task = Task(progress, f"{name}: speed", rounds * len(runners))
     patient = False
     try:
         for runner in runners:
@@ -65,7 +55,7 @@ def measure(
             for runner in runners if number % 2 == 0 else reversed(runners):
                 with _failing_alone(runner.line):
                     runner.take_turn(seconds)
-                progress.part(f"round {number + 1}, {runner.contender}: {runner.said()}")
+                task.advance(f"round {number + 1}, {runner.contender}: {runner.said()}")
         patient = True
     finally:
         close_all([runner.started for runner in runners if runner.started is not None], patient)
@@ -117,12 +107,12 @@ def each_alone(workload: Workload, target: str, contenders: Sequence[Contender],
 
     The rest: losses and whether they agree, memory, and what the model and its batch are like.
     """
-    progress.begin(f"{workload.name}: losses and memory", len(contenders))
+    task = Task(progress, f"{workload.name}: losses and memory", len(contenders))
     runners = []
     for contender, line in zip(contenders, workload.lines, strict=True):
         with _failing_alone(line):
             runners.append(Runner(contender, line, _alone(contender, target, line, workload)))
-        progress.part(f"{contender}: {line.failure or f'loss {line.losses[-1]:.4f}'}")
+        task.advance(f"{contender}: {line.failure or f'loss {line.losses[-1]:.4f}'}")
     _compare_losses(workload)
     return runners
 

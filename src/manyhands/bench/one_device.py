@@ -7,28 +7,25 @@ is queued that counts; the queue is empty when a forward begins, so that nobody 
 import statistics
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from manyhands.console.progress import Progress, Task
 from manyhands.data_parallel import DataParallel
-
-if TYPE_CHECKING:
-    from manyhands.bench.measure import Progress
 
 _REPEATS = 2000
 _WARM_UP = 20
 _CPU = torch.device("cpu")
 
 
-def measure(progress: "Progress") -> dict[str, float]:
+def measure(progress: Progress) -> dict[str, float]:
     """Return the microseconds that the wrapper adds to a forward on the CPU, by model."""
-    progress.begin("one device", len(_MODELS))
+    task = Task(progress, "one device", len(_MODELS))
     costs = {}
     for name in _MODELS:
         costs[name] = added_us(name)
-        progress.part(f"{name}: {costs[name]:.1f} µs")
+        task.advance(f"{name}: {costs[name]:.1f} µs")
     return costs
 
 

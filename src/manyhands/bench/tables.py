@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from manyhands.bench import goals, machine
 from manyhands.bench.results import Line, Results, Workload
+from manyhands.console.tables import table
 
 _MIB = 2**20
 
@@ -119,26 +120,6 @@ def added_replicas_table(workload: Workload) -> str:
     header = ["replicas", *(cell for engine in engines for cell in (f"{engine}, ms a step", "for each added replica"))]
     said = f"{workload.name}, {workload.rows} rows a batch, however many replicas share them.\n\n"
     return said + table(header, rows)
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
-    """Return a Markdown table whose columns line up in plain text too.
-
-    Args:
-        header, rows: the cells.
-        text_columns: so many columns from the left are words; the others are numbers, on the right.
-    """
-    widths = [max(3, *(len(row[i]) for row in [header, *rows])) for i in range(len(header))]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = [
-            cell.ljust(width) if i < text_columns else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
-        return f"| {' | '.join(padded)} |"
-
-    rule = ["-" * width if i < text_columns else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
-    return "\n".join([line(header), line(rule), *map(line, rows)])
 
 
 def _milliseconds(seconds: float) -> str:

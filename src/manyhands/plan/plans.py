@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from manyhands.bench.tables import table
+from manyhands.console.tables import table
 from manyhands.plan.allreduce import ALGORITHMS
 from manyhands.plan.links import Cluster, Link
 from manyhands.plan.prediction import BEST, COUNTS, Prediction, StepCost, predict

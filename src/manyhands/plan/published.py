@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
-from manyhands.bench.tables import table
+from manyhands.console.tables import table
 from manyhands.plan.links import Cluster, Link
 from manyhands.plan.prediction import StepCost, predict
 

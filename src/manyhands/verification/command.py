@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from manyhands.console.device_option import choose_devices
+from manyhands.console.options import TARGET
 from manyhands.data_parallel import DataParallel
 from manyhands.primitives.split_sizes import check_shares
 from manyhands.runtime.devices import resolve
@@ -21,6 +22,8 @@ from manyhands.verification.verify import verify
 
 _SAME = 0
 _DIFFERS = 1
+
+SUMMARY = "compare a model of yours on one device and on several"
 
 DESCRIPTION = """\
 Run a model of yours on one device and on several, from one state, in training and in eval mode, and compare outputs,
@@ -52,7 +55,7 @@ exit status:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser; only what was given comes out of it."""
-    parser.add_argument("target", metavar="package.module:build", help="what to compare")
+    parser.add_argument("target", metavar=TARGET, help="what to compare")
     parser.add_argument(
         "--devices",
         metavar="WHICH",
@@ -81,6 +84,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="how large a difference may be, relative to the largest value (default: 1e-5 for float32)",
     )
     parser.add_argument("--traceback", action="store_true", help="where the model fails, show where")
+
+
+def needed(given: dict[str, Any]) -> tuple[str, ...]:
+    """Return the packages that must be installed: none."""
+    return ()
 
 
 def run(given: dict[str, Any]) -> int:

@@ -13,13 +13,14 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from manyhands.console.errors import CommandError
 from manyhands.data_parallel import DataParallel
 from manyhands.verification.verify import verify
 
 _RETURNS = "(model, inputs), or a dict with the arguments of manyhands.verify by name"
 
 
-class TargetError(Exception):
+class TargetError(CommandError):
     """The target cannot be used: one line that says why. Its cause is what the caller's own code raised, if it did."""
 
 
