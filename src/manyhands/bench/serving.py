@@ -15,7 +15,7 @@ from torch import Tensor
 
 from manyhands.bench.contenders import Contender, Task, step_of, take_part_of_cores
 from manyhands.runtime.malloc import keep_freed_memory
-from manyhands.verification.targets import TargetError, said_by
+from manyhands.verification.targets import TargetError, one_line
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def serve(fd: int) -> None:
         except TargetError as error:
             connection.send(Failure(str(error)))
         except (Exception, SystemExit) as error:  # noqa: BLE001  the caller's model may raise anything
-            connection.send(Failure(said_by(error)))
+            connection.send(Failure(one_line(error)))
 
 
 def _take(step: Callable[[], Tensor], turn: Turn) -> StepTimes:

@@ -10,7 +10,7 @@ from manyhands import keep_freed_memory
 from manyhands.bench.contenders import Task
 from manyhands.plan.prediction import StepCost
 from manyhands.runtime.devices import accelerators
-from manyhands.verification.targets import TargetError, current_folder_first, said_by
+from manyhands.verification.targets import TargetError, current_folder_first, one_line
 
 _WARM_UP_STEPS = 3
 _FEWEST_STEPS, _MOST_STEPS = 5, 100
@@ -40,7 +40,7 @@ def measured_step(target: str, bucket_bytes: float) -> tuple[StepCost, torch.dev
         with current_folder_first():  # it may import more while it runs
             totals, backwards = _timed(task, device)
     except Exception as error:
-        raise TargetError(f"{target} could not be measured: {said_by(error)}") from error
+        raise TargetError(f"{target} could not be measured: {one_line(error)}") from error
     sizes = [p.grad.numel() * p.grad.element_size() for p in task.model.parameters() if p.grad is not None]
     if not sizes:
         raise TargetError(f"{target}: backward gave no parameter a gradient, so there is nothing to reduce")
