@@ -1,4 +1,4 @@
-"""results.png: the speed of every contender as a bar, relative to what the machine could do at most."""
+"""results.png: the speed of every contender as a bar, relative to the limit of the machine."""
 
 import textwrap
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def draw(path: Path, results: Results) -> None:
     """Draw the picture.
 
     A group of bars for each workload and number of replicas. Their height is the speed relative to `limit`, or to the
-    fastest where that was not measured; the thin lines reach from the lowest to the highest round.
+    fastest if `limit` was not measured; the thin lines reach from the lowest to the highest round.
     """
     groups = [(w, n) for w in results.workloads for n in w.replica_counts() or [1] if any(w.measured())]
     width_inches = max(8.0, 1.5 + 2.4 * len(groups))

@@ -26,9 +26,9 @@ SUMMARY = "measure training steps on this machine, ours beside others'"
 DESCRIPTION = """\
 Measure training steps on the cores of this machine: the plain module, torch DDP, Accelerate and Lightning Fabric if
 they are installed, DataParallel with threads and with processes, and the limit: as many processes without any
-communication. All take turns in one run, so that figures can be compared. Nothing else should run meanwhile.
+communication. All take turns in one run, so that figures can be compared. Run nothing else meanwhile.
 
-With package.module:build it does so for a model of yours, and says which engine and how many replicas are fastest
+With package.module:build it measures a model of yours, and says which engine and how many replicas are fastest
 here. build is a function without arguments, found from the current folder, as for `manyhands verify`: it returns
 (model, inputs), or a dict with model, inputs, target, criterion, and options of DataParallel.
 """
@@ -50,14 +50,14 @@ workloads:
   added-replicas  tiny on 1, 2, 4, 8, 16 and 32 replicas
 
 files in the output folder:
-  results.md    the tables, with the machine's description; what notes.md there says is shown at the end
+  results.md    the tables, with the machine's description; at the end the text of notes.md, if there is one
   results.png   the speeds as bars
   results.json  every figure
 
 exit status:
   0  measured
-  1  a contender failed, or computes something else than the others (not for a model of yours)
-  2  nothing was measured: what was given cannot be used
+  1  a contender failed, or its losses differ from the others (not for a model of yours)
+  2  nothing was measured: the arguments cannot be used
 """
 
 
@@ -80,7 +80,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="replicas, such as 2 or 2,4,8 (default: 2; for a model of yours 2, 4, 8 and so on, up to the cores)",
     )
     parser.add_argument("--rounds", type=int, metavar="N", help="turns of each contender (default: 5)")
-    parser.add_argument("--seconds-per-turn", type=float, metavar="S", help="how long a turn is, about (default: 2)")
+    parser.add_argument("--seconds-per-turn", type=float, metavar="S", help="approximate length of a turn (default: 2)")
     parser.add_argument("--output", type=folder, metavar="DIR", help="the folder for the results (default: runs/bench)")
 
 
@@ -109,7 +109,7 @@ def run(given: dict[str, Any]) -> int:
         raise OptionError(f"--seconds-per-turn {seconds:g}: expected a number above 0, up to 60")
     output: Path = given.get("output", Path("runs/bench"))
     if target is not None:
-        Task.of_target(target)  # what cannot be built is said before anything is started
+        Task.of_target(target)  # raises before anything is started
 
     from manyhands.bench import machine, memory, one_device
     from manyhands.bench.measure import measure
@@ -122,17 +122,17 @@ def run(given: dict[str, Any]) -> int:
     results = Results(machine.describe(), settings, memory.kind(), [])
     print(f"{machine.in_one_line(results.machine)}; results in {output}", flush=True)
     if accelerators():
-        print("this machine has accelerators: they are not measured, everything runs on the CPU", flush=True)
+        print("this machine has accelerators; the benchmark runs on the CPU only", flush=True)
     shown = progress.for_stdout()
     try:
-        takers = _contenders(contenders, counts)
+        participants = _contenders(contenders, counts)
         for name, where in [(target, target)] if target else [(n, _ours(n)) for n in names if n in _MODELS]:
-            results.workloads.append(measure(name, where, takers, rounds, seconds, shown))
+            results.workloads.append(measure(name, where, participants, rounds, seconds, shown))
         if not target and _ONE_DEVICE in names:
             results.one_device_us = one_device.measure(shown)
         if not target and _ADDED_REPLICAS in names:
-            takers = [Contender(engine, n) for n in _ADDED for engine in OURS if engine in contenders]
-            results.added_replicas = measure("tiny", _ours("tiny"), takers, rounds, seconds, shown)
+            participants = [Contender(engine, n) for n in _ADDED for engine in OURS if engine in contenders]
+            results.added_replicas = measure("tiny", _ours("tiny"), participants, rounds, seconds, shown)
     finally:
         shown.close()
     _conclude(results, output, advised=target is not None)
@@ -142,7 +142,7 @@ def run(given: dict[str, Any]) -> int:
 
 
 def _conclude(results: "Results", output: Path, advised: bool) -> None:
-    """Save what was measured, with advice if asked for, and print the tables."""
+    """Save the results, with advice if `advised`, and print the tables."""
     from manyhands.bench import chart, tables
     from manyhands.bench.advice import advice
 
@@ -161,7 +161,7 @@ def _ours(name: str) -> str:
 
 
 def _contenders(names: Sequence[str], counts: Sequence[int]) -> list[Contender]:
-    """Return who takes part: each on each number of replicas, and the plain module once."""
+    """Return the contenders: each with each number of replicas, and the plain module once."""
     several = [Contender(name, count) for count in counts for name in names if name != "plain"]
     return [Contender("plain", 1), *several] if "plain" in names else several
 

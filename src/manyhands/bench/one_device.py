@@ -1,7 +1,7 @@
-"""What the wrapper costs where there is nothing to divide: `DataParallel(model, [device])` against the model.
+"""The cost of the wrapper on one device: `DataParallel(model, [device])` against the model.
 
-Nothing in it grows with the model, so two sizes should cost the same. On an accelerator it is the time until the work
-is queued that counts; the queue is empty when a forward begins, so that nobody waits for room in it.
+It should not grow with the model, so two sizes are measured. On an accelerator the time until the work is queued is
+measured; the queue is empty when a forward begins, so that no forward waits for a place in it.
 """
 
 import statistics

@@ -1,4 +1,4 @@
-"""results.md: what was measured, as tables that read as text and as Markdown."""
+"""results.md: the measurements as tables."""
 
 from collections.abc import Iterator, Sequence
 
@@ -24,9 +24,9 @@ def document(results: Results, advice: Sequence[str], notes: str = "") -> str:
     """Return results.md.
 
     Args:
-        results: what was measured.
-        advice: paragraphs that conclude from it.
-        notes: what somebody has written about these results, shown at the end.
+        results: the measurements.
+        advice: paragraphs.
+        notes: the user's own text about these results, shown at the end.
     """
     parts = ["# Benchmark", preface(results)]
     if results.workloads:
@@ -46,13 +46,13 @@ def document(results: Results, advice: Sequence[str], notes: str = "") -> str:
 
 
 def preface(results: Results) -> str:
-    """Return what was measured on what, and how."""
+    """Return the description of the machine and of the measurement."""
     how = _HOW.format(**results.settings, memory_kind=results.memory_kind)
     return f"{machine.in_one_line(results.machine)}.\n\n{how}"
 
 
 def speed_tables(workload: Workload, memory_kind: str) -> Iterator[str]:
-    """Yield what is measured, a table for each number of replicas, and what there is to say about it."""
+    """Yield the size of the model, a table for each number of replicas, and remarks."""
     yield f"{workload.num_parameters:,} parameters, {workload.rows} rows a batch."
     for replicas in workload.replica_counts() or [1]:
         lines = [line for line in workload.measured() if line.contender == "plain" or line.replicas == replicas]
@@ -67,7 +67,7 @@ def speed_tables(workload: Workload, memory_kind: str) -> Iterator[str]:
 
 
 def remarks(workload: Workload) -> Iterator[str]:
-    """Yield what there is to say of contenders that failed, or whose losses differ."""
+    """Yield a sentence for each contender that failed, or whose losses differ."""
     for line in workload.lines:
         what = line.contender if line.contender == "plain" else f"{line.contender}, {line.replicas} replicas"
         if line.failure:
@@ -88,7 +88,7 @@ def _row(line: Line, workload: Workload, replicas: int) -> list[str]:
 
 
 def goals_table(results: Results) -> str:
-    """Return every goal, with what was measured."""
+    """Return every goal, with the measurement."""
     judged = goals.verdicts(results)
     cores = results.machine["cores"]
     remark = "" if cores == goals.CORES else f"\n\n(The goals are for {goals.CORES} cores; this machine has {cores}.)"
@@ -96,13 +96,13 @@ def goals_table(results: Results) -> str:
 
 
 def one_device_table(results: Results) -> str:
-    """Return what the wrapper costs on one device."""
+    """Return the cost of the wrapper on one device."""
     rows = [[name, f"{cost:.1f}"] for name, cost in results.one_device_us.items()]
-    return 'What `DataParallel(model, ["cpu"])` adds to a forward.\n\n' + table(["model", "µs"], rows)
+    return 'The time that `DataParallel(model, ["cpu"])` adds to a forward.\n\n' + table(["model", "µs"], rows)
 
 
 def added_replicas_table(workload: Workload) -> str:
-    """Return milliseconds a step by number of replicas, and what each added replica costs."""
+    """Return milliseconds a step by number of replicas, and the cost of each added replica."""
     engines = sorted({line.contender for line in workload.measured()}, reverse=True)
     rows = []
     before: dict[str, Line] = {}

@@ -36,7 +36,7 @@ def measured_step(target: str, bucket_bytes: float) -> tuple[StepCost, torch.dev
         for module in (task.model, task.criterion):
             if isinstance(module, nn.Module):
                 module.to(device)
-        task = task.part(0, 1, device)
+        task = task.shard(0, 1, device)
         with current_folder_first():  # it may import more while it runs
             totals, backwards = _timed(task, device)
     except Exception as error:
