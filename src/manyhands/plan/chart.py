@@ -1,4 +1,4 @@
-"""plan.png: efficiency by number of devices for each all-reduce, and what the time of a step consists of."""
+"""plan.png: efficiency by number of devices for each all-reduce, and the parts of the time of a step."""
 
 import io
 import math
@@ -38,7 +38,7 @@ def _efficiency(axes: Axes, plan: ScalingPlan) -> None:
     if 0 < one_machine < places[-1]:
         axes.axvspan(-0.4, one_machine + 0.4, color=_MACHINE, zorder=0)
         axes.text(-0.3, 2, "one machine", color=INK, fontsize=8)
-    for name, width in zip(ALGORITHMS, (4, 2.8, 1.6), strict=True):  # so that none hides another one
+    for name, width in zip(ALGORITHMS, (4, 2.8, 1.6), strict=True):  # so that no line hides another
         values = [100 * one.efficiency for one in plan.with_algorithm(name)]
         axes.plot(places, values, color=_COLORS[name], linewidth=width, marker="o", markersize=4, label=name)
     without = [100 * one.efficiency_without_overlap for one in plan.predictions]

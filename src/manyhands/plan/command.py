@@ -1,4 +1,4 @@
-"""The command `manyhands plan`: from the words of the command line to a table, a picture, and a sentence."""
+"""The command `manyhands plan`: from the words of the command line to a table, a picture, and a conclusion."""
 
 import argparse
 import math
@@ -54,8 +54,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser; only what was given comes out of it."""
     parser.add_argument("target", nargs="?", metavar=TARGET, help="a model of yours, measured here")
     step = parser.add_argument_group("the step, if it is not measured here")
-    step.add_argument("--compute", type=_time, metavar="TIME", help="all that one device computes in a step")
-    step.add_argument("--backward", type=_time, metavar="TIME", help="the part of it in backward (default: two thirds)")
+    step.add_argument("--compute", type=_time, metavar="TIME", help="of a whole step on one device")
+    step.add_argument("--backward", type=_time, metavar="TIME", help="of its backward (default: two thirds)")
     step.add_argument("--gradients", type=_size, metavar="SIZE", help="of all parameters together")
     where = parser.add_argument_group("where")
     where.add_argument(
@@ -125,16 +125,14 @@ def run(given: dict[str, Any]) -> int:
                 raise OptionError(f"{target} is measured: leave it out, or --{name}")
         print(f"measuring {target} on one device, for some seconds", flush=True)
         step, device, rows = measured_step(target, figures["bucket"])
-        print(
-            f"measured with {rows} rows on {device}; other programs that ran meanwhile have made it slower", flush=True
-        )
+        print(f"measured with {rows} rows on {device}; other programs that run meanwhile make it slower", flush=True)
         if device.type == "cpu" and "devices_per_machine" not in given:
             num_machine = 1
     _check_buckets(step)
     cluster = Cluster(figures["inside"], figures["between"], num_machine)
     plan = ScalingPlan(step, cluster, given.get("all_reduce", BEST), given.get("strong", False))
 
-    from manyhands.plan.chart import png  # matplotlib, which --published can do without
+    from manyhands.plan.chart import png  # imports matplotlib, which --published does not need
 
     picture, text = png(plan, title), document(plan, title)
     output.mkdir(parents=True, exist_ok=True)

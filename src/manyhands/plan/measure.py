@@ -1,4 +1,4 @@
-"""A training step of the caller's own, taken and timed on one device of this machine."""
+"""Time a training step of the caller's model on one device of this machine."""
 
 import statistics
 import time
@@ -18,17 +18,17 @@ _SECONDS = 5.0
 
 
 def measured_step(target: str, bucket_bytes: float) -> tuple[StepCost, torch.device, int]:
-    """Take training steps (forward, loss, backward, SGD with momentum) for some seconds, and return their medians.
+    """Take training steps (forward, loss, backward, SGD with momentum) for some seconds; return the medians.
 
     Args:
         target: `package.module:build`, as for `manyhands bench`.
-        bucket_bytes: goes into the step as it is.
+        bucket_bytes: of the returned step.
 
     Returns:
         The step, the device (the first accelerator, or the CPU with all cores), and the rows of the batch.
 
     Raises:
-        TargetError: it cannot be built, or fails, or has no gradients.
+        TargetError: it cannot be built, fails, or has no gradients.
     """
     task = Task.of_target(target)
     device = next(iter(accelerators()), torch.device("cpu"))
@@ -76,5 +76,5 @@ def _timed(task: Task, device: torch.device) -> tuple[list[float], list[float]]:
 
 def _now(device: torch.device) -> float:
     if device.type != "cpu":
-        torch.accelerator.synchronize(device)  # waits for the device: its work is queued
+        torch.accelerator.synchronize(device)  # its work is queued: wait for it
     return time.perf_counter()
