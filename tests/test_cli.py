@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import manyhands
+from helpers.commands import assert_misused, metrics_of, status_of, write_idx
 from manyhands.cli import main
 
 SMALL = ["train", "--model", "mlp", "--devices", "cpu*2", "--epochs", "1"]
@@ -26,8 +28,7 @@ def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def records(kind: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == kind]
+    return [line for line in metrics_of(Path("out/metrics.jsonl")) if line["kind"] == kind]
 
 
 def saved_options() -> dict[str, Any]:
@@ -59,10 +60,8 @@ def test_a_run_tells_its_story(capsys: pytest.CaptureFixture[str]) -> None:
     assert step.startswith("  epoch 1/1, step 1/12: loss 2.")
     assert epoch.startswith("epoch 1/1: train loss ")
     (record,) = records("epoch")
-    assert summary == (
-        f"test accuracy {record['test_accuracy']:.4f}, {record['train_seconds']:.1f} seconds of training an epoch, on "
-        "2 replicas (2 x cpu)"
-    )
+    assert summary.startswith(f"test accuracy {record['test_accuracy']:.4f}, ")
+    assert summary.endswith(" seconds of training an epoch, on 2 replicas (2 x cpu)")
     assert files == "see out/curves.png; the weights are out/model.safetensors"
 
 
@@ -106,6 +105,8 @@ def test_a_run_is_resumed_with_its_own_options_or_overwritten(capsys: pytest.Cap
         (["--resume", "empty"], "--resume empty: no checkpoint.pt in it"),
         (["--resume", "empty", "--output", "x"], "--resume empty goes on in the same folder: leave out --output"),
         (["--batchsize", "3"], "there is no option --batchsize"),
+        (["--compile", "--engine", "processes"], "what is compiled cannot be sent to other processes; leave one out"),
+        (["--compile", "--devices", "cpu*2"], "take --no-sync-batch-norm or --devices 1, or leave out --compile"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing_behind(
@@ -113,14 +114,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing_behind(
 ) -> None:
     Path("file").touch()
     Path("empty").mkdir()
-    try:
-        status = main(["train", *arguments])
-    except SystemExit as stopped:  # argparse leaves this way
-        status = stopped.code
-    assert status == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("manyhands train: error: ")
-    assert error in line
+    assert_misused(["train", *arguments], error, capsys)
     assert sorted(path.name for path in Path().iterdir()) == ["empty", "file"]
 
 
@@ -137,16 +131,13 @@ def test_a_loss_that_is_no_number_is_a_failure_of_the_run(capsys: pytest.Capture
     assert "start again with a lower rate (--lr 5e+19)" in line
 
 
-def test_what_is_not_installed_is_named_with_the_remedy(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("command", [SMALL, ["bench"], ["plan", "--compute", "1ms", "--gradients", "1MB"]])
+def test_missing_packages_are_named_with_the_remedy(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     find_spec = importlib.util.find_spec
-    absent = ("rich", "matplotlib")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else find_spec(name))
-    assert main(SMALL) == 2
-    assert capsys.readouterr().err == (
-        "manyhands train: error: matplotlib, rich not installed: pip install 'manyhands[train]'\n"
-    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
+    assert_misused(command, "matplotlib not installed: pip install 'manyhands[train]'", capsys)
 
 
 def test_the_first_line_says_how_it_is_computed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,24 +183,6 @@ sys.exit(main({[*SMALL, "--output", "out"]}))
     assert not (tmp_path / "out" / "checkpoint.pt").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["--engine", "processes"], "what is compiled cannot be sent to other processes; leave one out"),
-        (["--devices", "cpu*2"], "take --no-sync-batch-norm or --devices 1, or leave out --compile"),
-    ],
-)
-def test_what_cannot_be_compiled_is_one_line(
-    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", "--compile", *arguments, "--output", "out"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("manyhands train: error: --compile with ")
-    assert error.endswith(f"{reason}\n")
-    assert error.count("\n") == 1
-    assert not Path("out/metrics.jsonl").exists()
-
-
 @pytest.mark.slow
 def test_a_missing_compiler_is_one_line(tmp_path: Path) -> None:
     without = {"CXX": str(tmp_path / "g++"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
@@ -228,24 +201,20 @@ def test_a_run_is_not_resumed_on_other_data(tmp_path: Path, capsys: pytest.Captu
     """Its steps would be other rows, or none; the name of the folder has what matplotlib takes for mathematics."""
     folder = tmp_path / "a$x_{$b"
     folder.mkdir()
-    write_idx(folder, train_rows=60)
+    write_rows(folder, 60)
     command = ["train", "--model", "mlp", "--devices", "cpu*2", "--batch-size", "20", "--data", str(folder)]
     assert main([*command, "--epochs", "1", "--output", "out"]) == 0
-    write_idx(folder, train_rows=30)
+    write_rows(folder, 30)
     capsys.readouterr()
     assert main(["train", "--resume", "out", "--epochs", "2"]) == 2
     assert "began on data with train rows 60" in capsys.readouterr().err
-    write_idx(folder, train_rows=60)
+    write_rows(folder, 60)
     assert main(["train", "--resume", "out", "--epochs", "2"]) == 0
 
 
-def write_idx(folder: Path, *, train_rows: int) -> None:
-    for part, rows in (("train", train_rows), ("t10k", 20)):
-        images = bytes(pixel % 256 for pixel in range(rows * 16))
-        header = b"\0\0\x08\x03" + b"".join(size.to_bytes(4, "big") for size in (rows, 4, 4))
-        (folder / f"{part}-images-idx3-ubyte").write_bytes(header + images)
-        header = b"\0\0\x08\x01" + rows.to_bytes(4, "big")
-        (folder / f"{part}-labels-idx1-ubyte").write_bytes(header + bytes(row % 10 for row in range(rows)))
+def write_rows(folder: Path, num_rows: int) -> None:
+    pictures, labels = torch.arange(num_rows * 16).view(num_rows, 4, 4) % 256, torch.arange(num_rows) % 10
+    write_idx(folder, [pictures, labels, pictures[:20], labels[:20]])
 
 
 @pytest.mark.parametrize(
@@ -280,9 +249,7 @@ def test_damaged_files_are_no_traceback(damage: Callable[[Path], object], capsys
     ],
 )
 def test_help_and_version(arguments: list[str], texts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 0
+    assert status_of(*arguments) == 0
     out = capsys.readouterr().out
     assert all(text in out for text in texts)
 

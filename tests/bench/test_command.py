@@ -9,11 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from helpers.commands import assert_misused, status_of
 from manyhands.bench import command
 from manyhands.bench import measure as measure_module
 from manyhands.bench.contenders import Contender
 from manyhands.bench.results import Line, Workload
-from manyhands.cli import main
 
 SCRIPT = """\
 import torch
@@ -34,10 +34,7 @@ def _folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def run(*arguments: str) -> int:
-    try:
-        return main(["bench", *arguments])
-    except SystemExit as stopped:  # argparse leaves this way
-        return int(str(stopped.code))
+    return status_of("bench", *arguments)
 
 
 @pytest.fixture
@@ -123,21 +120,8 @@ def test_a_contender_that_fails_is_a_failure_of_ours(measured: list, monkeypatch
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], error: str, measured: list, capsys: pytest.CaptureFixture[str]):
-    assert run(*arguments) == 2
-    captured = capsys.readouterr()
-    (said,) = captured.err.splitlines()
-    assert said.startswith("manyhands bench: error: ")
-    assert error in said
-    assert captured.out == ""
+    assert assert_misused(["bench", *arguments], error, capsys) == ""
     assert measured == []
-
-
-def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(
-        "manyhands.console.options.importlib.util.find_spec", lambda name: None if name == "matplotlib" else name
-    )
-    assert run() == 2
-    assert "matplotlib not installed: pip install 'manyhands[train]'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 Run by `make gpu-check`; skipped, visibly, where there is no GPU. It needs nothing but torch, and pictures of its own.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from helpers.commands import idx_bytes, steps_of
 from manyhands.console.errors import OptionError
 from manyhands.runtime.devices import float32_products
 from manyhands.training import data, models
@@ -45,8 +45,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for row, label in zip(rows, labels.tolist(), strict=True):
             row[SIDE // 2 * (label // 2) :, SIDE // 2 * (label % 2) :][: SIDE // 2, : SIDE // 2] += 60
         for kind, tensor in ((f"{split}-images-idx3-ubyte", rows), (f"{split}-labels-idx1-ubyte", labels)):
-            head = bytes([0, 0, 8, tensor.dim()]) + b"".join(size.to_bytes(4, "big") for size in tensor.shape)
-            (folder / kind).write_bytes(head + tensor.to(torch.uint8).numpy().tobytes())
+            (folder / kind).write_bytes(idx_bytes(tensor))
     return folder
 
 
@@ -69,8 +68,7 @@ def options_for(pictures: Path, **changes: Any) -> Options:
 
 
 def losses_of(folder: RunFolder) -> list[float]:
-    records = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
-    return [record["loss"] for record in records if record["kind"] == "step"]
+    return [step["loss"] for step in steps_of(folder.metrics)]
 
 
 def plain_losses(options: Options) -> list[float]:

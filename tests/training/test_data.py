@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.training import NAMES, idx_bytes, serving, write_idx
+from helpers.commands import NAMES, idx_bytes, serving, write_idx
 from manyhands.training import data
 from manyhands.training.data import DataError, Dataset, load
 
@@ -191,14 +191,12 @@ def test_more_labels_than_images_name_both_files(folder, split):
 
 def test_pictures_of_two_sizes_name_both_files(folder):
     (folder / NAMES[2]).write_bytes(idx_bytes(pictures(3, 5, 5)))
-    assert error_of(folder) == (
-        f"{folder / NAMES[0]} has pictures of 5 x 4, {folder / NAMES[2]} of 5 x 5; expected one size"
-    )
+    sizes = f"{folder / NAMES[0]} has pictures of 5 x 4, {folder / NAMES[2]} of 5 x 5"
+    assert error_of(folder) == f"{sizes}; expected one size"
 
 
 def test_one_class_is_nothing_to_learn(folder):
-    (folder / NAMES[1]).write_bytes(idx_bytes(labels(0, 0, 0, 0, 0, 0)))
-    (folder / NAMES[3]).write_bytes(idx_bytes(labels(0, 0, 0)))
+    write_idx(folder, [ARRAYS[0], labels(0, 0, 0, 0, 0, 0), ARRAYS[2], labels(0, 0, 0)])
     assert error_of(folder) == f"{folder / NAMES[1]}: every label is 0; expected at least 2 classes"
 
 
@@ -275,28 +273,11 @@ def test_a_failed_download_names_address_reason_and_remedy(mirror, folder, tmp_p
     assert "--data DIR" in message
 
 
-def test_a_wrong_checksum_names_the_address_and_leaves_nothing(mirror, folder, tmp_path):
-    (folder / f"{NAMES[0]}.gz").write_bytes(b"changed")
-    message = error_of("fashion-mnist", mirror=mirror, cache=tmp_path / "cache")
-    assert message.startswith(f"{mirror}/{NAMES[0]}.gz is not the expected file: its MD5 is ")
-    assert list((tmp_path / "cache/fashion-mnist").iterdir()) == []
-
-
 def test_a_mirror_that_would_be_ignored_is_refused(folder):
     assert error_of("digits", mirror="http://x") == (
         "--mirror http://x goes with --data fashion-mnist only; --data is digits: leave it out"
     )
     assert "leave it out" in error_of(folder, mirror="http://x")
-
-
-def test_the_official_address_and_checksums_are_these():
-    assert data.FASHION_MNIST_URL == "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
-    assert data.FASHION_MNIST_MD5 == {
-        "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
-        "train-labels-idx1-ubyte.gz": "25c81989df183df01b3e8a0aad5dffbe",
-        "t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
-        "t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
-    }
 
 
 # --- the class itself

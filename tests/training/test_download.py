@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from helpers.training import serving
+from helpers.commands import serving
 from manyhands.training import download
 from manyhands.training.download import DownloadError, download_file, download_files
 
@@ -177,21 +177,11 @@ def test_a_damaged_file_is_downloaded_again_and_said_so(server, path, caplog):
     assert f"{path} has the MD5" in caplog.text
 
 
-def test_ctrl_c_half_way_leaves_a_part_that_the_next_call_continues(server, path, part):
+def test_an_interrupted_download_leaves_a_part_that_the_next_call_continues(server, path, part):
     with pytest.raises(KeyboardInterrupt):
         download_file(server.url, path, MD5, progress=interrupt_at(HALF))
-    assert files(path) == ["file.gz.part"]
-    arrived = part.read_bytes()
-    assert HALF <= len(arrived) < len(BODY)
-    assert BODY.startswith(arrived)
-
-    calls = []
-    download_file(server.url, path, MD5, progress=lambda *call: calls.append(call))
-    assert server.ranges == [None, f"bytes={len(arrived)}-"]
-    assert calls[0] == ("file.gz", len(arrived), len(BODY))
-    assert calls[-1] == ("file.gz", len(BODY), len(BODY))
-    assert path.read_bytes() == BODY
-    assert files(path) == ["file.gz"]
+    assert HALF <= part.stat().st_size < len(BODY)
+    assert_continued(server, path, part)
 
 
 @pytest.mark.parametrize("manner", ["truncated", "truncated_chunks"])
@@ -200,14 +190,22 @@ def test_a_body_that_ends_early_is_an_error_whose_part_is_continued(server, path
     with pytest.raises(DownloadError, match=r"the connection broke after \d+.*; try again to continue") as caught:
         download_file(server.url, path, MD5)
     assert str(caught.value).startswith(server.url)
-    assert files(path) == ["file.gz.part"]
-    arrived = part.stat().st_size
-    assert 0 < arrived <= HALF
-
+    assert 0 < part.stat().st_size <= HALF
     server.manner = "ranges"
-    download_file(server.url, path, MD5)
-    assert server.ranges == [None, f"bytes={arrived}-"]
+    assert_continued(server, path, part)
+
+
+def assert_continued(server, path, part):
+    """Check that the part is the beginning of the file, and that the next call asks for the rest only."""
+    assert files(path) == ["file.gz.part"]
+    arrived = part.read_bytes()
+    assert BODY.startswith(arrived)
+    calls = []
+    download_file(server.url, path, MD5, progress=lambda *call: calls.append(call))
+    assert server.ranges == [None, f"bytes={len(arrived)}-"]
+    assert (calls[0], calls[-1]) == (("file.gz", len(arrived), len(BODY)), ("file.gz", len(BODY), len(BODY)))
     assert path.read_bytes() == BODY
+    assert files(path) == ["file.gz"]
 
 
 @pytest.mark.parametrize(
@@ -377,9 +375,7 @@ def test_a_full_disk_is_named_and_the_part_kept(server, path, part):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert part.read_bytes() == BODY[:HALF]
-    download_file(server.url, path, MD5)
-    assert server.ranges == [None, f"bytes={HALF}-"]
-    assert path.read_bytes() == BODY
+    assert_continued(server, path, part)
 
 
 def test_an_error_of_the_progress_callback_is_its_own(server, path):

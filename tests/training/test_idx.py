@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.training import idx_bytes
+from helpers.commands import idx_bytes
 from manyhands.training import idx
 from manyhands.training.idx import IdxError, read_idx
 

@@ -19,7 +19,7 @@ from torch._dynamo.exc import InternalTorchDynamoError
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers import training as records
+from helpers import commands as records
 from manyhands.console.errors import DivergedError, Interrupted, OptionError
 from manyhands.training import data, loop, models, pending_steps
 from manyhands.training import run as run_module

@@ -14,8 +14,8 @@ import cloudpickle
 import pytest
 import torch
 
+from helpers.commands import metrics_of, steps_of
 from helpers.ranks import end_ranks, run_ranks
-from helpers.training import metrics_of, steps_of
 from manyhands.cli import main
 from manyhands.console.errors import FolderError, Interrupted, OptionError
 from manyhands.training import data, loop, pending_steps
@@ -94,14 +94,8 @@ def test_processes_whose_losses_are_read_a_step_later(alone: Path, tmp_path: Pat
 def run_on_few(rank: int, folder: Path, *arguments: str) -> tuple[int, str, str]:
     """Run on 40 pictures and 10 test pictures."""
     digits = data.load("digits")
-    few = data.Dataset(
-        "few",
-        digits.train_images[:40],
-        digits.train_labels[:40],
-        digits.test_images[:10],
-        digits.test_labels[:10],
-        num_classes=10,
-    )
+    parts = (digits.train_images[:40], digits.train_labels[:40], digits.test_images[:10], digits.test_labels[:10])
+    few = data.Dataset("few", *parts, num_classes=10)
     load, data.load = data.load, lambda *args, **options: few
     try:
         return run(rank, folder, *arguments)
@@ -119,11 +113,15 @@ def test_batches_of_fewer_rows_than_processes(tmp_path: Path) -> None:
 def see_rows(rank: int, folder: Path) -> tuple[list[int], list[int]]:
     """Train an epoch; return which pictures this process has trained on, and which it has tested on."""
     dataset = data.load("digits")
-    numbers = {name: {bytes(x.numpy().data): i for i, x in enumerate(images)} for name, images in dataset_of(dataset)}
-    seen: dict[bool, list[Any]] = {True: [], False: []}
+    numbers = {
+        is_training: {bytes(image.numpy().data): i for i, image in enumerate(images)}
+        for is_training, images in ((True, dataset.train_images), (False, dataset.test_images))
+    }
+    seen: dict[bool, list[int]] = {True: [], False: []}
 
     def note(module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> None:
-        seen[module.training] += [bytes(x.numpy().data) for x in inputs[0]]
+        known = numbers[module.training]
+        seen[module.training] += [known.get(bytes(image.numpy().data), -1) for image in inputs[0]]
 
     begin = loop.Run.begin
 
@@ -135,21 +133,17 @@ def see_rows(rank: int, folder: Path) -> tuple[list[int], list[int]]:
     loop.Run.begin = begin_and_look
     options = Options(model="mlp", epochs=1, devices="1", batch_size=100)
     train(options, RunFolder(folder), Display(), ranks=Ranks.join())
-    return [numbers["train"].get(x, -1) for x in seen[True]], [numbers["test"].get(x, -1) for x in seen[False]]
-
-
-def dataset_of(dataset: data.Dataset) -> list[tuple[str, torch.Tensor]]:
-    return [("train", dataset.train_images), ("test", dataset.test_images)]
+    return seen[True], seen[False]
 
 
 def test_every_row_counts_once(tmp_path: Path) -> None:
     trained, tested = zip(*run_ranks(3, see_rows, tmp_path / "run"), strict=True)
-    distinct = {name: {bytes(x.numpy().data) for x in images} for name, images in dataset_of(data.load("digits"))}
-    for rows, name, count in ((trained, "train", 1437), (tested, "test", 360)):
+    digits = data.load("digits")
+    for rows, images in ((trained, digits.train_images), (tested, digits.test_images)):
         everything = [row for rank in rows for row in rank]
-        assert len(everything) == count
+        assert len(everything) == len(images)
         assert -1 not in everything
-        assert len(set(everything)) == len(distinct[name])
+        assert len(set(everything)) == len(images.flatten(1).unique(dim=0))  # some pictures are equal
         assert max(map(len, rows)) - min(map(len, rows)) <= 15, "divided evenly: a row a batch, at most"
 
 
@@ -342,7 +336,7 @@ def test_the_name_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch() is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 7")
     assert launch() == "job 7"
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # as torchrun says where nobody has named it
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # as torchrun sets it for a launch without a name
     assert launch() == launch()
     assert f"process {os.getppid()} of " in launch()
 
@@ -350,7 +344,7 @@ def test_the_name_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- alone ---------------------------------------------------------------------------------------------
 
 
-def test_alone_everything_comes_to_nothing() -> None:
+def test_alone_nothing_communicates() -> None:
     assert ALONE.is_first
     assert not ALONE.are_lost
     assert ALONE.together(lambda: 3) == 3

@@ -1,4 +1,4 @@
-"""What tests of `manyhands train` share: IDX files, servers on the loopback device, and the records of a run."""
+"""What tests of the commands share: calls and their errors, IDX files, local servers, the records of a run."""
 
 import contextlib
 import json
@@ -8,7 +8,10 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+
+from manyhands.cli import main
 
 NAMES = ["train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"]
 
@@ -48,3 +51,21 @@ def metrics_of(path: Path) -> list[dict[str, Any]]:
 def steps_of(path: Path) -> list[dict[str, Any]]:
     """Return the records of the steps."""
     return [line for line in metrics_of(path) if line["kind"] == "step"]
+
+
+def status_of(*arguments: str) -> int:
+    """Run `manyhands` with these arguments in this process; return its exit status."""
+    try:
+        return main(arguments)
+    except SystemExit as stopped:  # argparse ends --help this way
+        return int(str(stopped.code))
+
+
+def assert_misused(arguments: Sequence[str], error: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Check that the command prints this error in one line; return its other output."""
+    assert status_of(*arguments) == 2
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert line.startswith(f"manyhands {arguments[0]}: error: ")
+    assert error in line
+    return captured.out
