@@ -1,21 +1,21 @@
-"""Prove the accelerator paths on this machine's GPU: run the checks, take the figures, write gpu-results.md.
+"""Test the accelerator paths on this machine's GPU: run the checks, measure the figures, write gpu-results.md.
 
     make gpu-check                                         with .venv's Python if there is one, else python3
     make gpu-check PYTHON=/opt/conda/bin/python            with another one
     PYTHONPATH=src python benchmarks/gpu_check.py --help   the same, with options
 
-It needs torch, pytest and numpy, and cloudpickle; psutil for what measures memory. It downloads nothing and sets up
-nothing: what is missing can be brought along as wheels,
+It needs torch, pytest, numpy and cloudpickle, and psutil for the checks of memory. It downloads and installs nothing.
+Missing packages can be brought along as wheels, which it takes from the folder `wheels`:
 
     pip download --no-deps -d wheels cloudpickle psutil    where there is a network, with the same Python version
 
-and is then taken from the folder `wheels`. Everything else that the project knows (matplotlib, safetensors, rich,
-hypothesis, pytest-xdist) may be missing; a check that needs it is reported as not run.
+The other packages that the project uses (matplotlib, safetensors, rich, hypothesis, pytest-xdist) may be missing; a
+check that needs one of them is reported as not run.
 
-Every group of checks is a process of its own with a budget, so that a crash or a hang takes one check with it: it
-becomes a line in the report, with the stacks of all threads, and the group goes on behind it in a new process. The
-report is written after each group. Exit status: 0 all passed, or there is no GPU (then nothing has been run); 1 a check
-failed; 2 something needed is missing; 130 after Ctrl-C.
+Every group of checks runs in its own process with a time budget. A check that crashes or hangs becomes a line in the
+report, with the stacks of all threads, and the group goes on after it in a new process. The report is written after
+each group. Exit status: 0 all passed, or there is no GPU (then nothing has been run); 1 a check failed; 2 a needed
+package is missing; 130 after Ctrl-C.
 
 Only the standard library is imported here: torch itself may be what crashes.
 """
@@ -42,10 +42,10 @@ import gpu_report
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
 NEEDED = ("torch", "pytest", "numpy", "cloudpickle")
-BY_SOME = ("psutil",)
+NEEDED_BY_SOME = ("psutil",)
 BUDGET_S = 550.0
-OVERTIME_S = 30.0  # what a check that is under way when its group's time is over may take more
-GRACE_S = 20.0  # a process that is told to stop has as long to do so
+OVERTIME_S = 30.0  # for the running check, after the time of its group is over
+GRACE_S = 20.0  # for a process to end after that
 MOST_STARTS = 8  # of one group
 
 
@@ -58,8 +58,8 @@ class Group:
         kind: "tests" or "figures": how gpu_children.py runs it.
         arguments: pytest's, or the device and the names of figures.
         budget_s: after so many seconds no further check begins.
-        environment: variables beside the caller's.
-        check_limit_s: one check that takes longer hangs.
+        environment: variables in addition to the caller's.
+        check_limit_s: a check that takes longer counts as hung.
     """
 
     name: str
@@ -79,11 +79,11 @@ GPU_TESTS = (
 
 
 def groups_for(kind: str, count: int) -> list[Group]:
-    """Return what is run on a machine with `count` accelerators, the most config_for first."""
+    """Return the groups for a machine with `count` accelerators, the most important first."""
     suite = ["tests/contract/test_engines.py", "-m", "not slow"]
     every = ",".join(f"{kind}:{index}" for index in range(count))
     groups = [
-        Group("GPU tests", "tests", [*GPU_TESTS, "-m", "gpu"], 170, check_limit_s=150),  # torch.compile takes its time
+        Group("GPU tests", "tests", [*GPU_TESTS, "-m", "gpu"], 170, check_limit_s=150),  # torch.compile is slow
         Group("engine contract, replicas on one GPU", "tests", suite, 130, {"MANYHANDS_TEST_DEVICES": f"{kind}:0"}),
         Group("figures", "figures", [f"{kind}:0"], 220, check_limit_s=150),
         Group("examples", "tests", ["tests/test_examples.py", "-m", "gpu"], 30),
@@ -112,7 +112,7 @@ def dry_groups() -> list[Group]:
 
 @dataclass
 class Check:
-    """One check and what became of it: passed, failed, skipped, hung, crashed, or cut (its group's time was over)."""
+    """One check and its outcome: passed, failed, skipped, hung, crashed, or cut (the time of its group was over)."""
 
     name: str
     outcome: str = "cut"
@@ -122,7 +122,7 @@ class Check:
 
 @dataclass
 class Done:
-    """What became of a group."""
+    """The outcome of a group."""
 
     group: Group
     checks: dict[str, Check] = field(default_factory=dict)
@@ -130,20 +130,20 @@ class Done:
     warnings: list[str] = field(default_factory=list)
     problem: str = ""  # why the group as a whole could not be run
     seconds: float = 0.0
-    under_way: str | None = None
-    limit_s: float = 0.0  # of what is under way
+    running: str | None = None  # the check
+    limit_s: float = 0.0  # of the running check
 
     def take(self, event: dict[str, Any]) -> None:
-        """Add one line of a child's journal."""
+        """Add one event of a child's journal."""
         match event.pop("event"):
             case "collected":
                 for name in event["names"]:
                     self.checks.setdefault(name, Check(name))
             case "began":
-                self.under_way, self.limit_s = event["name"], event["limit_s"]
+                self.running, self.limit_s = event["name"], event["limit_s"]
                 self.checks.setdefault(event["name"], Check(event["name"]))
             case "ended":
-                self.under_way = None
+                self.running = None
                 self.checks[event["name"]] = Check(**event)
             case "figure":
                 self.figures.append(event)
@@ -160,7 +160,7 @@ class Done:
 
 
 def run_group(done: Done, environment: dict[str, str], budget_s: float) -> None:
-    """Run a group in as many processes as it takes; what is known is in `done` at any moment."""
+    """Run a group in as many processes as it takes; `done` is always up to date."""
     group = done.group
     began = time.monotonic()
     deadline = began + budget_s
@@ -186,7 +186,7 @@ def run_group(done: Done, environment: dict[str, str], budget_s: float) -> None:
             text = log.read_text(errors="replace") if log.exists() else ""
             if status == gpu_children.GPU_LOST:
                 continue
-            if done.under_way is None:
+            if done.running is None:
                 done.problem = f"its process ended between two checks ({_how(status)})\n{_tail(text)}"
                 return
             done.take(_ended_by_itself(done, group, status, text))
@@ -196,7 +196,7 @@ def run_group(done: Done, environment: dict[str, str], budget_s: float) -> None:
 
 
 def _ended_by_itself(done: Done, group: Group, status: int | None, text: str) -> dict[str, Any]:
-    """Return what became of the check during which a process ended: the stacks that it left tell where it was."""
+    """Return the outcome of the check during which a process ended, with the stacks that it wrote."""
     timed_out = status is None or "Timeout (" in text
     if not timed_out:
         outcome, reason = "crashed", f"its process ended: {_how(status)}"
@@ -207,11 +207,11 @@ def _ended_by_itself(done: Done, group: Group, status: int | None, text: str) ->
     stacks = text[text.rfind("Timeout (") :] if "Timeout (" in text else text
     seconds = done.limit_s if timed_out else 0.0
     report = f"{reason}\n{_tail(stacks)}"
-    return {"event": "ended", "name": done.under_way, "outcome": outcome, "seconds": seconds, "text": report}
+    return {"event": "ended", "name": done.running, "outcome": outcome, "seconds": seconds, "text": report}
 
 
 def _run_child(orders: dict[str, Any], environment: dict[str, str], log: Path) -> int | None:
-    """Run gpu_children.py; return its status, None where it had to be killed. Nothing of it is left afterwards."""
+    """Run gpu_children.py; return its status, or None if it had to be killed. Its child processes end with it."""
     limit_s = max(orders["seconds"], 0) + orders["overtime_s"] + GRACE_S
     with log.open("wb") as output:
         child = subprocess.Popen(
@@ -229,15 +229,15 @@ def _run_child(orders: dict[str, Any], environment: dict[str, str], log: Path) -
             return None
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)  # whoever it has started, too
+                os.killpg(child.pid, signal.SIGKILL)  # with all processes that it has started
             child.wait()
 
 
 def _take_journal(journal: Path, done: Done) -> bool:
-    """Add what a child has written down; return whether it came to its end."""
+    """Add the events of a child's journal; return whether the child finished."""
     lines = journal.read_text().splitlines() if journal.exists() else []
     for line in lines:
-        with contextlib.suppress(json.JSONDecodeError):  # a line that a crash has cut short
+        with contextlib.suppress(json.JSONDecodeError):  # a line that a crash has truncated
             event = json.loads(line)
             if event["event"] == "finished":
                 return True
@@ -279,7 +279,7 @@ def missing(names: Sequence[str]) -> list[str]:
 
 
 def describe_machine(environment: dict[str, str]) -> dict[str, Any]:
-    """Return what a process of its own says about the machine: torch is imported there."""
+    """Return a description of the machine from a child process, which imports torch."""
     asked = subprocess.run(
         [sys.executable, str(HERE / "gpu_children.py"), json.dumps({"kind": "machine"})],
         env=environment,
@@ -320,7 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if missing(NEEDED):
             print(gpu_report.MISSING.format(names=", ".join(missing(NEEDED)), python=sys.executable))
             return 2
-        machine["missing"] = missing(BY_SOME)
+        machine["missing"] = missing(NEEDED_BY_SOME)
         groups = dry_groups() if options.dry_run else groups_for(machine["kind"], len(machine["accelerators"]))
         if options.only:
             groups = [group for group in groups if any(word in group.name for word in options.only)]

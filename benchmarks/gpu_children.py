@@ -1,10 +1,10 @@
-"""What gpu_check.py runs in processes of its own: tests, figures, or a look at the machine.
+"""The child processes of gpu_check.py: they run tests, measure figures, or describe the machine.
 
     python benchmarks/gpu_children.py '{"kind": ..., ...}'
 
-Every event goes into a journal at once, a line of JSON each, so that a process that crashes or is killed has lost
-nothing. A check that takes too long ends the process, after writing down where all threads are. So does one after which
-the GPU can no longer be used in this process: what follows would fail for no fault of its own.
+Every event is written to a journal at once, one line of JSON each, so that nothing is lost when a process crashes or is
+killed. A check that takes too long ends the process, after the stacks of all threads have been written. So does a check
+after which the GPU can no longer be used in this process, because all later checks would fail too.
 """
 
 import contextlib
@@ -20,26 +20,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# A missing one of these is no failure of a check that needs it.
+# A check that needs one of these is skipped if it is missing.
 OPTIONAL = ("hypothesis", "matplotlib", "psutil", "rich", "safetensors", "sklearn", "transformers", "xdist")
-# After these the CUDA context is lost, and all that follows in the process fails.
+# After these errors the CUDA context is lost, and everything later in the process fails.
 _CONTEXT_IS_LOST = ("illegal memory access", "device-side assert", "misaligned address", "unspecified launch failure")
 GPU_LOST = 97  # the exit status then
 
 
 class Journal:
-    """Where a process writes down what happens.
+    """The record of a process.
 
     Args:
         path: the file.
         check_limit_s: a check that takes longer ends the process.
-        seconds: after so many no further check is to begin.
-        overtime_s: what a check that is under way then may take more.
+        seconds: after so many no further check begins.
+        overtime_s: for the check that is running then.
     """
 
     def __init__(self, path: Path, check_limit_s: float, seconds: float, overtime_s: float) -> None:
         self._file = path.open("a", buffering=1)
-        self._stacks = os.fdopen(os.dup(2), "w")  # pytest puts a file of its own in the place of stderr
+        self._stacks = os.fdopen(os.dup(2), "w")  # pytest replaces stderr
         self._check_limit_s, self._overtime_s = check_limit_s, overtime_s
         self._deadline = time.monotonic() + seconds
 
@@ -63,14 +63,14 @@ class Journal:
 
 
 def missing_module(text: str) -> str | None:
-    """Return the optional package whose absence a traceback ends in."""
+    """Return the optional package whose absence caused an error; None if it was another error."""
     return next(
         (name for name in OPTIONAL if f"No module named '{name}" in text or f"import of {name} halted" in text), None
     )
 
 
 class Recorder:
-    """A pytest plugin: writes down every test, and leaves out those that have ended in an earlier process."""
+    """A pytest plugin: records every test, and leaves out those that have ended in an earlier process."""
 
     def __init__(self, journal: Journal, ended: list[str]) -> None:
         self._journal, self._ended = journal, set(ended)
@@ -123,7 +123,7 @@ class Recorder:
 
 
 def run_tests(journal: Journal, ended: list[str], arguments: list[str]) -> None:
-    """Run pytest. Warnings are written down, and are no errors: other versions of everything give others."""
+    """Run pytest. Warnings are recorded and are no errors, because other versions of packages give other warnings."""
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # whatever else is installed with this Python
     import pytest
 
@@ -136,7 +136,7 @@ def run_tests(journal: Journal, ended: list[str], arguments: list[str]) -> None:
 
 
 def run_figures(journal: Journal, ended: list[str], arguments: list[str]) -> None:
-    """Take the figures, each with what it asserts; a missing package is no failure."""
+    """Measure the figures, with their assertions; a missing package is no failure."""
     import gpu_figures
 
     device, *options = arguments
@@ -155,13 +155,13 @@ def figures_of(journal: Journal, figures: Any) -> None:
 
 
 def run_check(journal: Journal, name: str, check: Callable[[], None]) -> None:
-    """Run one check that is no test of pytest's."""
+    """Run one check that is not a pytest test."""
     journal.begin(name)
     began = time.monotonic()
     outcome, text = "passed", ""
     try:
         check()
-    except Exception:  # noqa: BLE001 - whatever it is, it is written down
+    except Exception:  # noqa: BLE001 - every error is recorded
         text = traceback.format_exc()
         absent = missing_module(text)
         outcome, text = ("skipped", f"not run: {absent} is missing") if absent else ("failed", text)
@@ -169,7 +169,7 @@ def run_check(journal: Journal, name: str, check: Callable[[], None]) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """Return accelerators and versions."""
+    """Return the accelerators and versions."""
     import torch
 
     kind = torch.accelerator.current_accelerator(check_available=True)
@@ -201,7 +201,7 @@ def machine() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Do what the only argument says."""
+    """Run the orders in the only argument."""
     orders = json.loads(sys.argv[1])
     if orders["kind"] == "machine":
         with warnings.catch_warnings():

@@ -1,13 +1,13 @@
-"""Figures on one GPU: the wrapper's cost, the floor, epochs of `manyhands train`, and a module that is all overhead.
+"""Figures on one GPU: the wrapper's cost, the floor, epochs of `manyhands train`, and a module with little to compute.
 
     PYTHONPATH=src python benchmarks/gpu_figures.py                                on the first GPU
     PYTHONPATH=src python benchmarks/gpu_figures.py --data path/to/fashion-mnist   with the accuracy on real pictures
     PYTHONPATH=src python benchmarks/gpu_figures.py --dry-run                      tiny sizes on the CPU: it runs, and
                                                                                    measures nothing
 
-`make gpu-check` measures them among its checks. Times of a device are taken by its own events, after a warm-up, and are
-medians; what is compared is run in turn. Epochs are those of the training command itself, on pictures made up for it,
-and the times are its own. This has not been run on a GPU so far.
+`make gpu-check` measures them among its checks. Device times are measured with the device's own events after a warm-up,
+and are medians; contenders take turns. Epochs are those of the training command itself, on generated pictures, with the
+times that it reports. This has not been run on a GPU so far.
 """
 
 import argparse
@@ -34,14 +34,15 @@ from manyhands import DataParallel
 from manyhands.bench import one_device
 from manyhands.console.errors import OptionError
 from manyhands.runtime.devices import float32_products
-from manyhands.training import data, display, loop, models, schedule
+from manyhands.training import data, loop, models, schedule
 from manyhands.training.compiling import expect_compiler
+from manyhands.training.display import Display
 from manyhands.training.options import Options
 from manyhands.training.run import Run
 from manyhands.training.run_folder import RunFolder
 from manyhands.training.work import StepReport
 
-SEEDS_S = {"1 GPU": 14.0, "2 GPUs": 9.3}  # an epoch in the tutorials that the project starts from
+TUTORIALS_S = {"1 GPU": 14.0, "2 GPUs": 9.3}  # an epoch in the tutorials that the project starts from
 NUM_CLASSES = 10
 REPOSITORY = Path(__file__).resolve().parents[1]
 SUBSET = "shared/data/fashion-mnist-6k"  # 5,000 pictures of Fashion-MNIST to train on and 1,256 to test on
@@ -57,7 +58,7 @@ class Figure(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """How much is done."""
+    """The sizes of the measurements."""
 
     num_pictures: int = 60_000
     side: int = 28
@@ -78,7 +79,7 @@ DRY = Sizes(4, 8, 2, 1, 1, 1, 1, 32, 2, 5, 1, 1, None)
 
 
 class Bench(NamedTuple):
-    """Where, and how much."""
+    """The device and the sizes of a measurement."""
 
     device: torch.device
     sizes: Sizes
@@ -94,12 +95,12 @@ class Bench(NamedTuple):
 
     @property
     def compiler(self) -> contextlib.AbstractContextManager[object]:
-        """Return what `manyhands train --compile` runs under: in a dry run the compiler does nothing."""
+        """Return the context of `manyhands train --compile`: in a dry run the compiler does nothing."""
         does_nothing = functools.partial(torch.compile, backend="eager")
         return mock.patch.object(torch, "compile", does_nothing) if self.dry else contextlib.nullcontext()
 
     def no_compiler(self) -> str | None:
-        """Return why nothing can be compiled for the device; None if it can."""
+        """Return why the compiler does not work for the device; None if it works."""
         try:
             with self.compiler:
                 expect_compiler(self.device)
@@ -108,7 +109,7 @@ class Bench(NamedTuple):
         return None
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Return how long the device takes for what `run` has it do."""
+        """Return how long the device takes for the work that `run` queues."""
         if self.device.type == "cpu":
             began = time.perf_counter()
             run()
@@ -126,7 +127,7 @@ class Bench(NamedTuple):
 
 
 def wrapper_on_one_device(bench: Bench) -> Iterator[Figure]:
-    """What `DataParallel(model, [device])` adds to a forward, on the host; the goal is 20 µs at most."""
+    """The host time that `DataParallel(model, [device])` adds to a forward; the goal is 20 µs at most."""
     for name in one_device.MODELS:
         added = one_device.added_us(name, bench.device, bench.sizes.num_forwards)
         yield Figure(f"the wrapper on one device adds, {name}", added, "µs a forward", "goal: 20 or less")
@@ -135,7 +136,7 @@ def wrapper_on_one_device(bench: Bench) -> Iterator[Figure]:
 
 
 def matrix_products(bench: Bench) -> Iterator[Figure]:
-    """What the device can do at most, as large square products show it."""
+    """The peak speed of the device, measured with large square matrix products."""
     for precision in ("bf16", "TF32", "fp32"):
         yield Figure(f"matrix products in {precision}", tflops_per_s(bench, precision), "TFLOP/s")
 
@@ -174,19 +175,19 @@ def epoch_bf16_compiled(bench: Bench) -> Iterator[Figure]:
 
 
 def _epochs(bench: Bench, options: Options, goal_s: float) -> Iterator[Figure]:
-    """Train the seeds' model on as many pictures as theirs: some epochs to be timed, and one to be looked into."""
+    """Train the tutorials' model on as many pictures as theirs: some timed epochs, and a profiled one."""
     sizes = bench.sizes
     name = f"an epoch of manyhands train --precision {options.precision}{' --compile' if options.compile else ''}"
     if options.compile and (reason := bench.no_compiler()) is not None:
         yield Figure(name, None, "s", f"not run: {reason}")
         return
-    num_epochs = sizes.num_epochs + 2  # the first one warms up, and the last one is looked into
+    num_epochs = sizes.num_epochs + 2  # the first is a warm-up, and the last is profiled
     options = replace(options, batch_size=sizes.batch_rows, epochs=num_epochs, lr=1e-4, schedule="constant")
     look = KernelTime(bench.device, num_epochs, sizes.profiled_steps)
-    with made_up_pictures(sizes) as folder:
+    with generated_pictures(sizes) as folder:
         epochs = trained(bench, replace(options, data=str(folder)), look)
     warm_up_s, *times_s = [epoch["train_seconds"] for epoch in epochs[:-1]]
-    beside = ", ".join(f"{seconds} s on {where}" for where, seconds in SEEDS_S.items())
+    beside = ", ".join(f"{seconds} s on {where}" for where, seconds in TUTORIALS_S.items())
     epoch_s = statistics.median(times_s)
     met = "met" if epoch_s <= goal_s else "missed"
     yield Figure(name, epoch_s, "s", f"the tutorials: {beside}; goal on an H200: {goal_s} or less, {met}")
@@ -195,7 +196,7 @@ def _epochs(bench: Bench, options: Options, goal_s: float) -> Iterator[Figure]:
     yield Figure(f"{name}, floor", floor_s, "s", f"{tflop:.4g} TFLOP at the {speed:.4g} TFLOP/s of products")
     yield Figure(f"{name}, in floors", epoch_s / floor_s, "")
     yield Figure(f"{name}, without any kernel running", look.idle_percent(), "%", look.note)
-    yield Figure(f"{name}, the first one", warm_up_s, "s", "with all that is done once: compiling, choosing kernels")
+    yield Figure(f"{name}, the first one", warm_up_s, "s", "includes compiling and choosing kernels")
 
 
 def epoch_on_every_gpu(bench: Bench) -> Iterator[Figure]:
@@ -215,30 +216,30 @@ def epoch_on_every_gpu(bench: Bench) -> Iterator[Figure]:
         lr=1e-4,
         schedule="constant",
     )
-    with made_up_pictures(sizes) as folder:
+    with generated_pictures(sizes) as folder:
         _, *times_s = [epoch["train_seconds"] for epoch in trained(bench, replace(options, data=str(folder)))]
-    beside = ", ".join(f"{seconds} s on {where}" for where, seconds in SEEDS_S.items())
+    beside = ", ".join(f"{seconds} s on {where}" for where, seconds in TUTORIALS_S.items())
     note = f"{sizes.batch_rows} rows a device; the tutorials: {beside}"
     yield Figure(name, statistics.median(times_s), "s", note)
 
 
-def trained(bench: Bench, options: Options, look: display.Display | None = None) -> list[dict[str, float]]:
+def trained(bench: Bench, options: Options, look: Display | None = None) -> list[dict[str, float]]:
     """Run `manyhands train` on the device, if the options name no other; return the records of its epochs.
 
-    Its weights and pictures are not kept.
+    Its weights and pictures are not saved.
     """
-    torch.compiler.reset()  # it keeps few versions of a function, and those of other figures are not wanted any more
-    not_kept = mock.patch.multiple(Run, keep=lambda run: None, draw=lambda run: None)
-    with tempfile.TemporaryDirectory() as folder, bench.compiler, not_kept:
+    torch.compiler.reset()  # it caches few versions of a function: drop those of other figures
+    not_saved = mock.patch.multiple(Run, save=lambda run: None, draw=lambda run: None)
+    with tempfile.TemporaryDirectory() as folder, bench.compiler, not_saved:
         results = RunFolder.for_new_run(Path(folder, "run"))
         devices = str(bench.device) if options.devices == "auto" else options.devices
-        loop.train(replace(options, devices=devices), results, look or display.Silent())
+        loop.train(replace(options, devices=devices), results, look or Display())
         records = map(json.loads, results.metrics.read_text().splitlines())
         return [record for record in records if record["kind"] == "epoch"]
 
 
 @contextlib.contextmanager
-def made_up_pictures(sizes: Sizes) -> Iterator[Path]:
+def generated_pictures(sizes: Sizes) -> Iterator[Path]:
     """Write random pictures as the IDX files that the training command reads; yield their folder."""
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as name:
@@ -252,13 +253,14 @@ def made_up_pictures(sizes: Sizes) -> Iterator[Path]:
         yield Path(name)
 
 
-class KernelTime(display.Silent):
-    """Watches some steps of one epoch: how long did the device run no kernel at all?
+class KernelTime(Display):
+    """Profiles some steps of one epoch, to see how long the device ran no kernel at all.
 
-    It is a display, because a display is told of each step; the profiler runs from the first of them on.
+    It is a display, because a display is called at each step.
     """
 
     def __init__(self, device: torch.device, epoch: int, num_steps: int) -> None:
+        super().__init__()
         self._epoch, self._num_steps = epoch, num_steps
         kind = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}.get(device.type)
         self._profile = profile(activities=[kind]) if kind else None
@@ -298,7 +300,7 @@ def accuracy_bf16_compiled(bench: Bench) -> Iterator[Figure]:
     if (reason := bench.no_compiler()) is not None:
         yield Figure(name, None, "points", f"not run: {reason}")
         return
-    with made_up_pictures(DRY) if bench.dry else contextlib.nullcontext(bench.data) as folder:
+    with generated_pictures(DRY) if bench.dry else contextlib.nullcontext(bench.data) as folder:
         options = Options(data=str(folder), batch_size=sizes.batch_rows, epochs=sizes.accuracy_epochs)
         if bench.dry:
             options = replace(options, lr=1e-4)  # two rows a step would diverge
@@ -335,9 +337,9 @@ def plain_accuracy(bench: Bench, options: Options) -> float:
                     warmup_steps=round(options.warmup_epochs * num_steps),
                     total_steps=options.epochs * num_steps,
                 )
-                mine = rows.to(bench.device)
+                rows = rows.to(bench.device)
                 optimizer.zero_grad()
-                F.cross_entropy(model(pictures.train_images[mine]), pictures.train_labels[mine]).backward()
+                F.cross_entropy(model(pictures.train_images[rows]), pictures.train_labels[rows]).backward()
                 optimizer.step()
                 step += 1
         model.eval()
@@ -347,15 +349,15 @@ def plain_accuracy(bench: Bench, options: Options) -> float:
 
 
 def thin_layers(bench: Bench) -> Iterator[Figure]:
-    """A training step of 52 thin layers, with CUDA graphs and without; all of them compute the same.
+    """A training step of 52 thin layers, which is nearly all overhead, with CUDA graphs and without.
 
-    There is nothing in it but overhead. Two ways of opting in, both around the plain module, which is then wrapped.
+    Both ways to use CUDA graphs apply to the plain module, which is then wrapped. All compute the same.
     """
     torch.manual_seed(0)
     origin = nn.Sequential(*(nn.Linear(16, 16) for _ in range(52))).to(bench.device)
     x, y = torch.randn(64, 16, device=bench.device), torch.randint(16, (64,), device=bench.device)
 
-    def as_it_is(module: nn.Module) -> nn.Module:
+    def unchanged(module: nn.Module) -> nn.Module:
         return module
 
     def graphed(module: nn.Module) -> nn.Module:
@@ -371,7 +373,7 @@ def thin_layers(bench: Bench) -> Iterator[Figure]:
 
     expected = gradients(copy.deepcopy(origin))
     for name, prepare in {
-        "as it is": as_it_is,
+        "unchanged": unchanged,
         "torch.cuda.make_graphed_callables": graphed,
         'torch.compile(mode="reduce-overhead")': reduce_overhead,
     }.items():
@@ -380,7 +382,7 @@ def thin_layers(bench: Bench) -> Iterator[Figure]:
             continue
         plain = prepare(copy.deepcopy(origin))
         wrapped = DataParallel(plain, [bench.device])
-        optimizer = torch.optim.SGD(plain.parameters(), lr=0.0, foreach=True)  # the parameters stay, for the comparison
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.0, foreach=True)  # parameters stay
 
         def steps(module: nn.Module, optimizer: torch.optim.Optimizer = optimizer) -> None:
             for _ in range(bench.sizes.steps_a_block):
@@ -394,8 +396,8 @@ def thin_layers(bench: Bench) -> Iterator[Figure]:
         for which, column in zip(("plain module", "DataParallel"), zip(*times[2:], strict=True), strict=True):
             yield Figure(f"a step of 52 thin layers, {name}, {which}", 1e3 * statistics.median(column), "ms")
         optimizer.zero_grad()
-        for mine, theirs in zip(gradients(wrapped), expected, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+        for own, reference in zip(gradients(wrapped), expected, strict=True):
+            torch.testing.assert_close(own, reference, rtol=1e-4, atol=1e-6)
 
 
 FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
@@ -413,9 +415,9 @@ FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
 
 
 def bench_on(device: str, *, dry: bool, data: Path | None = None) -> Bench:
-    """Return where to measure, and how much: on the CPU only in a dry run.
+    """Return the device and the sizes; the CPU is for dry runs only.
 
-    Real pictures are looked for in the repository, and beside it, where they are not named.
+    Without `data`, real pictures are searched in the repository and beside it.
     """
     folders = [data] if data else [REPOSITORY / SUBSET, REPOSITORY.parent / SUBSET]
     return Bench(torch.device(device), DRY if dry else Sizes(), next(filter(Path.is_dir, folders), None))

@@ -1,6 +1,6 @@
-"""The report of gpu_check.py, as Markdown, made from what is known so far; and its lines on the terminal.
+"""The report of gpu_check.py in Markdown, from the results so far, and its lines on the terminal.
 
-It says first what matters: whether anything failed, and what was not run.
+It begins with the most important: whether anything failed, and what was not run.
 """
 
 import re
@@ -13,7 +13,7 @@ Install it there, name another Python (make gpu-check PYTHON=...), or bring it a
     pip download --no-deps -d wheels {names}      where there is a network, with the same Python version
 and copy the folder `wheels` here. torch itself has to be installed. Nothing has been run."""
 
-DRY = "**Dry run on the CPU: not a measurement.** It shows that the checks can be run, and says nothing about any GPU."
+DRY = "**Dry run on the CPU: not a measurement.** It shows that the checks can be run, and nothing about any GPU."
 _FAILED = ("failed", "hung", "crashed")
 _TESTED_WITH = "2.13"  # the torch that the test suite runs against
 
@@ -23,10 +23,10 @@ def render(machine: dict[str, Any], groups: Sequence[Any], state: str, seconds: 
 
     Args:
         machine: as gpu_children.machine() returns it, and "missing": packages that some checks need.
-        groups: what became of each, as gpu_check.Done.
+        groups: the outcome of each, as gpu_check.Done.
         state: "under way", "complete" or "interrupted".
         seconds: since the beginning.
-        dry: whether it was on the CPU, for show.
+        dry: whether it was a dry run on the CPU.
     """
     parts = [
         "# gpu-check",
@@ -58,7 +58,7 @@ def verdict(groups: Sequence[Any], state: str) -> str:
 
 
 def in_one_line(done: Any) -> str:
-    """Return what became of a group."""
+    """Return the outcome of a group in one line."""
     outcomes = Counter(check.outcome for check in done.checks.values())
     words = [f"{outcomes[o]} {o}" for o in ("passed", *_FAILED, "skipped", "cut") if outcomes[o]]
     problem = [done.problem.splitlines()[0]] if done.problem else []
@@ -66,7 +66,7 @@ def in_one_line(done: Any) -> str:
 
 
 def machine_table(machine: dict[str, Any]) -> str:
-    """Return what it ran on: kinds and numbers, no names of hosts or users."""
+    """Return the table of the machine: kinds and numbers, without names of hosts or users."""
     found = Counter(
         f"{a['name']}, {a['memory_gib']} GiB, capability {a['capability']}" for a in machine["accelerators"]
     )
@@ -112,7 +112,7 @@ def figures(groups: Sequence[Any], *, dry: bool) -> Iterator[str]:
 
 
 def not_run(machine: dict[str, Any], groups: Sequence[Any]) -> Iterator[str]:
-    """Yield what was not run, and why: reasons with the number of checks."""
+    """Yield the reasons why checks were not run, with the number of checks."""
     reasons = Counter(check.text for done in groups for check in done.checks.values() if check.outcome == "skipped")
     cut = {done.group.name: done.count("cut") for done in groups if done.count("cut")}
     absent = machine.get("missing", [])
@@ -158,7 +158,7 @@ def cell(text: str) -> str:
 
 
 def fenced(text: str) -> str:
-    """Return text as it is, whatever is in it."""
+    """Return text in a code block, whose fence is longer than any fence in the text."""
     longest = max((len(run) for run in re.findall(r"`{3,}", text)), default=2)
     fence = "`" * (longest + 1)
     return f"{fence}text\n{text.strip()}\n{fence}"

@@ -5,17 +5,18 @@
     python benchmarks/memory.py --replicas 4          # more replicas
 
 Peak: ResNet-18, batches of 64 pictures, SGD with momentum. Every figure is from a process of its own, plain and wrapped
-in turn, and is what the process takes beyond what it had before its first step (interpreter, torch, model, optimizer,
-batch). Two figures, because they answer two questions:
+in turn, and is the memory beyond that before the first step (interpreter, torch, model, optimizer, batch). Two figures
+answer two questions:
 
-    resident    the largest resident set (ru_maxrss): what the machine must have. It includes what malloc holds back in
-                the arenas of its threads, and differs by some tens of MiB from run to run.
-    allocated   the most that was allocated at any one time, sampled every millisecond from glibc's mallinfo2; without
-                that noise. Absent where the C library is another one.
+    resident    the largest resident set (ru_maxrss): the memory that the machine must have. It includes the free memory
+                in the arenas of malloc, and differs by some tens of MiB from run to run.
+    allocated   the most that was allocated at one time, sampled every millisecond from glibc's mallinfo2; without
+                that noise. Absent with another C library.
 
-The goal is a ratio of 1.15 or less. Growth: a small network with batch norm; what 1,000 steps, after 1,000 others, add
-to the largest resident set, to the memory allocated and to the number of Python's memory blocks. The goal is none; what
-is left are free lists of Python's and pages that malloc comes to use, in the plain module's run too.
+The goal is a ratio of 1.15 or less. Growth: a small network with batch norm; the increase over 1,000
+steps, after 1,000 others, of the largest resident set, of the allocated memory and of the number of Python's memory
+blocks. The goal is none; the rest are free lists of Python and pages that malloc begins to use, with the plain module
+too.
 """
 
 import argparse
@@ -44,7 +45,7 @@ def main() -> None:
         "--long-steps", type=int, default=1000, help="steps of the small network, after as many (default: 1000)"
     )
     parser.add_argument("--replicas", type=int, default=2, help="replicas of the wrapped module (default: 2)")
-    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)  # what a process of its own is started with
+    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)  # for the child processes
     options = parser.parse_args()
     if options.measure:
         what, kind = options.measure
@@ -73,7 +74,7 @@ def main() -> None:
 
 
 def in_processes(what: str, options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Measure plain and wrapped in turn, each time in a fresh process; say so as it goes."""
+    """Measure plain and wrapped in turn, each time in a fresh process; print each result."""
     found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
     for run in range(options.runs):
         for kind in KINDS:
@@ -96,7 +97,7 @@ def median(runs: list[dict[str, Any]], figure: str) -> float | None:
     return None if None in values else statistics.median(values)
 
 
-# ---- in a process of its own: only here is torch imported ----------------------------------------
+# ---- in the child processes: only here is torch imported ------------------------------------------
 
 
 def measure_peak(kind: str, options: argparse.Namespace) -> dict[str, int | None]:
@@ -160,7 +161,7 @@ def training_step(model: Any, kind: str, num_replicas: int, images: Any) -> Call
 
 
 def largest_resident() -> int:
-    """Return the most bytes of memory that this process has had so far."""
+    """Return the largest resident set of this process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -170,7 +171,7 @@ class _MallocInfo(ctypes.Structure):
 
 
 def allocated_now() -> int | None:
-    """Return how many bytes are allocated through malloc, in all threads; None where only glibc would know."""
+    """Return how many bytes are allocated through malloc, in all threads; None without glibc."""
     try:
         mallinfo2 = ctypes.CDLL(None).mallinfo2
     except AttributeError:
@@ -181,7 +182,7 @@ def allocated_now() -> int | None:
 
 
 class PeakOfAllocated:
-    """Samples what is allocated, in a thread of its own, until the block ends."""
+    """Samples the allocated memory in a thread until the block ends."""
 
     def __init__(self) -> None:
         self.most = 0

@@ -2,8 +2,8 @@
 
     python benchmarks/replicate.py
 
-torch's copy layer is replaced by one that copies nothing, so that only the work on modules is compared, and so that it
-runs on the CPU at all; ours does all its work. Two replicas on the CPU. The goal is a ratio of 8 or more on both.
+torch's copy layer is replaced by one that copies nothing, so that only the work on modules is compared, and torch's
+code runs on the CPU; ours does all its work. Two replicas on the CPU. The goal is a ratio of 8 or more on both models.
 """
 
 import importlib
@@ -30,11 +30,13 @@ def main() -> None:
         ("ResNet-18", models.build("resnet18", num_classes=10, image_shape=(1, 28, 28))),
         ("500 blocks of Linear+ReLU", nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(500)))),
     ):
-        theirs, ours = interleaved(lambda model=model: torchs(model), lambda model=model: manyhands_replicate(model))
+        theirs, ours = measured_in_turn(
+            lambda model=model: torch_replicas(model), lambda model=model: manyhands_replicas(model)
+        )
         print(f"{name:<32}{theirs * 1e3:>10.2f}{ours * 1e3:>12.2f}{theirs / ours:>8.1f}")
 
 
-def torchs(model: nn.Module) -> object:
+def torch_replicas(model: nn.Module) -> object:
     def no_copies(tensors: list[torch.Tensor], devices: list[int], detach: bool = False) -> list[list[torch.Tensor]]:
         return [list(tensors) for _ in devices]
 
@@ -45,11 +47,11 @@ def torchs(model: nn.Module) -> object:
         return torch_replicate.replicate(model, [0, 1])
 
 
-def manyhands_replicate(model: nn.Module) -> object:
+def manyhands_replicas(model: nn.Module) -> object:
     return manyhands.replicate(model, ["cpu", "cpu"])
 
 
-def interleaved(first: Callable[[], object], second: Callable[[], object]) -> tuple[float, float]:
+def measured_in_turn(first: Callable[[], object], second: Callable[[], object]) -> tuple[float, float]:
     """Return the median seconds of each, run in turn."""
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(REPEATS + 3):

@@ -1,4 +1,5 @@
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -7,11 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import manyhands
-from manyhands import cli
+from helpers.commands import assert_misused, metrics_of, status_of, write_idx
 from manyhands.cli import main
 
 SMALL = ["train", "--model", "mlp", "--devices", "cpu*2", "--epochs", "1"]
@@ -22,6 +25,14 @@ def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Undo what the command sets for its process, and let default folders land in a place of their own."""
     monkeypatch.setenv("CUDA_DEVICE_ORDER", os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"))
     monkeypatch.chdir(tmp_path)
+
+
+def records(kind: str) -> list[dict[str, Any]]:
+    return [line for line in metrics_of(Path("out/metrics.jsonl")) if line["kind"] == kind]
+
+
+def saved_options() -> dict[str, Any]:
+    return json.loads(Path("out/config.json").read_text())["options"]
 
 
 @contextlib.contextmanager
@@ -48,34 +59,30 @@ def test_a_run_tells_its_story(capsys: pytest.CaptureFixture[str]) -> None:
     assert about == "85,002 parameters on 2 replicas (2 x cpu); 1,437 pictures to train on, 360 to test on"
     assert step.startswith("  epoch 1/1, step 1/12: loss 2.")
     assert epoch.startswith("epoch 1/1: train loss ")
-    record = json.loads(Path("out/metrics.jsonl").read_text().splitlines()[-1])
-    assert summary == (
-        f"test accuracy {record['test_accuracy']:.4f}, {record['train_seconds']:.1f} seconds of training an epoch, on "
-        "2 replicas (2 x cpu)"
-    )
+    (record,) = records("epoch")
+    assert summary.startswith(f"test accuracy {record['test_accuracy']:.4f}, ")
+    assert summary.endswith(" seconds of training an epoch, on 2 replicas (2 x cpu)")
     assert files == "see out/curves.png; the weights are out/model.safetensors"
 
 
-def test_by_default_a_run_has_a_folder_of_its_own() -> None:
-    assert main(SMALL) == 0
+def test_by_default_a_run_has_a_folder_of_its_own_and_the_device_order_is_set_for_cuda() -> None:
+    assert main([*SMALL, "--device-order", "FASTEST_FIRST"]) == 0
+    assert os.environ["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
     (folder,) = Path("runs").iterdir()
     assert (folder / "model.safetensors").exists()
 
 
-def test_a_run_is_overwritten_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--output", "out"]) == 0
+def test_a_run_is_resumed_with_its_own_options_or_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--output", "out", "--lr", "0.02"]) == 0
     assert main([*SMALL, "--output", "out"]) == 2
     assert "out holds a run already" in capsys.readouterr().err
-    assert main([*SMALL, "--output", "out", "--overwrite", "--seed", "3"]) == 0
-    assert json.loads(Path("out/config.json").read_text())["options"]["seed"] == 3
-
-
-def test_a_run_goes_on_with_its_own_options() -> None:
-    assert main([*SMALL, "--output", "out", "--lr", "0.02"]) == 0
+    assert main(["train", "--resume", "out", "--lr", "0.9"]) == 2
+    assert "--lr 0.9: the run to resume has --lr 0.02; leave it out" in capsys.readouterr().err
     assert main(["train", "--resume", "out", "--epochs", "2", "--lr", "0.02"]) == 0
-    records = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records if record["kind"] == "step"] == list(range(1, 25))
-    assert json.loads(Path("out/config.json").read_text())["options"]["lr"] == 0.02
+    assert [record["step"] for record in records("step")] == list(range(1, 25))
+    assert saved_options()["lr"] == 0.02
+    assert main([*SMALL, "--output", "out", "--overwrite", "--seed", "3"]) == 0
+    assert (saved_options()["lr"], saved_options()["seed"]) == (0.05, 3)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +105,8 @@ def test_a_run_goes_on_with_its_own_options() -> None:
         (["--resume", "empty"], "--resume empty: no checkpoint.pt in it"),
         (["--resume", "empty", "--output", "x"], "--resume empty goes on in the same folder: leave out --output"),
         (["--batchsize", "3"], "there is no option --batchsize"),
+        (["--compile", "--engine", "processes"], "what is compiled cannot be sent to other processes; leave one out"),
+        (["--compile", "--devices", "cpu*2"], "take --no-sync-batch-norm or --devices 1, or leave out --compile"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing_behind(
@@ -105,27 +114,14 @@ def test_a_mistake_is_one_line_and_leaves_nothing_behind(
 ) -> None:
     Path("file").touch()
     Path("empty").mkdir()
-    try:
-        status = main(["train", *arguments])
-    except SystemExit as stopped:  # argparse leaves this way
-        status = stopped.code
-    assert status == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("manyhands train: error: ")
-    assert error in line
+    assert_misused(["train", *arguments], error, capsys)
     assert sorted(path.name for path in Path().iterdir()) == ["empty", "file"]
-
-
-def test_resuming_with_another_recipe_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--output", "out"]) == 0
-    assert main(["train", "--resume", "out", "--lr", "0.9"]) == 2
-    assert "--lr 0.9: the run to resume has --lr 0.05; leave it out" in capsys.readouterr().err
 
 
 def test_batch_norm_over_all_devices_or_each_by_itself() -> None:
     for options, synchronised in (([], True), (["--no-sync-batch-norm"], False), (["--sync-batch-norm"], True)):
         assert main([*SMALL, *options, "--output", "out", "--overwrite"]) == 0
-        assert json.loads(Path("out/config.json").read_text())["options"]["sync_batch_norm"] is synchronised
+        assert saved_options()["sync_batch_norm"] is synchronised
 
 
 def test_a_loss_that_is_no_number_is_a_failure_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,20 +131,15 @@ def test_a_loss_that_is_no_number_is_a_failure_of_the_run(capsys: pytest.Capture
     assert "start again with a lower rate (--lr 5e+19)" in line
 
 
-def test_what_is_not_installed_is_named_with_the_remedy(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("command", [SMALL, ["bench"], ["plan", "--compute", "1ms", "--gradients", "1MB"]])
+def test_missing_packages_are_named_with_the_remedy(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    find_spec = cli.importlib.util.find_spec
-    monkeypatch.setattr(
-        cli.importlib.util, "find_spec", lambda name: None if name in ("rich", "matplotlib") else find_spec(name)
-    )
-    assert main(SMALL) == 2
-    assert capsys.readouterr().err == (
-        "manyhands train: error: matplotlib, rich not installed: pip install 'manyhands[train]'\n"
-    )
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
+    assert_misused(command, "matplotlib not installed: pip install 'manyhands[train]'", capsys)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no limit on the size of files there")
 def test_the_first_line_says_how_it_is_computed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--precision", "tf32"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -163,11 +154,6 @@ def test_an_option_without_a_command(capsys: pytest.CaptureFixture[str]) -> None
     )
 
 
-def test_this_folder_is_a_folder() -> None:
-    assert main([*SMALL, "--output", "."]) == 0
-    assert Path("checkpoint.pt").exists()
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell's way to close them")
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&- 2>&-"])
 def test_standard_streams_that_are_closed(closed: str, tmp_path: Path) -> None:
@@ -178,6 +164,7 @@ def test_standard_streams_that_are_closed(closed: str, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "checkpoint.pt").exists()
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no limit on the size of files there")
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     """A limit on the size of files, which the checkpoint is the first to reach."""
     script = f"""
@@ -196,24 +183,6 @@ sys.exit(main({[*SMALL, "--output", "out"]}))
     assert not (tmp_path / "out" / "checkpoint.pt").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["--engine", "processes"], "what is compiled cannot be sent to other processes; leave one out"),
-        (["--devices", "cpu*2"], "take --no-sync-batch-norm or --devices 1, or leave out --compile"),
-    ],
-)
-def test_what_cannot_be_compiled_is_one_line(
-    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", "--compile", *arguments, "--output", "out"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("manyhands train: error: --compile with ")
-    assert error.endswith(f"{reason}\n")
-    assert error.count("\n") == 1
-    assert not Path("out/metrics.jsonl").exists()
-
-
 @pytest.mark.slow
 def test_a_missing_compiler_is_one_line(tmp_path: Path) -> None:
     without = {"CXX": str(tmp_path / "g++"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
@@ -222,7 +191,7 @@ def test_a_missing_compiler_is_one_line(tmp_path: Path) -> None:
         command, cwd=tmp_path, env={**os.environ, **without}, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 2
-    assert done.stdout.splitlines()[1] == "seeing whether the compiler works ..."
+    assert done.stdout.splitlines()[1] == "checking that the compiler works ..."
     assert "--compile: torch.compile does not work for cpu here (InvalidCxxCompiler: No working C++" in done.stderr
     assert done.stderr.endswith("mend that, or leave out --compile\n")
     assert done.stderr.count("\n") == 1
@@ -232,24 +201,20 @@ def test_a_run_is_not_resumed_on_other_data(tmp_path: Path, capsys: pytest.Captu
     """Its steps would be other rows, or none; the name of the folder has what matplotlib takes for mathematics."""
     folder = tmp_path / "a$x_{$b"
     folder.mkdir()
-    write_idx(folder, train_rows=60)
+    write_rows(folder, 60)
     command = ["train", "--model", "mlp", "--devices", "cpu*2", "--batch-size", "20", "--data", str(folder)]
     assert main([*command, "--epochs", "1", "--output", "out"]) == 0
-    write_idx(folder, train_rows=30)
+    write_rows(folder, 30)
     capsys.readouterr()
     assert main(["train", "--resume", "out", "--epochs", "2"]) == 2
     assert "began on data with train rows 60" in capsys.readouterr().err
-    write_idx(folder, train_rows=60)
+    write_rows(folder, 60)
     assert main(["train", "--resume", "out", "--epochs", "2"]) == 0
 
 
-def write_idx(folder: Path, *, train_rows: int) -> None:
-    for part, rows in (("train", train_rows), ("t10k", 20)):
-        images = bytes(pixel % 256 for pixel in range(rows * 16))
-        header = b"\0\0\x08\x03" + b"".join(size.to_bytes(4, "big") for size in (rows, 4, 4))
-        (folder / f"{part}-images-idx3-ubyte").write_bytes(header + images)
-        header = b"\0\0\x08\x01" + rows.to_bytes(4, "big")
-        (folder / f"{part}-labels-idx1-ubyte").write_bytes(header + bytes(row % 10 for row in range(rows)))
+def write_rows(folder: Path, num_rows: int) -> None:
+    pictures, labels = torch.arange(num_rows * 16).view(num_rows, 4, 4) % 256, torch.arange(num_rows) % 10
+    write_idx(folder, [pictures, labels, pictures[:20], labels[:20]])
 
 
 @pytest.mark.parametrize(
@@ -272,21 +237,21 @@ def test_damaged_files_are_no_traceback(damage: Callable[[Path], object], capsys
     assert (status, error) == (0, "") or (status == 2 and error.count("\n") == 1)
 
 
-def test_the_device_order_is_set_for_cuda() -> None:
-    assert main([*SMALL, "--device-order", "FASTEST_FIRST"]) == 0
-    assert os.environ["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]])
-def test_help_and_version(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 0
+@pytest.mark.parametrize(
+    ("arguments", "texts"),
+    [
+        (["--version"], [f"manyhands {manyhands.__version__}\n"]),
+        (["--help"], ["examples:\n  manyhands train"]),
+        (["train", "--help"], ["examples:\n  manyhands train"]),
+        (["verify", "--help"], ["examples:\n  manyhands verify train:build", "exit status:"]),
+        (["bench", "--help"], ["examples:\n  manyhands bench "]),
+        (["plan", "--help"], ["examples:\n  manyhands plan ", "  25gbe     9.6 µs, 3.125 GB/s\n"]),
+    ],
+)
+def test_help_and_version(arguments: list[str], texts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of(*arguments) == 0
     out = capsys.readouterr().out
-    if arguments == ["--version"]:
-        assert out == f"manyhands {manyhands.__version__}\n"
-    else:
-        assert "examples:\n  manyhands train" in out
+    assert all(text in out for text in texts)
 
 
 def test_without_a_command_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -345,8 +310,7 @@ def test_a_run_that_is_stopped_saves_and_says_how_to_go_on(
 
     steps = int(last.split()[3].rstrip(";"))
     assert main(["train", "--resume", "out", "--epochs", str(steps // 12 + 1)]) == 0
-    records = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
-    assert [r["step"] for r in records if r["kind"] == "step"] == list(range(1, 12 * (steps // 12 + 1) + 1))
+    assert [record["step"] for record in records("step")] == list(range(1, 12 * (steps // 12 + 1) + 1))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

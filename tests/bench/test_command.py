@@ -1,6 +1,5 @@
 """`manyhands bench`: what it prints and saves, and how it ends."""
 
-import io
 import json
 import signal
 import subprocess
@@ -10,12 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from helpers.commands import assert_misused, status_of
 from manyhands.bench import command
 from manyhands.bench import measure as measure_module
 from manyhands.bench.contenders import Contender
-from manyhands.bench.progress import Lines
 from manyhands.bench.results import Line, Workload
-from manyhands.cli import main
 
 SCRIPT = """\
 import torch
@@ -36,10 +34,7 @@ def _folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def run(*arguments: str) -> int:
-    try:
-        return main(["bench", *arguments])
-    except SystemExit as stopped:  # argparse leaves this way
-        return int(str(stopped.code))
+    return status_of("bench", *arguments)
 
 
 @pytest.fixture
@@ -117,7 +112,7 @@ def test_a_contender_that_fails_is_a_failure_of_ours(measured: list, monkeypatch
         (["--rounds", "x"], "invalid int value: 'x'"),
         (["--seconds-per-turn", "0"], "--seconds-per-turn 0: expected a number above 0, up to 60"),
         (["--replicas", "1,2"], "expected numbers from 2 to 256, such as 2 or 2,4,8; got '1,2'"),
-        (["--output", "own.py"], "--output own.py: File exists"),
+        (["--output", "own.py"], "own.py is not a folder; name another one"),
         (["own:build", "--workloads", "tiny"], "--workloads are of our own models: leave it out, or own:build"),
         (["own"], "own: expected package.module:build"),
         (["missing:build"], "missing:build: there is no module missing"),
@@ -125,34 +120,8 @@ def test_a_contender_that_fails_is_a_failure_of_ours(measured: list, monkeypatch
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], error: str, measured: list, capsys: pytest.CaptureFixture[str]):
-    assert run(*arguments) == 2
-    captured = capsys.readouterr()
-    (said,) = captured.err.splitlines()
-    assert said.startswith("manyhands bench: error: ")
-    assert error in said
-    assert captured.out == ""
+    assert assert_misused(["bench", *arguments], error, capsys) == ""
     assert measured == []
-
-
-def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr("manyhands.cli.importlib.util.find_spec", lambda name: None if name == "matplotlib" else name)
-    assert run() == 2
-    assert "matplotlib not installed: pip install 'manyhands[train]'" in capsys.readouterr().err
-
-
-def test_help(capsys: pytest.CaptureFixture[str]):
-    assert run("--help") == 0
-    assert "examples:\n  manyhands bench " in capsys.readouterr().out
-
-
-def test_progress_in_lines():
-    out = io.StringIO()
-    lines = Lines(out)
-    lines.begin("mlp: speed", 2)
-    lines.part("too soon for a line")
-    lines._last_line_at -= 6
-    lines.part("round 1, plain: 5.0 ms a step")
-    assert out.getvalue() == "mlp: speed\n  2/2  round 1, plain: 5.0 ms a step\n"
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def losses_of(contender: Contender, target: str, folder: Path, num_steps: int = 
         for rank in range(contender.num_programs):
             task = Task.of_target(target)
             if contender.num_programs > 1:
-                task = task.part(rank, contender.replicas)
+                task = task.shard(rank, contender.replicas)
             step = step_of(contender, rank, task, folder)
             losses.append([step().item() for _ in range(num_steps)])
             rows.append(task.rows)
@@ -79,9 +79,9 @@ def test_the_losses_agree(target: str, tmp_path: Path):
 
 
 @pytest.mark.usefixtures("_script")
-def test_a_part_of_a_batch():
+def test_a_shard_of_a_batch():
     task = Task.of_target("bench_script:build")
-    part = task.part(1, 3)
+    part = task.shard(1, 3)
     assert (task.rows, part.rows) == (8, 3)
     assert torch.equal(part.args[0], task.args[0][3:6])
     assert torch.equal(part.args[1], task.args[1])  # the mask is everybody's
@@ -91,7 +91,7 @@ def test_a_part_of_a_batch():
 @pytest.mark.usefixtures("_script")
 def test_what_cannot_be_measured():
     with pytest.raises(ValueError, match="a batch of 1 rows has some for 1 replicas only, not for 2"):
-        Task.of_target("bench_script:few").part(0, 2)
+        Task.of_target("bench_script:few").shard(0, 2)
     task = Task.of_target("bench_script:integers")
     with pytest.raises(ValueError, match="the model has no floating output"):
         task.loss(task.model(*task.args))

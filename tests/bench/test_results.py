@@ -8,6 +8,7 @@ import pytest
 from manyhands.bench import chart, goals, tables
 from manyhands.bench.advice import advice
 from manyhands.bench.results import Line, Results, Workload, mean_over_rows
+from manyhands.console.tables import table
 
 MACHINE = {
     "processor": "Some $ Processor", "cores": 2, "memory_gib": 8, "system": "Linux x86_64", "python": "3.11.0",
@@ -40,7 +41,7 @@ def test_a_mean_over_rows():
 
 
 def test_tables_read_as_text():
-    assert tables.table(["name", "ms"], [["a", "1.00"], ["longer", "10.00"]]) == (
+    assert table(["name", "ms"], [["a", "1.00"], ["longer", "10.00"]]) == (
         "| name   |    ms |\n"
         "| ------ | ----: |\n"
         "| a      |  1.00 |\n"
@@ -122,7 +123,7 @@ ONE = "**One device is fastest here**: the plain module takes 100.0 ms a step"
             2,
             [ONE, "so 40.00 ms could be gained", "costs about 50.00 ms"],
         ),
-        ([line("plain", 100), line("processes", 98)], 2, [ONE, "the contender `limit` would tell"]),  # 2 % is nothing
+        ([line("plain", 100), line("processes", 98)], 2, [ONE, "The contender `limit` would show"]),  # 2 % is nothing
         (
             [line("plain", 100), line("limit", 50), line("ddp", 70), line("threads", 80), line("processes", 52)],
             2,
@@ -140,7 +141,7 @@ ONE = "**One device is fastest here**: the plain module takes 100.0 ms a step"
             [
                 '**`manyhands.DataParallel(model, ["cpu"] * 4)` is fastest here**',  # 8 replicas gain 1 %: not worth it
                 "Other numbers of replicas, with threads: 2 replicas 60.00 ms, 8 replicas 39.00 ms",
-                "the rest is what it costs to divide each step",
+                "the rest is the cost of splitting each step",
             ],
         ),
         (

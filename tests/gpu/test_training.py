@@ -3,7 +3,6 @@
 Run by `make gpu-check`; skipped, visibly, where there is no GPU. It needs nothing but torch, and pictures of its own.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from helpers.commands import idx_bytes, steps_of
 from manyhands.console.errors import OptionError
 from manyhands.runtime.devices import float32_products
 from manyhands.training import data, models
 from manyhands.training.compiling import expect_compiler
-from manyhands.training.display import Silent
+from manyhands.training.display import Display
 from manyhands.training.loop import train
 from manyhands.training.options import Options
 from manyhands.training.run import Run
@@ -45,8 +45,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for row, label in zip(rows, labels.tolist(), strict=True):
             row[SIDE // 2 * (label // 2) :, SIDE // 2 * (label % 2) :][: SIDE // 2, : SIDE // 2] += 60
         for kind, tensor in ((f"{split}-images-idx3-ubyte", rows), (f"{split}-labels-idx1-ubyte", labels)):
-            head = bytes([0, 0, 8, tensor.dim()]) + b"".join(size.to_bytes(4, "big") for size in tensor.shape)
-            (folder / kind).write_bytes(head + tensor.to(torch.uint8).numpy().tobytes())
+            (folder / kind).write_bytes(idx_bytes(tensor))
     return folder
 
 
@@ -55,10 +54,10 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Run]]:
     """The runs that would have been saved; nothing is saved or drawn, which would need more than torch."""
     kept: list[Run] = []
 
-    def keep(run: Run) -> None:
+    def save(run: Run) -> None:
         kept.append(run)
 
-    monkeypatch.setattr(Run, "keep", keep)
+    monkeypatch.setattr(Run, "save", save)
     monkeypatch.setattr(Run, "draw", lambda run: None)
     yield kept
     torch.cuda.set_sync_debug_mode("default")
@@ -69,8 +68,7 @@ def options_for(pictures: Path, **changes: Any) -> Options:
 
 
 def losses_of(folder: RunFolder) -> list[float]:
-    records = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
-    return [record["loss"] for record in records if record["kind"] == "step"]
+    return [step["loss"] for step in steps_of(folder.metrics)]
 
 
 def plain_losses(options: Options) -> list[float]:
@@ -102,7 +100,7 @@ def plain_losses(options: Options) -> list[float]:
     return losses
 
 
-class NoWaiting(Silent):
+class NoWaiting(Display):
     """Makes whatever waits for the GPU an error, from the second step of an epoch to the last but one."""
 
     def step(self, report: StepReport) -> None:
@@ -148,7 +146,7 @@ def test_compiled_in_bf16_it_is_as_accurate(tmp_path: Path, runs: list[Run], pic
         torch.compiler.reset()
         folder = RunFolder.for_new_run(tmp_path / str(len(accuracies)))
         accuracies.append(
-            train(options_for(pictures, model="mlp", epochs=4, **changes), folder, Silent()).test_accuracy
+            train(options_for(pictures, model="mlp", epochs=4, **changes), folder, Display()).test_accuracy
         )
     assert accuracies[0] > 0.6
     assert accuracies[1] == pytest.approx(accuracies[0], abs=0.03)
@@ -161,7 +159,7 @@ def test_two_replicas_on_one_gpu(tmp_path: Path, runs: list[Run], pictures: Path
     for devices in ("cuda:0", "cuda:0,cuda:0"):
         folder = RunFolder.for_new_run(tmp_path / str(len(losses)))
         options = options_for(pictures, devices=devices, precision=precision, lr=0.001, epochs=1, warmup_epochs=0)
-        train(options, folder, Silent())
+        train(options, folder, Display())
         losses.append(losses_of(folder))
     assert losses[1] == pytest.approx(losses[0], rel=1e-2 if precision == "fp32" else 1e-1)
 
@@ -172,7 +170,7 @@ def test_a_run_that_goes_on_elsewhere(tmp_path: Path, pictures: Path) -> None:
         pytest.importorskip(name)
     options = options_for(pictures, model="mlp", lr=0.01, precision="tf32", schedule="constant")
     whole, parts = (RunFolder.for_new_run(tmp_path / name) for name in ("whole", "parts"))
-    train(options, whole, Silent())
-    train(replace(options, devices="cpu", epochs=1), parts, Silent())
-    train(options, parts, Silent(), resume=True)
+    train(options, whole, Display())
+    train(replace(options, devices="cpu", epochs=1), parts, Display())
+    train(options, parts, Display(), resume=True)
     assert losses_of(parts) == pytest.approx(losses_of(whole), rel=2e-2)

@@ -1,11 +1,12 @@
 """`manyhands plan`: what it prints and saves, and how it ends."""
 
+import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 
-from manyhands.cli import main
+from helpers.commands import assert_misused, status_of
 from manyhands.plan import measure, published
 
 SCRIPT = """\
@@ -33,10 +34,7 @@ def _folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def run(*arguments: str) -> int:
-    try:
-        return main(["plan", *arguments])
-    except SystemExit as stopped:  # argparse leaves this way
-        return int(str(stopped.code))
+    return status_of("plan", *arguments)
 
 
 def test_a_step_that_is_described(capsys: pytest.CaptureFixture[str]):
@@ -72,7 +70,7 @@ def test_a_step_that_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch
 
 def test_published_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """Without matplotlib too, and nothing is written."""
-    monkeypatch.setattr("manyhands.cli.importlib.util.find_spec", lambda name: None if name == "matplotlib" else name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else name)
     assert run("--published") == 0
     assert capsys.readouterr().out == published.document()
     assert not Path("runs").exists()
@@ -109,18 +107,9 @@ def test_published_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]):
-    assert run(*arguments) == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith("manyhands plan: error: ")
-    assert error in said
+    assert_misused(["plan", *arguments], error, capsys)
     assert not Path("runs").exists()
     assert Path("own.py").read_text() == SCRIPT
-
-
-def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr("manyhands.cli.importlib.util.find_spec", lambda name: None if name == "matplotlib" else name)
-    assert run(*STEP) == 2
-    assert "matplotlib not installed: pip install 'manyhands[train]'" in capsys.readouterr().err
 
 
 def test_a_picture_that_cannot_be_drawn_leaves_the_old_plan(monkeypatch: pytest.MonkeyPatch):
@@ -133,10 +122,3 @@ def test_a_picture_that_cannot_be_drawn_leaves_the_old_plan(monkeypatch: pytest.
     monkeypatch.setattr(Path, "write_bytes", full)
     assert run("--compute", "1s", "--gradients", "1GB") == 1
     assert {path: path.read_bytes() for path in Path("runs/plan").iterdir()} == before
-
-
-def test_help(capsys: pytest.CaptureFixture[str]):
-    assert run("--help") == 0
-    out = capsys.readouterr().out
-    assert "examples:\n  manyhands plan " in out
-    assert "  25gbe     9.6 µs, 3.125 GB/s\n" in out

@@ -73,15 +73,16 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-def make_empty(path: Path) -> None:
-    path.write_bytes(b"")
+DAMAGES = [
+    truncate,
+    flip_a_bit,
+    lambda path: path.write_bytes(b""),
+    lambda path: torch.save({"something": "else"}, path),
+    Path.unlink,
+]
 
 
-def fill_with_something_else(path: Path) -> None:
-    torch.save({"something": "else"}, path)
-
-
-@pytest.mark.parametrize("damage", [truncate, flip_a_bit, make_empty, fill_with_something_else, Path.unlink])
+@pytest.mark.parametrize("damage", DAMAGES, ids=["truncated", "a flipped bit", "empty", "something else", "missing"])
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(folder: RunFolder, damage: Callable[[Path], None]) -> None:
     earlier = Trained(steps=2)
     save(folder, earlier, steps=2)

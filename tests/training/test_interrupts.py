@@ -20,13 +20,10 @@ def test_the_first_signal_is_a_request(number: signal.Signals, capfd: pytest.Cap
     assert "finishing the step in flight" in capfd.readouterr().err
 
 
-def test_the_second_ctrl_c_acts_at_once() -> None:
-    with StopRequest(), pytest.raises(KeyboardInterrupt):  # noqa: PT012  both signals are what is tested
+def test_the_second_ctrl_c_acts_at_once_and_so_does_one_afterwards() -> None:
+    with StopRequest(), pytest.raises(KeyboardInterrupt):  # noqa: PT012  both signals are tested
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
-
-
-def test_signals_act_as_before_afterwards() -> None:
     with StopRequest():
         pass
     with pytest.raises(KeyboardInterrupt):

@@ -19,10 +19,12 @@ from torch._dynamo.exc import InternalTorchDynamoError
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers import commands as records
 from helpers.rounding import rounding_bound
 from manyhands.console.errors import DivergedError, Interrupted, OptionError
-from manyhands.training import data, loop, models, under_way
+from manyhands.training import data, loop, models, pending_steps
 from manyhands.training import run as run_module
+from manyhands.training.display import Display
 from manyhands.training.interrupts import StopRequest
 from manyhands.training.loop import evaluate, train
 from manyhands.training.options import Options
@@ -36,10 +38,11 @@ SMALL = Options(model="mlp", devices="cpu*2", epochs=2)  # 12 steps an epoch
 ONE_ROW = 1.01 / 360
 
 
-class Recorder:
-    """A display that keeps what it is told, and can act on a step."""
+class Recorder(Display):
+    """Keeps what it is to show, and can act on a step."""
 
     def __init__(self, on_step: Callable[[int], None] = lambda step: None) -> None:
+        super().__init__()
         self.said: list[str] = []
         self.reports: list[StepReport] = []
         self._on_step = on_step
@@ -47,18 +50,12 @@ class Recorder:
     def say(self, line: str) -> None:
         self.said.append(line)
 
-    def busy(self, what: str) -> None:
-        self.said.append(what)
+    def begin(self, task: str) -> None:
+        self.said.append(task)
 
     def step(self, report: StepReport) -> None:
         self.reports.append(report)
         self._on_step(report.record.step)
-
-    def download(self, name: str, done_bytes: int, total_bytes: int | None) -> None:
-        raise AssertionError("digits need no download")
-
-    def close(self) -> None:
-        pass
 
 
 def ctrl_c_after(step: int) -> Recorder:
@@ -70,13 +67,24 @@ def new_folder(path: Path) -> RunFolder:
 
 
 def metrics_of(folder: RunFolder) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl without what differs from run to run: the time."""
-    lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
-    return [{key: value for key, value in line.items() if "seconds" not in key} for line in lines]
+    return records.metrics_of(folder.metrics)
 
 
 def losses_of(folder: RunFolder) -> list[float]:
-    return [line["loss"] for line in metrics_of(folder) if line["kind"] == "step"]
+    return [line["loss"] for line in records.steps_of(folder.metrics)]
+
+
+def config_of(folder: RunFolder) -> dict[str, Any]:
+    return json.loads(folder.config.read_text())
+
+
+def weights_in(path: Path) -> list[torch.Tensor]:
+    return list(torch.load(path, weights_only=True)["model"].values())
+
+
+def assert_same_run(folder: RunFolder, other: RunFolder) -> None:
+    assert metrics_of(folder) == metrics_of(other)
+    assert folder.model.read_bytes() == other.model.read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -111,46 +119,46 @@ def test_a_run_leaves_its_results(tmp_path: Path) -> None:
     )
     assert epochs[1]["test_loss"] < epochs[0]["test_loss"]
     assert outcome.test_accuracy == epochs[1]["test_accuracy"]
-    assert outcome.places == [[torch.device("cpu")] * 2]
+    assert outcome.devices_by_rank == [[torch.device("cpu")] * 2]
 
     assert [share.rows for share in display.reports[0].shares] == [60, 60]
     assert all(share.seconds > 0 for report in display.reports for share in report.shares)
     assert f"epoch 2/2: train loss {epochs[1]['train_loss']:.4f}, test accuracy" in display.said[-1]
 
-    config = json.loads(folder.config.read_text())
+    config = config_of(folder)
     assert Options(**config["options"]) == SMALL
     assert config["devices"] == ["cpu", "cpu"]
 
 
-def test_the_weights_have_clean_names_and_the_accuracy_that_was_told(uninterrupted: RunFolder) -> None:
+def test_the_weights_have_clean_names_and_the_accuracy_that_was_printed(uninterrupted: RunFolder) -> None:
     digits = data.load("digits")
     model = models.build("mlp", num_classes=10, image_shape=digits.image_shape)
     model.load_state_dict(safetensors.torch.load_file(uninterrupted.model))
     with torch.no_grad():
         logits = model(digits.test_images)
-    told = metrics_of(uninterrupted)[-1]
+    last = metrics_of(uninterrupted)[-1]
     accuracy = (logits.argmax(1) == digits.test_labels).double().mean().item()
-    assert accuracy == pytest.approx(told["test_accuracy"], abs=ONE_ROW)
-    assert F.cross_entropy(logits, digits.test_labels).item() == pytest.approx(told["test_loss"], rel=1e-5)
+    assert accuracy == pytest.approx(last["test_accuracy"], abs=ONE_ROW)
+    assert F.cross_entropy(logits, digits.test_labels).item() == pytest.approx(last["test_loss"], rel=1e-5)
 
 
-def test_equal_seeds_give_equal_runs(uninterrupted: RunFolder, tmp_path: Path) -> None:
-    folder = new_folder(tmp_path)
-    train(SMALL, folder, Recorder())
-    assert metrics_of(folder) == metrics_of(uninterrupted)
-    assert folder.model.read_bytes() == uninterrupted.model.read_bytes()
-
-
-@pytest.mark.parametrize("devices", ["1", "cpu*3"])
-def test_losses_do_not_depend_on_the_devices(uninterrupted: RunFolder, tmp_path: Path, devices: str) -> None:
-    folder = new_folder(tmp_path)
-    train(replace(SMALL, devices=devices), folder, Recorder())
-    assert losses_of(folder)[:20] == pytest.approx(losses_of(uninterrupted)[:20], rel=1e-5)
-
-
-def test_losses_do_not_depend_on_the_parts_of_a_batch(uninterrupted: RunFolder, tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{}, {"precision": "tf32"}])
+def test_equal_seeds_give_equal_runs(uninterrupted: RunFolder, tmp_path: Path, changes: dict[str, Any]) -> None:
+    """TF32 on the CPU is float32."""
     folder, display = new_folder(tmp_path), Recorder()
-    train(replace(SMALL, accumulate=7), folder, display)
+    train(replace(SMALL, **changes), folder, display)
+    assert_same_run(folder, uninterrupted)
+    if changes:
+        assert display.said[1] == "cpu has no TF32: float32 stays exact, as with --precision fp32"
+
+
+@pytest.mark.parametrize("changes", [{"devices": "1"}, {"devices": "cpu*3"}, {"accumulate": 7}])
+def test_losses_do_not_depend_on_devices_and_micro_batches(
+    uninterrupted: RunFolder, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    folder, display = new_folder(tmp_path), Recorder()
+    train(replace(SMALL, **changes), folder, display)
+    assert losses_of(folder)[:20] == pytest.approx(losses_of(uninterrupted)[:20], rel=1e-5)
     assert losses_of(folder) == pytest.approx(losses_of(uninterrupted), rel=1e-4)
     assert sum(share.rows for share in display.reports[0].shares) == 120
 
@@ -169,22 +177,29 @@ def test_the_learning_rate_warms_up_over_the_first_epoch(uninterrupted: RunFolde
     assert rates[-1] < SMALL.lr / 10
 
 
-@pytest.mark.parametrize("step", [1, 7, 12, 13, 23])
+@pytest.mark.parametrize(
+    ("ahead", "shown", "stopped"),
+    [(0, 1, 1), (0, 12, 12), (0, 13, 13), (0, 23, 23), (1, 1, 2), (1, 11, 12), (1, 12, 12), (1, 22, 23)],
+)
 def test_a_run_that_was_stopped_goes_on_to_the_same_numbers(
-    uninterrupted: RunFolder, tmp_path: Path, step: int
+    uninterrupted: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int, shown: int, stopped: int
 ) -> None:
-    folder, display = new_folder(tmp_path), ctrl_c_after(step)
+    """One step ahead, as on accelerators: when step 1 is shown, step 2 has been queued, and is saved too.
+
+    Step 12 ends an epoch, and is shown when no step is pending.
+    """
+    monkeypatch.setattr(Run, "steps_ahead", ahead)
+    folder, display = new_folder(tmp_path), ctrl_c_after(shown)
     with pytest.raises(Interrupted):
         train(SMALL, folder, display)
-    assert display.said[-1] == f"stopped after step {step}; to go on: manyhands train --resume {tmp_path}"
-    assert len(losses_of(folder)) == step
-    torch.manual_seed(99)  # whatever happens in between
+    assert display.said[-1] == f"stopped after step {stopped}; to go on: manyhands train --resume {tmp_path}"
+    assert len(losses_of(folder)) == stopped
+    torch.manual_seed(99)  # as if something else had happened in between
 
     resumed = Recorder()
     train(SMALL, folder, resumed, resume=True)
-    assert resumed.reports[0].record.step == step + 1
-    assert metrics_of(folder) == metrics_of(uninterrupted)
-    assert folder.model.read_bytes() == uninterrupted.model.read_bytes()
+    assert resumed.reports[0].record.step == stopped + 1
+    assert_same_run(folder, uninterrupted)
 
 
 def test_steps_after_the_checkpoint_are_taken_again(uninterrupted: RunFolder, tmp_path: Path) -> None:
@@ -223,24 +238,19 @@ def test_a_stop_during_the_evaluation_evaluates_again(
     assert metrics_of(folder) == metrics_of(uninterrupted)
 
 
-def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
-    folder = new_folder(tmp_path)
-    first = train(replace(SMALL, epochs=1), folder, Recorder())
+def test_a_finished_run_has_nothing_left_to_do_and_can_be_made_longer_on_other_devices(tmp_path: Path) -> None:
+    folder, one_epoch = new_folder(tmp_path), replace(SMALL, epochs=1)
+    first = train(one_epoch, folder, Recorder())
     before = folder.checkpoint.read_bytes()
     display = Recorder()
-    assert train(replace(SMALL, epochs=1), folder, display, resume=True) == first
+    assert train(one_epoch, folder, display, resume=True) == first
     assert display.reports == []
     assert folder.checkpoint.read_bytes() == before
 
-
-def test_a_finished_run_can_be_made_longer_and_moved(tmp_path: Path) -> None:
-    folder = new_folder(tmp_path)
-    train(replace(SMALL, epochs=1), folder, Recorder())
-    display = Recorder()
     train(replace(SMALL, devices="cpu*3"), folder, display, resume=True)
     assert [report.record.step for report in display.reports] == list(range(13, 25))
     assert len(display.reports[0].shares) == 3
-    assert json.loads(folder.config.read_text())["devices"] == ["cpu"] * 3
+    assert config_of(folder)["devices"] == ["cpu"] * 3
 
 
 def test_evaluation_counts_every_row_once_on_all_replicas(tmp_path: Path) -> None:
@@ -286,8 +296,7 @@ def test_a_loss_that_is_no_number_stops_the_run(
     with pytest.raises(DivergedError, match=message):
         train(SMALL, folder, Recorder())
     if folder.checkpoint.exists():
-        weights = torch.load(folder.checkpoint, weights_only=True)["model"].values()
-        assert all(tensor.isfinite().all() for tensor in weights)
+        assert all(weight.isfinite().all() for weight in weights_in(folder.checkpoint))
 
 
 @pytest.fixture
@@ -300,28 +309,8 @@ def one_step_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_losses_that_are_read_a_step_later_are_the_same(uninterrupted: RunFolder, tmp_path: Path) -> None:
     folder, display = new_folder(tmp_path), Recorder()
     train(SMALL, folder, display)
-    assert metrics_of(folder) == metrics_of(uninterrupted)
-    assert folder.model.read_bytes() == uninterrupted.model.read_bytes()
+    assert_same_run(folder, uninterrupted)
     assert [report.step_in_epoch for report in display.reports] == [*range(1, 13)] * 2
-
-
-@pytest.mark.usefixtures("one_step_ahead")
-@pytest.mark.parametrize(("told", "stopped"), [(1, 2), (7, 8), (11, 12), (12, 12), (22, 23)])
-def test_a_step_that_is_under_way_when_the_run_is_stopped_is_saved_too(
-    uninterrupted: RunFolder, tmp_path: Path, told: int, stopped: int
-) -> None:
-    """When step 1 is shown, step 2 has been taken; the signal comes then, and is seen before step 3.
-
-    Step 12 ends an epoch, and is shown when nothing is under way.
-    """
-    folder, display = new_folder(tmp_path), ctrl_c_after(told)
-    with pytest.raises(Interrupted):
-        train(SMALL, folder, display)
-    assert display.said[-1].startswith(f"stopped after step {stopped};")
-    assert len(losses_of(folder)) == stopped
-    train(SMALL, folder, Recorder(), resume=True)
-    assert metrics_of(folder) == metrics_of(uninterrupted)
-    assert folder.model.read_bytes() == uninterrupted.model.read_bytes()
 
 
 @pytest.mark.usefixtures("one_step_ahead")
@@ -331,30 +320,32 @@ def test_a_loss_that_turns_out_to_be_no_number_a_step_later(
 ) -> None:
     """Nothing after it is recorded or saved, also where the run is stopped or saved before the loss has been read."""
     monkeypatch.setattr(loop, "learning_rate", spoil_step(15))
-    monkeypatch.setattr(under_way, "_SAVE_EVERY_S", 0.0)
+    monkeypatch.setattr(pending_steps, "_SAVE_EVERY_S", 0.0)
     folder = new_folder(tmp_path)
     with pytest.raises(
         DivergedError, match=r"the training loss is (nan|inf) in step 16 \(epoch 2\).* of step \d+ stays"
     ):
         train(SMALL, folder, ctrl_c_after(15) if stop else Recorder())
-    assert [line["step"] for line in metrics_of(folder) if line["kind"] == "step"] == list(range(1, 16))
-    weights = torch.load(folder.checkpoint, weights_only=True)["model"].values()
-    assert all(tensor.isfinite().all() for tensor in weights)
+    assert len(losses_of(folder)) == 15
+    assert all(weight.isfinite().all() for weight in weights_in(folder.checkpoint))
 
 
-@pytest.mark.usefixtures("one_step_ahead")
-def test_long_epochs_are_saved_in_between_with_all_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(under_way, "_SAVE_EVERY_S", 0.0)
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_long_epochs_are_saved_in_between_with_all_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int
+) -> None:
+    monkeypatch.setattr(Run, "steps_ahead", ahead)
+    monkeypatch.setattr(pending_steps, "_SAVE_EVERY_S", 0.0)
     saved = []
-    keep = Run.keep
+    save = Run.save
 
     def note(run: Run) -> None:
-        keep(run)
+        save(run)
         saved.append((torch.load(run.folder.checkpoint, weights_only=True)["steps"], len(run.metrics.steps)))
 
-    monkeypatch.setattr(Run, "keep", note)
+    monkeypatch.setattr(Run, "save", note)
     train(replace(SMALL, epochs=1), new_folder(tmp_path), Recorder())
-    assert saved[0] == (2, 2)
+    assert saved[:2] == ([(1, 1), (2, 2)] if ahead == 0 else [(2, 2), (4, 4)])
     assert all(steps == recorded for steps, recorded in saved)
 
 
@@ -366,7 +357,7 @@ def test_data_that_fit_are_trained_on_where_the_model_is(
     run = Run.begin(replace(SMALL, devices="1"), new_folder(tmp_path), Recorder())
     assert {tensor.device for tensor in (run.dataset.train_images, run.dataset.test_labels)} == {sim[0]}
     with contextlib.closing(run), StopRequest() as stop:
-        loop._train_epoch(run, 0, under_way.UnderWay(run, Recorder()), Recorder(), stop)
+        loop._train_epoch(run, 0, pending_steps.PendingSteps(run, Recorder()), Recorder(), stop)
         loss, accuracy = evaluate(run, stop)
     assert [record.loss for record in run.metrics.steps] == pytest.approx(losses_of(uninterrupted)[:12], rel=1e-4)
     (told,) = [line for line in metrics_of(uninterrupted) if line["kind"] == "epoch" and line["epoch"] == 1]
@@ -394,20 +385,13 @@ class Waits(TorchDispatchMode):
 def test_a_step_reads_its_loss_and_nothing_else(tmp_path: Path) -> None:
     run = Run.begin(replace(SMALL, devices="1", accumulate=3), new_folder(tmp_path), Recorder())
     with contextlib.closing(run), StopRequest() as stop:
-        steps = under_way.UnderWay(run, Recorder())
+        steps = pending_steps.PendingSteps(run, Recorder())
         with Waits() as waits:
             loop._train_epoch(run, 0, steps, Recorder(), stop)
         assert waits.names == ["_local_scalar_dense"] * 12
         with Waits() as waits:
             evaluate(run, stop)
         assert waits.names == []
-
-
-def test_tf32_on_the_cpu_is_float32(uninterrupted: RunFolder, tmp_path: Path) -> None:
-    folder, display = new_folder(tmp_path), Recorder()
-    train(replace(SMALL, precision="tf32"), folder, display)
-    assert display.said[1] == "cpu has no TF32: float32 stays exact, as with --precision fp32"
-    assert metrics_of(folder) == metrics_of(uninterrupted)
 
 
 # ---- compiled ------------------------------------------------------------------------------------
@@ -425,18 +409,18 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBacken
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize(("devices", "sizes"), [("1", 2), ("cpu*2", 2), ("cpu*3", 2)])
+@pytest.mark.parametrize("devices", ["1", "cpu*2", "cpu*3"])
 def test_a_model_is_compiled_for_each_size_once(
-    uninterrupted: RunFolder, tmp_path: Path, graphs: CompileCounterWithBackend, devices: str, sizes: int
+    uninterrupted: RunFolder, tmp_path: Path, graphs: CompileCounterWithBackend, devices: str
 ) -> None:
     """Steps of 120 and 119 rows, shared by the replicas; test batches of other sizes are not compiled."""
     folder, display = new_folder(tmp_path), Recorder()
     train(replace(SMALL, devices=devices, compile=True), folder, display)
-    assert graphs.frame_count == sizes
+    assert graphs.frame_count == 2
     assert losses_of(folder) == pytest.approx(losses_of(uninterrupted), rel=1e-4)
     busy = [line for line in display.said if line.startswith("compiling")]
     assert busy == [f"compiling the model for steps of {rows} rows" for rows in (120, 119)]
-    assert json.loads(folder.config.read_text())["options"]["compile"]
+    assert config_of(folder)["options"]["compile"]
     assert folder.model.stat().st_size == uninterrupted.model.stat().st_size
 
 
@@ -568,7 +552,7 @@ def test_batch_norm_sees_the_rows_of_all_devices(tmp_path: Path, monkeypatch: py
     }.items():
         folder = new_folder(tmp_path / name)
         train(replace(SMALL, epochs=1, **changes), folder, Recorder())
-        assert json.loads(folder.config.read_text())["options"]["sync_batch_norm"] == ("by itself" not in name)
+        assert config_of(folder)["options"]["sync_batch_norm"] == ("by itself" not in name)
         losses[name] = losses_of(folder)
     assert losses["two"] == pytest.approx(losses["one device"], rel=1e-4)
     assert losses["two, in processes"] == pytest.approx(losses["one device"], rel=1e-4)
@@ -603,26 +587,28 @@ def test_processes_train_as_one_device_does(model: str, tmp_path: Path, monkeypa
     assert losses["processes"] == pytest.approx(losses["one device"], rel=2 * rounding_bound(3 * 32))
 
 
-def test_a_single_row_for_batch_norm_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("changes", "message", "enough_rows"),
+    [
+        (
+            {"batch_size": 2, "sync_batch_norm": False},
+            r"--batch-size 2 on 2 replicas \(2 x cpu\) .* --batch-size 8, or leave out --no-sync-batch-norm$",
+            8,
+        ),
+        ({"batch_size": 1}, r"--batch-size 1 on .* leaves batch norm a single row.* --batch-size 4$", 4),
+    ],
+)
+def test_a_single_row_for_batch_norm_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str, enough_rows: int
+) -> None:
     def with_batch_norm(*_: object, **__: object) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10))
 
     monkeypatch.setattr(models, "build", with_batch_norm)
-    by_itself = replace(SMALL, batch_size=2, sync_batch_norm=False)
-    message = r"--batch-size 2 on 2 replicas \(2 x cpu\) .* --batch-size 8, or leave out --no-sync-batch-norm$"
+    options = replace(SMALL, epochs=1, **changes)
     with pytest.raises(OptionError, match=message):
-        train(by_itself, new_folder(tmp_path), Recorder())
-    train(replace(by_itself, batch_size=8, epochs=1), new_folder(tmp_path), Recorder())
-
-
-def test_a_single_row_of_all_devices_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def with_batch_norm(*_: object, **__: object) -> nn.Module:
-        return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10))
-
-    monkeypatch.setattr(models, "build", with_batch_norm)
-    with pytest.raises(OptionError, match=r"--batch-size 1 on .* leaves batch norm a single row.* --batch-size 4$"):
-        train(replace(SMALL, batch_size=1), new_folder(tmp_path), Recorder())
-    train(replace(SMALL, batch_size=4, epochs=1), new_folder(tmp_path), Recorder())
+        train(options, new_folder(tmp_path), Recorder())
+    train(replace(options, batch_size=enough_rows), new_folder(tmp_path), Recorder())
 
 
 def test_what_cannot_be_set_up_leaves_the_earlier_run_alone(uninterrupted: RunFolder) -> None:
@@ -633,17 +619,6 @@ def test_what_cannot_be_set_up_leaves_the_earlier_run_alone(uninterrupted: RunFo
     with pytest.raises(data.DataError):
         train(replace(SMALL, data="/nowhere"), uninterrupted, Recorder())
     assert {path: path.read_bytes() for path in uninterrupted.path.iterdir()} == before
-
-
-def test_long_epochs_are_saved_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(under_way, "_SAVE_EVERY_S", 0.0)
-    folder = new_folder(tmp_path)
-
-    def look(step: int) -> None:
-        if step > 1:
-            assert torch.load(folder.checkpoint, weights_only=True)["steps"] == step - 1
-
-    train(replace(SMALL, epochs=1), folder, Recorder(look))
 
 
 @pytest.mark.parametrize(

@@ -45,24 +45,17 @@ def test_a_record_is_a_line_at_once(tmp_path: Path) -> None:
     [(4, 2, 6), (4, 1, 5), (3, 1, 4), (2, 1, 3), (2, 0, 2), (0, 0, 0)],
     ids=["all", "before the evaluation", "mid-epoch", "after an epoch", "before its evaluation", "nothing"],
 )
-def test_what_comes_after_the_checkpoint_is_cut_off(tmp_path: Path, steps: int, epochs: int, kept: int) -> None:
+def test_the_records_after_the_checkpoint_are_cut_off(tmp_path: Path, steps: int, epochs: int, kept: int) -> None:
+    """And half a line at the end."""
     path = tmp_path / "metrics.jsonl"
     records = write(path)
     lines = path.read_text().splitlines()
+    path.write_text(path.read_text() + '{"kind": "step", "step": 3, "ep')
     metrics = Metrics(path, Metrics.read(path, steps=steps, epochs=epochs))
     metrics.close()
     assert path.read_text().splitlines() == lines[:kept]
     assert metrics.steps == [record for record in records[:kept] if isinstance(record, StepRecord)]
     assert metrics.epochs == [record for record in records[:kept] if isinstance(record, EpochRecord)]
-
-
-def test_half_a_line_at_the_end_is_cut_off(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    write(path)
-    whole = path.read_text()
-    path.write_text(whole + '{"kind": "step", "step": 3, "ep')
-    Metrics(path, Metrics.read(path, steps=4, epochs=2)).close()
-    assert path.read_text() == whole
 
 
 def test_a_run_does_not_go_on_without_its_history(tmp_path: Path) -> None:

@@ -1,107 +1,119 @@
 import dataclasses
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from manyhands.console.errors import OptionError
-from manyhands.training.options import Options, flag
+from manyhands.console.options import flag
+from manyhands.training.options import Options
+
+CPU = torch.device("cpu")
+CUDA = [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "values"),
     [
-        ("batch_size", 0),
-        ("epochs", 0),
-        ("accumulate", 0),
-        ("accumulate", 129),
-        ("lr", 0.0),
-        ("lr", float("nan")),
-        ("lr", float("inf")),
-        ("momentum", 1.0),
-        ("weight_decay", -1e-4),
-        ("warmup_epochs", -1.0),
-        ("warmup_epochs", 9.0),
-        ("warmup_epochs", float("nan")),
-        ("seed", -1),
-        ("schedule", "linear"),
-        ("precision", "fp16"),
-        ("device_order", "RANDOM"),
+        ("batch_size", [0]),
+        ("epochs", [0]),
+        ("accumulate", [0, 129]),
+        ("lr", [0.0, float("nan"), float("inf")]),
+        ("momentum", [1.0]),
+        ("weight_decay", [-1e-4]),
+        ("warmup_epochs", [-1.0, 9.0, float("nan")]),
+        ("seed", [-1]),
+        ("schedule", ["linear"]),
+        ("precision", ["fp16"]),
+        ("device_order", ["RANDOM"]),
     ],
 )
-def test_a_value_out_of_range_is_named_as_it_is_typed(name: str, value: object) -> None:
-    with pytest.raises(OptionError) as caught:
-        Options(**{name: value})
-    assert str(caught.value).startswith(f"{flag(name)} {value}: expected ")
+def test_a_value_out_of_range_is_named_as_it_is_typed(name: str, values: list[object]) -> None:
+    for value in values:
+        with pytest.raises(OptionError) as caught:
+            Options(**{name: value})
+        assert str(caught.value).startswith(f"--{name.replace('_', '-')} {value}: expected ")
 
 
-def test_flag() -> None:
-    assert flag("warmup_epochs") == "--warmup-epochs"
+def test_compiled_models_stay_in_their_process() -> None:
+    with pytest.raises(OptionError, match=r"^--compile with --engine processes: .* leave one out$"):
+        Options(compile=True, engine="processes")
 
 
-def test_options_survive_being_saved() -> None:
-    options = Options(lr=0.3, data="fashion-mnist", mirror="http://localhost/", epochs=3)
-    assert Options.from_saved(dataclasses.asdict(options), {}) == options
+@pytest.mark.parametrize(
+    ("changes", "devices_by_rank", "synchronised", "message"),
+    [
+        ({"engine": "processes"}, [CUDA], True, r"--devices auto is cuda:0, cuda:1, .*or take --no-sync-batch-norm$"),
+        ({"engine": "processes"}, [CUDA], False, None),
+        ({"engine": "processes"}, [[CPU] * 3], True, None),
+        ({"compile": True}, [[CPU] * 2], True, r"over 2 replicas \(cpu, cpu\).* --no-sync-batch-norm or --devices 1"),
+        ({"compile": True}, [[CPU], [CPU]], True, "over 2 replicas"),
+        ({"compile": True}, [[CPU] * 2], False, None),
+        ({"compile": True}, [[CPU]], True, None),
+    ],
+)
+def test_options_that_do_not_go_together_on_these_devices(
+    changes: dict[str, Any], devices_by_rank: list[list[torch.device]], synchronised: bool, message: str | None
+) -> None:
+    with nullcontext() if message is None else pytest.raises(OptionError, match=message):
+        Options(**changes).check_devices(devices_by_rank, synchronised=synchronised)
 
 
-def test_resuming_may_change_where_and_how_long() -> None:
-    saved = dataclasses.asdict(Options(epochs=3))
-    resumed = Options.from_saved(saved, {"epochs": 5, "devices": "cpu*3"})
-    assert resumed == Options(epochs=5, devices="cpu*3")
+@pytest.mark.parametrize(
+    ("saved", "given"),
+    [
+        ({"lr": 0.3, "data": "fashion-mnist", "mirror": "http://localhost/", "epochs": 3}, {}),
+        ({"epochs": 3}, {"epochs": 5, "devices": "cpu*3"}),
+        ({"lr": 0.3}, {"lr": 0.3}),
+        ({}, {"compile": True}),
+        ({"compile": True}, {"compile": False}),
+    ],
+    ids=["as saved", "where and how long", "repeated", "compiled", "uncompiled"],
+)
+def test_resuming_with_options_that_may_change(saved: dict[str, Any], given: dict[str, Any]) -> None:
+    assert Options.from_saved(dataclasses.asdict(Options(**saved)), given) == Options(**(saved | given))
 
 
-def test_resuming_may_repeat_what_the_run_has() -> None:
-    assert Options.from_saved(dataclasses.asdict(Options(lr=0.3)), {"lr": 0.3}).lr == 0.3
+@pytest.mark.parametrize(
+    ("saved", "given", "message"),
+    [
+        ({"lr": 0.3}, {"lr": 0.2}, r"^--lr 0.2: the run to resume has --lr 0.3; leave it"),
+        ({}, {"sync_batch_norm": False}, r"^--no-sync-batch-norm: the run to resume has --sync-batch-norm; leave it"),
+        ({"sync_batch_norm": False}, {"sync_batch_norm": True}, r"^--sync-batch-norm: the run to resume has --no-sync"),
+    ],
+)
+def test_resuming_with_another_recipe_is_another_run(
+    saved: dict[str, Any], given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(OptionError, match=message):
+        Options.from_saved(dataclasses.asdict(Options(**saved)), given)
 
 
-def test_resuming_with_another_recipe_is_another_run() -> None:
-    with pytest.raises(OptionError, match=r"--lr 0.2: the run to resume has --lr 0.3; leave it out"):
-        Options.from_saved(dataclasses.asdict(Options(lr=0.3)), {"lr": 0.2})
-
-
-def test_resuming_keeps_the_rule_of_batch_norm() -> None:
+def test_a_run_from_before_there_was_synchronised_batch_norm_keeps_its_rule() -> None:
     saved = dataclasses.asdict(Options())
-    with pytest.raises(OptionError, match=r"^--no-sync-batch-norm: the run to resume has --sync-batch-norm; leave it"):
-        Options.from_saved(saved, {"sync_batch_norm": False})
-    saved["sync_batch_norm"] = False
-    with pytest.raises(OptionError, match=r"^--sync-batch-norm: the run to resume has --no-sync-batch-norm; leave it"):
-        Options.from_saved(saved, {"sync_batch_norm": True})
-    del saved["sync_batch_norm"]  # begun before there was the option, when every device was by itself
+    del saved["sync_batch_norm"]
     assert not Options.from_saved(saved, {}).sync_batch_norm
 
 
 def test_a_data_folder_is_found_again_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "pictures").mkdir()
+    """A folder named like a data set is not taken for it."""
+    for name in ("pictures", "digits"):
+        (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path)
     options = Options.from_given({"data": "pictures"})
     assert options.data == str(tmp_path / "pictures")
     assert Options.from_saved(dataclasses.asdict(options), {"data": "pictures"}) == options
-
-
-def test_a_data_set_keeps_its_name_beside_a_folder_of_that_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "digits").mkdir()
-    monkeypatch.chdir(tmp_path)
     assert Options.from_given({"data": "digits"}).data == "digits"
 
 
-def test_device_order_is_that_of_nvidia_smi_unless_someone_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_order_is_that_of_nvidia_smi_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     assert Options.from_given({}).device_order == "PCI_BUS_ID"
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     assert Options.from_given({}).device_order == "FASTEST_FIRST"
     assert Options.from_given({"device_order": "PCI_BUS_ID"}).device_order == "PCI_BUS_ID"
-
-
-def test_what_is_compiled_stays_in_its_process() -> None:
-    with pytest.raises(OptionError, match=r"^--compile with --engine processes: .* leave one out$"):
-        Options(compile=True, engine="processes")
-
-
-def test_resuming_may_compile_or_not() -> None:
-    assert Options.from_saved(dataclasses.asdict(Options()), {"compile": True}).compile
-    assert not Options.from_saved(dataclasses.asdict(Options(compile=True)), {"compile": False}).compile
 
 
 @pytest.mark.parametrize(
@@ -114,3 +126,4 @@ def test_resuming_may_compile_or_not() -> None:
 )
 def test_options_in_words(changes: dict[str, Any], words: str) -> None:
     assert str(Options(**changes)) == words
+    assert flag("warmup_epochs") == "--warmup-epochs"

@@ -14,11 +14,12 @@ import cloudpickle
 import pytest
 import torch
 
+from helpers.commands import metrics_of, steps_of
 from helpers.ranks import end_ranks, run_ranks
 from manyhands.cli import main
 from manyhands.console.errors import FolderError, Interrupted, OptionError
-from manyhands.training import data, loop, under_way
-from manyhands.training.display import Silent
+from manyhands.training import data, loop, pending_steps
+from manyhands.training.display import Display
 from manyhands.training.loop import train
 from manyhands.training.options import Options
 from manyhands.training.ranks import ALONE, Ranks, launch
@@ -41,13 +42,8 @@ def run(rank: int, folder: Path, *arguments: str) -> tuple[int, str, str]:
     return status, out.getvalue(), err.getvalue()
 
 
-def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if "seconds" not in key} for line in lines]
-
-
 def assert_same_metrics(folder: Path, other: Path, rel: float = 1e-5) -> None:
-    found, expected = metrics_of(folder), metrics_of(other)
+    found, expected = (metrics_of(run / "metrics.jsonl") for run in (folder, other))
     assert len(found) == len(expected)
     for line, oracle in zip(found, expected, strict=True):
         assert line.pop("kind") == oracle.pop("kind")
@@ -87,7 +83,7 @@ def test_processes_train_as_one_does(alone: Path, tmp_path: Path, world_size: in
 
 def run_one_step_ahead(rank: int, folder: Path, *arguments: str) -> tuple[int, str, str]:
     """Run with losses read a step later, as on accelerators; the first process finds it time to save all the time."""
-    Run.steps_ahead, under_way._SAVE_EVERY_S = 1, 0.0 if rank == 0 else math.inf
+    Run.steps_ahead, pending_steps._SAVE_EVERY_S = 1, 0.0 if rank == 0 else math.inf
     return run(rank, folder, *arguments)
 
 
@@ -101,14 +97,8 @@ def test_processes_whose_losses_are_read_a_step_later(alone: Path, tmp_path: Pat
 def run_on_few(rank: int, folder: Path, *arguments: str) -> tuple[int, str, str]:
     """Run on 40 pictures and 10 test pictures."""
     digits = data.load("digits")
-    few = data.Dataset(
-        "few",
-        digits.train_images[:40],
-        digits.train_labels[:40],
-        digits.test_images[:10],
-        digits.test_labels[:10],
-        num_classes=10,
-    )
+    parts = (digits.train_images[:40], digits.train_labels[:40], digits.test_images[:10], digits.test_labels[:10])
+    few = data.Dataset("few", *parts, num_classes=10)
     load, data.load = data.load, lambda *args, **options: few
     try:
         return run(rank, folder, *arguments)
@@ -126,11 +116,15 @@ def test_batches_of_fewer_rows_than_processes(tmp_path: Path) -> None:
 def see_rows(rank: int, folder: Path) -> tuple[list[int], list[int]]:
     """Train an epoch; return which pictures this process has trained on, and which it has tested on."""
     dataset = data.load("digits")
-    numbers = {name: {bytes(x.numpy().data): i for i, x in enumerate(images)} for name, images in dataset_of(dataset)}
-    seen: dict[bool, list[Any]] = {True: [], False: []}
+    numbers = {
+        is_training: {bytes(image.numpy().data): i for i, image in enumerate(images)}
+        for is_training, images in ((True, dataset.train_images), (False, dataset.test_images))
+    }
+    seen: dict[bool, list[int]] = {True: [], False: []}
 
     def note(module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> None:
-        seen[module.training] += [bytes(x.numpy().data) for x in inputs[0]]
+        known = numbers[module.training]
+        seen[module.training] += [known.get(bytes(image.numpy().data), -1) for image in inputs[0]]
 
     begin = loop.Run.begin
 
@@ -141,29 +135,25 @@ def see_rows(rank: int, folder: Path) -> tuple[list[int], list[int]]:
 
     loop.Run.begin = begin_and_look
     options = Options(model="mlp", epochs=1, devices="1", batch_size=100)
-    train(options, RunFolder(folder), Silent(), ranks=Ranks.meet())
-    return [numbers["train"].get(x, -1) for x in seen[True]], [numbers["test"].get(x, -1) for x in seen[False]]
-
-
-def dataset_of(dataset: data.Dataset) -> list[tuple[str, torch.Tensor]]:
-    return [("train", dataset.train_images), ("test", dataset.test_images)]
+    train(options, RunFolder(folder), Display(), ranks=Ranks.join())
+    return seen[True], seen[False]
 
 
 def test_every_row_counts_once(tmp_path: Path) -> None:
     trained, tested = zip(*run_ranks(3, see_rows, tmp_path / "run"), strict=True)
-    distinct = {name: {bytes(x.numpy().data) for x in images} for name, images in dataset_of(data.load("digits"))}
-    for rows, name, count in ((trained, "train", 1437), (tested, "test", 360)):
+    digits = data.load("digits")
+    for rows, images in ((trained, digits.train_images), (tested, digits.test_images)):
         everything = [row for rank in rows for row in rank]
-        assert len(everything) == count
+        assert len(everything) == len(images)
         assert -1 not in everything
-        assert len(set(everything)) == len(distinct[name])
+        assert len(set(everything)) == len(images.flatten(1).unique(dim=0))  # some pictures are equal
         assert max(map(len, rows)) - min(map(len, rows)) <= 15, "divided evenly: a row a batch, at most"
 
 
 def stop_after(rank: int, folder: Path, step: int) -> int:
     """Train until rank 1, and only rank 1, gets a signal after `step`; return how many steps had been finished."""
 
-    class Stopping(Silent):
+    class Stopping(Display):
         finished = 0
 
         def step(self, report):
@@ -173,20 +163,20 @@ def stop_after(rank: int, folder: Path, step: int) -> int:
 
     display = Stopping()
     with pytest.raises(Interrupted) as caught:
-        train(Options(model="mlp", epochs=2, devices="1"), RunFolder(folder), display, ranks=Ranks.meet())
+        train(Options(model="mlp", epochs=2, devices="1"), RunFolder(folder), display, ranks=Ranks.join())
     assert caught.value.received == signal.SIGTERM
     return display.finished
 
 
 def resume(rank: int, folder: Path) -> None:
-    train(Options(model="mlp", epochs=2, devices="1"), RunFolder(folder), Silent(), resume=True, ranks=Ranks.meet())
+    train(Options(model="mlp", epochs=2, devices="1"), RunFolder(folder), Display(), resume=True, ranks=Ranks.join())
 
 
 @pytest.mark.parametrize("step", [3, 11])
 def test_a_signal_to_one_stops_all_after_the_same_step(alone: Path, tmp_path: Path, step: int) -> None:
     finished = run_ranks(3, stop_after, tmp_path, step)
     assert finished == [step + 1] * 3 if step == 3 else finished[0] in (step, step + 1)
-    assert len([line for line in metrics_of(tmp_path) if line["kind"] == "step"]) == finished[0]
+    assert len(steps_of(tmp_path / "metrics.jsonl")) == finished[0]
     run_ranks(2, resume, tmp_path)  # by another number of processes
     assert_same_metrics(tmp_path, alone)
 
@@ -206,47 +196,36 @@ def test_a_run_goes_on_with_more_processes_and_with_fewer(alone: Path, tmp_path:
 # ---- errors --------------------------------------------------------------------------------------
 
 
+def run_each(rank: int, folder: Path, arguments: list[list[str]]) -> tuple[int, str, str]:
+    """Run with the arguments of this rank."""
+    return run(rank, folder, *arguments[rank])
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("of_both", "of_rank_1", "message"),
     [
-        (["--epochs", "-1"], "--epochs -1: expected a whole number from 1 up"),
-        (["--bogus"], "there is no option --bogus"),
-        (["--data", "nowhere"], "--data nowhere does not exist"),
-        (["--devices", "none"], "--devices none: none is no device"),
-        (["--model", "none"], "--model none: expected one of"),
-        (["--resume", "nowhere"], "--resume nowhere: there is no such folder"),
-        (["--output", "other"], "other holds a run already"),
+        (["--epochs", "-1"], [], "--epochs -1: expected a whole number from 1 up"),
+        (["--bogus"], [], "there is no option --bogus"),
+        (["--data", "nowhere"], [], "--data nowhere does not exist"),
+        (["--devices", "none"], [], "--devices none: none is no device"),
+        (["--resume", "nowhere"], [], "--resume nowhere: there is no such folder"),
+        (["--output", "other"], [], "other holds a run already"),
+        ([], ["--lr", "0.1"], "the options of the processes differ: for --lr, rank 0 has nothing, rank 1 has 0.1"),
+        ([], ["--devices", "none"], "rank 1: --devices none: none is no device"),
+        ([], ["--epochs", "x"], "rank 1: argument --epochs: invalid int value"),
     ],
 )
-def test_what_cannot_be_is_said_once(alone: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_an_error_of_any_rank_is_one_line_of_rank_0(
+    tmp_path: Path, of_both: list[str], of_rank_1: list[str], message: str
+) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "checkpoint.pt").touch()
-    ends = run_ranks(2, run, tmp_path, *arguments)
-    assert [status for status, _, _ in ends] == [2, 2]
-    said, others = ends[0][2], ends[1][1] + ends[1][2]
-    assert said.startswith(f"manyhands train: error: {message}")
-    assert said.count("\n") == 1
-    assert others == ""
-
-
-def run_unlike(rank: int, folder: Path, each: list[list[str]]) -> tuple[int, str, str]:
-    return run(rank, folder, *each[rank])
-
-
-@pytest.mark.parametrize(
-    ("of_rank_1", "message"),
-    [
-        (["--lr", "0.1"], "the options of the processes differ: for --lr, rank 0 has nothing, rank 1 has 0.1"),
-        (["--devices", "none"], "rank 1: --devices none: none is no device"),
-        (["--epochs", "x"], "rank 1: argument --epochs: invalid int value"),
-    ],
-)
-def test_what_is_wrong_in_one_process_the_first_says(tmp_path: Path, of_rank_1: list[str], message: str) -> None:
-    ends = run_ranks(2, run_unlike, tmp_path, [["--output", "run"], ["--output", "run", *of_rank_1]])
+    ends = run_ranks(2, run_each, tmp_path, [of_both, of_both + of_rank_1])
     assert [status for status, _, _ in ends] == [2, 2]
     assert ends[0][2].startswith(f"manyhands train: error: {message}")
+    assert ends[0][2].count("\n") == 1
     assert ends[1][1] + ends[1][2] == ""
-    assert not (tmp_path / "run").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
 def run_with_other_data(rank: int, folder: Path) -> tuple[int, str, str]:
@@ -294,14 +273,14 @@ def test_one_process_that_fails_ends_all(tmp_path: Path, which: int) -> None:
 
 def run_or_be_killed(rank: int, folder: Path) -> tuple[int, str, str]:
     if rank == 1:
-        step = loop.Work.of_part
+        step = loop.Work.measured
 
         def die(self: Any, *args: Any) -> Any:
             if (folder / "run" / "checkpoint.pt").exists():
                 os.kill(os.getpid(), signal.SIGKILL)
             return step(self, *args)
 
-        loop.Work.of_part = die
+        loop.Work.measured = die
     return run(rank, folder, *SMALL, "--output", "run")
 
 
@@ -352,7 +331,7 @@ def test_a_launch_without_a_checkpoint_begins_again_in_its_folder(launched: Path
         (folder / name).unlink(missing_ok=True)
     assert run(0, launched, *SMALL)[0] == 0
     assert list((launched / "runs").iterdir()) == [folder]
-    assert len(metrics_of(folder)) == 26
+    assert len(metrics_of(folder / "metrics.jsonl")) == 26
 
 
 def test_the_name_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,7 +339,7 @@ def test_the_name_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch() is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 7")
     assert launch() == "job 7"
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # as torchrun says where nobody has named it
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # as torchrun sets it for a launch without a name
     assert launch() == launch()
     assert f"process {os.getppid()} of " in launch()
 
@@ -368,34 +347,34 @@ def test_the_name_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- alone ---------------------------------------------------------------------------------------------
 
 
-def test_alone_everything_comes_to_nothing() -> None:
+def test_alone_nothing_communicates() -> None:
     assert ALONE.is_first
     assert not ALONE.are_lost
     assert ALONE.together(lambda: 3) == 3
     assert ALONE.from_first(lambda: 4) == 4
-    assert ALONE.everybodys(5) == [5]
+    assert ALONE.all_gather(5) == [5]
     assert ALONE.sum(1.5, 2) == [1.5, 2]
-    assert ALONE.greatest_so_far(7) == 7
-    assert ALONE.part_of(torch.arange(3)).tolist() == [0, 1, 2]
-    ALONE.expect_alike("nothing", {})
+    assert ALONE.delayed_max(7) == 7
+    assert ALONE.shard_of(torch.arange(3)).tolist() == [0, 1, 2]
+    ALONE.expect_equal("nothing", {})
     ALONE.fail("nothing")
-    ALONE.part()
+    ALONE.wait_for_first()
 
 
 def test_incomplete_variables_of_a_launcher_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(OptionError, match=r"RANK is set, .* but not WORLD_SIZE"):
-        Ranks.meet()
+        Ranks.join()
 
 
 def decide(rank: int) -> tuple[list[str], list[float]]:
-    ranks = Ranks.meet()
+    ranks = Ranks.join()
     heard = [ranks.from_first(lambda: f"rank {rank} decides")]
     with pytest.raises(FolderError, match=r"^no$"):
         ranks.from_first(lambda: (_ for _ in ()).throw(FolderError("no")))
     with pytest.raises(OptionError, match=r"^rank 1: never$"):
         ranks.together(lambda: None if rank == 0 else (_ for _ in ()).throw(OptionError("never")))
-    asked = [ranks.greatest_so_far(number) for number in ([0, 0, 5, 0], [0, 9, 0, 0])[rank]]
+    asked = [ranks.delayed_max(number) for number in ([0, 0, 5, 0], [0, 9, 0, 0])[rank]]
     return heard, [*ranks.sum(rank + 1, 0.5), *asked]
 
 

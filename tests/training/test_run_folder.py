@@ -10,16 +10,14 @@ from manyhands.console.errors import FolderError
 from manyhands.training.run_folder import RunFolder, replaced
 
 
-def test_a_new_folder_is_not_made_before_it_is_needed(tmp_path: Path) -> None:
-    folder = RunFolder.for_new_run(tmp_path / "a" / "b")
-    assert not folder.path.exists()
+def test_a_new_folder_is_not_made_before_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its default name is `runs/` and the time."""
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder.for_new_run(None)
+    assert folder.path.parts[0] == "runs"
+    assert not Path("runs").exists()
     folder.make_empty()
     assert folder.path.is_dir()
-
-
-def test_the_default_folder_is_named_by_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert RunFolder.for_new_run(None).path.parts[0] == "runs"
 
 
 def test_a_run_is_replaced_only_when_asked_and_alone(tmp_path: Path) -> None:
@@ -37,8 +35,9 @@ def test_a_run_is_replaced_only_when_asked_and_alone(tmp_path: Path) -> None:
 def test_a_run_that_failed_before_anything_was_saved_is_nothing_to_lose(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"manyhands": "0.1.0"}')
     (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "notes.txt").write_text("mine")
     RunFolder.for_new_run(tmp_path).make_empty()
-    assert {path.name for path in tmp_path.iterdir()} - {".lock"} == set()
+    assert {path.name for path in tmp_path.iterdir()} - {".lock"} == {"notes.txt"}
 
 
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "curves.png"])
@@ -121,20 +120,11 @@ def test_a_file_system_without_locks_does_without(tmp_path: Path, monkeypatch: p
     second.make_empty()
 
 
-def test_other_files_in_the_folder_do_not_matter(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    RunFolder.for_new_run(tmp_path).make_empty()
-    assert (tmp_path / "notes.txt").read_text() == "mine"
-
-
-def test_a_file_in_the_way(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(FolderError, match="is not a folder"):
             RunFolder.for_new_run(path)
-
-
-def test_a_folder_that_cannot_be_made() -> None:
     with pytest.raises(FolderError, match=r"--output .*; name another folder"):
         RunFolder.for_new_run(Path("/proc/no/such")).make_empty()
 

@@ -1,7 +1,6 @@
 """`torchrun -m manyhands train`, as it is typed."""
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -9,11 +8,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
+from helpers.commands import metrics_of, steps_of
 from manyhands.cli import main
 
 LIMIT_S = 240
@@ -48,18 +47,12 @@ def worker(process: subprocess.Popen[str], rank: int) -> psutil.Process:
     return next(child for child in children if child.environ().get("RANK") == str(rank))
 
 
-def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    text = (folder / "metrics.jsonl").read_text() if (folder / "metrics.jsonl").exists() else ""
-    lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
-    return [{key: value for key, value in line.items() if key != "kind" and "seconds" not in key} for line in lines]
-
-
 def wait_for_steps(folder: Path, number: int, process: subprocess.Popen[str]) -> Path:
     """Return the run's folder once it has so many records."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline and process.poll() is None:
         for run in (folder / "runs").glob("*"):
-            if len(metrics_of(run)) >= number:
+            if len(metrics_of(run / "metrics.jsonl")) >= number:
                 return run
         time.sleep(0.01)
     pytest.fail((folder / "log").read_text())
@@ -81,9 +74,10 @@ def test_a_killed_process_and_the_numbers_of_an_undisturbed_run(tmp_path: Path, 
     assert list((tmp_path / "runs").iterdir()) == [run]
 
     assert main(["train", *TRAIN, "--output", str(tmp_path / "alone")]) == 0
-    found, expected = metrics_of(run), metrics_of(tmp_path / "alone")
+    found, expected = (metrics_of(folder / "metrics.jsonl") for folder in (run, tmp_path / "alone"))
     assert len(found) == len(expected) == 13 * EPOCHS
     for line, oracle in zip(found, expected, strict=True):
+        assert line.pop("kind") == oracle.pop("kind")
         # Of 360 test rows: where two answers of a row are equal within rounding, either may win.
         accuracies = [each.pop("test_accuracy", 0.0) for each in (line, oracle)]
         assert accuracies[0] == pytest.approx(accuracies[1], abs=1.01 / 360)
@@ -96,5 +90,5 @@ def test_ctrl_c(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         process.wait(LIMIT_S)
     log = (tmp_path / "log").read_text()
-    assert f"stopped after step {len([line for line in metrics_of(run) if 'loss' in line])}; to go on:" in log
+    assert f"stopped after step {len(steps_of(run / 'metrics.jsonl'))}; to go on:" in log
     assert (run / "checkpoint.pt").exists()

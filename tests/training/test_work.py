@@ -13,7 +13,7 @@ def work_of(num_replicas: int, parts: list[int]) -> Work:
     model = DataParallel(nn.Linear(3, 2), device_ids=devices, shares="even")
     work = Work(devices)
     for rows in parts:
-        with work.of_part(model, rows):
+        with work.measured(model, rows):
             model(torch.rand(rows, 3)).sum().backward()
     return work
 

@@ -1,1 +1,1 @@
-"""The benchmark behind `manyhands bench`: our engines beside what else there is, measured in turn."""
+"""The benchmark behind `manyhands bench`: our engines and the alternatives, measured in turn."""

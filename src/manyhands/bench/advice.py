@@ -1,21 +1,21 @@
-"""What to do with a model here, and why, from what was measured of it."""
+"""Advice for a model on this machine, with reasons, from its measurements."""
 
 from collections.abc import Sequence
 
 from manyhands.bench.contenders import OURS
 from manyhands.bench.results import Line, Workload
 
-_NOISE = 0.03  # what is no faster than by so much is not worth more machinery
+_NOISE = 0.03  # a smaller gain is not worth a more complex setup
 
 
 def advice(workload: Workload, cores: int) -> list[str]:
     """Return the engine and number of replicas to use, and the reasons, as paragraphs.
 
-    Where several are within 3 % of the fastest, the simplest of them is taken: the plain module, then threads, then
+    Of all that are within 3 % of the fastest, the simplest is recommended: the plain module, then threads, then
     processes, and fewer replicas first.
 
     Args:
-        workload: what was measured, of the plain module and of ours; without both there is no advice.
+        workload: the measurements of the plain module and of ours; without both there is no advice.
         cores: how many this process may use.
     """
     plain = workload.line("plain")
@@ -43,18 +43,18 @@ def _why_one_device(workload: Workload, plain: Line, best: Line, cores: int) -> 
     if cores == 1:
         said.append("There is one core, so replicas can only take turns on it.")
     elif limit is None:
-        said.append("What replicas could gain at most, the contender `limit` would tell.")
+        said.append("The contender `limit` would show how much replicas could gain at most.")
     elif limit.step_s >= (1 - _NOISE) * plain.step_s:
         said.append(
             f"Even without any communication {limit.replicas} processes take {_ms(limit)} a step: either the "
-            "operations of this model keep all cores busy by themselves, or there is so little to compute that fewer "
-            "rows do not make a step shorter; then a larger batch would profit."
+            "operations of this model already keep all cores busy, or there is so little to compute that fewer rows do "
+            "not make a step shorter; then a larger batch would help."
         )
     else:
         gain, cost = plain.step_s - limit.step_s, best.step_s - limit.step_s
         said.append(
             f"Without any communication {limit.replicas} processes would take {_ms(limit)} a step, so "
-            f"{1000 * gain:.2f} ms could be gained; to divide each step and put it together again costs about "
+            f"{1000 * gain:.2f} ms could be gained; splitting each step and combining the results costs about "
             f"{1000 * cost:.2f} ms. A larger batch would change that."
         )
     return said
@@ -87,8 +87,8 @@ def _why_several(workload: Workload, plain: Line, chosen: Line, ours: Sequence[L
             f"That is {100 * chosen.speed_of(limit):.0f} % of the speed of {limit.replicas} processes that do not "
             f"communicate at all ({_ms(limit)}), so there is little left to gain."
             if chosen.speed_of(limit) >= 0.9
-            else f"{limit.replicas} processes that do not communicate at all take {_ms(limit)}: the rest is what it "
-            "costs to divide each step and put it together again, which weighs less with a larger batch."
+            else f"{limit.replicas} processes that do not communicate at all take {_ms(limit)}: the rest is the "
+            "cost of splitting each step and combining the results, which matters less with a larger batch."
         )
     ddp = workload.line("ddp", chosen.replicas)
     if ddp is not None:

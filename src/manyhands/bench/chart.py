@@ -1,6 +1,5 @@
-"""results.png: the speed of every contender as a bar, relative to what the machine could do at most."""
+"""results.png: the speed of every contender as a bar, relative to the limit of the machine."""
 
-import logging
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,23 +10,20 @@ from matplotlib.figure import Figure
 from manyhands.bench import machine
 from manyhands.bench.contenders import CONTENDERS
 from manyhands.bench.results import Line, Results, Workload
+from manyhands.console import charts
+from manyhands.console.charts import INK
 
 _COLORS = {
-    "plain": "#b8b8b8", "limit": "#7d7d7d", "ddp": "#d1495b", "accelerate": "#e08e45", "fabric": "#edc46f",
-    "torchrun": "#61988e", "threads": "#6fb3d2", "processes": "#2a6f97",
+    "plain": charts.GREY, "limit": "#7d7d7d", "ddp": charts.RED, "accelerate": charts.ORANGE, "fabric": "#edc46f",
+    "torchrun": "#61988e", "threads": "#6fb3d2", "processes": charts.BLUE,
 }  # fmt: skip
-_INK = "#3d3d3d"
-_GRID = "#e6e6e6"
-
-# On its first use matplotlib lists the machine's fonts, and logs that it does.
-logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 
 
 def draw(path: Path, results: Results) -> None:
     """Draw the picture.
 
     A group of bars for each workload and number of replicas. Their height is the speed relative to `limit`, or to the
-    fastest where that was not measured; the thin lines reach from the lowest to the highest round.
+    fastest if `limit` was not measured; the thin lines reach from the lowest to the highest round.
     """
     groups = [(w, n) for w in results.workloads for n in w.replica_counts() or [1] if any(w.measured())]
     width_inches = max(8.0, 1.5 + 2.4 * len(groups))
@@ -39,19 +35,15 @@ def draw(path: Path, results: Results) -> None:
         _bars(axes, groups, name, place * width - 0.42 + width / 2, width)
     several = len({n for _, n in groups}) > 1
     labels = [f"{w.name}\n{n} replicas" if several else w.name for w, n in groups]
-    axes.set_xticks(range(len(groups)), labels, color=_INK)
-    axes.axhline(1, color=_INK, linewidth=0.8)
+    axes.set_xticks(range(len(groups)), labels, color=INK)
+    axes.axhline(1, color=INK, linewidth=0.8)
     known = all(workload.line("limit", replicas) for workload, replicas in groups)
     reference = "processes that do not communicate" if known else "the fastest"
-    axes.set_title(f"Training speed on the CPU, relative to {reference}", loc="left", fontsize=11, color=_INK)
-    axes.tick_params(colors=_INK, length=0)
-    axes.grid(axis="y", color=_GRID)
-    axes.set_axisbelow(True)
-    axes.spines[:].set_visible(False)
+    charts.style(axes, f"Training speed on the CPU, relative to {reference}")
     if names:
-        figure.legend(loc="outside lower center", ncols=len(names), frameon=False, labelcolor=_INK, fontsize=9)
+        figure.legend(loc="outside lower center", ncols=len(names), frameon=False, labelcolor=INK, fontsize=9)
     caption = textwrap.fill(machine.in_one_line(results.machine), round(16 * width_inches))
-    axes.set_xlabel(caption, fontsize=7, color=_INK, labelpad=8, parse_math=False)
+    axes.set_xlabel(caption, fontsize=7, color=INK, labelpad=8, parse_math=False)
     figure.savefig(path, format="png", dpi=150)
 
 
@@ -68,7 +60,7 @@ def _bars(axes: Axes, groups: Sequence[tuple[Workload, int]], name: str, offset:
         below.append(heights[-1] - min(speeds))
         above.append(max(speeds) - heights[-1])
     axes.bar(places, heights, width * 0.92, label=name, color=_COLORS[name])
-    axes.errorbar(places, heights, [below, above], fmt="none", ecolor=_INK, elinewidth=0.6)
+    axes.errorbar(places, heights, [below, above], fmt="none", ecolor=INK, elinewidth=0.6)
     for place, height in zip(places, heights, strict=True):
         text = f"{height:.2f}"
         axes.annotate(text, (place, 0), (0, 3), textcoords="offset points", ha="center", fontsize=6, color="white")

@@ -1,20 +1,19 @@
 """The command `manyhands bench`: from the words of the command line to tables, files and advice."""
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.bench.contenders import CONTENDERS, OURS, Contender, Task, is_installed
-from manyhands.console.errors import OptionError
+from manyhands.console import progress
+from manyhands.console.errors import DONE, FAILED, OptionError
+from manyhands.console.files import expect_writable
+from manyhands.console.options import TARGET, folder
 from manyhands.runtime.devices import accelerators
 
 if TYPE_CHECKING:
     from manyhands.bench.results import Results
-
-_DONE = 0
-_FAILED = 1
 
 _MODELS = ("resnet", "mlp", "gpt", "tiny")
 _ONE_DEVICE, _ADDED_REPLICAS = "one-device", "added-replicas"
@@ -22,12 +21,14 @@ WORKLOADS = (*_MODELS, _ONE_DEVICE, _ADDED_REPLICAS)
 _ADDED = (1, 2, 4, 8, 16, 32)
 _MOST_REPLICAS = 256
 
+SUMMARY = "measure training steps on this machine, ours beside others'"
+
 DESCRIPTION = """\
 Measure training steps on the cores of this machine: the plain module, torch DDP, Accelerate and Lightning Fabric if
 they are installed, DataParallel with threads and with processes, and the limit: as many processes without any
-communication. All take turns in one run, so that figures can be compared. Nothing else should run meanwhile.
+communication. All take turns in one run, so that figures can be compared. Run nothing else meanwhile.
 
-With package.module:build it does so for a model of yours, and says which engine and how many replicas are fastest
+With package.module:build it measures a model of yours, and says which engine and how many replicas are fastest
 here. build is a function without arguments, found from the current folder, as for `manyhands verify`: it returns
 (model, inputs), or a dict with model, inputs, target, criterion, and options of DataParallel.
 """
@@ -49,20 +50,20 @@ workloads:
   added-replicas  tiny on 1, 2, 4, 8, 16 and 32 replicas
 
 files in the output folder:
-  results.md    the tables, with the machine's description; what notes.md there says is shown at the end
+  results.md    the tables, with the machine's description; at the end the text of notes.md, if there is one
   results.png   the speeds as bars
   results.json  every figure
 
 exit status:
   0  measured
-  1  a contender failed, or computes something else than the others (not for a model of yours)
-  2  nothing was measured: what was given cannot be used
+  1  a contender failed, or its losses differ from the others (not for a model of yours)
+  2  nothing was measured: the arguments cannot be used
 """
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser; only what was given comes out of it."""
-    parser.add_argument("target", nargs="?", metavar="package.module:build", help="a model of yours (default: our own)")
+    parser.add_argument("target", nargs="?", metavar=TARGET, help="a model of yours (default: our own)")
     parser.add_argument(
         "--workloads", type=_names, metavar="NAMES", help=f"which of ours (default: {','.join(WORKLOADS)})"
     )
@@ -79,15 +80,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="replicas, such as 2 or 2,4,8 (default: 2; for a model of yours 2, 4, 8 and so on, up to the cores)",
     )
     parser.add_argument("--rounds", type=int, metavar="N", help="turns of each contender (default: 5)")
-    parser.add_argument("--seconds-per-turn", type=float, metavar="S", help="how long a turn is, about (default: 2)")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="the folder for the results (default: runs/bench)")
+    parser.add_argument("--seconds-per-turn", type=float, metavar="S", help="approximate length of a turn (default: 2)")
+    parser.add_argument("--output", type=folder, metavar="DIR", help="the folder for the results (default: runs/bench)")
+
+
+def needed(given: dict[str, Any]) -> tuple[str, ...]:
+    """Return the packages that must be installed."""
+    return "matplotlib", "psutil", "rich"
 
 
 def run(given: dict[str, Any]) -> int:
     """Measure, print and save; return the exit status.
 
     Raises:
-        OptionError, TargetError: nothing was measured.
+        CommandError: nothing was measured.
     """
     target = given.get("target")
     if target is not None and "workloads" in given:
@@ -103,39 +109,40 @@ def run(given: dict[str, Any]) -> int:
         raise OptionError(f"--seconds-per-turn {seconds:g}: expected a number above 0, up to 60")
     output: Path = given.get("output", Path("runs/bench"))
     if target is not None:
-        Task.of_target(target)  # what cannot be built is said before anything is started
+        Task.of_target(target)  # raises before anything is started
 
-    from manyhands.bench import machine, memory, one_device, progress
+    from manyhands.bench import machine, memory, one_device
     from manyhands.bench.measure import measure
     from manyhands.bench.results import Results
 
-    _make_folder(output)
+    expect_writable(output)
+    output.mkdir(parents=True, exist_ok=True)
     counts = given.get("replicas", [2] if target is None else _up_to(machine.num_cores()))
     settings = {"rounds": rounds, "seconds_per_turn": seconds}
     results = Results(machine.describe(), settings, memory.kind(), [])
     print(f"{machine.in_one_line(results.machine)}; results in {output}", flush=True)
     if accelerators():
-        print("this machine has accelerators: they are not measured, everything runs on the CPU", flush=True)
+        print("this machine has accelerators; the benchmark runs on the CPU only", flush=True)
     shown = progress.for_stdout()
     try:
-        takers = _contenders(contenders, counts)
+        participants = _contenders(contenders, counts)
         for name, where in [(target, target)] if target else [(n, _ours(n)) for n in names if n in _MODELS]:
-            results.workloads.append(measure(name, where, takers, rounds, seconds, shown))
+            results.workloads.append(measure(name, where, participants, rounds, seconds, shown))
         if not target and _ONE_DEVICE in names:
             results.one_device_us = one_device.measure(shown)
         if not target and _ADDED_REPLICAS in names:
-            takers = [Contender(engine, n) for n in _ADDED for engine in OURS if engine in contenders]
-            results.added_replicas = measure("tiny", _ours("tiny"), takers, rounds, seconds, shown)
+            participants = [Contender(engine, n) for n in _ADDED for engine in OURS if engine in contenders]
+            results.added_replicas = measure("tiny", _ours("tiny"), participants, rounds, seconds, shown)
     finally:
         shown.close()
     _conclude(results, output, advised=target is not None)
     lines = [line for workload in (*results.workloads, results.added_replicas) if workload for line in workload.lines]
     wrong = any(line.failure or line.differs for line in lines)
-    return _FAILED if wrong and target is None else _DONE
+    return FAILED if wrong and target is None else DONE
 
 
 def _conclude(results: "Results", output: Path, advised: bool) -> None:
-    """Save what was measured, with advice if asked for, and print the tables."""
+    """Save the results, with advice if `advised`, and print the tables."""
     from manyhands.bench import chart, tables
     from manyhands.bench.advice import advice
 
@@ -154,7 +161,7 @@ def _ours(name: str) -> str:
 
 
 def _contenders(names: Sequence[str], counts: Sequence[int]) -> list[Contender]:
-    """Return who takes part: each on each number of replicas, and the plain module once."""
+    """Return the contenders: each with each number of replicas, and the plain module once."""
     several = [Contender(name, count) for count in counts for name in names if name != "plain"]
     return [Contender("plain", 1), *several] if "plain" in names else several
 
@@ -174,15 +181,6 @@ def _known(names: Sequence[str], known: Sequence[str], option: str) -> list[str]
         if name not in known:
             raise OptionError(f"{option} {name}: expected some of {', '.join(known)}")
     return [name for name in known if name in names]
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OptionError(f"--output {folder}: {error.strerror}") from error
-    if not os.access(folder, os.W_OK):
-        raise OptionError(f"--output {folder}: cannot be written")
 
 
 def _names(text: str) -> list[str]:

@@ -1,7 +1,6 @@
-"""A contender that has been started: its processes are asked together, answer together, and end together.
+"""The processes of one contender: they start, take steps and end together.
 
-Each process is the leader of a process group, so that Ctrl-C in a terminal reaches the benchmark only, which then ends
-them all.
+Each leads its own process group, so that Ctrl-C in a terminal reaches the benchmark only, which then ends them all.
 """
 
 import contextlib
@@ -21,7 +20,7 @@ from typing import Any
 from manyhands.bench.contenders import Contender
 from manyhands.bench.serving import Failure, Program, Ready, StepTimes, Turn
 
-_PATIENCE_S = 600.0
+_TURN_LIMIT_S = 600.0
 _EXIT_WAIT_S = 10.0
 
 
@@ -33,8 +32,8 @@ class ContenderProcesses:
     """The processes of one contender on one target, until the block ends.
 
     Attributes:
-        contender: what they are.
-        ready: what each has said when it was set up.
+        contender: which one.
+        ready: the first reply of each process, after its setup.
     """
 
     def __init__(self, contender: Contender, target: str) -> None:
@@ -58,42 +57,42 @@ class ContenderProcesses:
         Raises:
             ContenderFailedError: one is not.
         """
-        self.ready = self._answers()
+        self.ready = self._replies()
 
     def take(self, num_untimed: int, num_timed: int) -> list[StepTimes]:
-        """Let every process take steps at the same time; return what each has said.
+        """Let every process take steps at the same time; return their replies.
 
         Raises:
-            ContenderFailedError: one could not.
+            ContenderFailedError: a process failed.
         """
-        self.ask(num_untimed, num_timed)
-        return self._answers()
+        self.begin_turn(num_untimed, num_timed)
+        return self.end_turn()
 
-    def ask(self, num_untimed: int, num_timed: int) -> None:
-        """Begin a turn, whose answers are still to be waited for."""
+    def begin_turn(self, num_untimed: int, num_timed: int) -> None:
+        """Begin a turn without waiting for the replies."""
         for connection in self._connections:
-            with contextlib.suppress(OSError):  # it has ended: the answer will say so
+            with contextlib.suppress(OSError):  # the process has ended: reading its reply will say so
                 connection.send(Turn(num_untimed, num_timed))
 
-    def answered(self, within_s: float) -> bool:
-        """Wait so long for a sign of the turn's end."""
+    def has_reply(self, within_s: float) -> bool:
+        """Wait for at most so long; return whether a process has replied."""
         return bool(wait(self._connections, within_s))
 
-    def taken(self) -> list[StepTimes]:
-        """Return the answers of the turn that was begun.
+    def end_turn(self) -> list[StepTimes]:
+        """Return the replies of the turn.
 
         Raises:
-            ContenderFailedError: a process could not.
+            ContenderFailedError: a process failed.
         """
-        return self._answers()
+        return self._replies()
 
     @property
     def process_ids(self) -> list[int]:
-        """The processes that were started; they may have started others."""
+        """The processes of this contender; they may have started others."""
         return [process.pid for process in self._processes]
 
     def close(self, patient: bool = True) -> None:
-        """End the processes: by closing their connections if `patient`, and with a signal those that stay."""
+        """End the processes: by closing their connections if `patient`; kill those that are still there then."""
         for connection in self._connections:
             connection.close()
         until = time.monotonic() + (_EXIT_WAIT_S if patient else 0)
@@ -101,7 +100,7 @@ class ContenderProcesses:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, until - time.monotonic()))
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # whatever it has left in its group
+                os.killpg(process.pid, signal.SIGKILL)  # with the rest of its group
             process.wait()
         self._folder.cleanup()
 
@@ -129,31 +128,31 @@ class ContenderProcesses:
                 )
             )
 
-    def _answers(self) -> list[Any]:
-        """Wait for the answer of every process; the first that fails speaks for all."""
-        answers: dict[Any, Any] = {}
-        while waiting := [connection for connection in self._connections if connection not in answers]:
-            answered = wait(waiting, _PATIENCE_S)
-            if not answered:
-                raise ContenderFailedError(f"no answer for {_PATIENCE_S:.0f} seconds")
-            for connection in answered:
-                answers[connection] = self._answer(connection)
-        return [answers[connection] for connection in self._connections]
+    def _replies(self) -> list[Any]:
+        """Wait for the reply of every process; raise the first failure."""
+        replies: dict[Any, Any] = {}
+        while waiting := [connection for connection in self._connections if connection not in replies]:
+            readable = wait(waiting, _TURN_LIMIT_S)
+            if not readable:
+                raise ContenderFailedError(f"no reply for {_TURN_LIMIT_S:.0f} seconds")
+            for connection in readable:
+                replies[connection] = self._reply(connection)
+        return [replies[connection] for connection in self._connections]
 
-    def _answer(self, connection: Any) -> Any:
+    def _reply(self, connection: Any) -> Any:
         try:
-            answer = connection.recv()
+            reply = connection.recv()
         except (EOFError, OSError):
             raise ContenderFailedError(self._how_it_ended(self._connections.index(connection))) from None
-        if isinstance(answer, Failure):
-            raise ContenderFailedError(answer.reason)
-        return answer
+        if isinstance(reply, Failure):
+            raise ContenderFailedError(reply.reason)
+        return reply
 
     def _how_it_ended(self, rank: int) -> str:
         status = self._processes[rank].wait()
-        said = (Path(self._folder.name) / f"log-{rank}").read_text(errors="replace").strip().splitlines()
+        log = (Path(self._folder.name) / f"log-{rank}").read_text(errors="replace").strip().splitlines()
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        return f"its process {how}{f', and said: {said[-1]}' if said else ''}"
+        return f"its process {how}{f', with the message: {log[-1]}' if log else ''}"
 
 
 def close_all(started: Sequence[ContenderProcesses], patient: bool) -> None:

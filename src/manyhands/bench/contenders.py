@@ -1,13 +1,12 @@
 """The contenders: each takes the same training step in its own way.
 
 A step is forward, loss, backward, SGD with momentum, gradients set to None. `plain`, `threads` and `processes` are
-one program, as their users write it. The others are one program for each replica, each with its own rows of the
-batch; they meet in torch.distributed only (gloo, over the loopback device, found through a file): `ddp`, the two
-libraries on top of it, `accelerate` and `fabric`, and `torchrun`, which is `DataParallel` as it is under a launcher.
-`limit` is the same without meeting at all: no two of its programs learn from each other, so nothing that is right can
-be faster than it by more than chance.
+one program, as their users write it. The others are one program for each replica, each with its own rows of the batch,
+which communicate by torch.distributed (gloo over the loopback device, rendezvous in a file): `ddp`; the two libraries
+on top of it, `accelerate` and `fabric`; and `torchrun`, which is `DataParallel` under a launcher. The programs of
+`limit` do not communicate at all, so no correct contender can be faster, except by chance.
 
-Every process has its part of the cores: as many intra-op threads as torch would use, divided by the replicas.
+Every process has its part of the cores: the number of intra-op threads that torch would use, divided by the replicas.
 """
 
 import importlib.util
@@ -41,14 +40,14 @@ _MOMENTUM = 0.9
 
 @dataclass(frozen=True)
 class Contender:
-    """One line of a table: what takes the steps, and on how many replicas."""
+    """One line of a table: a contender, and its number of replicas."""
 
     name: str
     replicas: int
 
     @property
     def num_programs(self) -> int:
-        """How many processes are started for it; what these start by themselves is not counted."""
+        """How many processes are started for it, not counting those that these start."""
         return self.replicas if self.name in ("limit", *DISTRIBUTED) else 1
 
     def __str__(self) -> str:
@@ -56,18 +55,18 @@ class Contender:
 
 
 def is_installed(name: str) -> bool:
-    """Return whether what a contender needs besides torch is there."""
+    """Return whether the packages that a contender needs besides torch are installed."""
     packages = LIBRARIES.get(name)
     return packages is None or any(importlib.util.find_spec(package) is not None for package in packages)
 
 
 @dataclass
 class Task:
-    """What one process trains: a module, its part of the batch, and how the loss is computed.
+    """The training task of one process: a module, its shard of the batch, and how the loss is computed.
 
     Attributes:
-        options: those of `DataParallel`, as the target gave them.
-        rows: how many rows of the batch it has.
+        options: those of `DataParallel` that the target returned.
+        rows: of the shard.
     """
 
     model: nn.Module
@@ -80,7 +79,7 @@ class Task:
 
     @classmethod
     def of_target(cls, target: str) -> "Task":
-        """Build what `package.module:build` describes. Equal seeds: every process builds the same.
+        """Call `package.module:build`. With equal seeds, every process builds the same.
 
         Raises:
             TargetError: it cannot be built.
@@ -89,7 +88,7 @@ class Task:
         with current_folder_first():
             built = build_arguments(target)
         for name in ("device_ids", "output_device", "rtol", "atol"):
-            built.pop(name, None)  # of `verify`; here the replicas are on the CPU
+            built.pop(name, None)  # options of `verify`; here the replicas are on the CPU
         model, inputs = built.pop("model"), built.pop("inputs")
         model = model.module if isinstance(model, DataParallel) else model
         if not isinstance(model, nn.Module):
@@ -101,12 +100,12 @@ class Task:
         return task
 
     def normalises_shards(self) -> bool:
-        """Return whether there is batch norm that sees a replica's rows only, so that plain is another thing."""
+        """Return whether the model has batch norm over a replica's rows only, unlike `plain`."""
         batch_norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         return bool(batch_norms) and not self.options.get("sync_batch_norm", False)
 
-    def part(self, rank: int, replicas: int, device: torch.device = _CPU) -> "Task":
-        """Return what the program of one replica trains, its rows on this device.
+    def shard(self, rank: int, replicas: int, device: torch.device = _CPU) -> "Task":
+        """Return the task of one replica, with its rows on this device.
 
         Raises:
             ValueError: the batch has no rows for it.
@@ -135,11 +134,11 @@ class Task:
         return torch.stack([tensor.float().square().mean() for tensor in outputs]).sum()
 
 
-def take_part_of_cores(contender: Contender, rank: int) -> None:
-    """Give the calling process, which has not computed anything yet, its part of the machine.
+def use_part_of_cores(contender: Contender, rank: int) -> None:
+    """Give the calling process its part of the cores, before it computes anything.
 
-    The limit's programs keep to cores of their own, as the workers of engine="processes" do: it is what the machine can
-    do. The others run where the system puts them, as they do for their users.
+    The limit's programs are bound to their own cores, as the workers of engine="processes" are, because that is
+    fastest. The system schedules the others, as it does for their users.
     """
     torch.set_num_threads(max(1, torch.get_num_threads() // contender.num_programs))
     if contender.name == "limit" and hasattr(os, "sched_setaffinity"):
@@ -153,8 +152,8 @@ def step_of(contender: Contender, rank: int, task: Task, folder: Path) -> Callab
 
     Args:
         contender, rank: which program.
-        task: its part of the batch.
-        folder: where the programs of a contender find each other.
+        task: of this program.
+        folder: for the rendezvous of the contender's programs.
     """
     name, replicas = contender.name, contender.replicas
     if name in DISTRIBUTED:
@@ -185,7 +184,7 @@ def step_of(contender: Contender, rank: int, task: Task, folder: Path) -> Callab
 
 
 def _join(rank: int, replicas: int, folder: Path) -> None:
-    """Meet the other programs in torch.distributed, with the environment that a launcher would give them."""
+    """Initialise torch.distributed, with the environment variables of a launcher."""
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
@@ -193,7 +192,9 @@ def _join(rank: int, replicas: int, folder: Path) -> None:
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(replicas), LOCAL_WORLD_SIZE=str(replicas),
         NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0",
     )  # fmt: skip
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder / 'met'}", rank=rank, world_size=replicas)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=replicas
+    )
 
 
 def _with_accelerate(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any, Callable[[Tensor], object]]:

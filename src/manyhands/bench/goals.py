@@ -1,4 +1,4 @@
-"""The goals of the project for speed and memory, and what a run says about each.
+"""The project's goals for speed and memory, and whether a run meets each.
 
 They are ratios within one run, for two replicas on two cores.
 """
@@ -16,7 +16,7 @@ _WORKLOADS = ("resnet", "mlp", "gpt", "tiny")
 
 @dataclass(frozen=True)
 class Verdict:
-    """A goal, and what was measured."""
+    """A goal, and the measurement."""
 
     goal: str
     measured: str
@@ -29,7 +29,7 @@ class Verdict:
 
 
 def verdicts(results: Results) -> list[Verdict]:
-    """Return what a run says about every goal, those included that it did not measure."""
+    """Return the verdict on every goal, including those that were not measured."""
     return [
         *_at_least(
             "processes", "limit", "of the limit's speed", {"resnet": 0.95, "gpt": 0.95, "mlp": 0.9, "tiny": 0.7}

@@ -1,4 +1,4 @@
-"""What the benchmark ran on, in words that can be published: no names of hosts or users."""
+"""The machine of a benchmark, in words that can be published: without names of hosts or users."""
 
 import os
 import platform

@@ -1,38 +1,28 @@
 """The measurement: contenders take turns, some seconds each, round after round.
 
-First every contender is there alone: it takes three steps, whose losses show whether it computes what the others do,
-and then some more, during which its memory is measured (alone, because pages of torch that all processes share would
-count less the more of them there are). Then all are started and sleep, except for the one whose turn it is. So a change
-of the machine's mood meets all of them, and none takes another's cores. Every turn begins with an untimed step, which
-brings caches back. What comes out are ratios within a round.
+First every contender runs alone. It takes three steps, whose losses show whether it computes the same as the others,
+and then some more, during which its memory is measured (alone, because the PSS of torch's shared pages falls with the
+number of processes). Then all are started and sleep, except for the one whose turn it is. So a change in the machine's
+speed affects all of them, and none uses the cores of another. Every turn begins with an untimed step, which warms the
+caches. The results are ratios within a round.
 """
 
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from manyhands.bench import memory
 from manyhands.bench.contender_processes import ContenderFailedError, ContenderProcesses, close_all
 from manyhands.bench.contenders import Contender
 from manyhands.bench.results import Line, Workload, mean_over_rows
 from manyhands.bench.serving import StepTimes
+from manyhands.console.progress import Progress, Task
 
 _NUM_CHECKED = 3
 _NUM_MEMORY_STEPS = 2
 _RELATIVE_TOLERANCE = 1e-3
 _LONGEST_WARM_UP = 50
-
-
-class Progress(Protocol):
-    """Is told what happens."""
-
-    def begin(self, what: str, num_parts: int) -> None:
-        """Something with so many parts begins."""
-
-    def part(self, what: str) -> None:
-        """One part ends, of which this can be said."""
 
 
 def measure(
@@ -43,16 +33,16 @@ def measure(
     Args:
         name: what the workload is called.
         target: `package.module:build`.
-        contenders: who takes part.
-        rounds, seconds: how many turns each has, and how long one is, about.
-        progress: is told.
+        contenders: all that take part.
+        rounds, seconds: the number of turns of each, and their approximate length.
+        progress: shows it.
 
     Returns:
-        A line for each contender, in their order; those that fail have the reason.
+        A line for each contender, in their order; a failed one has the reason.
     """
     workload = Workload(name, [Line(contender.name, contender.replicas) for contender in contenders])
     runners = each_alone(workload, target, contenders, progress)
-    progress.begin(f"{name}: speed", rounds * len(runners))
+    task = Task(progress, f"{name}: speed", rounds * len(runners))
     patient = False
     try:
         for runner in runners:
@@ -65,7 +55,7 @@ def measure(
             for runner in runners if number % 2 == 0 else reversed(runners):
                 with _failing_alone(runner.line):
                     runner.take_turn(seconds)
-                progress.part(f"round {number + 1}, {runner.contender}: {runner.said()}")
+                task.advance(f"round {number + 1}, {runner.contender}: {runner.last_result()}")
         patient = True
     finally:
         close_all([runner.started for runner in runners if runner.started is not None], patient)
@@ -81,14 +71,14 @@ class Runner:
 
     contender: Contender
     line: Line
-    step_s: float  # roughly
+    step_s: float  # an estimate
     started: ContenderProcesses | None = None
 
     def start(self, target: str) -> None:
         self.started = ContenderProcesses(self.contender, target)
 
     def warm_up(self, seconds: float) -> None:
-        """Take steps for about one turn, and learn how long one takes."""
+        """Take steps for about one turn, and estimate the time of a step."""
         if self.started is not None:
             self.started.wait_until_ready()
             num_steps = min(_LONGEST_WARM_UP, math.ceil(seconds / self.step_s))
@@ -99,13 +89,13 @@ class Runner:
             num_steps = max(1, round(seconds / self.step_s))
             self.line.turns_s.append(_slowest(self.started.take(1, num_steps)) / num_steps)
 
-    def said(self) -> str:
+    def last_result(self) -> str:
         return self.line.failure or f"{1000 * self.line.turns_s[-1]:.1f} ms a step"
 
 
 @contextlib.contextmanager
 def _failing_alone(line: Line) -> Iterator[None]:
-    """Note in its line that a contender failed, and let the others go on."""
+    """Record in its line that a contender failed; the others go on."""
     try:
         yield
     except ContenderFailedError as failure:
@@ -113,22 +103,22 @@ def _failing_alone(line: Line) -> Iterator[None]:
 
 
 def each_alone(workload: Workload, target: str, contenders: Sequence[Contender], progress: Progress) -> list[Runner]:
-    """Take the first steps of every contender, alone; return those that can, and write into the workload the rest.
+    """Run every contender alone; return those that did not fail.
 
-    The rest: losses and whether they agree, memory, and what the model and its batch are like.
+    The workload gets the losses and whether they agree, the memory, and facts about the model and its batch.
     """
-    progress.begin(f"{workload.name}: losses and memory", len(contenders))
+    task = Task(progress, f"{workload.name}: losses and memory", len(contenders))
     runners = []
     for contender, line in zip(contenders, workload.lines, strict=True):
         with _failing_alone(line):
             runners.append(Runner(contender, line, _alone(contender, target, line, workload)))
-        progress.part(f"{contender}: {line.failure or f'loss {line.losses[-1]:.4f}'}")
+        task.advance(f"{contender}: {line.failure or f'loss {line.losses[-1]:.4f}'}")
     _compare_losses(workload)
     return runners
 
 
 def _alone(contender: Contender, target: str, line: Line, workload: Workload) -> float:
-    """Take the first steps of a contender and measure its memory; return the seconds of a step, roughly."""
+    """Take the first steps of a contender and measure its memory; return an estimate of the seconds of a step."""
     with ContenderProcesses(contender, target) as started:
         started.wait_until_ready()
         first = started.ready[0]
@@ -146,11 +136,11 @@ def _slowest(taken: Sequence[StepTimes]) -> float:
 
 
 def _compare_losses(workload: Workload) -> None:
-    """Say of lines whose losses are not those of the first contender that computes the same.
+    """Mark the lines whose losses differ from those of the first contender that should compute the same.
 
-    With batch norm, what every replica sees by itself is another thing than the whole batch. After its first step, each
-    program of the limit has a model of its own; and DDP's has taken the mean of means, which is another thing than the
-    mean over rows where replicas have different numbers of them.
+    With batch norm per replica, `plain` computes something else. After the first step, each program of `limit` has
+    other parameters. DDP takes the mean of the replicas' means, which is not the mean over rows if replicas have
+    different numbers of rows.
     """
     for replicas in workload.replica_counts() or [1]:
         same = [

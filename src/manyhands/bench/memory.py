@@ -1,8 +1,8 @@
-"""How much memory a contender takes: its processes, and those that they have started, together.
+"""The memory of a contender: of its processes, and of those that they have started.
 
-The proportional set size counts a page that several processes share as one page in all, so that memory that workers map
-together is counted once, as it should be. Linux tells it (/proc/*/smaps_rollup). Elsewhere the resident sets are added
-up, which counts shared pages once for each process.
+The proportional set size (PSS) counts a page that several processes share once in all, so shared memory of the workers
+is counted once. Linux reports it (/proc/*/smaps_rollup). Elsewhere the resident set sizes (RSS) are summed, which count
+shared pages once for each process.
 """
 
 import re
@@ -18,24 +18,24 @@ _PSS = re.compile(rb"^Pss:\s+(\d+) kB", re.MULTILINE)
 
 
 def kind() -> str:
-    """Return what is measured here: PSS or RSS."""
+    """Return what this machine reports: PSS or RSS."""
     return "RSS" if _pss(psutil.Process().pid) is None else "PSS"
 
 
 def peak(started: ContenderProcesses, num_steps: int) -> int:
-    """Return the most bytes that a contender takes during some steps, which are sampled and not timed."""
+    """Return the peak memory of a contender during some steps, in bytes, sampled."""
     most = 0
-    started.ask(0, num_steps)
+    started.begin_turn(0, num_steps)
     while True:
-        over = started.answered(_SAMPLE_EVERY_S)
+        over = started.has_reply(_SAMPLE_EVERY_S)
         most = max(most, total(started.process_ids))
         if over:
-            started.taken()
+            started.end_turn()
             return most
 
 
 def total(roots: Iterable[int]) -> int:
-    """Return the bytes of these processes and all that they have started."""
+    """Return the bytes of these processes and of all their descendants."""
     pids = set(roots)
     for root in list(pids):
         try:

@@ -1,34 +1,31 @@
-"""What the wrapper costs where there is nothing to divide: `DataParallel(model, [device])` against the model.
+"""The cost of the wrapper on one device: `DataParallel(model, [device])` against the model.
 
-Nothing in it grows with the model, so two sizes should cost the same. On an accelerator it is the time until the work
-is queued that counts; the queue is empty when a forward begins, so that nobody waits for room in it.
+It should not grow with the model, so two sizes are measured. On an accelerator the time until the work is queued is
+measured; the queue is empty when a forward begins, so that no forward waits for a place in it.
 """
 
 import statistics
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from manyhands.console.progress import Progress, Task
 from manyhands.data_parallel import DataParallel
-
-if TYPE_CHECKING:
-    from manyhands.bench.measure import Progress
 
 _REPEATS = 2000
 _WARM_UP = 20
 _CPU = torch.device("cpu")
 
 
-def measure(progress: "Progress") -> dict[str, float]:
+def measure(progress: Progress) -> dict[str, float]:
     """Return the microseconds that the wrapper adds to a forward on the CPU, by model."""
-    progress.begin("one device", len(_MODELS))
+    task = Task(progress, "one device", len(_MODELS))
     costs = {}
     for name in _MODELS:
         costs[name] = added_us(name)
-        progress.part(f"{name}: {costs[name]:.1f} µs")
+        task.advance(f"{name}: {costs[name]:.1f} µs")
     return costs
 
 

@@ -1,4 +1,4 @@
-"""What was measured, as values: what tables, chart and advice are made from, and what results.json holds."""
+"""The measurements as values, for tables, chart, advice and results.json."""
 
 import dataclasses
 import json
@@ -10,15 +10,15 @@ from typing import Any
 
 @dataclass
 class Line:
-    """What one contender did with one workload.
+    """The measurements of one contender on one workload.
 
     Attributes:
         contender, replicas: which one.
-        turns_s: seconds a step, one figure a turn; empty where it failed.
-        memory_bytes: the most that its processes took together.
+        turns_s: seconds a step, one figure a turn; empty if it failed.
+        memory_bytes: the peak of all its processes together.
         losses: of its first steps, over the whole batch.
-        failure: why it was not measured; empty where it was.
-        differs: how its losses differ from the others'; empty where they do not.
+        failure: why it was not measured; "" if it was.
+        differs: how its losses differ from the others'; "" if they do not.
     """
 
     contender: str
@@ -36,7 +36,7 @@ class Line:
 
     @property
     def spread(self) -> float:
-        """How far the turns' times are apart, from quartile to quartile, relative to the median."""
+        """The interquartile range of the turns' times, relative to the median."""
         if len(self.turns_s) < 3:
             return (max(self.turns_s) - min(self.turns_s)) / self.step_s
         lower, _, upper = statistics.quantiles(self.turns_s, n=4, method="inclusive")
@@ -49,7 +49,7 @@ class Line:
 
 @dataclass
 class Workload:
-    """One model and batch, and what every contender did with it.
+    """One model and batch, and the measurements of every contender.
 
     Attributes:
         rows, num_parameters: of the batch, and of the model.
@@ -74,7 +74,7 @@ class Workload:
         return (line for line in self.lines if line.turns_s)
 
     def replica_counts(self) -> list[int]:
-        """Return the numbers of replicas that were asked for."""
+        """Return the numbers of replicas of all lines."""
         return sorted({line.replicas for line in self.lines if line.contender != "plain"})
 
 
@@ -83,7 +83,7 @@ class Results:
     """One run of the benchmark.
 
     Attributes:
-        machine: what it ran on, in words.
+        machine: its description.
         settings: rounds and seconds of a turn.
         memory_kind: PSS or RSS.
         added_replicas: the workload of the table of costs per added replica.
@@ -103,7 +103,7 @@ class Results:
 
 
 def mean_over_rows(losses: Sequence[Sequence[float]], rows: Sequence[int]) -> list[float]:
-    """Return the losses over the whole batch, step by step, from those that each program has over its own rows."""
+    """Return the losses of the whole batch, step by step, from those of each program over its own rows."""
     total = sum(rows) or 1
     weights = [count / total for count in rows] if sum(rows) else [1.0 / len(losses)] * len(losses)
     return [sum(w * loss for w, loss in zip(weights, at, strict=True)) for at in zip(*losses, strict=True)]

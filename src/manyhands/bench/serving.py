@@ -1,4 +1,4 @@
-"""One program of a contender, in a process of its own: it takes steps when it is asked to, and sleeps otherwise.
+"""One program of a contender, in its own process: it takes steps on request, and sleeps otherwise.
 
 It ends when the connection to the benchmark closes, which also happens when the benchmark is killed.
 """
@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from manyhands.bench.contenders import Contender, Task, step_of, take_part_of_cores
+from manyhands.bench.contenders import Contender, Task, step_of, use_part_of_cores
 from manyhands.runtime.malloc import keep_freed_memory
-from manyhands.verification.targets import TargetError, said_by
+from manyhands.verification.targets import TargetError, one_line
 
 
 @dataclass(frozen=True)
 class Program:
-    """What a process is started for: one program of a contender, on a target."""
+    """The first message to a process: which program of which contender, on which target."""
 
     contender: Contender
     rank: int
@@ -30,7 +30,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Ready:
-    """It is set up: how many rows it has of each batch, and what its model is like."""
+    """The reply after the setup: the rows of its shard, and facts about its model."""
 
     rows: int
     num_parameters: int
@@ -39,7 +39,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Turn:
-    """Take steps: the first ones without looking at the clock."""
+    """The request to take steps; the first ones are not timed."""
 
     num_untimed: int
     num_timed: int
@@ -47,7 +47,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What a turn gave: the seconds of the timed steps together, and the loss before each of all steps."""
+    """The reply to a turn: the seconds of all timed steps together, and the loss of every step."""
 
     seconds: float
     losses: list[float]
@@ -55,22 +55,22 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Failure:
-    """What was raised, in one line."""
+    """The reply after an error, in one line."""
 
     reason: str
 
 
 def serve(fd: int) -> None:
-    """Set up the program that comes over the connection, and take its steps until the connection closes."""
+    """Set up the program that the first message names; take its steps until the connection closes."""
     connection = Connection(fd)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         try:
             program: Program = connection.recv()
             keep_freed_memory()
-            take_part_of_cores(program.contender, program.rank)
+            use_part_of_cores(program.contender, program.rank)
             task = Task.of_target(program.target)
             if program.contender.num_programs > 1:
-                task = task.part(program.rank, program.contender.replicas)
+                task = task.shard(program.rank, program.contender.replicas)
             ready = Ready(
                 task.rows,
                 sum(parameter.numel() for parameter in task.model.parameters()),
@@ -85,7 +85,7 @@ def serve(fd: int) -> None:
         except TargetError as error:
             connection.send(Failure(str(error)))
         except (Exception, SystemExit) as error:  # noqa: BLE001  the caller's model may raise anything
-            connection.send(Failure(said_by(error)))
+            connection.send(Failure(one_line(error)))
 
 
 def _take(step: Callable[[], Tensor], turn: Turn) -> StepTimes:

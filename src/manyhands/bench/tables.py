@@ -1,9 +1,10 @@
-"""results.md: what was measured, as tables that read as text and as Markdown."""
+"""results.md: the measurements as tables."""
 
 from collections.abc import Iterator, Sequence
 
 from manyhands.bench import goals, machine
 from manyhands.bench.results import Line, Results, Workload
+from manyhands.console.tables import table
 
 _MIB = 2**20
 
@@ -23,9 +24,9 @@ def document(results: Results, advice: Sequence[str], notes: str = "") -> str:
     """Return results.md.
 
     Args:
-        results: what was measured.
-        advice: paragraphs that conclude from it.
-        notes: what somebody has written about these results, shown at the end.
+        results: the measurements.
+        advice: paragraphs.
+        notes: the user's own text about these results, shown at the end.
     """
     parts = ["# Benchmark", preface(results)]
     if results.workloads:
@@ -45,13 +46,13 @@ def document(results: Results, advice: Sequence[str], notes: str = "") -> str:
 
 
 def preface(results: Results) -> str:
-    """Return what was measured on what, and how."""
+    """Return the description of the machine and of the measurement."""
     how = _HOW.format(**results.settings, memory_kind=results.memory_kind)
     return f"{machine.in_one_line(results.machine)}.\n\n{how}"
 
 
 def speed_tables(workload: Workload, memory_kind: str) -> Iterator[str]:
-    """Yield what is measured, a table for each number of replicas, and what there is to say about it."""
+    """Yield the size of the model, a table for each number of replicas, and remarks."""
     yield f"{workload.num_parameters:,} parameters, {workload.rows} rows a batch."
     for replicas in workload.replica_counts() or [1]:
         lines = [line for line in workload.measured() if line.contender == "plain" or line.replicas == replicas]
@@ -66,7 +67,7 @@ def speed_tables(workload: Workload, memory_kind: str) -> Iterator[str]:
 
 
 def remarks(workload: Workload) -> Iterator[str]:
-    """Yield what there is to say of contenders that failed, or whose losses differ."""
+    """Yield a sentence for each contender that failed, or whose losses differ."""
     for line in workload.lines:
         what = line.contender if line.contender == "plain" else f"{line.contender}, {line.replicas} replicas"
         if line.failure:
@@ -87,7 +88,7 @@ def _row(line: Line, workload: Workload, replicas: int) -> list[str]:
 
 
 def goals_table(results: Results) -> str:
-    """Return every goal, with what was measured."""
+    """Return every goal, with the measurement."""
     judged = goals.verdicts(results)
     cores = results.machine["cores"]
     remark = "" if cores == goals.CORES else f"\n\n(The goals are for {goals.CORES} cores; this machine has {cores}.)"
@@ -95,13 +96,13 @@ def goals_table(results: Results) -> str:
 
 
 def one_device_table(results: Results) -> str:
-    """Return what the wrapper costs on one device."""
+    """Return the cost of the wrapper on one device."""
     rows = [[name, f"{cost:.1f}"] for name, cost in results.one_device_us.items()]
-    return 'What `DataParallel(model, ["cpu"])` adds to a forward.\n\n' + table(["model", "µs"], rows)
+    return 'The time that `DataParallel(model, ["cpu"])` adds to a forward.\n\n' + table(["model", "µs"], rows)
 
 
 def added_replicas_table(workload: Workload) -> str:
-    """Return milliseconds a step by number of replicas, and what each added replica costs."""
+    """Return milliseconds a step by number of replicas, and the cost of each added replica."""
     engines = sorted({line.contender for line in workload.measured()}, reverse=True)
     rows = []
     before: dict[str, Line] = {}
@@ -119,26 +120,6 @@ def added_replicas_table(workload: Workload) -> str:
     header = ["replicas", *(cell for engine in engines for cell in (f"{engine}, ms a step", "for each added replica"))]
     said = f"{workload.name}, {workload.rows} rows a batch, however many replicas share them.\n\n"
     return said + table(header, rows)
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
-    """Return a Markdown table whose columns line up in plain text too.
-
-    Args:
-        header, rows: the cells.
-        text_columns: so many columns from the left are words; the others are numbers, on the right.
-    """
-    widths = [max(3, *(len(row[i]) for row in [header, *rows])) for i in range(len(header))]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = [
-            cell.ljust(width) if i < text_columns else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
-        return f"| {' | '.join(padded)} |"
-
-    rule = ["-" * width if i < text_columns else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
-    return "\n".join([line(header), line(rule), *map(line, rows)])
 
 
 def _milliseconds(seconds: float) -> str:

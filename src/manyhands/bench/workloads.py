@@ -1,4 +1,4 @@
-"""What the benchmark trains: four models, in the form that `manyhands bench package.module:build` takes from anybody.
+"""The four models of the benchmark, in the form of `manyhands bench package.module:build`.
 
 The batch of each is chosen so that on two cores of about 2020 a step without communication takes some 575 ms (resnet),
 90 ms (mlp), 260 ms (gpt) and 3 ms (tiny).
@@ -42,7 +42,7 @@ def gpt() -> dict[str, Any]:
 
 
 def tiny() -> dict[str, Any]:
-    """52 thin layers: there is next to nothing to compute, and what a step takes is overhead."""
+    """52 thin layers: there is very little to compute, so a step is nearly all overhead."""
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(52)))
     return _classifier(model, torch.randn(64, 16), num_classes=16)
 

@@ -1,1 +1,1 @@
-"""What the commands share: errors that become one line, and the options that several of them have."""
+"""What the commands share: errors that become one line, options, progress, tables, files and charts."""

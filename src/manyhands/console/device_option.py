@@ -21,19 +21,19 @@ def choose_devices(text: str, *, among_several: bool = False) -> list[torch.devi
     cpu,cpu    these devices
     'cpu*8'    this device, eight times
 
-    Among several processes each has devices of its own: auto is the accelerator of this process, or one CPU replica;
-    3 are three accelerators, those after the ones of this machine's processes before this one.
+    Several processes of one machine each have their own devices: auto is the accelerator of this process, or one CPU
+    replica; 3 are three accelerators, those that follow the ones of the processes with a lower LOCAL_RANK.
 
     Raises:
-        OptionError: it has none of these forms, or names what is not there.
+        OptionError: the text has none of these forms, or names a device that this machine does not have.
     """
     present = devices.accelerators()
     if text == "auto":
         return _own_device() if among_several else present or [torch.device("cpu")] * 2
     if any(len(number) > _DIGITS for number in re.findall(r"\d+", text)):
-        raise OptionError(f"--devices {text}: nobody has that many; expected {_FORMS}")
+        raise OptionError(f"--devices {text}: more than any machine has; expected {_FORMS}")
     if text.isdecimal():
-        return _so_many(int(text), present, int(os.environ.get("LOCAL_RANK", "0")) if among_several else 0)
+        return _take(int(text), present, int(os.environ.get("LOCAL_RANK", "0")) if among_several else 0)
     named = [device for part in text.split(",") for device in _repeated(part.strip(), text)]
     if len({device.type for device in named}) > 1:
         raise OptionError(f"--devices {text}: replicas must all be on one kind of device")
@@ -47,16 +47,16 @@ def _own_device() -> list[torch.device]:
         raise OptionError(error) from error
 
 
-def _so_many(count: int, present: list[torch.device], others_before: int) -> list[torch.device]:
-    """Return `count` of the accelerators present, after those of so many other processes."""
+def _take(count: int, present: list[torch.device], local_rank: int) -> list[torch.device]:
+    """Return `count` of the accelerators present, after those of the processes with a lower local rank."""
     if count < 1:
         raise OptionError(f"--devices {count}: expected {_FORMS}")
     if not present:
         return [torch.device("cpu")] * count
-    first = others_before * count
+    first = local_rank * count
     if first + count > len(present):
         there = ", ".join(map(str, present))
-        needed = f" for each of {others_before + 1} processes" if others_before else ""
+        needed = f" for each of {local_rank + 1} processes" if local_rank else ""
         raise OptionError(
             f"--devices {count}{needed}: there {'is' if len(present) == 1 else 'are'} only {len(present)} ({there}); "
             f"'{present[0]}*{count}' puts {count} replicas on one"
@@ -70,7 +70,7 @@ def _repeated(part: str, text: str) -> list[torch.device]:
         raise OptionError(f"--devices {text}: expected {_FORMS}")
     try:
         torch.device(name)
-    except (RuntimeError, ImportError):  # torch would list every kind of device there ever was
+    except (RuntimeError, ImportError):  # torch's message lists every kind of device that it knows
         raise OptionError(f"--devices {text}: {name} is no device; expected {_FORMS}") from None
     try:
         device = devices.resolve_one(name, "--devices")

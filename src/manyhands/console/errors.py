@@ -1,30 +1,39 @@
-"""What can go wrong in a training, told to the person who typed the command.
+"""The errors that a command reports in one line, and its exit statuses.
 
-    TrainingError          one line: what was given, what was expected, what to do
+    CommandError           one line: what was given, what was expected, what to do
     ├── OptionError        an option's value, or two options that do not go together
-    ├── FolderError        the output folder, or what lies in it
-    └── DivergedError      the loss is no number any more
+    ├── FolderError        the output folder, or the files in it
+    └── DivergedError      the training loss is no longer a number
 
-`Interrupted` is no error: somebody asked the training to stop, and it did.
+The packages of the commands add `TargetError` (verification) and `DataError` (training). `Interrupted` is no error: a
+signal asked the training to stop, and it did.
 """
 
 import signal
 
+DONE = 0
+FAILED = 1
+MISUSED = 2  # nothing was done
 
-class TrainingError(Exception):
-    """The training cannot start, or cannot go on; the message is one line with the remedy."""
+
+class CommandError(Exception):
+    """The command cannot start, or cannot go on; the message is one line with the remedy."""
+
+    exit_status = MISUSED
 
 
-class OptionError(TrainingError):
+class OptionError(CommandError):
     """An option has a value that cannot be used."""
 
 
-class FolderError(TrainingError):
+class FolderError(CommandError):
     """The output folder cannot be written, holds a run already, or lacks what resuming needs."""
 
 
-class DivergedError(TrainingError):
+class DivergedError(CommandError):
     """The loss became infinite or not a number."""
+
+    exit_status = FAILED
 
 
 class Interrupted(Exception):  # noqa: N818  not an error

@@ -1,13 +1,13 @@
-"""The command `manyhands plan`: from the words of the command line to a table, a picture, and a sentence."""
+"""The command `manyhands plan`: from the words of the command line to a table, a picture, and a conclusion."""
 
 import argparse
 import math
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from manyhands.console.errors import OptionError
+from manyhands.console.errors import DONE, OptionError
+from manyhands.console.files import expect_writable, replaced
+from manyhands.console.options import TARGET, flag, folder
 from manyhands.plan import published
 from manyhands.plan.allreduce import ALGORITHMS
 from manyhands.plan.links import BYTES, SECONDS, Cluster, Link, parse_link, parse_quantity
@@ -15,10 +15,11 @@ from manyhands.plan.measure import measured_step
 from manyhands.plan.plans import ScalingPlan, document
 from manyhands.plan.prediction import BEST, MOST_BUCKETS, StepCost
 
-_DONE = 0
 _BACKWARD_FRACTION = 2 / 3
 _DEFAULTS = {"bucket": "25MiB", "inside": "pcie3", "between": "25gbe"}
 _DEVICES_PER_MACHINE = 8
+
+SUMMARY = "say how far a training step will scale, up to 1,024 devices"
 
 DESCRIPTION = """\
 How far will it scale? From one training step and the links between devices, predict the time of a step and the
@@ -51,10 +52,10 @@ files in the output folder:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser; only what was given comes out of it."""
-    parser.add_argument("target", nargs="?", metavar="package.module:build", help="a model of yours, measured here")
+    parser.add_argument("target", nargs="?", metavar=TARGET, help="a model of yours, measured here")
     step = parser.add_argument_group("the step, if it is not measured here")
-    step.add_argument("--compute", type=_time, metavar="TIME", help="all that one device computes in a step")
-    step.add_argument("--backward", type=_time, metavar="TIME", help="the part of it in backward (default: two thirds)")
+    step.add_argument("--compute", type=_time, metavar="TIME", help="of a whole step on one device")
+    step.add_argument("--backward", type=_time, metavar="TIME", help="of its backward (default: two thirds)")
     step.add_argument("--gradients", type=_size, metavar="SIZE", help="of all parameters together")
     where = parser.add_argument_group("where")
     where.add_argument(
@@ -83,27 +84,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--strong", action="store_true", help="the devices share the batch that one has")
     results = parser.add_argument_group("results")
-    results.add_argument("--output", type=Path, metavar="DIR", help="the folder for them (default: runs/plan)")
+    results.add_argument("--output", type=folder, metavar="DIR", help="the folder for them (default: runs/plan)")
     results.add_argument("--published", action="store_true", help="only compare the model with published runs")
 
 
-def run(given: dict[str, Any], expect_installed: Callable[[], None]) -> int:
+def needed(given: dict[str, Any]) -> tuple[str, ...]:
+    """Return the packages that must be installed: the one that draws the picture, if there is to be one."""
+    return () if "published" in given else ("matplotlib",)
+
+
+def run(given: dict[str, Any]) -> int:
     """Predict, print and save; return the exit status.
 
-    Args:
-        given: what was given on the command line.
-        expect_installed: raises where what draws the picture is not there.
-
     Raises:
-        OptionError, TargetError: nothing was predicted, and nothing written.
+        CommandError: nothing was predicted, and nothing written.
     """
     if given.pop("published", False):
         if given:
-            first = given.get("target") or f"--{next(iter(given)).replace('_', '-')}"
+            first = given.get("target") or flag(next(iter(given)))
             raise OptionError(f"--published has its own figures: leave out {first}")
         print(published.document(), end="")
-        return _DONE
-    expect_installed()
+        return DONE
     output: Path = given.get("output", Path("runs/plan"))
     default: dict[str, Any] = {"bucket": _size(_DEFAULTS["bucket"])}
     default |= {name: _link(_DEFAULTS[name]) for name in ("inside", "between")}
@@ -111,7 +112,7 @@ def run(given: dict[str, Any], expect_installed: Callable[[], None]) -> int:
     num_machine = given.get("devices_per_machine", _DEVICES_PER_MACHINE)
     if num_machine < 1:
         raise OptionError(f"--devices-per-machine {num_machine}: expected a whole number from 1 up")
-    _check_output(output)
+    expect_writable(output)
 
     target = given.get("target")
     if target is None:
@@ -124,26 +125,25 @@ def run(given: dict[str, Any], expect_installed: Callable[[], None]) -> int:
                 raise OptionError(f"{target} is measured: leave it out, or --{name}")
         print(f"measuring {target} on one device, for some seconds", flush=True)
         step, device, rows = measured_step(target, figures["bucket"])
-        print(
-            f"measured with {rows} rows on {device}; other programs that ran meanwhile have made it slower", flush=True
-        )
+        print(f"measured with {rows} rows on {device}; other programs that run meanwhile make it slower", flush=True)
         if device.type == "cpu" and "devices_per_machine" not in given:
             num_machine = 1
     _check_buckets(step)
     cluster = Cluster(figures["inside"], figures["between"], num_machine)
     plan = ScalingPlan(step, cluster, given.get("all_reduce", BEST), given.get("strong", False))
 
-    from manyhands.plan.chart import png  # matplotlib, which --published can do without
+    from manyhands.plan.chart import png  # imports matplotlib, which --published does not need
 
     picture, text = png(plan, title), document(plan, title)
     output.mkdir(parents=True, exist_ok=True)
-    _replace(output / "plan.png", picture)
-    _replace(output / "plan.md", text.encode("utf-8"))
+    for name, content in (("plan.png", picture), ("plan.md", text.encode("utf-8"))):
+        with replaced(output / name) as unfinished:
+            unfinished.write_bytes(content)
     print(
         f"\n{plan.assumptions()}\n\n{plan.to_table()}\n\n{plan.conclusion()}\n\n"
         f"see {output / 'plan.png'}; the table is in plan.md"
     )
-    return _DONE
+    return DONE
 
 
 def _described_step(given: dict[str, Any], bucket_bytes: float) -> StepCost:
@@ -166,25 +166,6 @@ def _check_buckets(step: StepCost) -> None:
             f"--bucket {step.bucket_bytes:g}B makes {num_buckets:,.0f} buckets of {step.gradient_bytes / 1e6:g} MB: "
             f"expected {MOST_BUCKETS:,} at most"
         )
-
-
-def _check_output(folder: Path) -> None:
-    """Raise if the folder cannot be made or written into; nothing is made yet."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise OptionError(f"--output {folder}: {existing} is not a folder")
-    if not os.access(existing, os.W_OK):
-        raise OptionError(f"--output {folder}: cannot be written")
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file whole: under its name there is the old one or the new one, and never a part."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        unfinished.write_bytes(content)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _time(text: str) -> float:

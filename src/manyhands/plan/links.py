@@ -1,4 +1,4 @@
-"""Links, machines, and quantities with units as they stand on a command line: `10us`, `25MiB`, `25Gbit/s`.
+"""Links, machines, and quantities with units as on a command line: `10us`, `25MiB`, `25Gbit/s`.
 
 A link is two figures, as in Hockney's model ("The communication challenge for MPP", Parallel Computing 20, 1994): a
 message of b bytes takes alpha + b / beta, with the latency alpha in seconds and the bandwidth beta in bytes per second.
@@ -17,7 +17,7 @@ BYTES_PER_SECOND = {"MB/s": 1e6, "GB/s": 1e9, "GiB/s": 2.0**30, "Mbit/s": 1e6 / 
 
 @dataclass(frozen=True)
 class Link:
-    """What it takes to send a message from one end to the other: `latency_s + bytes / bandwidth_bytes_per_s`."""
+    """A link, on which a message takes `latency_s + bytes / bandwidth_bytes_per_s`."""
 
     latency_s: float
     bandwidth_bytes_per_s: float
@@ -31,7 +31,7 @@ class Cluster:
     """Equal machines with equal devices; machines are filled one after the other.
 
     Attributes:
-        inside: from a device to another one of its machine; every device has such a link of its own.
+        inside: from a device to another one of its machine; every device has its own.
         between: from a machine to another one; the devices of a machine share it.
     """
 
@@ -40,14 +40,14 @@ class Cluster:
     devices_per_machine: int
 
     def num_machines(self, num_devices: int) -> int:
-        """Return how many machines so many devices stand in."""
+        """Return how many machines so many devices fill."""
         return math.ceil(num_devices / self.devices_per_machine)
 
     def devices_inside(self, num_devices: int) -> int:
-        """Return how many of so many devices stand in the first machine."""
+        """Return how many of so many devices are in the first machine."""
         return min(num_devices, self.devices_per_machine)
 
-    def narrowest_bytes_per_s(self, num_devices: int) -> float:
+    def slowest_bytes_per_s(self, num_devices: int) -> float:
         """Return the bandwidth of the slowest link that so many devices use."""
         used = [self.inside] if self.devices_inside(num_devices) > 1 else []
         used += [self.between] if self.num_machines(num_devices) > 1 else []
@@ -55,17 +55,17 @@ class Cluster:
 
 
 def parse_quantity(text: str, units: dict[str, float]) -> float:
-    """Return what a number with a unit means.
+    """Return the value of a number with a unit.
 
     >>> parse_quantity("25MiB", BYTES), parse_quantity("25 Gbit/s", BYTES_PER_SECOND)
     (26214400.0, 3125000000.0)
 
     Args:
         text: the number, then the unit.
-        units: the units there are, and what each is worth.
+        units: the known units, and the value of each.
 
     Raises:
-        ValueError: it reads otherwise.
+        ValueError: it has another form.
     """
     found = _NUMBER.fullmatch(text)
     if found is None or found[2] not in units:
@@ -80,7 +80,7 @@ def parse_link(text: str, known: dict[str, Link]) -> Link:
     Link(latency_s=1e-06, bandwidth_bytes_per_s=3125000000.0)
 
     Raises:
-        ValueError: there is none of this name, it reads otherwise, or its bandwidth is 0.
+        ValueError: no link has this name, the text has another form, or the bandwidth is 0.
     """
     if text in known:
         return known[text]

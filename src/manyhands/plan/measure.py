@@ -1,4 +1,4 @@
-"""A training step of the caller's own, taken and timed on one device of this machine."""
+"""Time a training step of the caller's model on one device of this machine."""
 
 import statistics
 import time
@@ -10,7 +10,7 @@ from manyhands import keep_freed_memory
 from manyhands.bench.contenders import Task
 from manyhands.plan.prediction import StepCost
 from manyhands.runtime.devices import accelerators
-from manyhands.verification.targets import TargetError, current_folder_first, said_by
+from manyhands.verification.targets import TargetError, current_folder_first, one_line
 
 _WARM_UP_STEPS = 3
 _FEWEST_STEPS, _MOST_STEPS = 5, 100
@@ -18,17 +18,17 @@ _SECONDS = 5.0
 
 
 def measured_step(target: str, bucket_bytes: float) -> tuple[StepCost, torch.device, int]:
-    """Take training steps (forward, loss, backward, SGD with momentum) for some seconds, and return their medians.
+    """Take training steps (forward, loss, backward, SGD with momentum) for some seconds; return the medians.
 
     Args:
         target: `package.module:build`, as for `manyhands bench`.
-        bucket_bytes: goes into the step as it is.
+        bucket_bytes: of the returned step.
 
     Returns:
         The step, the device (the first accelerator, or the CPU with all cores), and the rows of the batch.
 
     Raises:
-        TargetError: it cannot be built, or fails, or has no gradients.
+        TargetError: it cannot be built, fails, or has no gradients.
     """
     task = Task.of_target(target)
     device = next(iter(accelerators()), torch.device("cpu"))
@@ -36,11 +36,11 @@ def measured_step(target: str, bucket_bytes: float) -> tuple[StepCost, torch.dev
         for module in (task.model, task.criterion):
             if isinstance(module, nn.Module):
                 module.to(device)
-        task = task.part(0, 1, device)
+        task = task.shard(0, 1, device)
         with current_folder_first():  # it may import more while it runs
             totals, backwards = _timed(task, device)
     except Exception as error:
-        raise TargetError(f"{target} could not be measured: {said_by(error)}") from error
+        raise TargetError(f"{target} could not be measured: {one_line(error)}") from error
     sizes = [p.grad.numel() * p.grad.element_size() for p in task.model.parameters() if p.grad is not None]
     if not sizes:
         raise TargetError(f"{target}: backward gave no parameter a gradient, so there is nothing to reduce")
@@ -76,5 +76,5 @@ def _timed(task: Task, device: torch.device) -> tuple[list[float], list[float]]:
 
 def _now(device: torch.device) -> float:
     if device.type != "cpu":
-        torch.accelerator.synchronize(device)  # waits for the device: its work is queued
+        torch.accelerator.synchronize(device)  # its work is queued: wait for it
     return time.perf_counter()

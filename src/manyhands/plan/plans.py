@@ -1,10 +1,10 @@
-"""A plan: one step predicted for 1 to 1,024 devices, as a table, and what it comes to in a sentence."""
+"""A plan: the prediction of one step on 1 to 1,024 devices, as a table and in words."""
 
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from manyhands.bench.tables import table
+from manyhands.console.tables import table
 from manyhands.plan.allreduce import ALGORITHMS
 from manyhands.plan.links import Cluster, Link
 from manyhands.plan.prediction import BEST, COUNTS, Prediction, StepCost, predict
@@ -12,12 +12,12 @@ from manyhands.plan.prediction import BEST, COUNTS, Prediction, StepCost, predic
 GOOD = 0.9
 
 _WEAK = "Weak scaling: every device has the rows that one has, so the whole batch grows with the devices."
-_STRONG = "Strong scaling: the devices share the batch of one; computing is taken to shrink as its rows do."
+_STRONG = "Strong scaling: the devices share the batch of one; computing time is taken as proportional to rows."
 
 
 @dataclass(frozen=True)
 class ScalingPlan:
-    """A step, where it is to run, and how.
+    """A step, the cluster that runs it, and how.
 
     Attributes:
         algorithm: one of `ALGORITHMS`, or the best of them for each number of devices.
@@ -48,7 +48,7 @@ class ScalingPlan:
         return good_for
 
     def assumptions(self) -> str:
-        """Return in one paragraph what is predicted from what."""
+        """Return the assumptions of the prediction in one paragraph."""
         step, cluster = self.step, self.cluster
         num_machine = cluster.devices_per_machine
         inside = f" (inside: {cluster.inside})" if num_machine > 1 else ""
@@ -61,7 +61,7 @@ class ScalingPlan:
         )
 
     def to_table(self) -> str:
-        """Return the predictions, and beside them the efficiency that each all-reduce would have."""
+        """Return the predictions, with the efficiency of each all-reduce."""
         header = [
             "devices",
             "machines",
@@ -85,10 +85,10 @@ class ScalingPlan:
         return table(header, rows, text_columns=0)
 
     def conclusion(self) -> str:
-        """Return how far it scales, what limits it there, and what would help."""
+        """Return how far it scales, what limits it there, and which improvement would help."""
         good_for = self.good_up_to()
         if good_for == COUNTS[-1]:
-            said = f"Efficiency stays above 90 % up to {good_for:,} devices, the most that were looked at."
+            said = f"Efficiency stays above 90 % up to {good_for:,} devices, the most that were predicted."
             return f"{said} {_UPPER_BOUND}"
         first_bad = self.predictions[COUNTS.index(good_for) + 1]
         said = f"Efficiency stays above 90 % up to {good_for:,} devices; beyond that,"
@@ -103,28 +103,28 @@ class ScalingPlan:
         return f"{said} {what} limits it.{remedy}{peak} {_UPPER_BOUND}"
 
     def _limit(self, num_devices: int) -> tuple[str, "ScalingPlan | None"]:
-        """Return what costs the most time on so many devices, and the plan with one that is twice as good.
+        """Return which figure of the links costs the most time on so many devices, and the plan with one twice as good.
 
-        What it costs is the time that would be gained if it were perfect and all else as it is.
+        The cost of a figure is the time that would be saved if it alone were perfect.
         """
         now = predict(self.step, self.cluster, num_devices, self.algorithm, strong=self.strong)
         gains: dict[tuple[str, str], float] = {}
         for place in ("inside", "between"):
             for figure in ("latency", "bandwidth"):
-                better = replace(self, cluster=_improved(self.cluster, place, figure, math.inf))
+                better = replace(self, cluster=_with_improved(self.cluster, place, figure, math.inf))
                 then = predict(better.step, better.cluster, num_devices, self.algorithm, strong=self.strong)
                 gains[place, figure] = now.step_s - then.step_s
         place, figure = max(gains, key=lambda key: gains[key])
         if gains[place, figure] < 0.01 * now.exposed_s:
             return "no single figure, but the links inside and between machines together,", None
         where = "inside a machine" if place == "inside" else "between machines"
-        return f"the {figure} {where}", replace(self, cluster=_improved(self.cluster, place, figure, 2.0))
+        return f"the {figure} {where}", replace(self, cluster=_with_improved(self.cluster, place, figure, 2.0))
 
 
 _UPPER_BOUND = "(Real runs lose more: docs/plan.md says what is left out.)"
 
 
-def _improved(cluster: Cluster, place: str, figure: str, factor: float) -> Cluster:
+def _with_improved(cluster: Cluster, place: str, figure: str, factor: float) -> Cluster:
     link: Link = getattr(cluster, place)
     if figure == "latency":
         link = replace(link, latency_s=link.latency_s / factor)

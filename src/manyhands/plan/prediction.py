@@ -1,13 +1,13 @@
-"""The time of a training step on n devices: what it computes, and what of its communication backward does not cover.
+"""The time of a training step on n devices: its computing, and the communication that does not overlap with backward.
 
 Gradients are reduced in buckets while backward still runs (Li et al., "PyTorch Distributed: experiences on accelerating
-data parallel training", VLDB 13, 2020, section 3.2.3). Assumed is that
+data parallel training", VLDB 13, 2020, section 3.2.3). The assumptions:
 
-- gradient bytes become ready at an even pace from the beginning of backward to its end, and a bucket is sent when it is
+- gradients become ready at a constant rate from the beginning of backward to its end, and a bucket is sent when it is
   full;
 - buckets are reduced one after the other, in that order, on one channel;
 - the optimizer waits for the last one;
-- computing is not slowed down by communication, and all devices are equally fast.
+- communication does not slow down computing, and all devices are equally fast.
 """
 
 import math
@@ -31,7 +31,7 @@ class StepCost:
         compute_s: all of it: forward, backward, optimizer.
         backward_s: the part of it during which gradients become ready.
         gradient_bytes: of all parameters together.
-        bucket_bytes: so many of them are reduced at once; the last bucket has what is left.
+        bucket_bytes: how many are reduced at once; the last bucket has the rest.
     """
 
     compute_s: float
@@ -42,7 +42,7 @@ class StepCost:
     def buckets(self) -> list[float]:
         """Return the bytes of each bucket, in the order in which backward fills them.
 
-        >>> Step(3.0, 2.0, 60.0, 25.0).buckets()
+        >>> StepCost(3.0, 2.0, 60.0, 25.0).buckets()
         [25.0, 25.0, 10.0]
         """
         full = math.ceil(self.gradient_bytes / self.bucket_bytes) - 1
@@ -53,19 +53,19 @@ class StepCost:
         return [self.backward_s * filled / self.gradient_bytes for filled in accumulate(self.buckets())]
 
     def divided_by(self, num_devices: int) -> "StepCost":
-        """Return the step of one of so many devices that share its batch."""
+        """Return the step of one device if so many devices share the batch."""
         return replace(self, compute_s=self.compute_s / num_devices, backward_s=self.backward_s / num_devices)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step comes to on so many devices.
+    """The predicted step on so many devices.
 
     Attributes:
         algorithm: of the all-reduce.
         compute_s: of each device.
         communication_s: of all buckets together.
-        exposed_s: the part of it that ends after backward.
+        exposed_s: the part of it after the end of backward.
     """
 
     num_devices: int
@@ -86,15 +86,15 @@ class Prediction:
 
     @property
     def efficiency_without_overlap(self) -> float:
-        """The same, if the reducing began when backward has ended."""
+        """The same, if reducing began only after backward."""
         return self.compute_s / (self.compute_s + self.communication_s)
 
 
 def exposed_s(ready_s: Sequence[float], reduce_s: Sequence[float], backward_s: float) -> float:
-    """Return for how long buckets are still being reduced after backward has ended.
+    """Return how long buckets are still being reduced after the end of backward.
 
-    The reducing ends at max over k of (ready_k + reduce_k + reduce_(k+1) + ... ): bucket k is the last one for which
-    the channel had to wait, and from then on it was never idle.
+    Reducing ends at max over k of (ready_k + reduce_k + reduce_(k+1) + ...), where bucket k is the last one that the
+    channel waited for; after that it was never idle.
 
     >>> exposed_s(ready_s=[1.0, 2.0], reduce_s=[0.25, 0.5], backward_s=2.0)
     0.5
@@ -118,11 +118,11 @@ def predict(
 
     Args:
         step: on one device.
-        cluster: where the devices stand.
+        cluster: that has the devices.
         num_devices: at least 1.
-        algorithm: one of `ALGORITHMS`, or the one of them with which the step is fastest.
-        strong: whether the devices share the batch of one (strong scaling), in time that shrinks as its rows do. Else
-            each has as many rows as one had (weak scaling).
+        algorithm: one of `ALGORITHMS`, or BEST: the one with which the step is fastest.
+        strong: whether the devices share the batch of one (strong scaling), with computing time proportional to rows;
+            else each has as many rows as one had (weak scaling).
     """
     if strong:
         step = step.divided_by(num_devices)

@@ -1,7 +1,7 @@
-"""Runs that were published, predicted: what `published.toml` says of each, and how far the prediction is off.
+"""Predictions of published runs beside their reports.
 
-That file is the only place where their figures stand, and the links that have names on the command line are those of
-its [links]. A figure there is `{ value = ..., source = ... }` or `{ value = ..., assumed = ... }`.
+All figures are in `published.toml`; its [links] are the links that have names on the command line. A figure there is
+`{ value = ..., source = ... }` or `{ value = ..., assumed = ... }`.
 """
 
 import functools
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
-from manyhands.bench.tables import table
+from manyhands.console.tables import table
 from manyhands.plan.links import Cluster, Link
 from manyhands.plan.prediction import StepCost, predict
 
@@ -37,7 +37,7 @@ class Comparison:
 
     @property
     def relative_error(self) -> float:
-        """How far the predicted speed is off."""
+        """The relative error of the predicted speed."""
         return self.predicted / self.reported - 1
 
     @property
@@ -48,7 +48,7 @@ class Comparison:
 
 @functools.cache
 def data() -> dict[str, Any]:
-    """Return what is in published.toml."""
+    """Return the contents of published.toml."""
     return tomllib.loads(resources.files("manyhands.plan").joinpath("published.toml").read_text(encoding="utf-8"))
 
 
@@ -70,7 +70,7 @@ def comparisons() -> list[Comparison]:
 
 
 def document() -> str:
-    """Return the table of all reports, how good the predictions are, and what was assumed."""
+    """Return the table of all reports, the quality of the predictions, and the assumptions."""
     compared = comparisons()
     rows = [
         [
@@ -90,7 +90,7 @@ def document() -> str:
 
 
 def _judged(compared: Sequence[Comparison]) -> str:
-    """Return how good the predictions are, beside the simplest one there is: that nothing is ever lost."""
+    """Return the quality of the predictions, beside that of the simplest one: perfect scaling."""
     naive = [replace(one, predicted=1.0) for one in compared]
 
     def score(predictions: Sequence[Comparison]) -> str:
@@ -127,7 +127,7 @@ def _compared(run: dict[str, Any]) -> list[Comparison]:
 
 
 def _assumptions() -> dict[str, list[str]]:
-    """Return what was assumed, by the run or the link that it is assumed of."""
+    """Return the assumptions by run and by link."""
     things = [(run["name"], run) for run in data()["runs"]] + [
         (f"link {name}", of) for name, of in data()["links"].items()
     ]

@@ -1,11 +1,11 @@
-"""The checkpoint: all that a run needs to go on as if it had not stopped.
+"""The checkpoint: all that a run needs to be resumed as if it had not stopped.
 
-That is the weights, the optimizer's state, the states of the random number generators, and how far the run is. The
-learning rate and the order of the rows follow from the number of steps, and the history is in metrics.jsonl; neither
-is saved twice.
+That is the weights, the optimizer's state, the states of the random number generators, and the numbers of finished
+steps and epochs. The learning rate and the order of the rows follow from the number of steps; the history is in
+metrics.jsonl.
 
 A checkpoint is a file of `torch.save`, which is a zip archive. `torch.load` does not compare its checksums, so they
-are compared here; and it is told to load plain values only, so a checkpoint from elsewhere cannot run code.
+are compared here. It loads plain values only (`weights_only`), so a checkpoint from elsewhere cannot run code.
 """
 
 import io
@@ -31,8 +31,8 @@ class Progress:
     """How far a run is.
 
     Args:
-        steps: optimizer steps that are finished.
-        epochs: epochs that are finished, the evaluation at their end included.
+        steps: finished optimizer steps.
+        epochs: finished epochs, including their evaluation.
     """
 
     steps: int = 0
@@ -46,7 +46,7 @@ def save(
     progress: Progress,
     on: Sequence[torch.device],
 ) -> None:
-    """Write checkpoint.pt; the one that was there becomes checkpoint.previous.pt."""
+    """Write checkpoint.pt; the earlier one becomes checkpoint.previous.pt."""
     state = {
         "format": _FORMAT,
         "steps": progress.steps,
@@ -71,8 +71,8 @@ def restore(
     """Load what `read` has returned into model, optimizer and generators; return how far the run was.
 
     Args:
-        folder: where it comes from.
-        on: the devices of the run's replicas. A device that the checkpoint has no random state for keeps its own.
+        folder: where the state was read from.
+        on: the devices of the run's replicas. A device without a random state in the checkpoint keeps its own.
 
     Raises:
         FolderError: it does not fit.
@@ -88,22 +88,22 @@ def restore(
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load an optimizer's state, but not how it computes and how its numbers lie in memory: the devices may be others.
+    """Load an optimizer's state, but keep its implementation and memory layout: the devices may have changed.
 
-    A fused optimizer wants its numbers in the layout of the parameters.
+    A fused optimizer needs its state in the memory layout of the parameters.
     """
-    how = [{name: group[name] for name in ("foreach", "fused")} for group in optimizer.param_groups]
+    implementation = [{name: group[name] for name in ("foreach", "fused")} for group in optimizer.param_groups]
     optimizer.load_state_dict(state)
-    for group, own in zip(optimizer.param_groups, how, strict=True):
+    for group, own in zip(optimizer.param_groups, implementation, strict=True):
         group.update(own)
-    for parameter, numbers in optimizer.state.items():
-        for name, value in numbers.items():
+    for parameter, state_of_parameter in optimizer.state.items():
+        for name, value in state_of_parameter.items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                numbers[name] = torch.empty_like(parameter).copy_(value)
+                state_of_parameter[name] = torch.empty_like(parameter).copy_(value)
 
 
 def read(folder: RunFolder, say: Callable[[str], None]) -> dict[str, Any]:
-    """Return what is in the last checkpoint; where it is damaged, in the one before.
+    """Return the contents of the last checkpoint; if it is damaged, those of the one before.
 
     Args:
         say: called with a line when the last checkpoint cannot be used.
@@ -151,7 +151,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _random_state(on: Sequence[torch.device]) -> dict[str, Any]:
-    """Return the states of python's generator and torch's: the CPU's, and those of the accelerators in use."""
+    """Return the states of Python's generator and torch's: that of the CPU, and those of the accelerators in use."""
     return {
         "python": random.getstate(),
         "cpu": torch.get_rng_state(),

@@ -1,10 +1,9 @@
-"""`--compile`: the model compiled by torch.compile, and what the user is told about it.
+"""`--compile`: the model compiled by torch.compile, and the errors of the compiler.
 
-What is compiled is a shell around the module that is trained, so parameters, checkpoints and weights are those of a run
-without it. torch compiles for one size of input at a time (`dynamic=False`: code for a known size is the fastest). An
-epoch's steps have at most two sizes, one row apart (schedule.py), and so have the replicas' parts of them; each is
-compiled when it is first met, and never again. Evaluation is not compiled: it would take longer to compile than it
-could ever save.
+torch.compile wraps the module that is trained, so parameters, checkpoints and weights are those of a run without it.
+It compiles for one input size at a time (`dynamic=False`: code for a known size is the fastest). An epoch's steps have
+at most two sizes, one row apart (schedule.py), and so have the replicas' shards; each size is compiled once, at its
+first step. Evaluation is not compiled: compiling it would take longer than it could save.
 """
 
 import contextlib
@@ -17,16 +16,16 @@ from manyhands.console.errors import OptionError
 
 
 def compiled(live: nn.Module) -> nn.Module:
-    """Return a module that computes what `live` does, with its parameters, in code that is made at its first calls."""
-    shell: nn.Module = torch.compile(live, dynamic=False)  # type: ignore[assignment]
-    return shell
+    """Return a module that computes what `live` does, with its parameters, and is compiled at its first calls."""
+    module: nn.Module = torch.compile(live, dynamic=False)  # type: ignore[assignment]
+    return module
 
 
 def expect_compiler(device: torch.device) -> None:
-    """Compile something small for a device, to see whether that can be done at all.
+    """Compile a small function for a device, to check that the compiler works.
 
     Raises:
-        OptionError: it cannot; says what torch misses.
+        OptionError: it does not; says why.
     """
     try:
         torch.compile(lambda x: x + 1, dynamic=False)(torch.zeros(2, device=device))
@@ -35,7 +34,7 @@ def expect_compiler(device: torch.device) -> None:
 
 
 def cannot_compile(device: torch.device, error: Exception) -> OptionError:
-    """Return what to tell the user of an error of the compiler."""
+    """Return an error of the compiler as one line for the user."""
     reason = (str(error).strip() or repr(error)).splitlines()[0]
     return OptionError(
         f"--compile: torch.compile does not work for {device} here ({reason}): mend that, or leave out --compile"
@@ -44,6 +43,6 @@ def cannot_compile(device: torch.device, error: Exception) -> OptionError:
 
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run compiled modules as they were written, for as long as the context lasts."""
+    """Run compiled modules uncompiled while the context lasts."""
     with torch.compiler.set_stance("force_eager"):
         yield

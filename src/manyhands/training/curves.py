@@ -1,6 +1,5 @@
-"""curves.png: loss and accuracy by epoch, the picture of a run that people look at."""
+"""curves.png: loss and accuracy by epoch, the picture of a run."""
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,17 +7,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
+from manyhands.console import charts
+from manyhands.console.charts import INK
 from manyhands.training.metrics import EpochRecord
 from manyhands.training.run_folder import replaced
 
-_TRAIN = "#2a6f97"
-_TEST = "#d1495b"
-_INK = "#3d3d3d"
-_PAPER = "#ffffff"
-_GRID = "#e6e6e6"
-
-# On its first use matplotlib lists the machine's fonts, and logs that it does. Nobody who trains wants to know.
-logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
+_TRAIN, _TEST = charts.BLUE, charts.RED
 
 
 def draw(path: Path, epochs: Sequence[EpochRecord], *, title: str, last_epoch: int) -> None:
@@ -27,23 +21,23 @@ def draw(path: Path, epochs: Sequence[EpochRecord], *, title: str, last_epoch: i
     Args:
         path: where the PNG goes.
         epochs: what has been measured so far, at least one.
-        title: stands above it.
+        title: above both plots.
         last_epoch: where the run ends, so that the picture fills from left to right while it works.
     """
-    figure = Figure(figsize=(10, 4.2), facecolor=_PAPER, layout="constrained")
+    figure = Figure(figsize=(10, 4.2), facecolor="white", layout="constrained")
     loss_axes, accuracy_axes = figure.subplots(1, 2)
-    figure.suptitle(title, x=0.012, ha="left", fontsize=12, color=_INK, parse_math=False)  # "$" is a "$"
+    figure.suptitle(title, x=0.012, ha="left", fontsize=12, color=INK, parse_math=False)  # "$" is a "$"
 
     numbers = [record.epoch for record in epochs]
     _line(loss_axes, numbers, [record.train_loss for record in epochs], _TRAIN, "train")
     _line(loss_axes, numbers, [record.test_loss for record in epochs], _TEST, "test")
     _line(accuracy_axes, numbers, [record.test_accuracy for record in epochs], _TEST, "test")
 
-    _dress(loss_axes, "Loss", last_epoch)
-    _dress(accuracy_axes, "Test accuracy", last_epoch)
+    _style(loss_axes, "Loss", last_epoch)
+    _style(accuracy_axes, "Test accuracy", last_epoch)
     _scale_loss(loss_axes)
     accuracy_axes.set_ylim(min(record.test_accuracy for record in epochs) - 0.02, 1)
-    loss_axes.legend(frameon=False, labelcolor=_INK)
+    loss_axes.legend(frameon=False, labelcolor=INK)
     _note_last(accuracy_axes, epochs[-1], last_epoch)
 
     with replaced(path) as unfinished:
@@ -54,16 +48,11 @@ def _line(axes: Axes, numbers: Sequence[int], values: Sequence[float], color: st
     axes.plot(numbers, values, color=color, label=label, linewidth=2, marker="o", markersize=4, clip_on=False)
 
 
-def _dress(axes: Axes, title: str, last_epoch: int) -> None:
-    axes.set_title(title, loc="left", fontsize=11, color=_INK)
-    axes.set_xlabel("epoch", color=_INK)
+def _style(axes: Axes, title: str, last_epoch: int) -> None:
+    charts.style(axes, title, "epoch", grid="both")
     margin = 0.02 * max(1, last_epoch - 1)
     axes.set_xlim(1 - margin, max(2, last_epoch) + margin)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.tick_params(colors=_INK, length=0)
-    axes.grid(color=_GRID)
-    axes.set_axisbelow(True)
-    axes.spines[:].set_visible(False)
 
 
 def _scale_loss(axes: Axes) -> None:
@@ -79,7 +68,7 @@ def _scale_loss(axes: Axes) -> None:
 
 
 def _note_last(axes: Axes, record: EpochRecord, last_epoch: int) -> None:
-    """Write the last accuracy beside its point: on its right, where the line has yet to go, and in the end below it."""
+    """Write the last accuracy beside its point: on its right while the run goes on, below it at the end."""
     has_ended = record.epoch == last_epoch and last_epoch > 1
     axes.annotate(
         f"{record.test_accuracy:.4f}",

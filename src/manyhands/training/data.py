@@ -1,12 +1,11 @@
-"""The data sets of `manyhands train`, whole and in memory.
+"""The data sets of `manyhands train`, loaded into memory.
 
 Three sources: the digits that scikit-learn carries (no network), Fashion-MNIST (downloaded once), and any
-folder with four IDX files. Pictures come as float32 scaled to [0, 1] and no further, as in the tutorials that
-the project starts from: the ResNet has batch norm behind its first layer, the perceptron trains well without,
-and so no mean and deviation need to travel with a trained model.
+folder with four IDX files. Pictures are float32, scaled to [0, 1] and not normalised further, as in the tutorials
+that the project starts from: the ResNet has batch norm after its first layer, the perceptron trains well without,
+and so no mean and deviation need to be saved with a model.
 
-Whatever is wrong with the data leaves here as a DataError: one line that says which file or address, why, and
-what to do.
+Every problem with the data is raised as a DataError: one line that says which file or address, why, and what to do.
 """
 
 import dataclasses
@@ -17,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from manyhands.console.errors import CommandError
 from manyhands.training.download import DownloadError, Progress, download_files
 from manyhands.training.idx import IdxError, read_idx
 
@@ -45,13 +45,13 @@ _DIGITS_SPLIT_SEED = 0
 _DIGITS_MAX = 16  # each pixel counts the inked dots of a 4x4 block
 
 
-class DataError(ValueError):
-    """The data cannot be had as asked; the message is one line that says what, why, and what to do."""
+class DataError(CommandError):
+    """The data cannot be loaded; the message is one line that says which, why, and what to do."""
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Pictures and their labels, split in two.
+    """Pictures and their labels, for training and for testing.
 
     Example:
         >>> pictures, labels = torch.rand(6, 1, 8, 8), torch.tensor([0, 1, 2, 0, 1, 2])
@@ -59,10 +59,10 @@ class Dataset:
         Dataset(name='mine', num_classes=3)
 
     Args:
-        name: what to call it in a summary.
+        name: for summaries.
         train_images: float32 (rows, channels, height, width); from `load`, scaled to [0, 1].
         train_labels: int64 (rows,), from 0 to num_classes - 1.
-        test_images: like train_images, with rows of its own.
+        test_images: like train_images.
         test_labels: like train_labels.
         num_classes: at least 2.
 
@@ -113,7 +113,7 @@ class Dataset:
 
     @property
     def num_bytes(self) -> int:
-        """What pictures and labels take in memory."""
+        """How much memory pictures and labels take."""
         return sum(t.nbytes for t in (self.train_images, self.train_labels, self.test_images, self.test_labels))
 
     def on(self, device: torch.device) -> "Dataset":
@@ -139,11 +139,10 @@ def load(
 
     Args:
         source: "digits", "fashion-mnist", or a folder with the four IDX files of MNIST (train-images-idx3-ubyte
-            and so on), each plain, or gzipped with .gz at the end of its name; where both are there, the gzipped
-            one is read. Write ./digits for a folder that has the name of a data set.
+            and so on), each plain, or gzipped with .gz at the end of its name; if both exist, the gzipped one is
+            read. Write ./digits for a folder that has the name of a data set.
         mirror: where to download Fashion-MNIST from; its own address if None. Only for "fashion-mnist".
-        cache: the folder for downloads, `default_cache()` if None. Fashion-MNIST goes to `fashion-mnist` in it;
-            the other sources leave it alone.
+        cache: the folder for downloads, `default_cache()` if None. Fashion-MNIST is saved to `fashion-mnist` in it.
         progress: called as bytes arrive with the file's name, the bytes so far, and the bytes in all or None.
 
     Returns:

@@ -1,18 +1,18 @@
 """Download files once: resumed, verified, and never half-written under their own name.
 
     name          exists only when its MD5 is right: it is renamed into place, and checked again when used
-    name.part     what has arrived so far; stays when a download is cut off (Ctrl-C, lost network, kill) and
-                  is continued by the next one with a Range request
+    name.part     the bytes so far; it stays when a download is interrupted (Ctrl-C, lost network, kill), and the
+                  next download continues it with a Range request
     name.part-*   the part of a second process that downloads the same file at the same time
 
-Where processes meet: `name.part` is locked with flock while it is written, so it has one writer, and the kernel
-releases the lock however that writer ends. Who finds it locked does not wait, because the other process may be
-stuck; it downloads a copy of its own, and the last rename wins, between two files with the same checksum.
-Windows has no flock: there every download has a part of its own, and one that was cut off starts again.
+Several processes: `name.part` is locked with flock while it is written, so it has one writer, and the kernel releases
+the lock however that writer ends. A process that finds it locked does not wait, because the writer may hang. It
+downloads its own copy, and the last rename wins; both files have the same checksum. Windows has no flock: there every
+download has its own part, and an interrupted one starts again.
 
 MD5 is what the data sets publish. It guards against damage in transit, not against an attacker.
 
-Nothing waits for ever: connecting, and each wait for more bytes, has a time limit. Proxies are taken from the
+Connecting, and each wait for more bytes, has a time limit. Proxies are taken from the
 environment (http_proxy, https_proxy, no_proxy).
 """
 
@@ -39,7 +39,7 @@ _PARTIAL_CONTENT = 206
 _RANGE_NOT_SATISFIABLE = 416
 
 Progress: TypeAlias = Callable[[str, int, int | None], None]
-"""Called as bytes arrive with the file's name, the bytes so far, and the bytes in all (None: not told)."""
+"""Called as bytes arrive with the file's name, the bytes so far, and the total (None: unknown)."""
 
 
 class DownloadError(Exception):
@@ -56,7 +56,7 @@ def download_files(
 ) -> None:
     """Download the named files from below one address into a folder, except those already there.
 
-    Example (nothing is asked of the network here, because there is nothing left to download):
+    Example (without network, because the file exists already):
         >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
         >>> _ = (folder / "hello.txt").write_bytes(b"hello")
@@ -64,9 +64,9 @@ def download_files(
 
     Args:
         base_url: an http or https address; file names are appended to it, with a slash between.
-        folder: where the files go; made if it is not there.
+        folder: for the files; created if it does not exist.
         md5_by_name: file names and their MD5 checksums in hexadecimal digits.
-        progress: called as bytes arrive; not called for files that are already there.
+        progress: called as bytes arrive; not called for files that exist already.
         timeout_s: seconds to wait for a connection, and for each further piece of a file.
 
     Raises:
@@ -83,11 +83,11 @@ def download_files(
 def download_file(
     url: str, path: Path, md5: str, *, progress: Progress | None = None, timeout_s: float = TIMEOUT_S
 ) -> None:
-    """Download one file, unless it is there already with the right checksum; continue where a part was left.
+    """Download one file, unless it exists with the right checksum; continue an interrupted download.
 
     Args:
         url: an http or https address.
-        path: where the file goes; its folder is made if it is not there.
+        path: of the file; its folder is created if it does not exist.
         md5: the checksum that the file must have, in hexadecimal digits.
         progress: called as bytes arrive, with `path.name`.
         timeout_s: seconds to wait for a connection, and for each further piece of the file.
@@ -96,28 +96,26 @@ def download_file(
         DownloadError: no connection, an answer that is not the file, a body that ends early (the part stays, to
             be continued), a wrong checksum (the part is deleted), or a folder that cannot be written.
     """
-    if _is_whole(path, md5):
+    if _is_complete(path, md5):
         return
     with _open_part(path) as part:
-        if _is_whole(path, md5):  # another process finished it in the meantime
+        if _is_complete(path, md5):  # another process finished it in the meantime
             part.truncate(0)
             return
-        if _md5(part) != md5:  # a whole part is one whose process ended just before the rename
+        if _md5(part) != md5:  # a complete part: its process ended just before the rename
             _transfer(url, part, path, progress, timeout_s)
             if (found := _md5(part)) != md5:
                 part.truncate(0)
-                raise DownloadError(
-                    f"{url} is not the expected file: its MD5 is {found}, not {md5}; what came was deleted"
-                )
+                raise DownloadError(f"{url} is not the expected file: its MD5 is {found}, not {md5}; it was deleted")
         with _writing(path):
-            # Renamed before closing releases the lock: nobody else may take up a finished part.
+            # Renamed before closing releases the lock: no other process may continue a finished part.
             if sys.platform == "win32":
                 part.close()  # Windows does not rename open files, and there the part is never shared
             os.replace(part.name, path)
 
 
 def _transfer(url: str, part: FileIO, path: Path, progress: Progress | None, timeout_s: float) -> None:
-    """Append what is missing to `part`, or begin it afresh where the server cannot continue it."""
+    """Append the missing bytes to `part`; if the server cannot continue it, begin again."""
     done = part.seek(0, os.SEEK_END)
     with _request(url, done, timeout_s) as response:
         if done and response.status != _PARTIAL_CONTENT:
@@ -145,7 +143,7 @@ def _transfer(url: str, part: FileIO, path: Path, progress: Progress | None, tim
 def _request(url: str, start: int, timeout_s: float) -> HTTPResponse:
     """Ask for `url` from byte `start` on.
 
-    The answer has status 206 if its body begins at `start`, and another one if it begins at byte 0.
+    The response has status 206 if its body begins at `start`, and another status if it begins at byte 0.
     """
     headers = {"User-Agent": "manyhands"} | ({"Range": f"bytes={start}-"} if start else {})
     try:
@@ -182,7 +180,7 @@ def _broken_off(url: str, done: int, total: int | None, reason: str) -> Download
 
 @contextmanager
 def _open_part(path: Path) -> Iterator[FileIO]:
-    """Open a part of `path` that this call alone writes; afterwards, leave nothing that cannot be continued.
+    """Open a part of `path` that only this call writes; afterwards, leave no part that cannot be continued.
 
     Between opening `name.part` and locking it, another process may have renamed it to `name`. Then we would
     hold the finished file, and write into it; so the name is looked up again under the lock.
@@ -211,7 +209,7 @@ def _open_part(path: Path) -> Iterator[FileIO]:
 
 
 def _open_to_append(path: Path) -> FileIO:
-    # Unbuffered: what has arrived is in the file, and an error of the disk comes from the write that met it.
+    # Unbuffered: bytes are in the file as soon as they arrive, and a disk error is raised by the write that caused it.
     return open(path, "a+b", buffering=0)
 
 
@@ -252,8 +250,8 @@ def _writing(path: Path) -> Iterator[None]:
         raise DownloadError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
-def _is_whole(path: Path, md5: str) -> bool:
-    """Tell whether the file is there with the right checksum; one with another checksum is worth a warning."""
+def _is_complete(path: Path, md5: str) -> bool:
+    """Return whether the file exists with the right checksum; warn if it has another one."""
     try:
         with open(path, "rb", buffering=0) as file:
             found = _md5(file)

@@ -5,11 +5,11 @@ An IDX file is an array with a short header, all of it big-endian:
     00 00 | type code, 1 byte | number of dimensions, 1 byte | each dimension, 4 bytes | the data
 
 The pictures and labels of the MNIST family are unsigned bytes (type 0x08): `idx3` files have the dimensions
-(rows, height, width) and `idx1` files have (rows,). Files may be gzipped; that is seen from the content, not
-from the name, because browsers and proxies unpack files and leave the name as it was.
+(rows, height, width) and `idx1` files have (rows,). Files may be gzipped; the content decides, not the name, because
+browsers and proxies unpack files without changing the name.
 
-Every byte is accounted for: a file that is shorter or longer than its header says is an error, and a header
-that promises terabytes does not make us allocate them.
+A file that is shorter or longer than its header says is an error, and a header that promises terabytes does not make
+us allocate them.
 """
 
 import gzip
@@ -78,8 +78,7 @@ def read_idx(path: Path, *, dims: int) -> Tensor:
 def _read_array(stream: BufferedIOBase, path: Path, dims: int) -> Tensor:
     shape = _read_header(stream, path, dims)
     num_bytes = math.prod(shape)
-    # One byte more than promised is asked for: it shows surplus data, and, where there is none, makes gzip
-    # reach its end and check its checksum.
+    # Read one byte more than promised: this shows surplus data, and makes gzip reach its end and check its checksum.
     data = _read_up_to(stream, num_bytes + 1)
     sizes = " x ".join(map(str, shape))
     if len(data) < num_bytes:
@@ -117,7 +116,7 @@ def _read_header(stream: BufferedIOBase, path: Path, dims: int) -> tuple[int, ..
 
 
 def _read_up_to(stream: BufferedIOBase, limit_bytes: int) -> bytearray:
-    """Read until the end or `limit_bytes`, growing with what is there, not with what a header promises."""
+    """Read up to `limit_bytes`; memory grows with the data in the file, not with the size that its header promises."""
     data = bytearray()
     while chunk := stream.read(min(_CHUNK_BYTES, limit_bytes - len(data))):
         data += chunk

@@ -1,9 +1,9 @@
 """Ctrl-C, SIGTERM and SIGHUP while training: the step in flight is finished, and the loop is told to stop.
 
 Half a step cannot be saved: some of its numbers would be old, some new. A step takes a few seconds at most, so the
-loop finishes it, saves, and leaves. Who cannot wait presses Ctrl-C again, and the last checkpoint is what stays.
+loop finishes it, saves, and returns. A second Ctrl-C stops at once, and the last checkpoint stays.
 
-Of several processes, some may get the signal, and each at another moment; all stop after the same step.
+Not every process may get the signal, and each gets it at another moment; all stop after the same step.
 """
 
 import os
@@ -20,13 +20,13 @@ _NOTICE = b"\nfinishing the step in flight, then stopping (again: at once, witho
 
 
 class StopRequest:
-    """While entered, remembers the first signal that asks the program to stop instead of letting it act.
+    """While entered, records the first signal that asks the program to stop, instead of letting it act.
 
-    `received` is that signal, or None. The second signal acts as usual. Signals reach the main thread only; entered in
-    another one, as where a cluster's scheduler calls us, it leaves them to whoever has that thread.
+    `received` is that signal, or None. The second signal acts as usual. Python delivers signals to the main thread
+    only; entered in another thread, this leaves them alone.
 
     Args:
-        ranks: the processes that are to stop together.
+        ranks: the processes that stop together.
     """
 
     received: signal.Signals | None = None
@@ -38,7 +38,7 @@ class StopRequest:
         self._before = {
             number: signal.signal(number, self._receive)
             for number in (_SIGNALS if threading.current_thread() is threading.main_thread() else ())
-            if signal.getsignal(number) is not signal.SIG_IGN  # as under nohup: whoever ignores it means it
+            if signal.getsignal(number) is not signal.SIG_IGN  # an ignored signal, as under nohup, stays ignored
         }
         return self
 
@@ -52,7 +52,7 @@ class StopRequest:
 
     def check(self) -> None:
         """Raise Interrupted if a signal has arrived; with several processes, in all of them at the same check."""
-        received = self._ranks.greatest_so_far(self.received or 0)
+        received = self._ranks.delayed_max(self.received or 0)
         if received:
             raise Interrupted(signal.Signals(received))
 

@@ -1,11 +1,10 @@
-"""metrics.jsonl: what a run has measured, a JSON object on each line.
+"""metrics.jsonl: the measurements of a run, one JSON object a line.
 
     {"kind": "step", "step": 1, "epoch": 1, "loss": 2.31, "learning_rate": 0.008, "rows": 120, "seconds": 0.31}
     {"kind": "epoch", "epoch": 1, "step": 12, "train_loss": 1.2, "test_loss": 0.6, "test_accuracy": 0.82, ...}
 
-Steps and epochs are counted from 1: a line's `step` is how many steps the run had finished then. The records are
-also the run's only memory of itself: an epoch's loss and seconds are sums over its steps, also when the run was
-interrupted half-way.
+Steps and epochs are counted from 1: a line's `step` is how many steps the run had finished. The records are the only
+history that a run has: an epoch's loss and seconds are sums over its steps, even if the run was interrupted between.
 """
 
 import contextlib
@@ -34,7 +33,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """One epoch; `train_loss` is the mean over its rows as they were trained on, `train_seconds` leaves testing out."""
+    """One epoch; `train_loss` is the mean over its rows at their steps, `train_seconds` does not include testing."""
 
     epoch: int
     step: int
@@ -54,8 +53,8 @@ class Metrics:
     Each record is a line in the file at once; `sync` waits until the lines are on the disk.
 
     Args:
-        path: the file; None to keep them in memory only, in a process that does not write.
-        records: those of the run so far. The file is begun with them.
+        path: the file; None in a process that does not write.
+        records: the earlier ones of a resumed run. The file begins with them.
     """
 
     def __init__(self, path: Path | None, records: Iterable[Record] = ()) -> None:
@@ -70,7 +69,7 @@ class Metrics:
 
     @staticmethod
     def read(path: Path, *, steps: int, epochs: int) -> list[Record]:
-        """Return the records in a file, without those after a checkpoint of so many steps and epochs.
+        """Return the records in a file up to a checkpoint, which is after so many steps and epochs.
 
         Raises:
             FolderError: lines before the checkpoint are missing.
@@ -126,7 +125,7 @@ class Metrics:
 
 
 def _record(line: dict[str, Any]) -> Record:
-    """Return what a line says. Raises ValueError or TypeError if it is no line of ours."""
+    """Return the record in a line. Raises ValueError or TypeError if there is none."""
     if not isinstance(line, dict):
         raise TypeError(f"expected an object, got {line!r}")
     kind = line.pop("kind", None)

@@ -23,17 +23,17 @@ def build(name: str, *, num_classes: int, image_shape: tuple[int, int, int], ini
 
     Args:
         name: "resnet18", see `resnet18`, for pictures of any size; or "mlp", see `mlp`, for one size.
-        num_classes: how many numbers the model returns for each picture.
+        num_classes: of the logits of each picture.
         image_shape: (channels, height, width) of one picture.
         init: "default" leaves the parameters as torch sets them; "seeds" draws the weights of linear layers
             and convolutions from a normal distribution with standard deviation 0.01, as the tutorials that the
-            project starts from do, and leaves the rest.
+            project starts from do, and leaves the others.
 
     Returns:
         A module from pictures (rows, *image_shape) to logits (rows, num_classes).
 
     Raises:
-        ValueError: `name` or `init` is not known, or a size is not positive.
+        ValueError: `name` or `init` is unknown, or a size is not positive.
     """
     if num_classes < 1 or len(image_shape) != 3 or min(image_shape) < 1:
         raise ValueError(
@@ -81,8 +81,8 @@ def resnet18(num_classes: int, in_channels: int = 1) -> nn.Sequential:
 class Residual(nn.Module):
     """Add two 3x3 convolutions, with batch norm, to their own input.
 
-    Where the block changes the size or the number of channels, the input passes a 1x1 convolution first. The
-    convolutions have biases, which batch norm makes idle, because those of the tutorials do.
+    If the block changes the size or the number of channels, the input passes a 1x1 convolution first. The
+    convolutions have biases, which batch norm makes useless, because those of the tutorials have.
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int = 1) -> None:

@@ -1,24 +1,24 @@
-"""The options of a training: their defaults, what values they may have, and how they survive in config.json.
-
-This module imports nothing of the training, so that a mistyped option is told before anything of it is loaded.
-"""
+"""The options of a training: their defaults, their checks, and how they are saved in config.json."""
 
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from manyhands.console.errors import OptionError
+from manyhands.console.options import flag
 
 SCHEDULES = ("constant", "cosine")
 PRECISIONS = ("fp32", "tf32", "bf16")
 ENGINES = ("threads", "processes")
 DEVICE_ORDERS = ("PCI_BUS_ID", "FASTEST_FIRST")
 
-# A run can go on elsewhere and for longer; whatever else changes makes it another run.
+# A run can be resumed on other devices and for more epochs; any other change makes it another run.
 MAY_CHANGE_ON_RESUME = ("devices", "engine", "compile", "device_order", "epochs", "mirror")
 
 
@@ -26,9 +26,9 @@ MAY_CHANGE_ON_RESUME = ("devices", "engine", "compile", "device_order", "epochs"
 class Options:
     """What `manyhands train` is asked to do; one field for each option of the command line.
 
-    The defaults are one recipe: SGD with momentum, a rate that rises over the first epoch and falls along a cosine
-    after it. Rate and batch size are those of one optimizer step over all devices, so that a run gives the same
-    numbers however many devices share its batches.
+    The defaults are one recipe: SGD with momentum, and a learning rate that rises over the first epoch and then falls
+    along a cosine. Learning rate and batch size are those of one optimizer step over all devices, so that a run gives
+    the same numbers on any number of devices.
 
     Raises:
         OptionError: a value is out of its range; the message names the option as it is typed.
@@ -89,9 +89,34 @@ class Options:
         if not holds:
             raise OptionError(f"{flag(name)} {getattr(self, name)}: expected {expected}")
 
+    def check_devices(self, devices_by_rank: Sequence[Sequence[torch.device]], *, synchronised: bool) -> None:
+        """Check that the options go together on these devices.
+
+        Args:
+            devices_by_rank: the devices of each process.
+            synchronised: whether the model has batch norm that takes its statistics from the rows of all replicas.
+
+        Raises:
+            OptionError: they do not; says what to leave out.
+        """
+        devices = [device for of_rank in devices_by_rank for device in of_rank]
+        names = ", ".join(map(str, devices))
+        if self.engine == "processes" and synchronised and any(device.type != "cpu" for device in devices):
+            raise OptionError(
+                f"--engine processes on accelerators, and --devices {self.devices} is {names}, cannot synchronise "
+                "batch norm: leave out --engine, or take --no-sync-batch-norm"
+            )
+        if self.compile and synchronised and len(devices) > 1:
+            one_device = " or --devices 1" if len(devices_by_rank) == 1 else ""
+            raise OptionError(
+                f"--compile with batch norm synchronised over {len(devices)} replicas ({names}) would be compiled in "
+                "pieces between the batch norms, and be slower than without: take "
+                f"--no-sync-batch-norm{one_device}, or leave out --compile"
+            )
+
     @classmethod
     def from_given(cls, given: Mapping[str, Any]) -> "Options":
-        """Return the defaults with the options that were given in their place."""
+        """Return the options that were given, and the defaults of the others."""
         order_of_environment = os.environ.get("CUDA_DEVICE_ORDER")
         if order_of_environment in DEVICE_ORDERS:
             given = {"device_order": order_of_environment, **given}
@@ -99,13 +124,13 @@ class Options:
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any], given: Mapping[str, Any]) -> "Options":
-        """Return the options of a run that is resumed: the saved ones, some of which the command line may change.
+        """Return the options of a run that is resumed: the saved ones, with the changes that the command line may make.
 
         Raises:
             OptionError: an option was given that would make it another run, or `saved` is not what was saved.
         """
         defaults = cls()
-        saved = {"sync_batch_norm": False, **saved}  # how a run was begun before there was this option
+        saved = {"sync_batch_norm": False, **saved}  # a run that began before there was this option
         for name, value in saved.items():
             known = getattr(defaults, name, value)
             number = isinstance(known, float) and type(value) is int
@@ -121,11 +146,6 @@ class Options:
                     f"out, or start another run (what may change on resuming: {may_change})"
                 )
         return dataclasses.replace(begun, **given)
-
-
-def flag(name: str) -> str:
-    """Return an option's name as it is typed: `batch_size` is `--batch-size`."""
-    return "--" + name.replace("_", "-")
 
 
 def _typed(name: str, value: object) -> str:

@@ -1,15 +1,14 @@
-"""The processes of one training, seen from one of them: who does what, and what all of them have to agree on.
+"""The processes of one training, seen from one of them: what each does, and what all must agree on.
 
-All of them take the same steps, each with its part of the rows. The first one, rank 0, alone writes files and speaks.
-A program that was started by itself is the first of one, and everything here comes to nothing.
+All ranks take the same steps, each with its shard of the rows. Only rank 0 writes files and prints. A program that was
+started by itself is rank 0 of a world of one, and nothing here communicates.
 
 Guarantees
-    - What one process decides or finds wrong before training, all of them know: either all go on, or all end with the
-      error of the first that had one.
-    - Nobody ends before the first has said why, as far as it still can: a launcher ends all processes as soon as it
-      sees that one has failed.
+    - All ranks start training, or all end with the error of the lowest rank that had one.
+    - No rank ends before rank 0 has printed why, as far as rank 0 still can: a launcher ends all processes as soon as
+      it sees that one has failed.
 
-Assumes that all processes call these methods in the same order.
+Assumes that all ranks call these methods in the same order.
 """
 
 import contextlib
@@ -21,11 +20,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from manyhands.console.errors import OptionError, TrainingError
+from manyhands.console.errors import CommandError, OptionError
 from manyhands.distributed.process_group import AllGatherWork, Communicator, communicator_for, distributed
-from manyhands.training.data import DataError
 
-_SPEECH_S = 300.0  # how long the first may take to save and say why it stops
+_LAST_WORDS_S = 300.0  # how long rank 0 may take to save, and to print why it stops
 
 T = TypeVar("T")
 
@@ -37,21 +35,21 @@ class Ranks:
         communicator: the processes; None if this one is alone.
 
     Attributes:
-        rank, world_size: this process's place among them, and how many they are.
+        rank, world_size: this process's number, from 0 on, and how many processes there are.
     """
 
     def __init__(self, communicator: Communicator | None = None) -> None:
         self._communicator = communicator
         self.rank = communicator.rank if communicator else 0
         self.world_size = communicator.world_size if communicator else 1
-        self._asked: AllGatherWork | None = None
+        self._last_max: AllGatherWork | None = None
 
     @classmethod
-    def meet(cls) -> "Ranks":
+    def join(cls) -> "Ranks":
         """Return the processes that a launcher has started, or that have a default process group.
 
         Raises:
-            OptionError: what the launcher says in the environment cannot be.
+            OptionError: the variables of the launcher contradict each other, or some are missing.
         """
         try:
             return cls(communicator_for())
@@ -60,21 +58,21 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is the one that writes and speaks."""
+        """Whether this process is rank 0, which writes and prints."""
         return self.rank == 0
 
     @property
     def are_lost(self) -> bool:
-        """Whether some process has failed or gone, so that the others cannot go on together."""
+        """Whether a process has failed or ended, so that the others cannot go on."""
         return self._communicator is not None and self._communicator.broken
 
     # ---- deciding --------------------------------------------------------------------------------
 
     def together(self, do: Callable[[], T]) -> T:
-        """Return what `do` returns in this process, once it has returned in all.
+        """Call `do` in every process; return its result when it has succeeded in all of them.
 
         Raises:
-            TrainingError, DataError: that of the first process in which `do` has raised one; in all of them.
+            CommandError: in every process, that of the lowest rank in which `do` has raised one.
         """
         if self._communicator is None:
             return do()
@@ -82,7 +80,7 @@ class Ranks:
         error: Exception | None = None
         try:
             outcome = do()
-        except (TrainingError, DataError) as raised:
+        except CommandError as raised:
             error = raised
         errors = self._communicator.all_gather_object(error, "seeing whether all can start")
         for rank, found in enumerate(errors):
@@ -91,21 +89,21 @@ class Ranks:
         return outcome  # type: ignore[return-value]
 
     def from_first(self, decide: Callable[[], T]) -> T:
-        """Return what `decide` returns in the first process; it is called nowhere else.
+        """Call `decide` in the first process only; return its result in all of them.
 
         Raises:
-            TrainingError, DataError: it has raised one.
+            CommandError: it has raised one.
         """
         decided = self.together(lambda: decide() if self.is_first else None)
         if self._communicator is not None:
-            decided = self._communicator.broadcast_object(decided, "hearing what the first process has decided")
+            decided = self._communicator.broadcast_object(decided, "receiving what the first process has decided")
         return decided  # type: ignore[return-value]
 
-    def expect_alike(self, what: str, facts: Mapping[str, Any]) -> None:
+    def expect_equal(self, what: str, facts: Mapping[str, Any]) -> None:
         """Check that all processes have the same facts.
 
         Raises:
-            OptionError: some have not; names the first difference.
+            OptionError: some differ; names the first difference.
         """
         if self._communicator is None:
             return
@@ -119,69 +117,71 @@ class Ranks:
                         "start all of them alike"
                     )
 
-    def everybodys(self, value: T) -> list[T]:
-        """Return what each process gives, in rank order."""
-        communicator = self._communicator
-        return [value] if communicator is None else communicator.all_gather_object(value, "exchanging values")
+    def all_gather(self, value: T) -> list[T]:
+        """Return the values of all processes, in rank order."""
+        return (
+            [value] if self._communicator is None else self._communicator.all_gather_object(value, "exchanging values")
+        )
 
     # ---- training --------------------------------------------------------------------------------
 
-    def part_of(self, rows: Tensor) -> Tensor:
-        """Return this process's part of a batch: in order, of equal size but for one row, possibly none."""
+    def shard_of(self, rows: Tensor) -> Tensor:
+        """Return this process's shard of a batch: contiguous; sizes differ by one row at most, and may be 0."""
         return rows.tensor_split(self.world_size)[self.rank]
 
     def sum(self, *values: float) -> list[float]:
-        """Return the sums of some numbers over the processes. Whole numbers are exact."""
+        """Return the sum of each number over the processes. Whole numbers are exact."""
         if self._communicator is None:
             return list(values)
-        everybodys = self._communicator.all_gather(values, "adding up the processes' results").wait()
-        return [sum(column) for column in zip(*everybodys, strict=True)]
+        gathered = self._communicator.all_gather(values, "adding up the processes' results").wait()
+        return [sum(column) for column in zip(*gathered, strict=True)]
 
-    def greatest_so_far(self, value: int) -> int:
-        """Return the greatest number that a process gave at its last call but this; alone, the number itself.
+    def delayed_max(self, value: int) -> int:
+        """Return the maximum over the processes of what they gave in the previous call; alone, the value itself.
 
-        So nobody waits for anybody: this call's numbers travel until the next.
+        No process waits for another one: a call's numbers are on their way until the next call.
         """
         if self._communicator is None:
             return value
-        before, self._asked = self._asked, self._communicator.all_gather([value], "asking whether to stop")
-        return 0 if before is None else int(max(number for (number,) in before.wait()))
+        previous, self._last_max = self._last_max, self._communicator.all_gather([value], "asking whether to stop")
+        return 0 if previous is None else int(max(number for (number,) in previous.wait()))
 
     # ---- ending ----------------------------------------------------------------------------------
 
     def fail(self, reason: object) -> None:
-        """Tell whoever waits for this process that it will not come."""
+        """Tell the other processes that this one has failed, so that none waits for it."""
         if self._communicator is not None:
             self._communicator.report_failure(str(reason))
 
-    def part(self) -> None:
-        """Return when the first process has saved and said what it had to; before that nobody should end.
+    def wait_for_first(self) -> None:
+        """Return when the first process has saved and printed everything; no process should end before.
 
-        Who has lost the others does not wait: it may be the first that has gone.
+        After a failure this does not wait: the process that has ended may be the first one.
         """
         if self._communicator is None or (self.are_lost and not self.is_first):
             return
-        with contextlib.suppress(RuntimeError):  # the store has gone with the process that kept it
+        with contextlib.suppress(RuntimeError):  # the store ended with the process that kept it
             store = distributed.PrefixStore("manyhands train", distributed.group.WORLD.get_group_store())
             if self.is_first:
-                store.set("said", "")
+                store.set("done", "")
             else:
-                store.wait(["said"], datetime.timedelta(seconds=_SPEECH_S))
+                store.wait(["done"], datetime.timedelta(seconds=_LAST_WORDS_S))
 
 
 ALONE = Ranks()
 
 
 def launch() -> str | None:
-    """Return the name of the launch that this process is part of; None if there is no launcher that starts anew.
+    """Return the name of the launch that this process is part of; None without a launcher that restarts processes.
 
-    It is the same in all its processes, and in those that take their places after a failure: torchrun's `--rdzv-id`,
-    or the one that `--standalone` makes up. Where nobody has named it, it is the launcher's process on this machine.
+    It is the same in all processes of the launch, and in those that replace them after a failure: torchrun's
+    `--rdzv-id`, or the one that `--standalone` generates. A launch without a name is named after the launcher's process
+    on this machine.
     """
     name = os.environ.get("TORCHELASTIC_RUN_ID")
     if name != "none":
         return name
-    import psutil  # here: what is missing is said in one line, later than this file is loaded
+    import psutil  # here: whether it is installed is checked after this file has been loaded
 
     parent = psutil.Process(os.getppid())
     return f"process {parent.pid} of {socket.gethostname()}, started at {parent.create_time():.2f}"

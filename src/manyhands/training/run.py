@@ -1,7 +1,4 @@
-"""A run: what training changes, how it begins or is found again, and how it is kept.
-
-Setting up is told here, so that loop.py can tell the training and nothing else.
-"""
+"""A run: how it is set up, resumed, and saved. The training itself is in loop.py."""
 
 import importlib.metadata
 import random
@@ -24,7 +21,6 @@ from manyhands.training.compiling import compiled, expect_compiler
 from manyhands.training.display import Display
 from manyhands.training.metrics import Metrics, Record
 from manyhands.training.options import Options
-from manyhands.training.placement import expect_combination
 from manyhands.training.ranks import ALONE, Ranks, is_first_of_its_host, launch
 from manyhands.training.run_folder import RunFolder, replaced
 from manyhands.training.schedule import num_steps
@@ -35,19 +31,18 @@ class Run:
     """A training in progress.
 
     Args:
-        options, folder, dataset: what it does, where to, and on what. The data are on the first device, if that is an
-            accelerator and has room for them.
-        ranks: the processes that share it; the first one writes.
-        devices: one for each replica of this process; the first one holds `live`, and the batches before they are
-            split.
-        places: the devices of each process.
+        options, folder: what to train and how, and where the results go.
+        dataset: on the first device, if that is an accelerator and has room for it.
+        ranks: the processes that train together; the first one writes.
+        devices: one for each replica of this process; the first one holds `live`, and each batch before it is split.
+        devices_by_rank: the devices of each process.
         live: the module that is trained.
-        model: `live`, on every device, compiled or not.
+        model: `live`, or `live` compiled, on every device.
         optimizer: updates `live`.
-        metrics: what has been measured.
-        progress: how far it is.
-        saved: how far the checkpoint is; None if there is none.
-        sizes_compiled: the numbers of rows of steps that the model has been compiled for.
+        metrics: the records so far.
+        progress: the steps and epochs that are finished.
+        saved: those of the checkpoint; None if there is none.
+        sizes_compiled: the batch sizes that the model has been compiled for.
     """
 
     options: Options
@@ -55,7 +50,7 @@ class Run:
     dataset: data.Dataset
     ranks: Ranks
     devices: Sequence[torch.device]
-    places: Sequence[Sequence[torch.device]]
+    devices_by_rank: Sequence[Sequence[torch.device]]
     live: nn.Module
     model: DataParallel
     optimizer: torch.optim.Optimizer
@@ -68,15 +63,15 @@ class Run:
     def begin(
         cls, options: Options, folder: RunFolder, display: Display, *, resume: bool = False, ranks: Ranks = ALONE
     ) -> "Run":
-        """Set everything up; without `resume` a run in the folder is deleted, after nothing else can go wrong.
+        """Set everything up. Without `resume` a run in the folder is deleted, once everything else has succeeded.
 
         Raises:
-            TrainingError, DataError: it cannot be set up; the message is one line for the user.
+            CommandError: it cannot be set up; the message is one line for the user.
         """
         _check_names(options)
         devices = ranks.together(lambda: choose_devices(options.devices, among_several=ranks.world_size > 1))
-        places = ranks.everybodys(devices)
-        dataset = _loaded(options, display, ranks)
+        devices_by_rank = ranks.all_gather(devices)
+        dataset = _load(options, display, ranks)
 
         random.seed(options.seed)
         torch.manual_seed(options.seed)
@@ -84,18 +79,18 @@ class Run:
             options.model, num_classes=dataset.num_classes, image_shape=dataset.image_shape, init=options.init
         )
         synchronised = options.sync_batch_norm and any(isinstance(module, _BatchNorm) for module in live.modules())
-        ranks.together(lambda: expect_combination(options, places, synchronised=synchronised))
+        ranks.together(lambda: options.check_devices(devices_by_rank, synchronised=synchronised))
         if options.compile:
-            display.busy("seeing whether the compiler works")
+            display.begin("checking that the compiler works")
             ranks.together(lambda: expect_compiler(devices[0]))
         live = live.to(devices[0])
         if options.precision != "fp32" and not _devices.computes_on_host(devices[0]):
-            # Fewer bits are for speed, and so is this layout: the fast convolutions of GPUs want it.
+            # The fast low-precision convolutions of GPUs need this memory layout.
             live = live.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if _devices.has_room_for(devices[0], dataset.num_bytes):
             dataset = dataset.on(devices[0])
-        # Even shares: torch's rule may leave the last replica a single row, which batch norm cannot train on by itself.
-        # Losses are sums over this process's part of a batch, divided by the rows of the whole.
+        # Even shares: torch's rule may give the last replica a single row, which its batch norm cannot train on.
+        # loss="sum": a loss is the sum over this process's shard, divided by the rows of the whole batch.
         model = DataParallel(
             compiled(live) if options.compile else live,
             device_ids=devices,
@@ -115,7 +110,7 @@ class Run:
         records: list[Record] = []
         progress = Progress()
         if resume:
-            state, records = ranks.from_first(lambda: _found(folder, dataset, display))
+            state, records = ranks.from_first(lambda: _read_run(folder, dataset, display))
             progress = checkpoint.restore(state, folder, live, optimizer, devices)
         else:
             ranks.from_first(folder.make_empty)
@@ -125,7 +120,7 @@ class Run:
             dataset=dataset,
             ranks=ranks,
             devices=devices,
-            places=places,
+            devices_by_rank=devices_by_rank,
             live=live,
             model=model,
             optimizer=optimizer,
@@ -135,26 +130,27 @@ class Run:
         )
         if ranks.is_first:
             run._write_config()
-            run._introduce(display.say)
+            run._describe(display.say)
         return run
 
     @property
     def num_rows(self) -> int:
-        """How many pictures an epoch trains on."""
+        """The number of training pictures."""
         return len(self.dataset.train_labels)
 
     @property
     def steps_per_epoch(self) -> int:
-        """How many optimizer steps an epoch has."""
+        """The number of optimizer steps of an epoch."""
         return num_steps(self.num_rows, self.options.batch_size)
 
     @property
     def steps_ahead(self) -> int:
-        """How many steps are queued before the loss of the one before them is read: none where nothing is queued."""
-        return int(not all(_devices.computes_on_host(device) for devices in self.places for device in devices))
+        """How many steps are queued before a loss is read: 1 on accelerators, 0 on the CPU, which queues nothing."""
+        on_host = (_devices.computes_on_host(device) for devices in self.devices_by_rank for device in devices)
+        return int(not all(on_host))
 
     def diverged(self, what: str, rate: float) -> DivergedError:
-        """Return the error that ends a run whose loss is no number, with what to do about it."""
+        """Return the error of a loss that is infinite or not a number, with what to do about it."""
         options, saved = self.options, self.saved
         kept = f"the checkpoint of step {saved.steps} stays in {self.folder}" if saved else "nothing had been saved yet"
         longer = options.warmup_epochs + 2
@@ -164,32 +160,34 @@ class Run:
             f"{kept}"
         )
 
-    def keep(self) -> None:
-        """Bring what is on the disk up to this moment: metrics, checkpoint, weights. The first process does it."""
+    def save(self) -> None:
+        """Save metrics, checkpoint and weights. The first process does it."""
         if self.ranks.is_first:
-            import safetensors.torch  # here, because it may be missing where nothing is kept, as in `make gpu-check`
+            import safetensors.torch  # here: `make gpu-check`, which saves nothing, runs without it
 
             self.metrics.sync()
             checkpoint.save(self.folder, self.live, self.optimizer, self.progress, self.devices)
             weights = {name: tensor.contiguous() for name, tensor in self.live.state_dict().items()}
             with replaced(self.folder.model) as unfinished:
-                unfinished.write_bytes(safetensors.torch.save(weights))  # save_file would make it unreadable to others
+                unfinished.write_bytes(
+                    safetensors.torch.save(weights)
+                )  # save_file makes a file that only its owner can read
         self.saved = self.progress
 
     def draw(self) -> None:
-        """Draw the epochs so far. The first process does it."""
+        """Draw curves.png. The first process does it."""
         if self.ranks.is_first:
-            from manyhands.training import curves  # as above, and slow to load
+            from manyhands.training import curves  # here: as above, and it is slow to load
 
             curves.draw(
                 self.folder.curves,
                 self.metrics.epochs,
-                title=f"{self.options.model} on {self.dataset.name}, {describe(*self.places)}",
+                title=f"{self.options.model} on {self.dataset.name}, {describe(*self.devices_by_rank)}",
                 last_epoch=self.options.epochs,
             )
 
     def close(self) -> None:
-        """Close the files; end what runs the replicas; leave the folder to other runs."""
+        """Close the files; end the replicas' threads or processes; release the folder."""
         self.metrics.close()
         self.model.close()
         self.folder.release()
@@ -202,15 +200,15 @@ class Run:
                 "launch": launch(),
                 "options": asdict(self.options),
                 "processes": self.ranks.world_size,
-                "devices": [str(device) for devices in self.places for device in devices],
+                "devices": [str(device) for devices in self.devices_by_rank for device in devices],
                 "parameters": self._num_parameters(),
-                **_facts_of(self.dataset),
+                **_sizes_of(self.dataset),
             }
         )
 
-    def _introduce(self, say: Callable[[str], None]) -> None:
+    def _describe(self, say: Callable[[str], None]) -> None:
         say(
-            f"{self._num_parameters():,} parameters on {describe(*self.places)}; "
+            f"{self._num_parameters():,} parameters on {describe(*self.devices_by_rank)}; "
             f"{self.num_rows:,} pictures to train on, {len(self.dataset.test_labels):,} to test on"
         )
         if self.options.precision == "tf32" and not _devices.has_tf32(self.devices[0]):
@@ -225,8 +223,8 @@ class Run:
         return sum(parameter.numel() for parameter in self.live.parameters())
 
 
-def describe(*places: Sequence[torch.device]) -> str:
-    """Return in words the devices of the replicas of each process, as in "2 replicas (cpu, cpu)".
+def describe(*devices_by_rank: Sequence[torch.device]) -> str:
+    """Return the devices of all processes in words, as in "2 replicas (cpu, cpu)".
 
     >>> cpu = torch.device("cpu")
     >>> describe([cpu] * 8)
@@ -234,8 +232,8 @@ def describe(*places: Sequence[torch.device]) -> str:
     >>> describe([cpu] * 2, [cpu] * 2)
     '2 processes, 4 replicas (4 x cpu)'
     """
-    devices = [device for process in places for device in process]
-    processes = f"{len(places)} processes, " if len(places) > 1 else ""
+    devices = [device for of_rank in devices_by_rank for device in of_rank]
+    processes = f"{len(devices_by_rank)} processes, " if len(devices_by_rank) > 1 else ""
     if len(devices) == 1:
         return str(devices[0])
     counts = {device: devices.count(device) for device in devices}
@@ -243,10 +241,10 @@ def describe(*places: Sequence[torch.device]) -> str:
     return f"{processes}{len(devices)} replicas ({', '.join(names)})"
 
 
-def _loaded(options: Options, display: Display, ranks: Ranks) -> data.Dataset:
-    """Load the data: first in the first process, then in the first of each machine, then in the others.
+def _load(options: Options, display: Display, ranks: Ranks) -> data.Dataset:
+    """Load the data: in rank 0, then in the first process of each machine, then in the others.
 
-    So each file is downloaded once, and the others find it.
+    So each file is downloaded once, and the later processes find it.
     """
     dataset: data.Dataset | None = None
     for my_turn in (ranks.is_first, is_first_of_its_host(), True):
@@ -258,9 +256,8 @@ def _loaded(options: Options, display: Display, ranks: Ranks) -> data.Dataset:
 
         dataset = ranks.together(load)
     assert dataset is not None
-    loaded = dataset
-    ranks.expect_alike("the data sets", {**_facts_of(loaded), "checksum": ranks.world_size > 1 and _checksum(loaded)})
-    return loaded
+    ranks.expect_equal("the data sets", {**_sizes_of(dataset), "checksum": ranks.world_size > 1 and _checksum(dataset)})
+    return dataset
 
 
 def _checksum(dataset: data.Dataset) -> int:
@@ -270,8 +267,8 @@ def _checksum(dataset: data.Dataset) -> int:
     return checksum
 
 
-def _found(folder: RunFolder, dataset: data.Dataset, display: Display) -> tuple[dict[str, Any], list[Record]]:
-    """Claim the folder of a run that is resumed; return its checkpoint, and the records up to it."""
+def _read_run(folder: RunFolder, dataset: data.Dataset, display: Display) -> tuple[dict[str, Any], list[Record]]:
+    """Claim the folder of a run to resume; return its checkpoint, and the records up to it."""
     folder.claim()
     _check_same_data(folder, dataset)
     state = checkpoint.read(folder, display.say)
@@ -279,17 +276,17 @@ def _found(folder: RunFolder, dataset: data.Dataset, display: Display) -> tuple[
 
 
 def _check_same_data(folder: RunFolder, dataset: data.Dataset) -> None:
-    """Check that a run is resumed on data of the size that it began with; else its steps would be other rows."""
-    began_with = folder.saved_config()
-    for name, now in _facts_of(dataset).items():
-        if began_with.get(name) != now:
+    """Check that the data have the sizes that the run began with; otherwise its steps would have other rows."""
+    saved = folder.saved_config()
+    for name, now in _sizes_of(dataset).items():
+        if saved.get(name) != now:
             raise FolderError(
-                f"{folder} began on data with {name.replace('_', ' ')} {began_with.get(name)}, and {dataset.name} now "
+                f"{folder} began on data with {name.replace('_', ' ')} {saved.get(name)}, and {dataset.name} now "
                 f"has {now}: put the data back as it was, or start another run (--output DIR)"
             )
 
 
-def _facts_of(dataset: data.Dataset) -> dict[str, Any]:
+def _sizes_of(dataset: data.Dataset) -> dict[str, Any]:
     return {
         "train_rows": len(dataset.train_labels),
         "test_rows": len(dataset.test_labels),
@@ -299,7 +296,7 @@ def _facts_of(dataset: data.Dataset) -> dict[str, Any]:
 
 
 def _check_names(options: Options) -> None:
-    """Check the names that other files define. The rest of the options has been checked when they were made."""
+    """Check the names that models.py defines. `Options` has checked all others."""
     for option, name, known in (
         ("--model", options.model, models.MODELS),
         ("--init", options.init, models.INITS),

@@ -1,4 +1,4 @@
-"""The output folder of a run: which files it has, who may write into it, and how a file is replaced.
+"""The output folder of a run: which files it has, and which process may write into it.
 
     config.json              the options, and what they came to
     metrics.jsonl            a line for each step and for each epoch
@@ -6,12 +6,12 @@
     model.safetensors        the weights of the last checkpoint
     checkpoint.pt            what resuming needs
     checkpoint.previous.pt   the one before
-    .lock                    the process that writes here, or was the last to
+    .lock                    names the process that writes here, or the last one that did
 
-Everything but metrics.jsonl, which is appended to, is replaced whole: at every moment, and whatever stops the
-program or the machine, a file under one of these names is a complete one. One process at a time writes into a folder;
-of several that train together it is the first. It holds a lock of the system's on `.lock`, which goes with the process
-however it ends. (Windows, and file systems that know no locks, do without.)
+metrics.jsonl is appended to; every other file is replaced whole, so that under its name there is always a complete
+file, even after a power cut. One process at a time writes into a folder; of several that train together it is rank 0.
+It holds a lock (flock) on `.lock`, which the system releases however the process ends. Windows, and file systems
+without locks, do without.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from manyhands.console import files
 from manyhands.console.errors import FolderError
 
 if sys.platform != "win32":
@@ -44,33 +45,29 @@ class RunFolder:
         self.checkpoint = path / "checkpoint.pt"
         self.previous_checkpoint = path / "checkpoint.previous.pt"
         self._lock = path / ".lock"
-        self._claim: weakref.finalize[Any, Any] | None = None  # unlocks, at the latest when the folder is forgotten
+        self._claim: weakref.finalize[Any, Any] | None = None  # unlocks, at the latest when this object is collected
 
     def __str__(self) -> str:
         return str(self.path)
 
     @classmethod
     def for_new_run(cls, path: Path | None, *, overwrite: bool = False) -> "RunFolder":
-        """Choose the folder for a new run, by default `runs/` and the time. Nothing is made or deleted yet.
+        """Choose the folder for a new run, by default `runs/` and the time. Nothing is created or deleted yet.
 
         Raises:
-            FolderError: the folder cannot be made, or holds a run and `overwrite` is false.
+            FolderError: the folder cannot be created, or holds a run and `overwrite` is false.
         """
         folder = cls(path or Path("runs") / time.strftime("%Y-%m-%d-%H-%M-%S"))
         folder.must_be_new = path is None  # two runs begun in one second must not share one
         if folder.holds_a_run() and not overwrite:
-            if folder._lock.exists():  # nothing is left in a folder that is not ours
-                folder.claim()  # raises where that run is going on; it could be neither gone on with nor replaced
+            if folder._lock.exists():  # no lock file is left in a folder that is not ours
+                folder.claim()  # raises if that run is still going on: it can be neither resumed nor replaced
                 folder.release()
             raise FolderError(
                 f"{folder} holds a run already: go on with it (--resume {folder}), replace it (--overwrite), or name "
                 "another folder (--output DIR)"
             )
-        there = next(parent for parent in (folder.path.absolute(), *folder.path.absolute().parents) if parent.exists())
-        if not there.is_dir():
-            raise FolderError(f"--output {folder}: {there} is not a folder; name another one (--output DIR)")
-        if not os.access(there, os.W_OK):
-            raise FolderError(f"--output {folder}: {there} cannot be written to; name another folder (--output DIR)")
+        files.expect_writable(folder.path)
         return folder
 
     @classmethod
@@ -92,11 +89,11 @@ class RunFolder:
 
     @classmethod
     def of_launch(cls, launch: str | None, path: Path | None) -> "RunFolder | None":
-        """Return the folder of the run that this launch has begun, before it had to start its processes anew.
+        """Return the folder of the run that this launch began before it restarted its processes.
 
         Args:
-            launch: its name; config.json has it. None: there is no launch.
-            path: where the run is; None: anywhere in `runs/`.
+            launch: its name, which config.json has. None: there is no launch.
+            path: the folder; None: anywhere in `runs/`.
         """
         if launch is None:
             return None
@@ -111,7 +108,7 @@ class RunFolder:
         return self.checkpoint.exists() or self.previous_checkpoint.exists()
 
     def holds_a_run(self) -> bool:
-        """Return whether there is anything to lose: weights, a checkpoint, or somebody else's files."""
+        """Return whether there is anything to lose: weights, a checkpoint, or files that are not ours."""
         if any(path.exists() for path in (self.checkpoint, self.previous_checkpoint, self.model)):
             return True
         try:
@@ -130,7 +127,7 @@ class RunFolder:
             return
         try:
             lock = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError:  # nothing can be written here, which is for others to say
+        except OSError:  # nothing can be written here: the next write will say so
             return
         claim = weakref.finalize(self, os.close, lock)
         try:
@@ -150,15 +147,15 @@ class RunFolder:
         self._claim = claim
 
     def release(self) -> None:
-        """Let other runs write into the folder again."""
+        """Release the lock."""
         if self._claim is not None:
             self._claim()
 
     def make_empty(self) -> None:
-        """Make the folder, claim it, and delete the run in it, but nothing else that may lie there.
+        """Create the folder, claim it, and delete the files of an earlier run in it, but no others.
 
         Raises:
-            FolderError: another run is using it, or the system does not let us.
+            FolderError: another run is using it, or the system refuses.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=not self.must_be_new)
@@ -185,7 +182,7 @@ class RunFolder:
             raise FolderError(f"{self.config} cannot be used ({error!r}); it is needed to resume the run") from None
 
     def saved_config(self) -> dict[str, Any]:
-        """Return what is in config.json.
+        """Return the contents of config.json.
 
         Raises:
             FolderError: the file is missing or damaged.
@@ -208,31 +205,12 @@ class RunFolder:
 
 @contextlib.contextmanager
 def replaced(path: Path, *, keep_as: Path | None = None) -> Iterator[Path]:
-    """Give a temporary path to write to, and put what was written in the place of `path` when the block ends well.
-
-    The bytes are on the disk before the name is theirs; so after a power cut there is the old file or the new one.
-    With `keep_as` the old one is kept under that name. Between its renaming and the new one's, there is no `path`:
-    who reads must then turn to `keep_as`.
-    """
-    unfinished = path.with_name(f".{path.name}.unfinished")
+    """Replace a file of a run whole, as `console.files.replaced` does; an error says how to resume."""
     try:
-        unfinished.touch()
-        yield unfinished
-        with unfinished.open("rb+") as file:
-            os.fsync(file.fileno())
-        if keep_as is not None and path.exists():
-            path.replace(keep_as)
-        unfinished.replace(path)
+        with files.replaced(path, keep_as=keep_as) as unfinished:
+            yield unfinished
     except OSError as error:
         saved = "nothing had been saved before"
         if RunFolder(path.parent).can_be_resumed():
             saved = f"what was saved before stays, and manyhands train --resume {path.parent} goes on from there"
         raise OSError(f"{path} cannot be written ({error.strerror or error}); {saved}") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
-    if sys.platform != "win32":  # the names themselves; Windows has no way to ask for it
-        names = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(names)
-        finally:
-            os.close(names)

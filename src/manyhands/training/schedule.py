@@ -1,7 +1,7 @@
-"""What a step is made of, as far as it depends on nothing but its number: which rows, at which learning rate.
+"""The rows and the learning rate of each step.
 
-Neither depends on the devices. The order of the rows depends on the seed and the epoch, not on what was drawn
-before, so that a run can be resumed anywhere, and on more or fewer devices.
+Neither depends on the devices. The order of the rows depends on the seed and the epoch only, so that a run can be
+resumed after any step, on any number of devices.
 """
 
 import math
@@ -13,18 +13,17 @@ _CPU = torch.device("cpu")
 
 
 def num_steps(rows: int, batch_size: int) -> int:
-    """Return how many steps an epoch has: enough for every row, with no step above `batch_size` rows."""
+    """Return the number of steps of an epoch: the fewest in which no step has more than `batch_size` rows."""
     return math.ceil(rows / batch_size)
 
 
 def epoch_batches(
     rows: int, batch_size: int, *, seed: int, epoch: int, device: torch.device = _CPU
 ) -> tuple[Tensor, ...]:
-    """Return the row numbers of each step of an epoch, shuffled; every row once. They lie on `device`.
+    """Return the row numbers of each step of an epoch on `device`: shuffled, each row once.
 
-    All steps get as many rows, give or take one, rather than `batch_size` rows and a small rest at the end: the rate
-    is made for the full batch, and a rest of a few rows would leave replicas with a single row, which batch norm
-    cannot train on.
+    The steps' sizes differ by one row at most; there is no small last batch. The learning rate is chosen for the full
+    batch, and a last batch of a few rows would leave replicas with a single row, which batch norm cannot train on.
 
     Example:
         >>> [len(batch) for batch in epoch_batches(1437, 128, seed=0, epoch=0)]
@@ -35,10 +34,10 @@ def epoch_batches(
 
 
 def learning_rate(step: int, *, peak: float, schedule: str, warmup_steps: int, total_steps: int) -> float:
-    """Return the rate for a step, counted from 0.
+    """Return the learning rate of a step, counted from 0.
 
-    It rises in a line over `warmup_steps` to `peak`, and from there stays ("constant"), or falls along half a
-    cosine towards 0 at the end of the run ("cosine"; Loshchilov and Hutter, "SGDR", 2016, without restarts).
+    It rises linearly over `warmup_steps` to `peak`, and then stays ("constant"), or falls along half a cosine to 0 at
+    the end of the run ("cosine"; Loshchilov and Hutter, "SGDR", 2016, without restarts).
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps

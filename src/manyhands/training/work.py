@@ -1,4 +1,4 @@
-"""What each replica did in a step: its share of the rows, and how long it took for them."""
+"""The work of each replica in a step: its share of the rows, and how long they took."""
 
 import contextlib
 import time
@@ -13,9 +13,9 @@ from manyhands.training.metrics import StepRecord
 
 @dataclass(frozen=True)
 class Share:
-    """The rows of one replica, and the seconds it took for their forward and backward pass.
+    """The rows of one replica, and the seconds of their forward and backward pass.
 
-    An accelerator's seconds end when its work has been queued: waiting for it would leave it idle.
+    On an accelerator these are the seconds until the work was queued: waiting for it would leave the device idle.
     """
 
     device: torch.device
@@ -27,20 +27,20 @@ class Share:
 
 
 class Work:
-    """The shares of one step, which may be taken in several parts."""
+    """The shares of one step, which may consist of several micro-batches."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.shares = [Share(device, 0, 0.0) for device in devices]
 
     @contextlib.contextmanager
-    def of_part(self, model: DataParallel, num_rows: int) -> Iterator[None]:
-        """Add what the replicas do in the block, which runs `num_rows` rows through `model`, forward and backward."""
+    def measured(self, model: DataParallel, num_rows: int) -> Iterator[None]:
+        """Add the work of the block, which runs `num_rows` rows through `model`, forward and backward."""
         began = time.perf_counter()
         yield
         if len(self.shares) == 1:
             self._add(0, num_rows, time.perf_counter() - began)
             return
-        # Without rows a replica is left out; as shares are even, those are the last ones.
+        # Replicas without rows are left out; as shares are even, these are the last ones.
         for index, timing in enumerate(model.replica_timings):
             self._add(index, timing.rows, timing.forward_s + timing.backward_s)
 
@@ -51,7 +51,7 @@ class Work:
 
 @dataclass(frozen=True)
 class StepReport:
-    """A finished step, where it stands in the run, and how it was shared."""
+    """A finished step, its place in the run, and the work of each replica."""
 
     record: StepRecord
     epochs: int

@@ -1,9 +1,9 @@
-"""Why replicas give other numbers than one device: from what two steps recorded to findings.
+"""Why replicas give other numbers than one device: from the records of two steps to findings.
 
-The submodule at which the two steps part tells most of it. Where its inputs are still the same, it does it itself;
-where they differ already, the code between the submodules did. What it is follows from the module's class, from
-whether random numbers had been drawn by then, and from whether the step gives the same when it is repeated. An output
-that is joined on the wrong axis shows in its shape, whatever else differs.
+The first submodule whose output differs shows most. If its inputs are still the same, it is the cause itself; if they
+differ already, the code between the submodules is. The kind of cause follows from the module's class, from whether
+random numbers had been drawn by then, and from whether the step gives the same when it is repeated. An output that is
+joined on the wrong axis shows in its shape, whatever else differs.
 """
 
 import math
@@ -18,25 +18,25 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from manyhands.data_parallel import DataParallel
 from manyhands.primitives import pytree
 from manyhands.primitives.dims import spread
+from manyhands.verification.call_recorder import Divergence, first_divergence, match
 from manyhands.verification.compare import Tolerance, plain, tensors_in
 from manyhands.verification.report import Cause, Finding, Kind, Row
 from manyhands.verification.step import RecordedStep
-from manyhands.verification.watch import Parting, match, parting
 
-# An option that is given with this value asks for what differs, and so explains it.
+# An option that was given with this value explains the difference.
 _ASKS_FOR = {Cause.PER_SHARD_BATCH_NORM: ("sync_batch_norm", False), Cause.ONE_NUMBER_A_SHARD: ("scalars", "stack")}
 
-_OPEN = (Cause.ROWS_INTERACT, Cause.UNKNOWN)  # about these another run of the same step tells more
+_UNCERTAIN = (Cause.ROWS_INTERACT, Cause.UNKNOWN)  # repeating the step shows more about these
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The two steps of one mode, and what came of them.
+    """The two steps of one mode, and the comparisons of their results.
 
     Attributes:
         mode: "training" or "eval".
         wrapped: the wrapper around the module.
-        given: the options that the caller gave by name.
+        given: the keyword options of the caller.
         one, many: the steps on one device and on several.
         rows: the comparisons.
         tolerance: how large a difference may be.
@@ -54,19 +54,19 @@ class Comparison:
         return any(row.differs for row in self.rows)
 
     def find(self) -> list[Finding]:
-        """Return what can be told of the differences, at least one finding.
+        """Return the findings about the differences, at least one.
 
         Raises:
-            ValueError: why the replicas' outputs could not be gathered, where that cannot be told better.
+            ValueError: the replicas' outputs could not be gathered, and no finding explains it.
         """
-        findings = list(self._of_joins())
+        findings = list(self._joins())
         if self.many.error is not None and not findings:
             raise self.many.error
-        findings += self._of_types()
-        apart = parting(self.one.watch, self.many.watch, self.many.rows, self.tolerance)
-        if apart is not None:
-            findings += self._of_submodules(apart)
-        return findings or [self._of_the_rest()]
+        findings += self._types()
+        divergence = first_divergence(self.one.recorder, self.many.recorder, self.many.rows, self.tolerance)
+        if divergence is not None:
+            findings += self._submodules(divergence)
+        return findings or [self._other()]
 
     def _finding(self, name: str, cause: Cause, text: str, *, explained: bool = False) -> Finding:
         option, value = _ASKS_FOR.get(cause, ("", None))
@@ -74,17 +74,17 @@ class Comparison:
         module = self.wrapped.module.get_submodule(name)
         return Finding(self.mode, name, type(module).__name__, cause, text, explained or asked_for)
 
-    def _of_joins(self) -> Iterator[Finding]:
-        """Yield findings about outputs that have another shape than on one device, or could not be joined at all."""
+    def _joins(self) -> Iterator[Finding]:
+        """Yield findings about outputs whose shape is not that on one device, or that could not be joined."""
         outputs = list(tensors_in(self.one.output))
-        of_one, of_many = self.one.watch.of_root(), self.many.watch.of_root()
-        if not of_many or any(len(seen.outputs) != len(outputs) for seen in (*of_one, *of_many)):
+        of_one, of_many = self.one.recorder.root_calls(), self.many.recorder.root_calls()
+        if not of_many or any(len(call.outputs) != len(outputs) for call in (*of_one, *of_many)):
             return
-        axes: dict[str, int | None] = {}  # where the rows are
+        axes: dict[str, int | None] = {}  # of the rows
         wrong: list[str] = []
         for i, (path, tensor) in enumerate(outputs):
-            parts = [seen.outputs[i][1] for seen in of_many]
-            found = match([seen.outputs[i][1] for seen in of_one], parts, self.many.rows, self.tolerance)
+            parts = [call.outputs[i][1] for call in of_many]
+            found = match([call.outputs[i][1] for call in of_one], parts, self.many.rows, self.tolerance)
             whole = tensor.dim() > 0 and all(p.shape == tensor.shape for p in parts)
             joined_on = self._joined_on(path, tensor)
             if self.many.error is None and self.many.shape_of(path) in (tensor.shape, None):
@@ -113,8 +113,8 @@ class Comparison:
             text = f"{wrong[0]}. out_dims={dims!r} says where they are"
             yield self._finding("", Cause.JOINED_ON_ANOTHER_AXIS, text)
 
-    def _of_types(self) -> Iterator[Finding]:
-        """Yield a finding about the first output that is something else than on one device."""
+    def _types(self) -> Iterator[Finding]:
+        """Yield a finding about the first output whose type is not that on one device."""
         shapes = {path for path, _ in tensors_in(self.one.output)} & {path for path, _ in tensors_in(self.many.output)}
         for row in self.rows if self.many.error is None else ():
             if row.kind is Kind.OUTPUT and math.isinf(row.difference) and row.note and row.name not in shapes:
@@ -131,29 +131,29 @@ class Comparison:
         ]
 
     def _joined_on(self, path: str, tensor: torch.Tensor) -> int | None:
-        """Return the axis on which an output is joined, as the wrapper's options say; None for a whole one."""
+        """Return the axis on which the wrapper's options join an output; None if they do not join it."""
         axes = spread(self.wrapped.out_dims, self.one.output, self.wrapped.dim, "out_dims")
         paths = [where for where, _ in pytree.leaves(self.one.output)]
         axis = axes[paths.index(path)] if path in paths else None
         return axis if axis is None else axis % max(1, tensor.dim())
 
-    def _of_submodules(self, apart: Parting) -> Iterator[Finding]:
-        """Yield findings about the first submodule that differs, and what comes behind it that is certain anyway."""
-        module = self.wrapped.module.get_submodule(apart.name)
-        if apart.only_numbers and apart.inputs_same:
-            yield self._of_numbers(apart.name, "")
-        elif apart.inputs_same and _takes_statistics(module, apart.training):
-            yield self._of_batch_norm(apart.name)
-        elif apart.drawn:
-            yield self._of_random_numbers(apart)
-            for seen in self.one.watch.seen:
-                module = self.wrapped.module.get_submodule(seen.name)
-                if _takes_statistics(module, seen.training) and not self._synchronised():
-                    yield self._of_batch_norm(seen.name)
+    def _submodules(self, divergence: Divergence) -> Iterator[Finding]:
+        """Yield findings about the first submodule that differs, and about later ones that are certain nevertheless."""
+        module = self.wrapped.module.get_submodule(divergence.name)
+        if divergence.only_numbers and divergence.inputs_same:
+            yield self._numbers(divergence.name, "")
+        elif divergence.inputs_same and _takes_statistics(module, divergence.training):
+            yield self._batch_norm(divergence.name)
+        elif divergence.drawn:
+            yield self._random_numbers(divergence)
+            for call in self.one.recorder.calls:
+                module = self.wrapped.module.get_submodule(call.name)
+                if _takes_statistics(module, call.training) and not self._synchronised():
+                    yield self._batch_norm(call.name)
                     return
         else:
-            name = apart.name if apart.inputs_same else self._enclosing(apart.name)
-            where = "" if apart.inputs_same else f" (in the code in front of {apart.name})"
+            name = divergence.name if divergence.inputs_same else self._enclosing(divergence.name)
+            where = "" if divergence.inputs_same else f" (in the code in front of {divergence.name})"
             text = (
                 f"what it computes for a row depends on the other rows of the shard{where}. Compute such things from "
                 "the gathered output, outside of the model; or, if the rows are not on axis "
@@ -161,51 +161,51 @@ class Comparison:
             )
             yield self._finding(name, Cause.ROWS_INTERACT, text)
 
-    def _of_batch_norm(self, name: str) -> Finding:
+    def _batch_norm(self, name: str) -> Finding:
         if self._synchronised():
             text = "batch norm, although its statistics are those of the whole batch: please report this"
             return self._finding(name, Cause.UNKNOWN, text)
         text = (
             "batch norm takes its statistics from each shard, not from the batch. With sync_batch_norm=True it takes "
-            "those of the batch; sync_batch_norm=False, given, says that you want it so"
+            "those of the batch; sync_batch_norm=False, given, says that this is intended"
         )
         return self._finding(name, Cause.PER_SHARD_BATCH_NORM, text)
 
     def _synchronised(self) -> bool:
         return bool(vars(self.wrapped).get("sync_batch_norm", False))
 
-    def _of_random_numbers(self, apart: Parting) -> Finding:
-        class_name = type(self.wrapped.module.get_submodule(apart.name)).__name__
-        dropout = apart.inputs_same and "dropout" in class_name.lower()
+    def _random_numbers(self, divergence: Divergence) -> Finding:
+        class_name = type(self.wrapped.module.get_submodule(divergence.name)).__name__
+        dropout = divergence.inputs_same and "dropout" in class_name.lower()
         what = "dropout is active, and replicas draw" if dropout else "random numbers are drawn, and replicas draw"
-        text = f"{what} from streams of their own. What comes behind it is compared in eval mode only"
+        text = f"{what} from streams of their own. Everything after it is compared in eval mode only"
         cause = Cause.ACTIVE_DROPOUT if dropout else Cause.RANDOM_NUMBERS
-        return self._finding(apart.name, cause, text, explained=True)
+        return self._finding(divergence.name, cause, text, explained=True)
 
-    def _of_numbers(self, name: str, scalars: str) -> Finding:
+    def _numbers(self, name: str, scalars: str) -> Finding:
         rows = " + ".join(map(str, self.many.rows)) or "their own"
         text = f"each replica returns one number for its own rows ({rows}), and their mean is not the batch's. "
         if scalars:
             text += f"scalars={scalars!r} weights them" if scalars == "mean" else f"scalars={scalars!r} adds them up"
         else:
             text += (
-                "It is no mean over rows and no sum: scalars='mean:name' weights by the output of that name, such as "
-                "the number of tokens; or return one number a row, and reduce outside"
+                "It is neither a mean over rows nor a sum: scalars='mean:name' weights by the output of that name, "
+                "such as the number of tokens; or return one number a row, and reduce outside of the model"
             )
         return self._finding(name, Cause.ONE_NUMBER_A_SHARD, text)
 
-    def _of_the_rest(self) -> Finding:
-        """Return the finding where no submodule was seen to differ, the model itself included."""
+    def _other(self) -> Finding:
+        """Return the finding if no recorded call differs, not even that of the model itself."""
         differing = [row for row in self.rows if row.differs]
         outputs = {row.name for row in differing if row.kind is Kind.OUTPUT}
         for path, tensor in tensors_in(self.one.output):
             if path in outputs and tensor.dim() == 0:
-                return self._of_numbers("", self._scalars_for(path, tensor))
+                return self._numbers("", self._scalars_for(path, tensor))
         if all(row.kind is Kind.BUFFER for row in differing):
             name = differing[0].name
             text = (
-                f"{name} is updated in forward, and of several replicas the first one's updates stay, which has seen "
-                "its own rows only. Nothing else differs"
+                f"{name} is updated in forward. Only the first replica's updates stay, and it has seen its own rows "
+                "only. Nothing else differs"
             )
             return self._finding(name.rpartition(".")[0], Cause.FIRST_REPLICAS_BUFFERS, text)
         if not any(row.kind in (Kind.OUTPUT, Kind.LOSS) for row in differing):
@@ -213,7 +213,7 @@ class Comparison:
         return self._finding("", Cause.UNKNOWN, "no submodule that could be compared differs")
 
     def _scalars_for(self, path: str, one: torch.Tensor) -> str:
-        """Return which `scalars` makes one device's number of the replicas'; "" where none does."""
+        """Return the rule of `scalars` that gives the number of one device; "" if none does."""
         numbers = dict(tensors_in(self.many.output)).get(path)
         if numbers is None or numbers.shape != (len(self.many.rows),):
             return ""
@@ -225,8 +225,8 @@ class Comparison:
         return ""
 
     def _enclosing(self, name: str) -> str:
-        """Return the innermost submodule around `name` that was called."""
-        called = {seen.name for seen in self.one.watch.seen}
+        """Return the innermost submodule that contains `name` and was called."""
+        called = {call.name for call in self.one.recorder.calls}
         while name:
             name = name.rpartition(".")[0]
             if name in called:
@@ -234,29 +234,29 @@ class Comparison:
         return name
 
 
-def is_open(findings: Sequence[Finding]) -> bool:
-    """Return whether another run of the same step would tell more."""
-    return any(finding.cause in _OPEN for finding in findings)
+def is_uncertain(findings: Sequence[Finding]) -> bool:
+    """Return whether repeating the step would show more."""
+    return any(finding.cause in _UNCERTAIN for finding in findings)
 
 
 def about_repetition(first: RecordedStep, again: RecordedStep, tolerance: Tolerance) -> str:
-    """Return what to say where a step was repeated on one device, from the same state, and gave something else."""
-    apart = parting(first.watch, again.watch, (), tolerance)
-    where = f", first at {apart.name or 'the model itself'}" if apart else ""
+    """Return the text about a step that was repeated on one device, from the same state, with another result."""
+    divergence = first_divergence(first.recorder, again.recorder, (), tolerance)
+    where = f", first at {divergence.name or 'the model itself'}" if divergence else ""
     return (
         f"two runs on one device, from one state, differ as well{where}: an operation is not deterministic "
-        "(torch.use_deterministic_algorithms(True) names many), or draws random numbers that no seed governs"
+        "(torch.use_deterministic_algorithms(True) names many), or draws random numbers that no seed controls"
     )
 
 
-def settled(findings: Sequence[Finding], unsteady: str) -> list[Finding]:
-    """Return the findings with the open ones settled: what the repetition showed is the cause."""
+def made_certain(findings: Sequence[Finding], text: str) -> list[Finding]:
+    """Return the findings; the cause of the uncertain ones is the nondeterminism that the text describes."""
     cause = Cause.NONDETERMINISTIC
-    return [replace(f, cause=cause, text=unsteady) if f.cause in _OPEN else f for f in findings]
+    return [replace(f, cause=cause, text=text) if f.cause in _UNCERTAIN else f for f in findings]
 
 
 def _takes_statistics(module: nn.Module, training: bool) -> bool:
-    """Return whether a module is a batch norm that normalises with the statistics of the rows it is given."""
+    """Return whether a module is a batch norm that normalises with the statistics of its input."""
     return isinstance(module, _BatchNorm) and (training or module.running_mean is None)
 
 

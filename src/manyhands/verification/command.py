@@ -1,7 +1,7 @@
 """The command `manyhands verify package.module:build`: from the words of the command line to a report.
 
-What goes wrong is one line: in the arguments, in finding and calling `build`, and in running the model. The traceback
-of the caller's own code is shown when it is asked for.
+Every error is one line: in the arguments, in finding and calling `build`, and in running the model. With --traceback
+the traceback of the caller's own code is shown too.
 """
 
 import argparse
@@ -12,15 +12,18 @@ from typing import Any
 from torch import nn
 
 from manyhands.console.device_option import choose_devices
+from manyhands.console.options import TARGET
 from manyhands.data_parallel import DataParallel
 from manyhands.primitives.split_sizes import check_shares
 from manyhands.runtime.devices import resolve
 from manyhands.verification.report import Report
-from manyhands.verification.targets import TargetError, build_arguments, current_folder_first, said_by
+from manyhands.verification.targets import TargetError, build_arguments, current_folder_first, one_line
 from manyhands.verification.verify import verify
 
 _SAME = 0
 _DIFFERS = 1
+
+SUMMARY = "compare a model of yours on one device and on several"
 
 DESCRIPTION = """\
 Run a model of yours on one device and on several, from one state, in training and in eval mode, and compare outputs,
@@ -28,7 +31,7 @@ loss, gradients and buffers. Where they differ, say which submodule does first, 
 
 package.module:build is a function without arguments, found from the current folder. It returns (model, inputs), or a
 dict with the arguments of manyhands.verify by name: model, inputs, target, criterion, out_dims, and so on. Options
-given here count more than what is in the dict.
+given here replace those in the dict.
 """
 
 EXAMPLES = """\
@@ -43,16 +46,16 @@ where train.py has, for instance:
       return model, torch.randn(30, 1, 28, 28)
 
 exit status:
-  0  the same, or what differs is explained: by random numbers, of which replicas have their own, or by an option
-     that was given and asks for it (--no-sync-batch-norm, --scalars stack)
+  0  the same, or the differences are explained: by random numbers, which each replica draws for itself, or by an
+     option that was given and causes them (--no-sync-batch-norm, --scalars stack)
   1  something differs
-  2  nothing was compared: what was given cannot be used, or the model failed
+  2  nothing was compared: the arguments cannot be used, or the model failed
 """
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser; only what was given comes out of it."""
-    parser.add_argument("target", metavar="package.module:build", help="what to compare")
+    parser.add_argument("target", metavar=TARGET, help="what to compare")
     parser.add_argument(
         "--devices",
         metavar="WHICH",
@@ -67,20 +70,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dim", type=int, metavar="AXIS", help="the axis of the rows (default: 0)")
     parser.add_argument(
-        "--scalars", metavar="RULE", help="what becomes of 0-dim outputs: stack, mean or sum (default: stack)"
+        "--scalars", metavar="RULE", help="how 0-dim outputs are combined: stack, mean or sum (default: stack)"
     )
     parser.add_argument(
         "--sync-batch-norm",
         action=argparse.BooleanOptionalAction,
-        help="batch norm with the statistics of the whole batch; with --no, given, of each shard, as wanted",
+        help="batch norm with the statistics of the whole batch; with --no, given, of each shard, as intended",
     )
     parser.add_argument(
         "--rtol",
         type=_tolerance,
         metavar="R",
-        help="how large a difference may be, relative to the largest value (default: 1e-5 for float32)",
+        help="the largest allowed difference, relative to the largest value (default: 1e-5 for float32)",
     )
-    parser.add_argument("--traceback", action="store_true", help="where the model fails, show where")
+    parser.add_argument("--traceback", action="store_true", help="if the model fails, show the traceback")
+
+
+def needed(given: dict[str, Any]) -> tuple[str, ...]:
+    """Return the packages that must be installed: none."""
+    return ()
 
 
 def run(given: dict[str, Any]) -> int:
@@ -102,7 +110,7 @@ def run(given: dict[str, Any]) -> int:
             traceback.print_exc()
         if isinstance(error, TargetError):
             raise
-        raise TargetError(f"{target} could not be compared: {said_by(error)}") from error
+        raise TargetError(f"{target} could not be compared: {one_line(error)}") from error
     print(report)
     return _SAME if report.same or report.explained else _DIFFERS
 

@@ -1,27 +1,28 @@
-"""When two numbers count as the same, and the rows of the report.
+"""When two values count as the same, and the rows of the report.
 
 The rule. Integers and booleans are compared exactly, NaN equals NaN, an infinity equals itself. Two floating tensors
-are the same if their largest absolute difference is at most `rtol` times a *largest value*, not entry by entry: an
-entry near zero is what is left of larger numbers that cancelled, and its rounding error is theirs. The largest value is
+are the same if their largest absolute difference is at most `rtol` times a *largest value*. They are not compared entry
+by entry: an entry near zero may be the difference of larger numbers, and has their rounding error. The largest value is
 
     of an output       the largest in it
     of the loss        the loss, or the largest output where that is larger: rounding comes from the terms
     of a gradient      the largest gradient of any parameter. Replicas sum over rows in another order, and some sums
-                       cancel altogether: the gradient of a bias in front of a batch norm is nothing but the rounding
-                       error of the others (measured on a ResNet-18 whose rows were only put into another order:
-                       gradients moved by up to 3 times their own largest value, by 2e-6 of the largest of all)
+                       cancel completely: the gradient of a bias before a batch norm is only rounding error of the
+                       others (measured on a ResNet-18 whose rows were put into another order: gradients moved by up
+                       to 3 times their own largest value, by 2e-6 of the largest of all)
     of a buffer        the largest in any buffer of its module: a mean near zero is as exact as its variance
 
-Gradients have jumps where outputs have none. An activation within rounding of zero may lie on the other side of a ReLU
-on several devices, and its share of the gradients comes or goes; of the millions of activations of a ResNet some nearly
-always do (measured: gradients move by 1e-3 to 1e-2 of the largest when parameters and inputs are changed by 1e-6 of
-themselves, and by as much between one device and two). So where gradients differ and outputs do not, the step on one
-device is repeated with parameters and inputs changed by `rtol` of themselves: by twice as much as gradients move then,
-and by a tenth of the largest at most, they may differ, and the report says so. In float64 there is hardly ever a jump.
+Gradients can jump where outputs do not. An activation within rounding error of zero may be on the other side of a ReLU
+on several devices, and its part of the gradients appears or disappears; among the millions of activations of a ResNet
+this nearly always happens (measured: gradients move by 1e-3 to 1e-2 of the largest when parameters and inputs are
+changed by 1e-6 of themselves, and by as much between one device and two). So if gradients differ and outputs do not,
+the step on one device is repeated with parameters and inputs changed by `rtol` of themselves. Gradients may then differ
+by twice as much as they moved, but by a tenth of the largest at most, and the report says so. In float64 a jump is very
+rare.
 
-`rtol` is that of the coarsest floating type that was seen in the step on one device, some hundred units in the last
-place for float32, which leaves room for what a deep model makes of the first rounding errors; the coarse types leave
-less room, as they say little anyway. Where a GPU computes float32 products with TF32, float32 counts as float16.
+`rtol` is that of the coarsest floating type in the step on one device: some hundred units in the last place for
+float32, which leaves room for a deep model to amplify the first rounding errors; less for the coarser types. If a GPU
+computes float32 products with TF32, float32 counts as float16.
 """
 
 import dataclasses
@@ -50,7 +51,7 @@ _Comparable = _Number | str | bytes | torch.Size | torch.dtype | None
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How large a difference may be: `atol`, and `rtol` times the largest value."""
+    """The largest allowed difference: `atol`, plus `rtol` times the largest value."""
 
     rtol: float
     atol: float
@@ -59,7 +60,7 @@ class Tolerance:
     def of(
         cls, dtypes: Iterable[torch.dtype], device: torch.device, rtol: float | None, atol: float | None
     ) -> "Tolerance":
-        """Return what the caller asked for, or else what suits the coarsest of the types that were seen."""
+        """Return the tolerances of the caller, or else those of the coarsest of the types."""
         if rtol is None:
             real = {dtype.to_real() for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}
             if torch.float32 in real and _devices.rounds_float32(device):
@@ -79,7 +80,7 @@ class Tolerance:
 def tensors_in(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (path, tensor) for every tensor in `value`, also in batches of registered classes.
 
-    Packed sequences are padded: how ties in length are ordered inside is nobody's promise.
+    Packed sequences are padded: the order of sequences of equal length inside is not specified.
     """
     for path, leaf in pytree.leaves(value):
         batch_type = batch_type_of(leaf)
@@ -108,7 +109,7 @@ def map_tensors_in(function: Callable[[torch.Tensor], torch.Tensor], value: Any)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what `tensor` holds as a dense, real tensor without history; it may share its memory."""
+    """Return the values of `tensor` as a dense, real tensor without history; it may share its memory."""
     tensor = tensor.detach()
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
@@ -116,11 +117,11 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def largest(tensor: torch.Tensor) -> float:
-    """Return the largest absolute value of `tensor`, infinities and NaN left out; 0 where there is none."""
+    """Return the largest finite absolute value of `tensor`; 0 if there is none."""
     values = plain(tensor)
     if not values.numel():
         return 0.0
-    if values.dtype in _RTOL:  # one pass, as nearly always
+    if values.dtype in _RTOL:  # the common case, in one pass
         most = max(abs(end.item()) for end in values.aminmax())
         if math.isfinite(most):
             return most
@@ -191,7 +192,7 @@ def gradient_rows(
 
 
 def sensitivity(one: Mapping[str, torch.Tensor | None], nudged: Mapping[str, torch.Tensor | None]) -> float:
-    """Return how far gradients moved when everything was nudged, as a part of the largest gradient."""
+    """Return how far gradients moved when everything was nudged, relative to the largest gradient."""
     scale = max((largest(grad) for grad in one.values() if grad is not None), default=0.0)
     moved = [
         difference(grad, other)
@@ -202,7 +203,7 @@ def sensitivity(one: Mapping[str, torch.Tensor | None], nudged: Mapping[str, tor
 
 
 def allowing(rows: Sequence[Row], sensitivity: float) -> list[Row]:
-    """Return rows in which gradients may differ as far as nudges move them."""
+    """Return the rows; gradients may differ as far as nudges move them."""
     part = min(_JUMPS * sensitivity, _JUMPS_AT_MOST)
     return [
         dataclasses.replace(row, allowed=max(row.allowed, part * row.largest)) if row.kind is Kind.GRADIENT else row
@@ -261,16 +262,17 @@ def _leaf_rows(mode: str, path: str, one: Any, many: Any, tolerance: Tolerance) 
 
 
 def _number_row(mode: str, path: str, one: Any, many: Sequence[Any], tolerance: Tolerance) -> Row:
-    """Compare a Python number with those that the replicas gave."""
+    """Compare a Python number with those of the replicas."""
     tensor = torch.tensor(one)
     row = _row(mode, Kind.OUTPUT, path, tensor, in_one_number(tensor, torch.tensor(many)), abs(one), tolerance)
     return dataclasses.replace(row, shape=None, note=f"one number a replica, {many}")
 
 
 def in_one_number(one: torch.Tensor, many: torch.Tensor) -> torch.Tensor:
-    """Return what a training script makes of one number a replica.
+    """Return the number that a training script would compute from one number a replica.
 
-    That is their mean; of integers their sum; and one device's own where all agree with it, which booleans have to.
+    That is their mean; of integers their sum. If all are equal to that of one device, it is that number; booleans that
+    are not all equal to it count as different.
     """
     if many.is_floating_point() or many.is_complex():
         return many.mean()

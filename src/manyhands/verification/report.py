@@ -1,7 +1,7 @@
-"""What `verify` returns: rows, findings, and the table that both are printed as.
+"""The report of `verify`: rows, findings, and the table as which they are printed.
 
-A `Row` is one comparison: an output, the loss, a gradient or a buffer, in one mode. A `Finding` is what is known about
-the differences of one mode: the first submodule whose output differs, and the cause. Nothing here knows of tensors.
+A `Row` is one comparison: an output, the loss, a gradient or a buffer, in one mode. A `Finding` describes the
+differences of one mode: the first submodule whose output differs, and the cause. Nothing here knows of tensors.
 """
 
 import enum
@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 MODES = ("training", "eval")
 
-_SHOWN = 6  # rows of one kind in one mode, the worst; the others are counted
+_SHOWN = 6  # of the rows of one kind in one mode, the worst; the others are counted
+_SHOWN_SAME = 3  # if none of them differs
 _WIDTH = 110  # of a line of text
-_SHOWN_SAME = 3  # where none of them differs
 
 
 class Cause(enum.StrEnum):
@@ -46,12 +46,12 @@ class Row:
 
     Attributes:
         mode: "training" or "eval".
-        name: of the parameter, of the buffer, or the path in the output; "" where there is only one.
-        shape: on one device; None for what is no tensor.
-        largest: the largest absolute value that the difference is held against.
+        name: of the parameter, of the buffer, or the path in the output; "" if there is only one.
+        shape: on one device; None if it is no tensor.
+        largest: the largest absolute value, to which the difference is compared.
         difference: the largest absolute difference; infinite where values cannot be compared.
         allowed: the largest difference that rounding explains.
-        note: what numbers do not say.
+        note: what the numbers do not show.
     """
 
     mode: str
@@ -77,15 +77,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is known about the differences in one mode.
+    """The first difference in one mode, and its cause.
 
     Attributes:
         mode: "training" or "eval".
         module: dotted name of the first submodule whose gathered output differs; "" is the model itself.
         module_class: the name of its class.
         cause: why.
-        text: the same in words, with what to do.
-        explained: whether it is what the options ask for, or cannot be otherwise.
+        text: the cause in words, with the remedy.
+        explained: whether it follows from the options, or cannot be otherwise.
     """
 
     mode: str
@@ -109,7 +109,7 @@ class Report:
         title: what was compared, and on which devices.
         rows: every comparison.
         findings: at least one for each mode in which something differs.
-        notes: what else should be known, such as what could not be compared.
+        notes: for example, what could not be compared.
     """
 
     title: str
@@ -124,7 +124,7 @@ class Report:
 
     @property
     def explained(self) -> bool:
-        """Whether something differs, and all of it is what the options ask for, or cannot be otherwise."""
+        """Whether something differs, and all of it follows from the options, or cannot be otherwise."""
         return not self.same and all(finding.explained for finding in self.findings)
 
     @property
@@ -134,15 +134,15 @@ class Report:
 
     @property
     def first_module(self) -> str | None:
-        """Dotted name of the first submodule that differs ("" is the model itself); None where all is the same.
+        """Dotted name of the first submodule that differs ("" is the model itself); None if nothing differs.
 
-        As `cause`, it is that of the first finding that is not explained, or else of the first.
+        Like `cause`, it is from the first finding that is not explained, or else from the first.
         """
         return self._main.module if self._main else None
 
     @property
     def cause(self) -> Cause | None:
-        """Why; None where all is the same."""
+        """Why; None if nothing differs."""
         return self._main.cause if self._main else None
 
     @property
@@ -163,7 +163,7 @@ class Report:
         return "\n".join([*lines, "", *self._conclusion()])
 
     def _table(self) -> Iterator[Sequence[str]]:
-        """Yield the cells of each line; a line of one cell goes over all columns."""
+        """Yield the cells of each line; a single cell spans all columns."""
         yield "", "shape", "largest value", "difference", "allowed", ""
         for mode in MODES:
             of_mode = [row for row in self.rows if row.mode == mode]
@@ -183,7 +183,7 @@ class Report:
                     )
 
     def _conclusion(self) -> Iterator[str]:
-        together: dict[Finding, list[str]] = {}  # what is the same in both modes is said once
+        together: dict[Finding, list[str]] = {}  # a finding of both modes is printed once
         for finding in self.findings:
             together.setdefault(replace(finding, mode=""), []).append(finding.mode)
         said = [str(replace(finding, mode=" and ".join(modes))) for finding, modes in together.items()]

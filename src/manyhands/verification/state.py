@@ -1,10 +1,10 @@
-"""What a forward and a backward can change, kept so that it can be put back, any number of times.
+"""Snapshots of everything that a forward and a backward can change; each can be restored any number of times.
 
-Kept of every module that the roots lead to (also through lists, closures and hooks): its attributes, the contents of
-its plain containers (parameters, buffers, children and hooks among them), and of every tensor its values and `.grad`.
-Kept as well: the random state of torch, on the host and on each accelerator, of Python, of numpy where that is loaded,
-and of generators in the modules' attributes. Gradients are put back as the objects they were, and values without new
-versions, so that a graph that was built before still works.
+A snapshot has, of every module that can be reached from the roots (also through lists, closures and hooks): its
+attributes, and the contents of its plain containers (parameters, buffers, children and hooks are in such); of every
+tensor: its values and `.grad`; and the random state of torch, on the host and on each accelerator, of Python, of numpy
+if that is loaded, and of generators in the modules' attributes. Restoring puts the same `.grad` objects back, and
+values without a new tensor version, so that a graph that was built before still works.
 """
 
 import copy
@@ -25,10 +25,10 @@ _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 
 
 class RandomState:
-    """The state of every random number generator that a script seeds, at the moment when this is made."""
+    """The state of every random number generator that a script seeds, when this is created."""
 
     def __init__(self, generators: Iterable[torch.Generator] = ()) -> None:
-        """Keep the state of the global generators, and of these."""
+        """Save the state of the global generators, and of these."""
         self._own = [(generator, generator.get_state()) for generator in generators]
         self._torch = _devices.random_states()
         self._python = random.getstate()
@@ -43,7 +43,7 @@ class RandomState:
             sys.modules["numpy"].random.set_state(pickle.loads(self._numpy))
 
     def has_moved(self) -> bool:
-        """Return whether anything has been drawn since."""
+        """Return whether random numbers have been drawn since."""
         before = [*(state for _, state in self._own), *self._torch]
         now = [*(generator.get_state() for generator, _ in self._own), *_devices.random_states()]
         if not all(torch.equal(a, b) for a, b in zip(before, now, strict=True)):
@@ -52,7 +52,7 @@ class RandomState:
 
 
 class Snapshot:
-    """The state of some modules, and of whatever else the roots lead to, at the moment when this is made."""
+    """The state of everything that can be reached from the roots, when this is created."""
 
     def __init__(self, *roots: Any) -> None:
         self._attributes: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
@@ -81,22 +81,22 @@ class Snapshot:
         with torch.no_grad():
             self._values = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
         self.tensors = list(tensors.values())
-        self._keep_gradients(self.tensors)
+        self._save_gradients(self.tensors)
 
     def set_gradients_aside(self, leaves: Iterable[torch.Tensor]) -> None:
-        """Keep `.grad` of leaves from outside too, such as those of a criterion, and set it to None."""
+        """Save `.grad` of leaves that the roots do not reach, such as those of a criterion, and set it to None."""
         outside = [leaf for leaf in leaves if id(leaf) not in self._gradients]
-        self._keep_gradients(outside)
+        self._save_gradients(outside)
         for leaf in outside:
             leaf.grad = None
 
-    def _keep_gradients(self, tensors: Iterable[torch.Tensor]) -> None:
+    def _save_gradients(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
             if tensor.is_leaf and tensor.requires_grad:
                 self._gradients[id(tensor)] = (tensor, tensor.grad)
 
     def restore(self, *, gradients: bool) -> None:
-        """Put everything back; with `gradients` also each `.grad`, which is None otherwise."""
+        """Restore everything; with `gradients` also each `.grad`, which becomes None otherwise."""
         for module, attributes, contents in self._attributes:
             for name in vars(module).keys() - attributes.keys():
                 del vars(module)[name]
@@ -116,6 +116,6 @@ def _refill(container: Any, content: Any) -> None:
 
 
 def _numpy_state() -> bytes | None:
-    """Return the state of numpy's global generator, as bytes, which can be compared; None without numpy."""
+    """Return the state of numpy's global generator as bytes, to compare; None if numpy is not loaded."""
     numpy: Any = sys.modules.get("numpy")
     return pickle.dumps(numpy.random.get_state()) if hasattr(numpy, "random") else None

@@ -1,4 +1,4 @@
-"""One step: a forward and its backward, from a given state, with everything recorded that is compared later."""
+"""One step: a forward and its backward from a given state, and the record of it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,20 +10,20 @@ from torch import nn
 from manyhands.data_parallel import DataParallel
 from manyhands.engines.replica import leaves_and_nodes
 from manyhands.runtime import devices as _devices
+from manyhands.verification.call_recorder import CallRecorder
 from manyhands.verification.compare import in_one_number, map_tensors_in, plain, tensors_in
 from manyhands.verification.state import Snapshot
-from manyhands.verification.watch import CallRecorder
 
-_SEED = 0  # of what is random but always the same: projection and nudges
+_SEED = 0  # of the projection and the nudges, which are the same in every step
 
 
 @dataclass(frozen=True)
 class Example:
-    """What a step is made with: inputs, and how its loss is computed.
+    """The inputs of a step, and how its loss is computed.
 
     Attributes:
         inputs: a tuple of positional inputs, a dict of keyword inputs, or the only input.
-        target: what the criterion gets beside the output; None for nothing.
+        target: the second argument of the criterion; None for none.
         criterion: returns the loss; None for a fixed random projection of all floating outputs.
     """
 
@@ -32,16 +32,16 @@ class Example:
     criterion: Callable[..., Any] | None = None
 
     def fresh_inputs(self, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return positional and keyword inputs, their tensors copied to `device`, as leaves of a graph of their own."""
+        """Return positional and keyword inputs, whose tensors are copies on `device` and leaves of a new graph."""
         if isinstance(self.inputs, dict):
             return (), {name: _fresh(value, device) for name, value in self.inputs.items()}
         inputs = self.inputs if type(self.inputs) is tuple else (self.inputs,)  # a named tuple is one input
         return tuple(_fresh(value, device) for value in inputs), {}
 
     def loss(self, output: Any, like: Any) -> torch.Tensor | None:
-        """Return the loss of `output`; None where there is nothing to compute it from.
+        """Return the loss of `output`; None if it has no tensors to compute one from.
 
-        `like` is the output on one device, from which the projection takes what it expects.
+        `like` is the output on one device, whose shapes the projection expects.
         """
         if self.criterion is None:
             return _projection(output, like)
@@ -86,20 +86,20 @@ def _projection(output: Any, like: Any) -> torch.Tensor | None:
 
 @dataclass
 class RecordedStep:
-    """What one step gave.
+    """The results of one step.
 
     Attributes:
         output: detached.
-        loss: detached; None where there was none.
-        gradients: of each parameter, by name, and of each input that requires one; empty where nothing was derived.
+        loss: detached; None if there was none.
+        gradients: of each parameter, by name, and of each input that requires one; empty without a backward.
         buffers: after the step, by name.
-        watch: what every submodule got and returned.
-        rows: how many rows each replica had; one entry on one device, empty where it is not known.
-        error: what kept the replicas' outputs from being gathered.
-        no_gradients: why nothing was derived, where the backward failed.
+        recorder: the calls of every submodule.
+        rows: of each replica; one entry on one device, empty if not known.
+        error: why the replicas' outputs could not be gathered.
+        no_gradients: why the backward failed.
     """
 
-    watch: CallRecorder
+    recorder: CallRecorder
     output: Any = None
     loss: torch.Tensor | None = None
     gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class RecordedStep:
     no_gradients: str = ""
 
     def shape_of(self, path: str) -> torch.Size | None:
-        """Return the shape of the output at `path`; None where there is no tensor."""
+        """Return the shape of the output at `path`; None if there is no tensor."""
         tensor = dict(tensors_in(self.output)).get(path)
         return None if tensor is None else tensor.shape
 
@@ -125,16 +125,16 @@ def take_step(
     like: RecordedStep | None = None,
     nudge: float = 0.0,
 ) -> RecordedStep:
-    """Run one step from the state in `state`, and leave the model as the step does.
+    """Run one step from a state; the model keeps the changes of the step.
 
     Args:
-        module: the plain module, which is watched.
-        mode: "training": with the flags that the module has, where it is in training mode, else after `train()`;
-            "eval": after `eval()`.
-        device, output_device: where inputs are given, and where outputs are compared.
-        model: what is called: `module` itself, or the wrapper around it.
-        like: the same step on one device, unless this is it.
-        nudge: change every parameter and every input by about so much, relative to itself.
+        module: the plain module, whose calls are recorded.
+        mode: "training": with the module's own flags if it is in training mode, else after `train()`; "eval": after
+            `eval()`.
+        device, output_device: of the inputs, and of the outputs when they are compared.
+        model: the module that is called: `module` itself, or the wrapper around it.
+        like: the step on one device; None if this is it.
+        nudge: relative size of a random change of every parameter and every input.
     """
     state.restore(gradients=False)
     if mode == "eval":
@@ -145,11 +145,11 @@ def take_step(
     args, kwargs = example.fresh_inputs(device)
     if nudge:
         _nudge([*module.parameters(), *(tensor for _, tensor in (*tensors_in(args), *tensors_in(kwargs)))], nudge)
-    with step.watch.attached(module):
+    with step.recorder.attached(module):
         try:
             output = model(*args, **kwargs)
         except ValueError as error:
-            if like is None or not step.watch.of_root() or _is_of_a_replica(error):
+            if like is None or not step.recorder.root_calls() or _is_of_a_replica(error):
                 raise
             step.error = error
     if isinstance(model, DataParallel):
@@ -158,7 +158,7 @@ def take_step(
         output = map_tensors_in(lambda tensor: _devices.copy_to(tensor, output_device), output)
         loss = example.loss(output, output if like is None else like.output)
         if loss is not None and loss.requires_grad and not (like is not None and like.no_gradients):
-            _derive(step, loss, state, mode, module, args, kwargs)
+            _backward(step, loss, state, mode, module, args, kwargs)
         step.loss = None if loss is None else plain(loss)
         step.output = map_tensors_in(lambda tensor: tensor.detach().clone(), output)
     step.buffers = {name: plain(buffer).clone() for name, buffer in module.named_buffers()}
@@ -177,16 +177,16 @@ def _is_of_a_replica(error: Exception) -> bool:
     return any(note.startswith("raised in ") for note in getattr(error, "__notes__", ()))
 
 
-def _derive(
+def _backward(
     step: RecordedStep, loss: torch.Tensor, state: Snapshot, mode: str, module: nn.Module, args: Any, kwargs: Any
 ) -> None:
-    """Run the backward, and take the gradients."""
+    """Run the backward, and record the gradients."""
     leaves = [leaf for leaf in leaves_and_nodes([loss]) if isinstance(leaf, torch.Tensor)]
     state.set_gradients_aside(leaves)
     try:
         torch.autograd.backward([loss])
     except RuntimeError as error:
-        if mode != "eval":  # cuDNN's recurrent layers, for one, can derive in training mode only
+        if mode != "eval":  # the backward of cuDNN's recurrent layers, for example, works in training mode only
             raise
         step.no_gradients = str(error).splitlines()[0]
         return

@@ -1,7 +1,6 @@
 """`package.module:build` on a command line: a model of the caller's own, found from the current folder.
 
-Whatever goes wrong on the way is one line, because it is the caller's to mend: no such module, a function that raises,
-a value of another form.
+Every error is one line, because the caller can fix it: no such module, a function that raises, a value of another form.
 """
 
 import contextlib
@@ -13,14 +12,15 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from manyhands.console.errors import CommandError
 from manyhands.data_parallel import DataParallel
 from manyhands.verification.verify import verify
 
 _RETURNS = "(model, inputs), or a dict with the arguments of manyhands.verify by name"
 
 
-class TargetError(Exception):
-    """The target cannot be used: one line that says why. Its cause is what the caller's own code raised, if it did."""
+class TargetError(CommandError):
+    """The target cannot be used: one line that says why. Its `__cause__` is the error of the caller's code, if any."""
 
 
 @contextlib.contextmanager
@@ -41,13 +41,13 @@ def build_arguments(target: str) -> dict[str, Any]:
         target: a module, a colon, and a function in it that takes no arguments; dots lead into attributes.
 
     Raises:
-        TargetError: it is not there, fails, or returns something else.
+        TargetError: the function does not exist, fails, or returns something else.
     """
     build = _find(target)
     try:
         built = build()
     except (Exception, SystemExit) as error:
-        raise TargetError(f"{target} raised {said_by(error)}") from error
+        raise TargetError(f"{target} raised {one_line(error)}") from error
     if isinstance(built, dict):
         known = _known_arguments()
         unknown = [name for name in built if name not in known]
@@ -63,7 +63,7 @@ def build_arguments(target: str) -> dict[str, Any]:
     raise TargetError(f"{target} returned {returned}: expected {_RETURNS}")
 
 
-def said_by(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """Return one line for an exception: its type, what it says, and where it was raised."""
     text = (str(error).strip().splitlines() or [""])[0]
     frames = traceback.extract_tb(error.__traceback__)
@@ -80,9 +80,9 @@ def _find(target: str) -> Callable[[], Any]:
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
             raise TargetError(f"{target}: there is no module {error.name} in {sys.path[0]} or installed") from error
-        raise TargetError(f"{target}: importing {module_name} raised {said_by(error)}") from error
+        raise TargetError(f"{target}: importing {module_name} raised {one_line(error)}") from error
     except (Exception, SystemExit) as error:
-        raise TargetError(f"{target}: importing {module_name} raised {said_by(error)}") from error
+        raise TargetError(f"{target}: importing {module_name} raised {one_line(error)}") from error
     for name in path.split("."):
         if not hasattr(found, name):
             raise TargetError(f"{target}: there is no {name} in {getattr(found, '__name__', path)}")

@@ -1,10 +1,10 @@
 """verify: the caller's own model on one device and on several, compared number by number.
 
-In training mode and in eval mode, one step on one device and one on several, each from the same state: outputs, loss,
-gradients and buffers are compared, and where they differ the first submodule that does is looked for, and the cause.
-What that leaves open, one more step on one device tells: whether the same step gives the same twice, or how far
-rounding errors move the gradients. That makes at most three steps on one device and two on several, each a forward with
-its backward. In the end model and random state are what they were.
+In training mode and in eval mode it takes one step on one device and one on several, from the same state, and compares
+outputs, loss, gradients and buffers. If they differ, it finds the first submodule that differs, and the cause. If the
+cause is uncertain, one more step on one device shows whether the step gives the same twice, or how far rounding errors
+move the gradients. That makes at most three steps on one device and two on several, each a forward with its backward.
+At the end, model and random state are as before.
 """
 
 import functools
@@ -24,14 +24,14 @@ from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.devices import DeviceLike
 from manyhands.verification import compare
-from manyhands.verification.causes import Comparison, about_repetition, is_open, settled
+from manyhands.verification.causes import Comparison, about_repetition, is_uncertain, made_certain
 from manyhands.verification.compare import Tolerance
 from manyhands.verification.report import MODES, Finding, Kind, Report, Row
 from manyhands.verification.state import Snapshot
 from manyhands.verification.step import Example, RecordedStep, take_step
 
-_WORKERS_NOT_WATCHED = (
-    'what submodules return in other processes is not seen: engine="threads" tells which one differs first, and why'
+_WORKERS_NOT_RECORDED = (
+    'calls in other processes are not recorded: engine="threads" tells which submodule differs first, and why'
 )
 _NO_ACCELERATOR = "this machine has no accelerator: the replicas were on the CPU"
 
@@ -50,7 +50,7 @@ def verify(
     show: bool = True,
     **options: Any,
 ) -> Report:
-    """Run a model on one device and on several, compare all that comes out of it, and say why it differs, if it does.
+    """Run a model on one device and on several, compare all results, and say why they differ, if they do.
 
         >>> model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
         >>> report = manyhands.verify(model, torch.randn(30, 5), device_ids=["cpu", "cpu"], show=False)
@@ -63,31 +63,31 @@ def verify(
     Both modes are run: training mode with the flags that the submodules have (a frozen batch norm stays frozen) if the
     model is in training mode, else after `train()`; then eval mode. Afterwards parameters, buffers, gradients, flags,
     hooks, attributes and random state are what they were; hooks of your own have run, as in any step. The tolerances
-    are explained in manyhands/verification/compare.py; how much memory it takes, in watch.py beside it.
+    are explained in manyhands/verification/compare.py; the memory that it takes, in call_recorder.py beside it.
 
     Args:
         model: a module, on the first of the devices; or a `DataParallel`, whose module, devices and options are used.
         inputs: a tuple of positional inputs, a dict of keyword inputs, or the only input. Take a batch that does not
             divide evenly, such as a last one.
-        target: what `criterion` gets beside the output; None: the criterion gets the output only.
+        target: the second argument of `criterion`; None: the criterion gets the output only.
         criterion: `criterion(output, target)` returns the loss. None: a fixed random projection of all outputs
             serves as the loss, so that gradients are compared.
         device_ids: one device a replica, as in `DataParallel`. None: every accelerator, one alone counting twice; two
             replicas on the CPU where there is none.
         output_device, dim: as in `DataParallel`.
-        rtol, atol: how large a difference may be, relative to the largest value, and absolute. None: what suits the
+        rtol, atol: the largest allowed difference, relative to the largest value, and absolute. None: as suits the
             floating types that the model computes in.
         show: print the report.
         options: the keyword options of `DataParallel`, such as `shares`.
 
     Returns:
         The report: `report.same`, `.differences`, `.first_module`, `.cause`; `str(report)` is the table. Differences
-        are `.explained` if all of them come from random numbers, of which replicas have their own, or from an option
-        that was given and asks for them: `sync_batch_norm=False`, `scalars="stack"`.
+        are `.explained` if all of them come from random numbers, which each replica draws from its own stream, or from
+        an option that was given and causes them: `sync_batch_norm=False`, `scalars="stack"`.
 
     Raises:
         TypeError, ValueError: arguments that cannot be used. RuntimeError: a model that is not on the first device.
-        Exception: what the model raised, on one device or in a replica.
+        Exception: any error that the model raised, on one device or in a replica.
     """
     wrapped = _wrap(model, device_ids, output_device, dim, options)
     module: nn.Module = wrapped.module
@@ -122,9 +122,9 @@ def verify(
                     compared = Comparison(mode, wrapped, options, one, many, found, tolerance)
                     rows += compared.rows
                     if compared.differs() and not isinstance(wrapped._engine, ThreadsEngine):
-                        notes.append(_WORKERS_NOT_WATCHED)
+                        notes.append(_WORKERS_NOT_RECORDED)
                     if compared.differs():
-                        findings += spare.settle(compared.find(), step, one, tolerance)
+                        findings += spare.make_certain(compared.find(), step, one, tolerance)
             finally:
                 state.restore(gradients=True)
     report = Report(_title(wrapped, many), tuple(rows), tuple(findings), tuple(dict.fromkeys([*notes, *spare.notes])))
@@ -134,10 +134,10 @@ def verify(
 
 
 class _SpareStep:
-    """The third step on one device: taken at most once, where it tells most; both modes use what it told.
+    """The third step on one device: taken at most once, where it shows most; both modes use its result.
 
     Attributes:
-        notes: what the report should say of it.
+        notes: about it, for the report.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -145,12 +145,12 @@ class _SpareStep:
         self._module = module
         self._taken = False
         self._sensitivity = 0.0
-        self._unsteady = ""
+        self._nondeterminism = ""
 
     def allow_jumps(
         self, rows: list[Row], step: Callable[..., RecordedStep], one: RecordedStep, tolerance: Tolerance
     ) -> list[Row]:
-        """Return rows whose gradients may differ as far as they move when everything is changed a little."""
+        """Return the rows; gradients may differ as far as they move when everything is changed a little."""
         if not self._taken:
             self._taken = True
             nudged = step(self._module, nudge=tolerance.rtol)
@@ -164,16 +164,16 @@ class _SpareStep:
             )
         return allowed
 
-    def settle(
+    def make_certain(
         self, findings: list[Finding], step: Callable[..., RecordedStep], one: RecordedStep, tolerance: Tolerance
     ) -> list[Finding]:
-        """Return the findings after it was seen whether the same step, repeated, gives the same."""
-        if is_open(findings) and not self._taken:
+        """Return the findings after checking, if they are uncertain, whether the step gives the same when repeated."""
+        if is_uncertain(findings) and not self._taken:
             self._taken = True
             again = step(self._module)
             if any(row.differs for row in _rows("", one, again, tolerance)):
-                self._unsteady = about_repetition(one, again, tolerance)
-        return settled(findings, self._unsteady) if self._unsteady else findings
+                self._nondeterminism = about_repetition(one, again, tolerance)
+        return made_certain(findings, self._nondeterminism) if self._nondeterminism else findings
 
 
 def _wrap(
@@ -183,7 +183,7 @@ def _wrap(
     dim: int,
     options: dict[str, Any],
 ) -> DataParallel:
-    """Return the model in its wrapper: its own, or a new one.
+    """Return the model itself if it is a wrapper, else a new wrapper of it.
 
     Raises:
         TypeError, ValueError, RuntimeError: it cannot be wrapped like this.
@@ -208,7 +208,7 @@ def _wrap(
     devices = _devices.resolve(device_ids)
     if device_ids is None and len(devices) == 1:
         devices = devices * 2
-    if not devices:  # a script written for GPUs, on a machine without
+    if not devices:  # a script for GPUs on a machine without any
         devices = [torch.device("cpu")] * max(2, len(device_ids or ()))
     check_device(model, chain(model.parameters(), model.buffers()), devices[0])
     return DataParallel(model, devices, output_device, dim, process_group=False, **options)
@@ -216,7 +216,7 @@ def _wrap(
 
 def _dtypes(module: nn.Module, one: RecordedStep) -> Iterator[torch.dtype]:
     """Yield the types that a step computed in."""
-    yield from one.watch.dtypes()
+    yield from one.recorder.dtypes()
     yield from (tensor.dtype for _, tensor in compare.tensors_in(one.output))
     yield from (parameter.dtype for parameter in module.parameters())
 
@@ -254,7 +254,7 @@ def _notes(mode: str, one: RecordedStep, many: RecordedStep) -> Iterator[str]:
     elif not one.gradients:
         yield f"{mode}: there are no gradients to compare: the loss needs none"
     if len(many.rows) == 1:
-        yield "only one replica had rows: give a batch with more of them"
+        yield "only one replica had rows: give a batch with more rows"
 
 
 def _title(wrapped: DataParallel, many: RecordedStep) -> str:

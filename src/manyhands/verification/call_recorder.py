@@ -1,11 +1,10 @@
-"""What goes into and comes out of every submodule, on one device and in the replicas, and where the two part.
+"""The inputs and outputs of every submodule, on one device and in the replicas, and the first call that differs.
 
-A `CallRecorder` is a set of forward hooks on the live module; replicas have them too, and each call is filed under the
-replica in whose thread it ran. What is kept are copies on the host, made when the tensor is seen, so that a later
-in-place operation changes nothing; a tensor that several modules hand on is copied once. So a watched step needs about
-as much memory on the host as its activations need on the device. The hooks return nothing: what runs is what would run
-without them. Submodules inside a compiled or scripted module are not watched, because there hooks would change what
-runs.
+A `CallRecorder` is a set of forward hooks on the live module. Replicas have them too, and each call is recorded with
+the replica in whose thread it ran. The recorder copies each tensor to the host when it sees it, so that later in-place
+operations change nothing; a tensor that several modules pass on is copied once. So a recorded step needs about as much
+host memory as its activations need on the device. The hooks return nothing, so they do not change the step. Submodules
+inside a compiled or scripted module are not recorded, because hooks would change the code that runs there.
 """
 
 import contextlib
@@ -28,19 +27,19 @@ Tensors: TypeAlias = list[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Seen:
+class Call:
     """One call of one submodule: its inputs and outputs, as copies on the host.
 
     Attributes:
         name: of the submodule, dotted; "" is the root.
-        turn: how often it was called before, in the same replica.
-        path: the replica, see `workers.replica_path`.
+        number: how often it was called before, in the same replica.
+        path: the replica, see `thread_pool.replica_path`.
         training: whether it was in training mode.
-        drawn: whether random numbers had been drawn by the end of the call, since the step began.
+        drawn: whether random numbers had been drawn between the start of the step and the end of the call.
     """
 
     name: str
-    turn: int
+    number: int
     path: Path
     inputs: Tensors
     outputs: Tensors
@@ -53,23 +52,23 @@ class CallRecorder:
     """Records every call of every submodule while it is attached.
 
     Attributes:
-        has_drawn: says whether random numbers have been drawn.
-        seen: in the order in which the calls ended.
+        has_drawn: returns whether random numbers have been drawn.
+        calls: in the order in which they ended.
     """
 
     has_drawn: Callable[[], bool]
-    seen: list[Seen] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     _running: dict[Path, list[tuple[str, Tensors]]] = field(default_factory=lambda: defaultdict(list))
-    _turns: dict[tuple[Path, str], int] = field(default_factory=lambda: defaultdict(int))
+    _num_calls: dict[tuple[Path, str], int] = field(default_factory=lambda: defaultdict(int))
     _copies: dict[tuple[Path, int], tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = field(default_factory=dict)
 
-    # Several replicas call at once. Every entry of the tables above belongs to one path, so to one thread.
+    # Several replicas call at once. Each entry of the tables above belongs to one path, so to one thread.
 
     @contextlib.contextmanager
     def attached(self, root: nn.Module) -> Iterator[None]:
-        """Watch `root` and everything in it for as long as the context lasts."""
+        """Record the calls of `root` and of all its submodules while the context lasts."""
         handles = []
-        for name, module in _watchable(root, "", set()):
+        for name, module in _recordable(root, "", set()):
             before, after = functools.partial(self._before, name), functools.partial(self._after, name)
             handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             handles.append(module.register_forward_hook(after, with_kwargs=True))
@@ -80,22 +79,22 @@ class CallRecorder:
                 handle.remove()
             self._copies.clear()
 
-    def calls(self) -> dict[tuple[str, int], list[Seen]]:
-        """Return what was seen by submodule and turn, in the order of execution; the replicas in the order of rows."""
-        calls: dict[tuple[str, int], list[Seen]] = defaultdict(list)
-        for seen in self.seen:
-            calls[seen.name, seen.turn].append(seen)
-        for of_call in calls.values():
-            of_call.sort(key=lambda seen: seen.path)
-        return calls
+    def grouped(self) -> dict[tuple[str, int], list[Call]]:
+        """Return the calls by name and number, in the order of execution; for each, the replicas in row order."""
+        grouped: dict[tuple[str, int], list[Call]] = defaultdict(list)
+        for call in self.calls:
+            grouped[call.name, call.number].append(call)
+        for replicas in grouped.values():
+            replicas.sort(key=lambda call: call.path)
+        return grouped
 
-    def of_root(self) -> list[Seen]:
-        """Return what was seen of the root's first call, in the order of the rows."""
-        return self.calls().get(("", 0), [])
+    def root_calls(self) -> list[Call]:
+        """Return the root's first call in each replica, in row order."""
+        return self.grouped().get(("", 0), [])
 
     def dtypes(self) -> set[torch.dtype]:
-        """Return the types of all outputs that were seen."""
-        return {tensor.dtype for seen in self.seen for _, tensor in seen.outputs}
+        """Return the types of all recorded outputs."""
+        return {tensor.dtype for call in self.calls for _, tensor in call.outputs}
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         path = replica_path()
@@ -106,10 +105,10 @@ class CallRecorder:
         running, inputs = self._running[path].pop()
         while running != name:  # calls that an exception ended
             running, inputs = self._running[path].pop()
-        turn = self._turns[path, name]
-        self._turns[path, name] += 1
+        number = self._num_calls[path, name]
+        self._num_calls[path, name] += 1
         outputs = self._copied(output, path)
-        self.seen.append(Seen(name, turn, path, inputs, outputs, module.training, self.has_drawn()))
+        self.calls.append(Call(name, number, path, inputs, outputs, module.training, self.has_drawn()))
 
     def _copied(self, value: Any, path: Path) -> Tensors:
         return [(where, self._copy(tensor, path)) for where, tensor in tensors_in(value)]
@@ -123,18 +122,21 @@ class CallRecorder:
         return copied
 
 
-def _watchable(module: nn.Module, name: str, known: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def _recordable(module: nn.Module, name: str, known: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     if module in known or isinstance(module, torch.jit.ScriptModule) or torch_private.has_compiled_call(module):
         return
     known.add(module)
     yield name, module
     for child_name, child in module.named_children():
-        yield from _watchable(child, f"{name}.{child_name}" if name else child_name, known)
+        yield from _recordable(child, f"{name}.{child_name}" if name else child_name, known)
 
 
 @dataclass(frozen=True)
 class Match:
-    """What one device has beside what the replicas have, joined along the only axis that fits; None: no axis does."""
+    """Whether one device and the replicas have the same tensor, and the axis along which the replicas' parts fit.
+
+    `axis` is None if none fits.
+    """
 
     same: bool
     axis: int | None
@@ -143,10 +145,10 @@ class Match:
 def match(
     one: Sequence[torch.Tensor], many: Sequence[torch.Tensor], rows: Sequence[int], tolerance: Tolerance
 ) -> Match | None:
-    """Join the replicas' parts along whichever axis fits, and compare; return None if there is nothing to compare.
+    """Join the replicas' parts along the axis that fits, and compare; return None if no comparison is possible.
 
-    Without such an axis, what has one device's own shape in every replica belongs to no row (then all are equal), or
-    is a sum, or a mean over rows.
+    If no axis fits and each part has the shape of the tensor on one device, it may be independent of the rows (then
+    all parts are equal), or a sum or a mean over rows.
     """
     found: Match | None = None
     for axis in range(one[0].dim()):
@@ -178,12 +180,12 @@ def _without_rows(
 
 
 @dataclass(frozen=True)
-class Parting:
+class Divergence:
     """The first call whose gathered output differs from one device's.
 
     Attributes:
         name: of the submodule.
-        inputs_same: whether its gathered inputs are still the same; also where they cannot be compared.
+        inputs_same: whether its gathered inputs are the same, or cannot be compared.
         training: whether it was in training mode.
         drawn: whether random numbers had been drawn by then.
         only_numbers: whether it returned 0-dim tensors only.
@@ -196,24 +198,26 @@ class Parting:
     only_numbers: bool
 
 
-def parting(one: CallRecorder, many: CallRecorder, rows: Sequence[int], tolerance: Tolerance) -> Parting | None:
-    """Return the first call, in order of execution, whose output differs; None where none is seen to differ."""
-    of_many = many.calls()
-    for call, seen in one.calls().items():
-        others = of_many.get(call, [])
-        if _same([s.outputs for s in seen], [s.outputs for s in others], rows, tolerance) is False:
-            return Parting(
-                name=call[0],
-                inputs_same=_same([s.inputs for s in seen], [s.inputs for s in others], rows, tolerance) is not False,
-                training=seen[0].training,
-                drawn=any(s.drawn for s in seen),
-                only_numbers=all(tensor.dim() == 0 for s in seen for _, tensor in s.outputs),
+def first_divergence(
+    one: CallRecorder, many: CallRecorder, rows: Sequence[int], tolerance: Tolerance
+) -> Divergence | None:
+    """Return the first call, in order of execution, whose output differs; None if no output is known to differ."""
+    calls_of_many = many.grouped()
+    for key, calls in one.grouped().items():
+        others = calls_of_many.get(key, [])
+        if _same([c.outputs for c in calls], [c.outputs for c in others], rows, tolerance) is False:
+            return Divergence(
+                name=key[0],
+                inputs_same=_same([c.inputs for c in calls], [c.inputs for c in others], rows, tolerance) is not False,
+                training=calls[0].training,
+                drawn=any(c.drawn for c in calls),
+                only_numbers=all(tensor.dim() == 0 for c in calls for _, tensor in c.outputs),
             )
     return None
 
 
 def _same(one: Sequence[Tensors], many: Sequence[Tensors], rows: Sequence[int], tolerance: Tolerance) -> bool | None:
-    """Return whether all tensors that can be compared are the same; None where none can."""
+    """Return whether all tensors that can be compared are the same; None if none can."""
     if not one or not many or len({tuple(path for path, _ in part) for part in (*one, *many)}) > 1:
         return None
     matches = [

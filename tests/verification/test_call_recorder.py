@@ -1,4 +1,4 @@
-"""What every submodule got and returned, and where two steps part."""
+"""The calls of every submodule, and the first that differs."""
 
 import gc
 import weakref
@@ -8,17 +8,17 @@ import torch
 from torch import nn
 
 from manyhands import DataParallel
+from manyhands.verification.call_recorder import CallRecorder, first_divergence, match
 from manyhands.verification.compare import Tolerance
-from manyhands.verification.watch import CallRecorder, match, parting
 
 CLOSE = Tolerance(1e-6, 0.0)
 
 
-def watched(model: nn.Module, x: torch.Tensor, module: nn.Module | None = None) -> CallRecorder:
-    watch = CallRecorder(lambda: False)
-    with watch.attached(module or model):
+def recorded(model: nn.Module, x: torch.Tensor, module: nn.Module | None = None) -> CallRecorder:
+    recorder = CallRecorder(lambda: False)
+    with recorder.attached(module or model):
         model(x)
-    return watch
+    return recorder
 
 
 def no_hooks(model: nn.Module) -> bool:
@@ -63,14 +63,14 @@ def test_every_call_is_seen_once_a_replica_in_the_order_of_rows() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True))
     model.append(model[0])
     x = torch.arange(10.0).view(5, 2)
-    plain = watched(model, x)
-    assert [(seen.name, seen.turn) for seen in plain.seen] == [("0", 0), ("1", 0), ("0", 1), ("", 0)]
+    plain = recorded(model, x)
+    assert [(call.name, call.number) for call in plain.calls] == [("0", 0), ("1", 0), ("0", 1), ("", 0)]
     wrapper = DataParallel(model, ["cpu"] * 3)
-    calls = watched(wrapper, x, model).calls()
-    assert calls.keys() == plain.calls().keys()
+    calls = recorded(wrapper, x, model).grouped()
+    assert calls.keys() == plain.grouped().keys()
     for replicas in calls.values():
-        assert [seen.path for seen in replicas] == [(0,), (1,), (2,)]
-    inputs = torch.cat([seen.inputs[0][1] for seen in calls["", 0]])
+        assert [call.path for call in replicas] == [(0,), (1,), (2,)]
+    inputs = torch.cat([call.inputs[0][1] for call in calls["", 0]])
     assert torch.equal(inputs, x)
     assert no_hooks(model)
 
@@ -78,38 +78,38 @@ def test_every_call_is_seen_once_a_replica_in_the_order_of_rows() -> None:
 def test_replicas_of_a_wrapper_inside() -> None:
     model = nn.Sequential(nn.Linear(2, 2), DataParallel(nn.Linear(2, 2), ["cpu"] * 2))
     x = torch.randn(7, 2)
-    plain, many = watched(model, x), watched(DataParallel(model, ["cpu"] * 2), x, model)
-    assert [seen.path for seen in plain.calls()["1.module", 0]] == [(0,), (1,)]
-    assert [seen.path for seen in many.calls()["1.module", 0]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert parting(plain, many, [4, 3], CLOSE) is None
+    plain, many = recorded(model, x), recorded(DataParallel(model, ["cpu"] * 2), x, model)
+    assert [call.path for call in plain.grouped()["1.module", 0]] == [(0,), (1,)]
+    assert [call.path for call in many.grouped()["1.module", 0]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert first_divergence(plain, many, [4, 3], CLOSE) is None
 
 
 def test_copies_are_of_the_moment_and_shared_while_nothing_changes() -> None:
     model = nn.Sequential(nn.Identity(), nn.Identity(), nn.ReLU(inplace=True))
     x = torch.tensor([[-1.0, 1.0]])
-    seen = {seen.name: seen for seen in watched(model, x).seen}
-    assert seen["0"].outputs[0][1] is seen["1"].inputs[0][1] is seen["2"].inputs[0][1]
-    assert seen["2"].inputs[0][1].tolist() == [[-1.0, 1.0]]
-    assert seen["2"].outputs[0][1].tolist() == [[0.0, 1.0]]
+    calls = {call.name: call for call in recorded(model, x).calls}
+    assert calls["0"].outputs[0][1] is calls["1"].inputs[0][1] is calls["2"].inputs[0][1]
+    assert calls["2"].inputs[0][1].tolist() == [[-1.0, 1.0]]
+    assert calls["2"].outputs[0][1].tolist() == [[0.0, 1.0]]
 
 
-def test_a_watch_keeps_no_activation_alive() -> None:
+def test_a_recorder_keeps_no_activation_alive() -> None:
     kept: list[weakref.ref[torch.Tensor]] = []
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     model[0].register_forward_hook(lambda module, args, output: kept.append(weakref.ref(output)))
-    watch = watched(model, torch.randn(3, 2))
+    recorder = recorded(model, torch.randn(3, 2))
     gc.collect()
     assert kept[0]() is None
-    assert len(watch.seen) == 3
+    assert len(recorder.calls) == 3
 
 
-def test_submodules_of_compiled_modules_are_not_watched() -> None:
+def test_submodules_of_compiled_modules_are_not_recorded() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh()))
     model[1].compile(backend="eager")
-    assert [seen.name for seen in watched(model, torch.randn(3, 2)).seen] == ["0", ""]
+    assert [call.name for call in recorded(model, torch.randn(3, 2)).calls] == ["0", ""]
 
 
-def test_the_first_parting_in_the_order_of_execution() -> None:
+def test_the_first_divergence_in_the_order_of_execution() -> None:
     class Swapped(nn.Module):
         """Runs its children in another order than it has them in."""
 
@@ -121,7 +121,7 @@ def test_the_first_parting_in_the_order_of_execution() -> None:
             return self.later(self.earlier(x))
 
     model, x = Swapped(), torch.randn(9, 2)
-    found = parting(watched(model, x), watched(DataParallel(model, ["cpu"] * 2), x, model), [5, 4], CLOSE)
+    found = first_divergence(recorded(model, x), recorded(DataParallel(model, ["cpu"] * 2), x, model), [5, 4], CLOSE)
     assert found is not None
     assert (found.name, found.inputs_same, found.training, found.only_numbers) == ("earlier", True, True, False)
 
@@ -129,5 +129,5 @@ def test_the_first_parting_in_the_order_of_execution() -> None:
 def test_a_forward_that_fails_leaves_no_hook() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(3, 3))
     with pytest.raises(RuntimeError):
-        watched(model, torch.randn(3, 2))
+        recorded(model, torch.randn(3, 2))
     assert no_hooks(model)

@@ -1,13 +1,13 @@
-"""Steps that have been taken, and whose losses have not been read yet.
+"""Steps whose losses have not been read yet.
 
 Reading a loss waits for the device. So on an accelerator a step's loss is read, and the step recorded, when the next
-step has been queued: the device always has work, and the numbers are the same. On the host nothing is queued, and a
+step has been queued: the device always has work, and the numbers are the same. On the CPU nothing is queued, and a
 step is recorded at once.
 
 Guarantees
     - Steps are recorded in order, each when its loss is known to be finite; `run.progress` is the last recorded one.
-    - Whoever saves records all steps first, so what is saved is finite, and the state after the step that it names.
-    - Of several processes all record the same steps at the same moments, so that what they exchange stays in order.
+    - All steps are recorded before a checkpoint is saved: it is finite, and has the state after the step that it names.
+    - All processes record the same steps at the same moments, so that their exchanges stay in order.
 """
 
 import math
@@ -27,29 +27,29 @@ _SAVE_EVERY_S = 300.0  # within an epoch; each epoch ends with a checkpoint anyw
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step that has been taken, as far as this process goes.
+    """A step that has been queued.
 
     Args:
         number, epoch: both counted from 0.
-        rate: the learning rate.
+        learning_rate: of this step.
         rows: of all processes.
         loss: waits for this process's part of the loss, and returns it.
-        shares: what each replica did.
+        shares: the work of each replica of this process.
     """
 
     number: int
     epoch: int
-    rate: float
+    learning_rate: float
     rows: int
     loss: Callable[[], float]
     shares: Sequence[Share]
 
 
-class UnderWay:
-    """The steps of a run that have been taken and not been recorded.
+class PendingSteps:
+    """The steps of a run that have been queued and not recorded.
 
     Attributes:
-        long_unsaved: whether what has been recorded should be saved, the last checkpoint being some minutes old.
+        should_save: whether the last checkpoint is some minutes old.
     """
 
     def __init__(self, run: Run, display: Display) -> None:
@@ -58,15 +58,15 @@ class UnderWay:
         self.start_clock()
 
     def start_clock(self) -> None:
-        """Begin to count the seconds of training, after something that is not training."""
+        """Start the clock of the next step, after evaluating or saving."""
         self._recorded_at = self._saved_at = time.perf_counter()
-        self.long_unsaved = False
+        self.should_save = False
 
     def add(self, step: PendingStep) -> None:
-        """Add a step, and record those that should have arrived.
+        """Add a step, and record the one before it (on the CPU, this one).
 
         Raises:
-            DivergedError: a loss is no number.
+            DivergedError: a loss is infinite or not a number.
         """
         self._steps.append(step)
         self._record_all_but(self._run.steps_ahead)
@@ -75,7 +75,7 @@ class UnderWay:
         """Wait for all steps, and record them.
 
         Raises:
-            DivergedError: a loss is no number.
+            DivergedError: a loss is infinite or not a number.
         """
         self._record_all_but(0)
 
@@ -85,17 +85,17 @@ class UnderWay:
 
     def _record(self, step: PendingStep) -> None:
         run = self._run
-        loss = step.loss()  # waits for the accelerators, and the sum for the other processes
-        first_says_save = run.ranks.is_first and time.perf_counter() - self._saved_at > _SAVE_EVERY_S
-        mean_loss, save = run.ranks.sum(loss, first_says_save)
-        self.long_unsaved = self.long_unsaved or bool(save)
+        loss = step.loss()  # waits for the accelerator; the sum waits for the other processes
+        time_to_save = run.ranks.is_first and time.perf_counter() - self._saved_at > _SAVE_EVERY_S
+        mean_loss, save = run.ranks.sum(loss, time_to_save)
+        self.should_save = self.should_save or bool(save)
         if not math.isfinite(mean_loss):
             what = f"the training loss is {mean_loss} in step {step.number + 1} (epoch {step.epoch + 1})"
-            raise run.diverged(what, step.rate)
+            raise run.diverged(what, step.learning_rate)
 
         now = time.perf_counter()
         seconds, self._recorded_at = now - self._recorded_at, now
-        record = StepRecord(step.number + 1, step.epoch + 1, mean_loss, step.rate, step.rows, seconds)
+        record = StepRecord(step.number + 1, step.epoch + 1, mean_loss, step.learning_rate, step.rows, seconds)
         run.progress = Progress(steps=step.number + 1, epochs=step.epoch)
         run.metrics.add(record)
         step_in_epoch = step.number + 1 - step.epoch * run.steps_per_epoch

@@ -1,0 +1,49 @@
+"""Output folders and the files in them: checked before anything is written, and replaced whole."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from manyhands.console.errors import FolderError
+
+
+def expect_writable(folder: Path) -> None:
+    """Check that a folder can be made and written into; nothing is made yet.
+
+    Raises:
+        FolderError: it cannot.
+    """
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise FolderError(f"--output {folder}: {existing} is not a folder; name another one (--output DIR)")
+    if not os.access(existing, os.W_OK):
+        raise FolderError(f"--output {folder}: {existing} cannot be written to; name another folder (--output DIR)")
+
+
+@contextlib.contextmanager
+def replaced(path: Path, *, keep_as: Path | None = None) -> Iterator[Path]:
+    """Give a temporary path to write to; when the block ends well, move the file to `path`.
+
+    The bytes are on the disk before the file is renamed; so after a power cut there is the old file or the new one.
+    With `keep_as` the old file is kept under that name. Between the two renamings there is no `path`: a reader must
+    then use `keep_as`.
+    """
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        unfinished.touch()
+        yield unfinished
+        with unfinished.open("rb+") as file:
+            os.fsync(file.fileno())
+        if keep_as is not None and path.exists():
+            path.replace(keep_as)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    if sys.platform != "win32":  # the directory entries themselves; Windows has no way to ask for it
+        entries = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(entries)
+        finally:
+            os.close(entries)

@@ -1,0 +1,32 @@
+"""What the parsers of several commands need: the types of their arguments, and the packages that they ask for."""
+
+import argparse
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from manyhands.console.errors import OptionError
+
+TARGET = "package.module:build"
+
+
+def folder(name: str) -> Path:
+    """Return the path of a folder; an argparse type."""
+    if not name:  # a path would take it for "."
+        raise argparse.ArgumentTypeError("expected the name of a folder, got ''")
+    return Path(name)
+
+
+def flag(name: str) -> str:
+    """Return an option's name as it is typed: `batch_size` is `--batch-size`."""
+    return "--" + name.replace("_", "-")
+
+
+def expect_installed(packages: Sequence[str]) -> None:
+    """Check that packages of the extra `[train]` are installed.
+
+    Raises:
+        OptionError: some are not.
+    """
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise OptionError(f"{', '.join(missing)} not installed: pip install 'manyhands[train]'")

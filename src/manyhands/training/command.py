@@ -1,0 +1,209 @@
+"""The command `manyhands train`: from the words of the command line to a trained model.
+
+What is slow to load (safetensors, matplotlib, scikit-learn) is imported when it is needed, after the options have been
+checked and a first line has been printed.
+"""
+
+import argparse
+import os
+from dataclasses import replace
+from typing import Any
+
+from manyhands import __version__, keep_freed_memory
+from manyhands.console import progress
+from manyhands.console.errors import DONE, OptionError
+from manyhands.console.options import flag, folder
+from manyhands.training.display import Display
+from manyhands.training.options import DEVICE_ORDERS, ENGINES, PRECISIONS, SCHEDULES, Options
+from manyhands.training.ranks import ALONE, Ranks, launch
+from manyhands.training.run_folder import RunFolder
+
+SUMMARY = "train an image classifier on every device"
+
+DESCRIPTION = """\
+Train an image classifier on every device: every accelerator, or two replicas on the CPU where there is none.
+
+Batch size and learning rate are those of one optimizer step over all devices together.
+"""
+
+EXAMPLES = """\
+examples:
+  manyhands train
+  manyhands train --data fashion-mnist --batch-size 256 --devices 1
+  manyhands train --data fashion-mnist --batch-size 512 --lr 0.2 --devices 2
+  manyhands train --data path/to/idx/files --model mlp --devices 'cpu*4' --epochs 3
+  manyhands train --devices 'cpu*4' --engine processes
+  manyhands train --devices cuda:0,cuda:1 --precision bf16 --accumulate 2
+  manyhands train --data fashion-mnist --batch-size 256 --devices 1 --precision bf16 --compile
+  manyhands train --resume runs/demo --epochs 20
+
+files in the output folder:
+  metrics.jsonl       loss of each step, loss and accuracy of each epoch
+  curves.png          the same as a picture
+  model.safetensors   the weights
+  checkpoint.pt       what --resume needs (checkpoint.previous.pt: the one before)
+  config.json         the options
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to its parser; only what was given comes out of it."""
+    default = Options()  # the defaults are there
+
+    what = parser.add_argument_group("what to train")
+    what.add_argument(
+        "--data",
+        metavar="NAME|DIR",
+        help="digits (in scikit-learn), fashion-mnist (downloaded once), or a folder of IDX files (default: "
+        f"{default.data})",
+    )
+    what.add_argument("--mirror", metavar="URL", help="download fashion-mnist from here")
+    what.add_argument("--model", metavar="NAME", help=f"resnet18 or mlp (default: {default.model})")
+    what.add_argument(
+        "--init",
+        metavar="NAME",
+        help="default: weights as torch draws them; seeds: from N(0, 0.01)",
+    )
+
+    where = parser.add_argument_group("where")
+    where.add_argument(
+        "--devices",
+        metavar="WHICH",
+        help="auto: every accelerator, or two CPU replicas without one; a count: so many accelerators, or CPU replicas "
+        f"without one; or by name: cpu,cpu, 'cpu*8', cuda:0,cuda:1 (default: {default.devices})",
+    )
+    where.add_argument(
+        "--engine",
+        choices=ENGINES,
+        help=f"what runs the replicas: threads of this process, or a process for each (default: {default.engine})",
+    )
+    where.add_argument(
+        "--device-order",
+        choices=DEVICE_ORDERS,
+        help="how CUDA numbers its devices; PCI_BUS_ID as nvidia-smi does (default: CUDA_DEVICE_ORDER of the "
+        f"environment, or {default.device_order})",
+    )
+
+    how = parser.add_argument_group("how")
+    how.add_argument(
+        "--batch-size",
+        type=int,
+        metavar="ROWS",
+        help=f"rows of one step, over all devices (default: {default.batch_size})",
+    )
+    how.add_argument(
+        "--epochs", type=int, metavar="N", help=f"times through the training pictures (default: {default.epochs})"
+    )
+    how.add_argument(
+        "--lr",
+        type=float,
+        metavar="RATE",
+        help=f"learning rate after warm-up, for the whole batch (default: {default.lr})",
+    )
+    how.add_argument("--momentum", type=float, metavar="M", help=f"of SGD (default: {default.momentum})")
+    how.add_argument(
+        "--weight-decay", type=float, metavar="W", help=f"L2, on all parameters (default: {default.weight_decay})"
+    )
+    how.add_argument(
+        "--warmup-epochs",
+        type=float,
+        metavar="N",
+        help=f"epochs over which the rate rises from 0; 0 for none (default: {default.warmup_epochs:g})",
+    )
+    how.add_argument("--schedule", choices=SCHEDULES, help=f"the rate after warm-up (default: {default.schedule})")
+    how.add_argument(
+        "--accumulate",
+        type=int,
+        metavar="K",
+        help=f"take each batch in K parts, for less memory; batch norm sees the parts (default: {default.accumulate})",
+    )
+    how.add_argument(
+        "--sync-batch-norm",
+        action=argparse.BooleanOptionalAction,
+        help="batch norm over the rows of all devices, so that their number changes no loss; or over those of each "
+        "device by itself, which is torch's rule for DataParallel (default: over all)",
+    )
+    how.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        help="fp32: float32, exact; tf32: float32 whose products GPUs may round to TF32; bf16: torch.autocast to "
+        f"bfloat16 (default: {default.precision})",
+    )
+    how.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="compile the model with torch.compile; that takes up to some minutes at the first step, and needs a "
+        "compiler: a C++ compiler on the CPU, Triton and a C compiler on GPUs (default: not compiled)",
+    )
+    how.add_argument("--seed", type=int, metavar="N", help=f"for weights and order (default: {default.seed})")
+
+    results = parser.add_argument_group("results")
+    results.add_argument(
+        "--output", type=folder, metavar="DIR", help="the folder for them (default: runs/ and the time)"
+    )
+    results.add_argument("--overwrite", action="store_true", help="replace the run that is in the folder")
+    results.add_argument(
+        "--resume",
+        type=folder,
+        metavar="DIR",
+        help="go on with the run in this folder, with its options; --devices, --engine, --compile and "
+        "--epochs may be given anew",
+    )
+
+
+def needed(given: dict[str, Any]) -> tuple[str, ...]:
+    """Return the packages that must be installed."""
+    return "matplotlib", "numpy", "psutil", "rich", "safetensors"
+
+
+def run(given: dict[str, Any], ranks: Ranks = ALONE) -> int:
+    """Check the options, say that it starts, and train; return the exit status.
+
+    Args:
+        given: what was given on the command line.
+        ranks: the processes that train together; each of them calls this.
+
+    Raises:
+        CommandError: it cannot start or go on. Interrupted: a signal asked it to stop.
+    """
+    ranks.expect_equal("the options", {flag(name): value for name, value in given.items() if name != "devices"})
+    options, run_folder, resume = ranks.from_first(lambda: _plan_run(given))
+    options = replace(options, devices=given.get("devices", options.devices))
+    os.environ["CUDA_DEVICE_ORDER"] = options.device_order  # read when CUDA is initialised, later than this
+    if ranks.is_first:
+        print(f"manyhands {__version__}: {options}; results in {run_folder}", flush=True)
+
+    from manyhands.training.loop import train
+    from manyhands.training.run import describe
+
+    keep_freed_memory()
+    display = Display(progress.for_stdout() if ranks.is_first else None)
+    try:
+        outcome = train(options, run_folder, display, resume=resume, ranks=ranks)
+    finally:
+        display.close()
+    if ranks.is_first:
+        print(
+            f"test accuracy {outcome.test_accuracy:.4f}, {outcome.seconds_per_epoch:.1f} seconds of training an epoch, "
+            f"on {describe(*outcome.devices_by_rank)}"
+        )
+        print(f"see {run_folder.curves}; the weights are {run_folder.model}")
+    return DONE
+
+
+def _plan_run(given: dict[str, Any]) -> tuple[Options, RunFolder, bool]:
+    """Return the options, the folder, and whether to resume the run in that folder.
+
+    A launcher such as torchrun starts the same command line again when a process has failed. So a run of the same
+    launch is resumed, whatever the command line says; if it has no checkpoint yet, it begins again in the same folder.
+    """
+    given = dict(given)
+    output, resume = given.pop("output", None), given.pop("resume", None)
+    overwrite = given.pop("overwrite", False)
+    if resume is not None and (output is not None or overwrite):
+        raise OptionError(f"--resume {resume} goes on in the same folder: leave out --output and --overwrite")
+    begun = RunFolder.of_launch(launch(), output) if resume is None else RunFolder.reopen(resume)
+    if begun is not None and begun.can_be_resumed():
+        return Options.from_saved(begun.saved_options(), given), begun, True
+    options = Options.from_given(given)
+    return options, begun or RunFolder.for_new_run(output, overwrite=overwrite), False

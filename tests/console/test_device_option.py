@@ -1,0 +1,86 @@
+import pytest
+import torch
+
+from manyhands.console.device_option import choose_devices
+from manyhands.console.errors import OptionError
+from manyhands.runtime import devices
+
+
+def with_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(devices, "accelerators", lambda: [torch.device("cuda", index) for index in range(count)])
+
+
+def chosen(text: str, *, among_several: bool = False) -> list[str]:
+    return list(map(str, choose_devices(text, among_several=among_several)))
+
+
+@pytest.mark.parametrize(
+    ("text", "replicas", "among_several"),
+    [("auto", 2, 1), ("1", 1, 1), ("3", 3, 3), ("cpu", 1, 1), ("cpu,cpu", 2, 2), ("cpu, cpu", 2, 2), ("cpu*8", 8, 8),
+     ("cpu*2,cpu", 3, 3)],
+)  # fmt: skip
+def test_without_accelerators(no_accelerators: None, text: str, replicas: int, among_several: int) -> None:
+    assert chosen(text) == ["cpu"] * replicas
+    assert chosen(text, among_several=True) == ["cpu"] * among_several
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("auto", ["cuda:0", "cuda:1"]),
+        ("1", ["cuda:0"]),
+        ("2", ["cuda:0", "cuda:1"]),
+        ("cuda:1,cuda:0", ["cuda:1", "cuda:0"]),
+        ("cuda:0*3", ["cuda:0"] * 3),
+        ("cpu*2", ["cpu", "cpu"]),
+    ],
+)
+def test_with_two_gpus(monkeypatch: pytest.MonkeyPatch, text: str, expected: list[str]) -> None:
+    with_gpus(monkeypatch, 2)
+    assert chosen(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "local_rank", "expected"),
+    [
+        ("auto", 0, ["cuda:0"]),
+        ("auto", 3, ["cuda:3"]),
+        ("1", 2, ["cuda:2"]),
+        ("2", 0, ["cuda:0", "cuda:1"]),
+        ("2", 1, ["cuda:2", "cuda:3"]),
+        ("cuda:1", 0, ["cuda:1"]),
+    ],
+)
+def test_each_process_has_its_own_accelerators(
+    monkeypatch: pytest.MonkeyPatch, text: str, local_rank: int, expected: list[str]
+) -> None:
+    with_gpus(monkeypatch, 4)
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    assert chosen(text, among_several=True) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "-1", "two", "gpu", "cpu*", "cpu*0", "cpu*x", "*2", "cpu,,cpu", "meta", "1.5", "12345"]
+)
+def test_text_that_names_no_device(no_accelerators: None, text: str) -> None:
+    with pytest.raises(OptionError, match="--devices"):
+        choose_devices(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "among_several", "message"),
+    [
+        ("3", False, r"--devices 3: there are only 2 \(cuda:0, cuda:1\); 'cuda:0\*3' puts 3"),
+        ("cuda:7", False, "no accelerator 7"),
+        ("cpu,cuda:0", False, "one kind"),
+        ("auto", True, "LOCAL_RANK=2, and this machine has 2 accelerators"),
+        ("1", True, "--devices 1 for each of 3 processes"),
+    ],
+)
+def test_more_than_the_machine_has(
+    monkeypatch: pytest.MonkeyPatch, text: str, among_several: bool, message: str
+) -> None:
+    with_gpus(monkeypatch, 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(OptionError, match=message):
+        choose_devices(text, among_several=among_several)

@@ -1,0 +1,71 @@
+"""What tests of the commands share: calls and their errors, IDX files, local servers, the records of a run."""
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from manyhands.cli import main
+
+NAMES = ["train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"]
+
+
+def idx_bytes(array: torch.Tensor) -> bytes:
+    """Return the content of an IDX file of unsigned bytes."""
+    header = bytes([0, 0, 8, array.dim()]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
+    return header + bytes(array.flatten().tolist())
+
+
+def write_idx(folder: Path, arrays: Sequence[torch.Tensor]) -> None:
+    """Write training pictures, training labels, test pictures and test labels."""
+    for name, array in zip(NAMES, arrays, strict=True):
+        (folder / name).write_bytes(idx_bytes(array))
+
+
+@contextlib.contextmanager
+def serving(server: ThreadingHTTPServer) -> Iterator[None]:
+    """Serve in a thread until the block ends."""
+    with server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def metrics_of(path: Path) -> list[dict[str, Any]]:
+    """Return the whole lines of metrics.jsonl without the times, which differ from run to run."""
+    text = path.read_text() if path.exists() else ""
+    lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+    return [{key: value for key, value in line.items() if "seconds" not in key} for line in lines]
+
+
+def steps_of(path: Path) -> list[dict[str, Any]]:
+    """Return the records of the steps."""
+    return [line for line in metrics_of(path) if line["kind"] == "step"]
+
+
+def status_of(*arguments: str) -> int:
+    """Run `manyhands` with these arguments in this process; return its exit status."""
+    try:
+        return main(arguments)
+    except SystemExit as stopped:  # argparse ends --help this way
+        return int(str(stopped.code))
+
+
+def assert_misused(arguments: Sequence[str], error: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Check that the command prints this error in one line; return its other output."""
+    assert status_of(*arguments) == 2
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert line.startswith(f"manyhands {arguments[0]}: error: ")
+    assert error in line
+    return captured.out
