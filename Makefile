@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help demo test test-all check format bench gpu-check clean
+.PHONY: help demo test test-all rows check format bench gpu-check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -27,15 +27,17 @@ test: $(READY)  ## run the test suite
 test-all: $(READY)  ## what `make test` leaves out because it takes longer: slow tests, ten times the examples in property tests
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow or property" --hypothesis-profile=thorough
 
+rows: $(READY)  ## list the tests of each row of docs/behaviour.md
+	@$(BIN)/python -m pytest --rows
+
 check: $(READY)  ## lint, format, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(READY)  ## let ruff mend and format the code; list the tests in docs/behaviour.md
+format: $(READY)  ## let ruff mend and format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/python docs/list_tests.py
 
 bench: $(READY)  ## measure, side by side, on a machine that does nothing else; writes benchmarks/results.md
 	$(BIN)/manyhands bench --output benchmarks

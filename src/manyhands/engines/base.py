@@ -1,7 +1,7 @@
 """The engine contract: run the replicas of one forward over their shards, and be closed.
 
 An engine is asked for the gathered output of one forward. If it needs a backward, it is part of that output's graph;
-nobody calls it. tests/contract/test_engines.py is the contract's test suite, and runs over every engine there is.
+nobody calls it. tests/contract is the contract's test suite, and runs over every engine.
 """
 
 import abc
