@@ -824,27 +824,6 @@ def adversarial_training(wrap: Wrap) -> Results:
 
 
 @script()
-def moving_average_through_data(wrap: Wrap) -> Results:
-    """An average of the parameters, kept by hand, which takes the parameters' place for evaluation."""
-    model = wrap(mlp())
-    average = [p.data.clone() for p in model.parameters()]
-    optimizer = sgd(model)
-    outputs = []
-    for x in batches():
-        step(model, optimizer, x)
-        for mean, parameter in zip(average, model.parameters(), strict=True):
-            mean.mul_(0.7).add_(parameter.data, alpha=0.3)
-        held = [p.data.clone() for p in model.parameters()]
-        for mean, parameter in zip(average, model.parameters(), strict=True):
-            parameter.data.copy_(mean)
-        with torch.no_grad():
-            outputs.append(model(x))
-        for before, parameter in zip(held, model.parameters(), strict=True):
-            parameter.data = before
-    return results(model, outputs=torch.cat(outputs), **{f"average {i}": mean for i, mean in enumerate(average)})
-
-
-@script()
 def moving_average_by_swa_utils(wrap: Wrap) -> Results:
     """`AveragedModel` holds a deep copy: of the wrapper, which then runs replicas of its own."""
     model = wrap(mlp())
