@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help demo test test-all rows check format bench gpu-check clean
+.PHONY: help demo test test-all compat rows check format bench gpu-check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -26,6 +26,27 @@ test: $(READY)  ## run the test suite
 
 test-all: $(READY)  ## what `make test` leaves out because it takes longer: slow tests, ten times the examples in property tests
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow or property" --hypothesis-profile=thorough
+
+# Each release of torch has an environment of its own: up to 6 GB, because most releases come with CUDA. pip is told to
+# keep no copies of what it downloads. OPTIONS is for pytest: make compat TORCH=2.9.1 OPTIONS="tests/contract/test_compile.py"
+COMPAT = .venv-compat-$(TORCH)
+
+compat:  ## run the test suite with another release of torch, in an environment of its own: make compat TORCH=2.9.1
+	@printf '%s\n' "$$TORCH" | grep -qxE '[0-9]+\.[0-9]+\.[0-9]+' || \
+	  { echo "make compat needs a release of torch, such as TORCH=2.9.1, and TORCH is \"$$TORCH\"" >&2; exit 1; }
+	@$(MAKE) --no-print-directory "$(COMPAT)/.ready"
+	$(COMPAT)/bin/python -m pytest -n auto --dist worksteal $(OPTIONS)
+
+.venv-compat-%/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "manyhands needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1). Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@echo "Setting up $(@D) (once; the largest part is torch)"
+	$(PYTHON) -m venv $(@D)
+	grep -v '^torch==' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir -c $(@D)/constraints.txt \
+	  'torch==$*' --editable '.[train]' hypothesis pytest pytest-xdist || \
+	  { rm -rf $(@D); echo "torch $* cannot be installed here with $(PYTHON): what pip says is above" >&2; exit 1; }
+	@touch $@
 
 rows: $(READY)  ## list the tests of each row of docs/behaviour.md
 	@$(BIN)/python -m pytest --rows
@@ -52,5 +73,5 @@ gpu-check:  ## prove the accelerator paths on this machine's GPU, in ten minutes
 	  { echo "manyhands needs Python 3.11 or newer, and $(GPU_PYTHON) is $$($(GPU_PYTHON) --version 2>&1). Name another one: make gpu-check PYTHON=..." >&2; exit 1; }
 	@PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_check.py $(OPTIONS)
 
-clean:  ## remove the environment and what runs leave behind
-	rm -rf .venv runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
+clean:  ## remove the environments and what runs leave behind
+	rm -rf .venv .venv-compat-* runs .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -88,7 +88,7 @@ class Bench(NamedTuple):
     def dry(self) -> bool:
         return self.sizes is DRY
 
-    def compiled(self, module: nn.Module, mode: str | None = None) -> nn.Module:
+    def compiled(self, module: nn.Module, mode: str | None = None) -> Any:
         """Return the module compiled; in a dry run by a compiler that does nothing."""
         return torch.compile(module, backend="eager") if self.dry else torch.compile(module, mode=mode)
 

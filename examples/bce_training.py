@@ -2,9 +2,9 @@
 
     python examples/bce_training.py --devices 2 --epochs 10
 
-The loop, the loss and the optimizer know nothing of replicas: the wrapper gathers the output, and gradients arrive,
-summed over the replicas, in the parameters that the optimizer has. The two trainings see the same batches from the same
-start and reach the same numbers, within the rounding of float32.
+The loop, the loss and the optimizer do not change: the wrapper gathers the output, and sums the gradients of the
+replicas into the parameters that the optimizer has. Both trainings begin with the same weights, use the same batches
+and reach the same numbers, within the rounding of float32.
 """
 
 import argparse
@@ -21,7 +21,7 @@ LEARNING_RATE, SEED = 0.5, 0
 
 
 class RandomDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Random rows; a row's target is 1 where its values add up to more than 0."""
+    """Random rows; a row's target is 1 if its values add up to more than 0."""
 
     def __init__(self, num_rows: int, size: int) -> None:
         self.rows = torch.randn(num_rows, size)
@@ -38,7 +38,7 @@ def train(model: nn.Module, dataset: RandomDataset, device: int | str, epochs: i
     """Train `model`, print the mean loss of each epoch, and return these losses."""
     batches = DataLoader(dataset, BATCH_ROWS, shuffle=True, generator=torch.Generator().manual_seed(SEED))
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    criterion = nn.BCELoss()  # of the gathered output: a mean over all rows of the batch, whoever computed them
+    criterion = nn.BCELoss()  # of the gathered output: a mean over all rows of the batch
     losses = []
     for epoch in range(1, epochs + 1):
         total = 0.0
@@ -56,7 +56,7 @@ def train(model: nn.Module, dataset: RandomDataset, device: int | str, epochs: i
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Train a classifier on several devices, and once more without the wrapper.",
+        description="Train a classifier on several devices, and again without the wrapper.",
         epilog="example: python examples/bce_training.py --devices 2 --epochs 10",
     )
     parser.add_argument("--devices", type=positive, default=2, metavar="N", help="number of replicas (default: 2)")
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def pick_devices(num: int) -> list[int] | list[str]:
-    """Return `num` devices: accelerators, in turn if there are fewer; without any, the CPU `num` times."""
+    """Return `num` devices: accelerators, in turn if there are fewer than that; without any, the CPU `num` times."""
     present = torch.accelerator.device_count()
     return [i % present for i in range(num)] if present else ["cpu"] * num
 

@@ -2,12 +2,12 @@
 
     python examples/half_on_cpu.py
 
-An embedding table may be too large for an accelerator, so it stays on the CPU; what follows runs on the device. To use
-several devices, wrap the half that is to be replicated, not the whole model: a wrapper's module is all on one device.
-Both ways train, and each parameter's gradient is where the parameter is.
+An embedding table may be too large for an accelerator, so it stays on the CPU; the rest of the model runs on the
+device. To use several devices, wrap the half that is to be replicated, not the whole model: all parameters of a
+wrapper's module are on one device. Both ways train, and each gradient is on the device of its parameter.
 
-Where there is no accelerator, the devices are simulated ones, `sim:0` and `sim:1`: CPU memory, but kept apart as the
-memory of two accelerators is, so a tensor in the wrong place is an error on a laptop too.
+On a machine without an accelerator the devices are simulated: `sim:0` and `sim:1` are CPU memory, but torch treats them
+as two accelerators, so a tensor on the wrong device is an error on a laptop too.
 """
 
 import sys
@@ -23,7 +23,7 @@ NUM_WORDS, BATCH_ROWS, NUM_REPLICAS = 1000, 30, 2
 class Reported(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output = super().forward(x)
-        # One write for the whole line: replicas run at once.
+        # One write for the whole line, because replicas write at the same time.
         sys.stdout.write(f"    In model: input {list(x.shape)} output {list(output.shape)} on {x.device}\n")
         return output
 
@@ -37,7 +37,7 @@ class HalfOnCpu(nn.Module):
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         x = self.embedding(words)
-        x = x.to(self.device)  # autograd takes the gradient back the same way
+        x = x.to(self.device)  # in backward the gradient takes the same way back
         return self.rest(x)
 
 
@@ -71,10 +71,10 @@ def step(model: nn.Module, words: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def pick_devices(num: int) -> list[torch.device]:
-    """Return `num` devices: accelerators, in turn if there are fewer; without any, simulated ones."""
+    """Return `num` devices: accelerators, in turn if there are fewer than that; without any, simulated ones."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None:
-        import manyhands.testing  # noqa: F401  the import makes torch know the simulated devices
+        import manyhands.testing  # noqa: F401  the import registers the simulated devices with torch
 
         return [torch.device("sim", i) for i in range(num)]
     return [torch.device(kind.type, i % torch.accelerator.device_count()) for i in range(num)]

@@ -1,10 +1,10 @@
-"""Only a part of a model in parallel: three blocks, of which the second is wrapped.
+"""Wrap only a part of a model: the second of three blocks.
 
     python examples/middle_block.py
 
-`DataParallel` is a module like any other, so it can stand anywhere in a model. Here the blocks before and after it see
-whole batches, and the replicas of the block in the middle a share each. The output and the gradients are those of the
-same model without the wrapper, and gradients flow through it to the block before.
+`DataParallel` is a module like any other, so it can be used anywhere in a model. Here the blocks before and after it
+get whole batches, and each replica of the block in the middle gets a share. The output and the gradients are those of
+the same model without the wrapper, and gradients flow through the wrapper to the block before it.
 """
 
 import copy
@@ -38,7 +38,7 @@ def main() -> None:
     batch = torch.randn(BATCH_ROWS, 10).to(device_ids[0])
 
     for name, block in model.named_children():
-        block.register_forward_hook(report(name))  # a replica has the hooks of its original
+        block.register_forward_hook(report(name))  # replicas have the hooks of the original
     model.block2 = manyhands.DataParallel(model.block2, device_ids)
 
     output, expected = model(batch), plain(batch)
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def report(name: str) -> Callable[[nn.Module, tuple[torch.Tensor], torch.Tensor], None]:
-    """Return a forward hook that writes one line; in one call, so that lines of several replicas do not mix."""
+    """Return a forward hook that writes one line, in one call, so that the lines of several replicas do not mix."""
 
     def hook(block: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
         sys.stdout.write(f"    In {name}: input {list(inputs[0].shape)} output {list(output.shape)}\n")
@@ -62,7 +62,7 @@ def report(name: str) -> Callable[[nn.Module, tuple[torch.Tensor], torch.Tensor]
 
 
 def pick_devices(num: int) -> list[int] | list[str]:
-    """Return `num` devices: accelerators, in turn if there are fewer; without any, the CPU `num` times."""
+    """Return `num` devices: accelerators, in turn if there are fewer than that; without any, the CPU `num` times."""
     present = torch.accelerator.device_count()
     return [i % present for i in range(num)] if present else ["cpu"] * num
 

@@ -1,11 +1,12 @@
-"""Sequences of different lengths through an LSTM, and the three things to know about it.
+"""Sequences of different lengths through an LSTM: three things to know.
 
     python examples/sequences.py
 
-1. The hidden state has its rows on axis 1, whatever `batch_first` says: `out_dims` says so, or it is joined wrongly.
+1. The hidden state has its rows on axis 1, for either value of `batch_first`. Without `out_dims` it would be joined on
+   the wrong axis.
 2. `pad_packed_sequence` inside `forward` pads to the longest sequence of the replica's own rows, so the replicas'
-   outputs would differ in length: give it `total_length`. Forgotten, it is an error that says so.
-3. A packed sequence that goes into the model is split by sequence, and one that comes out is joined again.
+   outputs would differ in length: give it `total_length`. Without it there is an error that names the remedy.
+3. A packed sequence as an input is split by sequence; as an output it is joined again.
 """
 
 import torch
@@ -70,7 +71,7 @@ def main() -> None:
 
 
 def pick_devices(num: int) -> list[int] | list[str]:
-    """Return `num` devices: accelerators, in turn if there are fewer; without any, the CPU `num` times."""
+    """Return `num` devices: accelerators, in turn if there are fewer than that; without any, the CPU `num` times."""
     present = torch.accelerator.device_count()
     return [i % present for i in range(num)] if present else ["cpu"] * num
 

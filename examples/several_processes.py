@@ -1,10 +1,10 @@
-"""The same training with any number of processes: by itself, or under torchrun on one machine or several.
+"""The same training with any number of processes: one, or several under torchrun, on one machine or several.
 
     python examples/several_processes.py
     torchrun --nproc-per-node 2 examples/several_processes.py
 
-Each process takes its part of every batch; that the last batch of an epoch has fewer rows, and may leave a process
-without any, changes nothing. The printed losses are the same however many processes there are.
+Each process takes its part of every batch. The last batch of an epoch has fewer rows, and may leave a process without
+any; that changes nothing. The losses are the same for any number of processes, within the rounding of float32.
 """
 
 import os
@@ -24,7 +24,7 @@ def main() -> None:
     rows = torch.randn(NUM_ROWS, INPUT_SIZE, generator=data)
     targets = (rows.sum(1, keepdim=True) > 0).float()
 
-    torch.manual_seed(rank)  # processes may begin with different weights: rank 0's are the ones that count
+    torch.manual_seed(rank)  # processes may begin with different weights: all get those of rank 0
     model = manyhands.DataParallel(nn.Sequential(nn.Linear(INPUT_SIZE, 8), nn.Tanh(), nn.Linear(8, 1)), ["cpu"])
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     criterion = nn.BCEWithLogitsLoss()
@@ -37,7 +37,7 @@ def main() -> None:
             loss.backward()  # gradients of the mean over all rows
             optimizer.step()
         if rank == 0:
-            with torch.no_grad():  # without gradients every process is by itself
+            with torch.no_grad():  # without gradients a forward stays in its process
                 print(f"epoch {epoch}: loss {criterion(model(rows), targets):.6f}")
     if rank == 0:
         print(f"processes: {num_processes}")

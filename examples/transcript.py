@@ -1,14 +1,14 @@
-"""What each replica gets: 100 rows in batches of 30, on as many devices as you like.
+"""Which rows each replica gets: 100 rows in batches of 30, on any number of devices.
 
     python examples/transcript.py --devices 4
 
 The module reports the sizes of its input and output. Wrapped in `DataParallel`, it is called once for every replica,
-with that replica's rows; the caller sees whole batches, as before. Batches are cut into chunks of ceil(rows / devices)
-rows: 30 rows on 4 devices are 8, 8, 8 and 6; the last batch, 10 rows, on 8 devices is five chunks of 2, and three
-devices rest.
+with that replica's rows; the caller sees whole batches, as before. Batches are split into chunks of ceil(rows /
+devices) rows: 30 rows on 4 devices are 8, 8, 8 and 6; the last batch, 10 rows, on 8 devices is five chunks of 2, and
+three devices stay idle.
 
-Runs on accelerators where there are some, on CPU replicas elsewhere. Replicas run at once, so the order of their lines
-within a batch is whatever it happens to be.
+It uses accelerators if there are any, and CPU replicas otherwise. Replicas run at the same time, so the order of their
+lines within a batch varies.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output = self.linear(x)
-        # One write for the whole line: print() writes its newline by itself, and replicas in other threads get between.
+        # One write for the whole line: print() writes its newline separately, and another replica could write between.
         sys.stdout.write(f"    In model: input {list(x.shape)} output {list(output.shape)} on {x.device}\n")
         return output
 
@@ -57,12 +57,12 @@ def main() -> None:
     model = manyhands.DataParallel(Model().to(device_ids[0]), device_ids)  # the one new line
     print(f"Replicas: {len(device_ids)}")
     for batch in DataLoader(RandomDataset(NUM_ROWS, INPUT_SIZE), batch_size=BATCH_ROWS, shuffle=True):
-        output = model(batch)  # the batch may be on any device: each replica's rows are sent to it
+        output = model(batch)  # the batch may be on any device: each replica's rows are copied to its device
         print(f"Outside: input {list(batch.shape)} output {list(output.shape)}")
 
 
 def pick_devices(num: int) -> list[int] | list[str]:
-    """Return `num` devices: accelerators, in turn if there are fewer; without any, the CPU `num` times."""
+    """Return `num` devices: accelerators, in turn if there are fewer than that; without any, the CPU `num` times."""
     present = torch.accelerator.device_count()
     return [i % present for i in range(num)] if present else ["cpu"] * num
 

@@ -1,9 +1,9 @@
-"""The four verbs by hand: scatter, replicate, parallel_apply and gather make `data_parallel`.
+"""The four verbs one by one: scatter, replicate, parallel_apply and gather make `data_parallel`.
 
     python examples/verbs_by_hand.py
 
-This is what the wrapper does in every forward, one step at a time. Each verb can be used by itself, on any devices, and
-each is differentiable, so the loss is as far from the parameters as ever: one `backward()`.
+This is what the wrapper does in every forward, one step at a time. Each verb can be used by itself, on any devices.
+Each is differentiable, so one `backward()` of the loss gives the gradients of the parameters.
 """
 
 import copy
@@ -21,7 +21,7 @@ NUM_REPLICAS, BATCH_ROWS = 3, 31
 class Reported(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output = super().forward(x)
-        # One write for the whole line: replicas run at once.
+        # One write for the whole line, because replicas write at the same time.
         sys.stdout.write(f"    In model: input {list(x.shape)} output {list(output.shape)} on {x.device}\n")
         return output
 
@@ -29,11 +29,11 @@ class Reported(nn.Linear):
 def data_parallel(module: nn.Module, batch: torch.Tensor, device_ids: Sequence[int] | Sequence[str]) -> torch.Tensor:
     """Run `module` on `batch`, a share of the rows on each device; return the output on the first device."""
     shards = manyhands.scatter(batch, device_ids)  # a list of tensors: shard i on device i
-    device_ids = device_ids[: len(shards)]  # a small batch may not reach every device
+    device_ids = device_ids[: len(shards)]  # a small batch may have fewer shards than there are devices
     replicas = manyhands.replicate(module, device_ids)  # a list of modules: replica i on device i
     outputs = manyhands.parallel_apply(replicas, shards)  # replica i to shard i, in threads
     print(f"Shards: {[len(shard) for shard in shards]} rows, replicas: {len(replicas)}, outputs: {len(outputs)}")
-    return manyhands.gather(outputs, device_ids[0])  # the rows in their old order
+    return manyhands.gather(outputs, device_ids[0])  # the rows in their original order
 
 
 def main() -> None:
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def pick_devices(num: int) -> list[int] | list[str]:
-    """Return `num` devices: accelerators, in turn if there are fewer; without any, the CPU `num` times."""
+    """Return `num` devices: accelerators, in turn if there are fewer than that; without any, the CPU `num` times."""
     present = torch.accelerator.device_count()
     return [i % present for i in range(num)] if present else ["cpu"] * num
 

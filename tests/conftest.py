@@ -5,6 +5,7 @@ import gc
 import importlib.util
 import inspect
 import os
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -22,6 +23,11 @@ import torch
 
 from helpers.rows import find_tests_by_row, rows_named, rows_of_behaviour
 from manyhands.runtime import errors
+
+# A shell that runs a script starts what goes to the background with Ctrl-C ignored, and manyhands leaves an ignored
+# signal ignored. Tests that send themselves one expect it to act.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How many examples the property tests draw: 200 in `make test`, and with --hypothesis-profile=thorough, as in `make
 # test-all`, 2,000. They are drawn from a fixed seed, one a test: a commit that passed still passes, and the same

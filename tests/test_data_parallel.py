@@ -474,7 +474,7 @@ def test_shares_hold_for_an_overridden_verb_too(sim, wrap, shares):
     expected = {"even": [4, 3, 3], (2, 1, 1): [5, 3, 2], (0, 1, 1): [0, 5, 5], (1, 0, 1): [5, 0, 5], (1, 1, 0): [5, 5]}
     sizes = expected[shares if isinstance(shares, str) else tuple(shares)]
     x = torch.arange(30.0).reshape(10, 3)
-    assert torch.equal(model(x).cpu(), copy.deepcopy(model.module).cpu().layer(x))
+    torch.testing.assert_close(model(x).cpu(), copy.deepcopy(model.module).cpu().layer(x))
     where = [(i, size) for i, size in enumerate(sizes) if size]
     assert sorted(model.module.seen) == [(f"sim:{i}", size) for i, size in where]
     if wrap is DataParallel:

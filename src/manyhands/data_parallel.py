@@ -1,8 +1,7 @@
 """DataParallel: the one line, and its plain composition `data_parallel`.
 
-`DataParallel.forward` reads as the algorithm: check, scatter, run, gather. The work is done by an engine; where a
-subclass overrides one of the four verbs, or a mode is active that cannot follow into other threads, the plain
-composition of the verbs does it instead.
+An engine runs the replicas. If a subclass overrides one of the four verbs, or a mode is active that cannot follow into
+other threads, the plain composition of the verbs runs instead.
 """
 
 import contextlib
@@ -17,11 +16,11 @@ from torch import nn
 
 from manyhands.distributed.comm_hooks import CommHook
 from manyhands.distributed.environment import devices_of_process, started_by_launcher
-from manyhands.distributed.gradient_sync import GradientSync, UnboundGradientSync
+from manyhands.distributed.gradient_sync import GradientSync
 from manyhands.distributed.process_group import join_processes
 from manyhands.distributed.uneven_inputs import even_batches
 from manyhands.engines.base import Call, Engine, called
-from manyhands.engines.distributed import forward_over_processes
+from manyhands.engines.distributed import DistributedEngine
 from manyhands.engines.threads import ThreadsEngine
 from manyhands.primitives import pytree
 from manyhands.primitives.batch_types import batch_type_of
@@ -30,7 +29,7 @@ from manyhands.primitives.inputs import Arguments, scattered
 from manyhands.primitives.outputs import gathered
 from manyhands.primitives.parallel_apply import parallel_apply
 from manyhands.primitives.replicate import check_device, replicate, unchanged_on_failure
-from manyhands.primitives.scatter_gather import check_kwargs, gather
+from manyhands.primitives.scatter_gather import check_kwargs
 from manyhands.primitives.split_sizes import Shares, check_shares, split_rows
 from manyhands.runtime import devices as _devices
 from manyhands.runtime.devices import DeviceLike
@@ -56,15 +55,21 @@ _COMPILED_OUTSIDE = (
 )
 _TOO_FEW_FOR_BATCH_NORM = "Expected more than 1 value per channel"  # torch's words
 _ONE_ROW = (
-    "batch norm in training cannot do with one row, and normalises each replica's rows by themselves: with "
-    "sync_batch_norm=True it takes those of all replicas. Or leave a short last batch out (drop_last=True)."
+    "batch norm in training needs more than one row, and each replica normalises its own rows. With "
+    "sync_batch_norm=True it normalises the rows of all replicas. Or leave a short last batch out (drop_last=True)."
 )
 _LOSSES = ("mean", "sum")
 _VERBS = ("replicate", "scatter", "parallel_apply", "gather")
 
 
-def _new_engine(name: str) -> Engine:
-    if name == "threads":
+def _engine_of(engine: object) -> Engine:
+    """Return the engine that the argument `engine` names or is."""
+    if isinstance(engine, Engine):
+        engine.claim()
+        return engine
+    if not isinstance(engine, str) or engine not in _ENGINES:
+        raise ValueError(f"engine={engine!r}: expected one of {list(_ENGINES)}, or an Engine")
+    if engine == "threads":
         return ThreadsEngine()
     from manyhands.engines.processes.engine import ProcessesEngine  # only now: it needs more than torch
 
@@ -98,7 +103,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         engine: what runs the replicas. "threads": threads of this process. "processes": the first replica in this
             process, each other in a worker process that is started and stopped for you, where Python's interpreter
             lock does not slow it down. On the CPU parameters lie in memory that all of them share; GPUs have their
-            own, and torch.distributed takes them there and gradients back.
+            own, and torch.distributed takes them there and gradients back. Or an engine of one's own, an instance of
+            `manyhands.engines.base.Engine`.
         shares: how many rows each replica gets. "chunk": ceil(rows / n) each, torch's rule; "even": differing by one
             row at most; or one weight a device, where 0 leaves a device idle.
         scalars: what becomes of 0-dim outputs (and of numbers), such as a loss. "stack": a vector, one entry a replica,
@@ -148,7 +154,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         output_device: DeviceLike | None = None,
         dim: int = 0,
         *,
-        engine: str = "threads",
+        engine: str | Engine = "threads",
         shares: str | Sequence[float] = "chunk",
         scalars: Any = "stack",
         in_dims: Any = ...,
@@ -162,7 +168,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         check_scalars(scalars)
         check_dims(in_dims, "in_dims")
         check_dims(out_dims, "out_dims")
-        _check_engine(engine, device_ids, sync_batch_norm)
+        self._engine = _engine_of(engine)
         if output_device is not None and not isinstance(output_device, int | str | torch.device):
             raise TypeError(f"output_device: expected an int, a string or a torch.device, got {output_device!r}")
         if loss not in _LOSSES:
@@ -178,14 +184,13 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         self.in_dims = in_dims
         self.out_dims = out_dims
         self.sync_batch_norm = _check_flag(sync_batch_norm, "sync_batch_norm")
-        self._engine = _new_engine(engine)
+        self._engine.check(self.devices, sync_batch_norm=sync_batch_norm)
         self._most_rows = 0
         if self.devices:
             self._gather_on = _devices.resolve_output(output_device, self.devices)
             self.output_device = _devices.public_id(self._gather_on)
             self.src_device_obj = self.devices[0]  # torch's, for code that reads it off a wrapper
         self.register_load_state_dict_pre_hook(accept_clean_names)  # type: ignore[no-untyped-call]
-        self._gradient_sync: GradientSync | UnboundGradientSync | None = None
         self.module = module  # the last one: from here on, what is assigned and only the module has is the module's
         if not self.devices:
             log_once(_NO_ACCELERATOR)
@@ -194,8 +199,9 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         if len(self.devices) == 1:
             module.to(self.devices[0])
         if cluster is not None:
-            self._gradient_sync = GradientSync(cluster, self.devices[0], loss)
-            self._gradient_sync.begin_with(module)
+            gradient_sync = GradientSync(cluster, self.devices[0], loss)
+            gradient_sync.begin_with(module)
+            self._engine = DistributedEngine(self._engine, gradient_sync, self.devices)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on every device, each on its share of the rows; return the outputs as one.
@@ -235,36 +241,18 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
     def _run(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.devices:
             return called(self.module, method)(*inputs, **kwargs)
-        if self._gradient_sync is not None and torch.is_grad_enabled() and not inside_replica():
-            gradient_sync = self._joined()
-            if gradient_sync is not None:
-                return self._run_across_processes(gradient_sync, method, inputs, kwargs)
-        if len(self.devices) == 1 or self._runs_whole():
+        must_run = self._engine.must_run(self.module)
+        if not must_run and (len(self.devices) == 1 or self._runs_whole()):
             return self._run_on_one_device(method, inputs, kwargs)
-        if torch.compiler.is_compiling():  # a model that this wrapper is, or is part of: replicas are no part of it
-            return torch.compiler.disable(self._run_uncompiled)(method, inputs, kwargs)  # type: ignore[no-untyped-call]
-        return self._run_on_devices(method, inputs, kwargs)
+        if (
+            torch.compiler.is_compiling()
+        ):  # torch.compile(wrapper), or of a model around it: replicas stay out of its graph
+            return torch.compiler.disable(self._run_uncompiled)(must_run, method, inputs, kwargs)  # type: ignore[no-untyped-call]
+        return self._run_on_devices(must_run, method, inputs, kwargs)
 
-    def _joined(self) -> GradientSync | None:
-        """Return what sums the gradients over the processes; None where this process is alone."""
-        if isinstance(self._gradient_sync, UnboundGradientSync):
-            self._gradient_sync = self._gradient_sync.joined(self.module)
-        return self._gradient_sync
-
-    def _run_across_processes(
-        self, gradient_sync: GradientSync, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run forward so that backward sums the gradients over the processes."""
-        if torch.compiler.is_compiling():
-            again = torch.compiler.disable(self._run_across_processes)  # type: ignore[no-untyped-call]
-            return again(gradient_sync, method, inputs, kwargs)
-        if verb := self._overridden_verb():
-            raise RuntimeError(
-                f"{type(self).__name__}.{verb} is overridden, and its gradients cannot be summed over processes: leave "
-                "it as it is, or keep the model to this process with process_group=False."
-            )
-        call = self._plan(method, inputs, kwargs)
-        return forward_over_processes(self._engine, gradient_sync, self.devices, self.module, call)
+    def _gradient_sync(self) -> GradientSync | None:
+        """Return what sums the gradients over several processes; None where this process trains alone."""
+        return self._engine.gradient_sync(self.module) if isinstance(self._engine, DistributedEngine) else None
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
         """Split the inputs of a call for `device_ids`; override it, and forward uses yours.
@@ -343,10 +331,10 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             >>> model(torch.zeros(3, 5)).sum().backward()
 
         For gradient accumulation over processes: one sum over the network for several batches. Each batch is weighted
-        by its rows, as it would be outside. Until that next backward `grad` is this process's own. Where there is one
-        process it changes nothing.
+        by its rows, as it would be outside. Until that next backward `grad` is this process's own. In a single process
+        it changes nothing.
         """
-        gradient_sync = self._joined()
+        gradient_sync = self._gradient_sync()
         if gradient_sync is None:
             yield
             return
@@ -357,17 +345,17 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             gradient_sync.synchronised = before
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of this process's loader, and then empty ones until every process has had all of its own.
+        """Yield the batches of this process's loader, then empty ones until every process has had all its batches.
 
             >>> model = manyhands.DataParallel(torch.nn.Linear(5, 2), ["cpu"])
             >>> for x, y in model.batches([(torch.zeros(3, 5), torch.zeros(3, 2))]):
             ...     torch.nn.functional.mse_loss(model(x), y).backward()
 
         For loaders of different lengths: every process has to take the same steps. An empty batch is like the others
-        but without rows, and counts for nothing; what a loss makes of no rows (nan, for a mean) is not read. Where
-        there is one process these are the loader's batches.
+        but without rows, and counts for nothing; its loss (nan, for a mean) is ignored. In a single process these are
+        the loader's batches.
         """
-        gradient_sync = self._joined()
+        gradient_sync = self._gradient_sync()
         cluster = gradient_sync.cluster if gradient_sync is not None else None
         return even_batches(cluster, loader, self.dim)
 
@@ -389,19 +377,19 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         """
         if not callable(hook):
             raise TypeError(f"hook={hook!r}: expected a function of a state and a bucket")
-        gradient_sync = self._joined()
+        gradient_sync = self._gradient_sync()
         if gradient_sync is not None:
             gradient_sync.hook = (state, hook)
 
     def set_batch_weight(self, weight: float) -> None:
-        """Say what the next batch of this process weighs beside the other processes', in the place of its rows.
+        """Set the weight of this process's next batch, relative to the other processes', in place of its rows.
 
             >>> model = manyhands.DataParallel(torch.nn.Linear(5, 2), ["cpu"])
             >>> model.set_batch_weight(17)
             >>> model(torch.zeros(3, 5)).sum().backward()
 
-        For a loss that is a mean over something else than rows, such as tokens or pixels: its number in this batch.
-        Where there is one process it changes nothing.
+        For a loss that is a mean over something other than rows, such as tokens or pixels: their number in this batch.
+        In a single process it changes nothing.
 
         Raises:
             TypeError: a weight that is no number.
@@ -414,17 +402,17 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             raise TypeError(f"weight={weight!r}: {expected}") from None
         if not 0 <= number < math.inf:
             raise ValueError(f"weight={weight!r}: {expected}")
-        gradient_sync = self._joined()
+        gradient_sync = self._gradient_sync()
         if gradient_sync is not None:
             gradient_sync.next_weight = number
 
     def close(self) -> None:
-        """Give back what the engine holds: threads, or worker processes. A later forward starts again.
+        """Release what the engine holds: threads, or worker processes. A later forward starts again.
 
             >>> model = manyhands.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"])
             >>> model.close()
 
-        It is done by itself when the wrapper goes, and when the program ends.
+        This happens by itself when the wrapper is deleted, and when the program ends.
         """
         self._engine.close()
 
@@ -435,7 +423,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         >>> manyhands.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"]).spans_processes
         False
         """
-        return self._gradient_sync is not None
+        return isinstance(self._engine, DistributedEngine) and self._engine.spans_processes
 
     @property
     def replica_timings(self) -> list[ReplicaTiming]:
@@ -451,7 +439,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         return self._engine.timings()
 
     def _plan(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Decide which rows of the inputs go where. Without rows there is one replica, on the first device."""
+        """Decide which rows each replica gets. Without rows there is one replica, on the first device."""
         arguments = self._arguments(method, inputs, kwargs)
         sizes = self._sizes(arguments.rows)
         used = [i for i, size in enumerate(sizes) if size] or [self._has_share().index(True)]
@@ -480,11 +468,11 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         return split_rows(rows or 0, len(self.devices), self.shares)
 
     def _has_share(self) -> list[bool]:
-        """Return for each device whether it is to get rows at all."""
+        """Return for each device whether its share is more than 0."""
         return [True] * len(self.devices) if isinstance(self.shares, str) else [weight > 0 for weight in self.shares]
 
     def _here(self) -> torch.device | None:
-        """Return where all replicas of a wrapper stand that is inside a replica itself; None outside of one."""
+        """Return the device of all replicas if this wrapper is inside a replica itself; None if it is not."""
         if not inside_replica():
             return None
         tensor = next(chain(self.module.parameters(), self.module.buffers()), None)
@@ -501,19 +489,20 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
                 f"({', '.join(dict.fromkeys(idle))}) stay idle. Use {better}."
             )
 
-    def _run_uncompiled(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_uncompiled(
+        self, must_run: bool, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if not inside_replica():
             log_once(_COMPILED_OUTSIDE)
-        return self._run_on_devices(method, inputs, kwargs)
+        return self._run_on_devices(must_run, method, inputs, kwargs)
 
-    def _run_on_devices(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_on_devices(
+        self, must_run: bool, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         verb = self._overridden_verb()
-        if verb and not isinstance(self._engine, ThreadsEngine):
-            raise RuntimeError(
-                f'{type(self).__name__}.{verb} is overridden, and engine="processes" does not call it: replicas are in '
-                'other processes. Use engine="threads".'
-            )
-        if verb or modes_that_stay():
+        if verb and (reason := self._engine.why_no_verbs(self.module)):
+            raise RuntimeError(f"{type(self).__name__}.{verb} is overridden, and {reason}")
+        if not must_run and (verb or modes_that_stay()):
             return self._run_plain_composition(method, inputs, kwargs)
         try:
             return self._engine.forward(self.module, self._plan(method, inputs, kwargs))
@@ -523,7 +512,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             raise
 
     def _run_on_one_device(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # What this adds to a forward is mostly the reading of code that no cache holds, so it calls little.
+        # The cost of this is mostly code that is in no cache, so it calls few functions.
         if self._overrides("scatter"):
             (inputs, *_), (kwargs, *_) = self.scatter(inputs, kwargs, self.device_ids[:1])
         first, inside = self.devices[0], inside_replica()
@@ -543,7 +532,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         return output if inside or self._gather_on == first else _moved(output, self._gather_on)
 
     def _runs_whole(self) -> bool:
-        """Return whether batch norm is to see all rows where replicas run one after the other and cannot meet."""
+        """Return whether batch norm needs all rows but the replicas would run one after the other."""
         if inside_replica():
             return self.sync_batch_norm or inside_synchronised_replica()
         if self.sync_batch_norm and modes_that_stay():
@@ -563,9 +552,9 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         if self.sync_batch_norm and self._overrides("parallel_apply"):
             raise RuntimeError(
                 "sync_batch_norm=True with a parallel_apply of your own: replicas wait for each other in batch norm, "
-                "and would do so for ever if yours runs them one after the other. Leave one of the two out."
+                "for ever if yours runs them one after the other. Leave one of the two out."
             )
-        # A scatter of the user's own may know rows where we see none.
+        # A user's own scatter may find rows where ours sees none.
         own_scatter = self._overrides("scatter")
         plan = None if own_scatter else self._plan(method, inputs, kwargs)
         device_ids = [here or self.device_ids[i] for i in (plan.replica_numbers if plan else range(len(self.devices)))]
@@ -631,42 +620,14 @@ def data_parallel(
     if not devices:
         log_once(_NO_ACCELERATOR)
         return module(*inputs, **kwargs)
-    if len(devices) == 1:
-        return DataParallel(module, devices, output_device, dim, process_group=False)(*inputs, **kwargs)
-    gather_on = _devices.resolve_output(output_device, devices)
-    check_device(module, chain(module.parameters(), module.buffers()), devices[0])
-    arguments = Arguments(inputs, kwargs, dim)
-    sizes = [size for size in split_rows(arguments.rows or 0, len(devices)) if size] or [0]
-    used = devices[: len(sizes)]
-    shards = scattered(arguments, used, sizes)
-    with unchanged_on_failure(module.buffers()):
-        replicas = replicate(module, used, detach=not torch.is_grad_enabled())
-        outputs = parallel_apply(replicas, [args for args, _ in shards], [kw for _, kw in shards], used)
-        return gather(outputs, gather_on, dim)
+    wrapper = DataParallel(module, devices, output_device, dim, process_group=False)
+    return wrapper(*inputs, **kwargs) if len(devices) == 1 else wrapper._run_plain_composition(None, inputs, kwargs)
 
 
 def _check_arguments(module: object, dim: object) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected a torch.nn.Module, got {module!r}")
     check_dim(dim)
-
-
-def _check_engine(engine: object, device_ids: Sequence[DeviceLike] | None, sync_batch_norm: bool) -> None:
-    if not isinstance(engine, str) or engine not in _ENGINES:
-        raise ValueError(f"engine={engine!r}: expected one of {list(_ENGINES)}")
-    if engine != "processes":
-        return
-    devices = _devices.resolve(device_ids)
-    if not all(map(_devices.exists_for_other_processes, devices)):
-        raise ValueError(
-            f'engine="processes" with device_ids={device_ids!r}: simulated devices exist in this process only. Use '
-            'engine="threads".'
-        )
-    if sync_batch_norm and not all(map(_devices.is_cpu, devices)):
-        raise ValueError(
-            f'sync_batch_norm=True with engine="processes" and device_ids={device_ids!r}: replicas in other '
-            'processes can meet on the CPU only, as yet. Use engine="threads".'
-        )
 
 
 def _check_flag(value: object, argument: str) -> bool:

@@ -1,6 +1,6 @@
-"""Parameters that go to replicas elsewhere, and gradients that come home: in buckets, and in an order that repeats.
+"""Parameters broadcast to replicas in memory of their own, and gradients reduced: in buckets, in an order that repeats.
 
-Here "elsewhere" is memory of their own on the CPU. tests/contract/test_engines.py runs the engines' whole contract so.
+The replicas are on the CPU with `separate_memory=True`; tests/contract/ runs the engines' whole contract so.
 """
 
 import copy
@@ -19,6 +19,7 @@ from helpers.late_copies import send_late
 from manyhands import DataParallel, data_parallel
 from manyhands.autograd import broadcast
 from manyhands.autograd.reducer import NOTHING_EARLY
+from manyhands.engines.threads import ThreadsEngine
 from manyhands.runtime.buckets import buckets_of
 from manyhands.runtime.streams import Copies
 
@@ -26,9 +27,8 @@ CPU = torch.device("cpu")
 PARTS = (1e8, 1.0, -1e8)  # in float32 their sum depends on the order
 
 
-@pytest.fixture(autouse=True)
-def _apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broadcast, "always_apart", True)
+def wrap(module: nn.Module, num_replicas: int) -> DataParallel:
+    return DataParallel(module, ["cpu"] * num_replicas, engine=ThreadsEngine(separate_memory=True))
 
 
 @pytest.fixture
@@ -55,16 +55,17 @@ def leaves(num_parameters: int, num_replicas: int) -> list[list[torch.Tensor]]:
     return [[torch.zeros(4, requires_grad=True) for _ in range(num_replicas)] for _ in range(num_parameters)]
 
 
-def give(leaf: torch.Tensor, value: float) -> None:
+def add(leaf: torch.Tensor, value: float) -> None:
     (leaf * value).sum().backward()
 
 
-def homecoming(
-    of_parameters: Sequence[Sequence[torch.Tensor]], walk: Callable[[], None], emit: Any = NOTHING_EARLY
+def reduced_gradients(
+    of_parameters: Sequence[Sequence[torch.Tensor]], backward: Callable[[], None], emit: Any = NOTHING_EARLY
 ) -> dict[int, list[float]]:
     totals: dict[int, torch.Tensor] = {}
-    with broadcast.reduce_coalesced(of_parameters, [CPU] * len(of_parameters), totals, *emit):
-        walk()
+    homes = [CPU] * len(of_parameters)
+    with broadcast.reduce_coalesced(of_parameters, homes, totals, *emit, separate_memory=True):
+        backward()
     assert all(leaf.grad is None for of_parameter in of_parameters for leaf in of_parameter)
     return {k: total.tolist() for k, total in totals.items()}
 
@@ -72,7 +73,7 @@ def homecoming(
 def test_a_forward_sends_buckets_and_not_tensors(copied: list[torch.Size]) -> None:
     """S11: one copy for the parameters, one for each dtype of buffers, one a replica for the gradients."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(20)))
-    wrapped = DataParallel(model, ["cpu"] * 3)
+    wrapped = wrap(model, 3)
     loss = wrapped(torch.randn(12, 4)).sum()
     num_float = sum(tensor.numel() for tensor in model.state_dict().values() if tensor.is_floating_point())
     # To two replicas: float32, and the int64 of num_batches_tracked, each at a multiple of 16 bytes.
@@ -97,7 +98,7 @@ def test_a_replicas_tensors_are_their_own(copied: list[torch.Size]) -> None:
             return self.second(y)
 
     torch.manual_seed(0)
-    model = DataParallel(Writes(), ["cpu", "cpu"])
+    model = wrap(Writes(), 2)
     before = model.module.second.bias.detach().clone()
     x = torch.randn(6, 4)
     model(x).sum().backward()
@@ -127,7 +128,7 @@ def test_a_buffer_that_the_first_replica_writes_while_it_is_sent(monkeypatch: py
 
     written = threading.Event()
     send_late(monkeypatch, not_before=written)
-    model = DataParallel(Counts(), ["cpu"] * 3)
+    model = wrap(Counts(), 3)
     for number in (1.0, 2.0):
         assert model(torch.ones(3)).tolist() == [number] * 3
         written.clear()
@@ -147,7 +148,7 @@ def test_tensors_are_aligned(copied: list[torch.Size]) -> None:
             self.seen += [p.data_ptr() % 16 for p in self.parameters()]
             return x * self.scale
 
-    model = DataParallel(Odd(), ["cpu"] * 3)
+    model = wrap(Odd(), 3)
     model(torch.ones(3))
     assert copied
     assert model.module.seen == [0] * 4 * 3
@@ -156,16 +157,16 @@ def test_tensors_are_aligned(copied: list[torch.Size]) -> None:
 @pytest.mark.usefixtures("small_buckets")
 @pytest.mark.parametrize("arrivals", list(itertools.permutations(range(3))))
 def test_the_sum_is_made_in_replica_order(arrivals: tuple[int, ...]) -> None:
-    """N1: whoever is first."""
+    """N1: in whatever order the replicas finish."""
     of_parameters = leaves(3, 3)
 
-    def walk() -> None:
+    def backward() -> None:
         for replica in arrivals:
             for of_parameter in reversed(of_parameters):
-                give(of_parameter[replica], PARTS[replica])
+                add(of_parameter[replica], PARTS[replica])
 
     expected = (torch.tensor(PARTS[0]) + PARTS[1] + PARTS[2]).item()
-    assert homecoming(of_parameters, walk) == dict.fromkeys(range(3), [expected] * 4)
+    assert reduced_gradients(of_parameters, backward) == dict.fromkeys(range(3), [expected] * 4)
 
 
 @pytest.mark.usefixtures("small_buckets")
@@ -175,14 +176,14 @@ def test_a_leaf_that_receives_twice(arrivals: tuple[int, ...]) -> None:
     values = {0: [1e8, 3.0], 1: [1.0, -1e8], 2: [5.0]}
     of_parameters = leaves(1, 3)
 
-    def walk() -> None:
+    def backward() -> None:
         for replica in arrivals:
-            give(of_parameters[0][replica], values[replica].pop(0))
+            add(of_parameters[0][replica], values[replica].pop(0))
 
     expected = torch.zeros(())
     for value in (1e8, 1.0, 5.0, 3.0, -1e8):
         expected = expected + value
-    assert homecoming(of_parameters, walk) == {0: [expected.item()] * 4}
+    assert reduced_gradients(of_parameters, backward) == {0: [expected.item()] * 4}
 
 
 @pytest.mark.usefixtures("small_buckets")
@@ -191,31 +192,31 @@ def test_a_bucket_leaves_while_backward_runs(copied: list[torch.Size]) -> None:
     of_parameters = leaves(4, 2)
     reduced: list[tuple[int, list[float]]] = []
 
-    def walk() -> None:
-        give(of_parameters[3][1], 1.0)
+    def backward() -> None:
+        add(of_parameters[3][1], 1.0)
         assert not copied
-        give(of_parameters[2][1], 1.0)
+        add(of_parameters[2][1], 1.0)
         assert copied == [(8,)]
-        give(of_parameters[3][0], 1.0)
+        add(of_parameters[3][0], 1.0)
         assert not reduced
-        give(of_parameters[2][0], 1.0)
+        add(of_parameters[2][0], 1.0)
         assert reduced == [(3, [2.0] * 4)]
-        give(of_parameters[0][1], 1.0)
+        add(of_parameters[0][1], 1.0)
 
     emit = (lambda k, total: reduced.append((k, total.tolist()))), {1, 3}
-    assert homecoming(of_parameters, walk, emit) == {2: [2.0] * 4, 0: [1.0] * 4}
+    assert reduced_gradients(of_parameters, backward, emit) == {2: [2.0] * 4, 0: [1.0] * 4}
 
 
 def test_replicas_without_a_gradient(copied: list[torch.Size]) -> None:
     """N2: what is missing is neither waited for nor made up, and does not travel."""
     of_parameters = leaves(3, 3)
 
-    def walk() -> None:
-        give(of_parameters[0][2], 2.0)
-        give(of_parameters[0][1], 1.0)
-        give(of_parameters[2][0], 5.0)
+    def backward() -> None:
+        add(of_parameters[0][2], 2.0)
+        add(of_parameters[0][1], 1.0)
+        add(of_parameters[2][0], 5.0)
 
-    assert homecoming(of_parameters, walk) == {0: [3.0] * 4, 2: [5.0] * 4}
+    assert reduced_gradients(of_parameters, backward) == {0: [3.0] * 4, 2: [5.0] * 4}
     assert copied == [(4,), (4,)]
 
 
@@ -224,25 +225,25 @@ def test_gradients_in_the_memory_of_another_are_left_as_they_are() -> None:
     given = torch.ones(4)
     of_parameters = leaves(2, 2)
 
-    def walk() -> None:
+    def backward() -> None:
         for replica in range(2):
             a, b = (of_parameter[replica] for of_parameter in of_parameters)
             (a.view(-1) + b.view(-1)).backward(given)
 
-    assert homecoming(of_parameters, walk) == {0: [2.0] * 4, 1: [2.0] * 4}
+    assert reduced_gradients(of_parameters, backward) == {0: [2.0] * 4, 1: [2.0] * 4}
     assert given.tolist() == [1.0] * 4
 
 
-def test_a_walk_that_fails_brings_nothing() -> None:
+def test_a_backward_that_fails_leaves_nothing() -> None:
     of_parameters = leaves(1, 2)
 
-    def walk() -> None:
-        give(of_parameters[0][1], 1.0)
+    def backward() -> None:
+        add(of_parameters[0][1], 1.0)
         raise ValueError("in the middle")
 
     with pytest.raises(ValueError, match="in the middle"):
-        homecoming(of_parameters, walk)
-    give(of_parameters[0][0], 1.0)
+        reduced_gradients(of_parameters, backward)
+    add(of_parameters[0][0], 1.0)
     assert of_parameters[0][0].grad is not None  # no hook is left
 
 
@@ -271,7 +272,7 @@ def test_layers_of_all_kinds(sparse: bool) -> None:
 
     torch.manual_seed(0)
     plain = Mixed().double()
-    wrapped = DataParallel(copy.deepcopy(plain), ["cpu"] * 3)
+    wrapped = wrap(copy.deepcopy(plain), 3)
     rows = torch.randint(7, (11,))
     outputs = [module(rows) for module in (plain, wrapped)]
     torch.testing.assert_close(outputs[1], outputs[0])
@@ -285,7 +286,7 @@ def test_layers_of_all_kinds(sparse: bool) -> None:
 
 
 def test_simulated_accelerators(sim: list[torch.device]) -> None:
-    """A12: what stands on other devices goes there, and comes home to the module's."""
+    """A12: parameters go to the other devices, and gradients come back to the module's."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2)).double().to(sim[0])
     wrapped = DataParallel(copy.deepcopy(plain), [0, 1, 2])

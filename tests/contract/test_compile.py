@@ -164,6 +164,10 @@ def test_the_default_backend(wrap: Wrap) -> None:
     train_both(copy.deepcopy(net), wrap(torch.compile(net)), [8, 8])
 
 
+@pytest.mark.skipif(
+    not hasattr(torch._C._dynamo.eval_frame, "_set_lru_cache"),
+    reason="needs a torch that can keep its list of compiled code in order (_set_lru_cache)",
+)
 def test_replicas_do_not_compile_the_same_thing_twice(wrap: Wrap) -> None:
     """R13: one compiles at a time when the inputs are of a new kind, in forward and in backward."""
     graphs = CompileCounterWithBackend("aot_eager")

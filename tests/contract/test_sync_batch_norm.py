@@ -1,7 +1,6 @@
 """Synchronised batch norm has the numbers of one device, of every order of derivative."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -35,6 +34,8 @@ from helpers.contract import (
     penalty_loss,
     twins,
 )
+from helpers.rounding import assert_as_accurate
+from manyhands import DataParallel
 
 # What replicas exchange differs in these: the number and the order of the exchanges, and backwards within backwards.
 EXCHANGES = [
@@ -74,27 +75,30 @@ def test_synchronised_batch_norm_with_shares(wrap: Wrap, shares: Any) -> None:
         compare_with_plain(model, plain, torch.randn(rows, 2, 4, 4))
 
 
-@pytest.fixture
-def two_intra_op_threads() -> Iterator[None]:
-    """Rounding depends on them, in the plain module as well: where one thread sums, it differs by 1.6e-5 here."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+def changed_by_a_step(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Run forward and backward; return the output, all gradients and the buffers, by name."""
+    x = fresh(x)
+    output = in_time(lambda: model(x))
+    in_time(lambda: loss_of(output).backward())
+    module = model.module if isinstance(model, DataParallel) else model
+    gradients = {f"gradient of {name}": parameter.grad for name, parameter in module.named_parameters()}
+    found = {"output": output, "gradient of x": x.grad, **gradients, **dict(module.named_buffers())}
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
-@pytest.mark.usefixtures("two_intra_op_threads")
 @over_engines("num_replicas", [(n,) for n in range(1, 9)], processes=[(3,)], gloo=[(3,)])
 def test_synchronised_batch_norm_in_single_precision(wrap: Wrap, num_replicas: int) -> None:
-    """N5: within 1e-5, relative to the largest entry; NCHW and channels last. Sums take another order elsewhere."""
-    tolerance = 1e-5 if ON_CPU else 3e-5
-    # The gradient of a bias before a batch norm is nothing but rounding.
-    plain, model = twins(wrap, ResidualBlock(bias=False).float(), num_replicas, sync_batch_norm=True)
-    compare_with_plain(model, plain, torch.randn(17, 2, 6, 6, dtype=torch.float32) * 3 + 1, tolerance)
-    for module in (plain, model):
-        module.to(memory_format=torch.channels_last)
-    x = torch.randn(17, 2, 6, 6, dtype=torch.float32).to(memory_format=torch.channels_last)
-    compare_with_plain(model, plain, x, tolerance)
+    """N5: as near to the result in double precision as the plain module is; NCHW and channels last."""
+    exact = ResidualBlock(bias=False)  # the gradient of a bias before a batch norm is nothing but rounding
+    plain, model = twins(wrap, copy.deepcopy(exact).float(), num_replicas, sync_batch_norm=True)
+    for scale, offset, memory_format in ((3, 1, torch.contiguous_format), (1, 0, torch.channels_last)):
+        for module in (exact, plain, model):
+            module.to(memory_format=memory_format)
+        x = torch.randn(17, 2, 6, 6, dtype=torch.float32).to(memory_format=memory_format) * scale + offset
+        exactly = changed_by_a_step(exact, x.double())
+        plainly, ours = (changed_by_a_step(module, x) for module in (plain, model))
+        for name, tensor in exactly.items():
+            assert_as_accurate(ours[name], plainly[name], tensor, num_terms=17 * 6 * 6, what=name)
     assert model(x).is_contiguous(memory_format=torch.channels_last)
 
 

@@ -185,6 +185,9 @@ def assert_same_metrics(folder: Path, other: Path) -> None:
     found, expected = metrics_of(folder), metrics_of(other)
     assert len(found) == len(expected) == 52
     for line, oracle in zip(found, expected, strict=True):
+        # Of 360 test rows: where two answers of a row are equal within rounding, either may win.
+        accuracies = [each.pop("test_accuracy", 0.0) for each in (line, oracle)]
+        assert accuracies[0] == pytest.approx(accuracies[1], abs=1.01 / 360)
         assert line == pytest.approx(oracle, rel=1e-4)
 
 

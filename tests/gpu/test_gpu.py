@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,6 +20,9 @@ from torch import nn
 from helpers.in_time import in_time as _in_time
 from manyhands import DataParallel, data_parallel
 from manyhands.autograd import broadcast
+from manyhands.engines.processes.engine import ProcessesEngine
+from manyhands.engines.processes.reducers.collectives import CollectiveTransport
+from manyhands.engines.threads import ThreadsEngine
 from manyhands.runtime import devices
 from manyhands.runtime.buckets import buckets_of
 
@@ -64,24 +67,30 @@ PLACES = [
     pytest.param([0, 1], marks=several, id="two devices"),
     pytest.param([1, 0, 1], marks=several, id="two devices, three replicas"),
 ]
-# The second replica's parameters are copied to it, and its gradients come back, as if it were on another device.
-APART = [pytest.param([0, 0, "apart"], id="one device twice, apart")]
+SEPARATE = [pytest.param([0, 0, "separate memory"], id="one device twice, separate memory")]
 
 
-def devices_of(first: torch.device, indices: list[Any]) -> list[torch.device]:
-    return [torch.device(first.type, index) for index in indices if index != "apart"]
+class Places(list[torch.device]):
+    """The devices of the replicas that threads run, and whether each has memory of its own even on one device."""
+
+    separate_memory = False
 
 
-@pytest.fixture(params=PLACES + APART)
-def placed(request: pytest.FixtureRequest, first: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+def devices_of(first: torch.device, indices: list[Any]) -> Places:
+    return Places(torch.device(first.type, index) for index in indices if isinstance(index, int))
+
+
+@pytest.fixture(params=PLACES + SEPARATE)
+def placed(request: pytest.FixtureRequest, first: torch.device, monkeypatch: pytest.MonkeyPatch) -> Places:
     """Where the replicas are that threads run."""
-    monkeypatch.setattr(broadcast, "always_apart", "apart" in request.param)
     monkeypatch.setattr(broadcast, "buckets_of", functools.partial(buckets_of, full_bytes=1000))  # several, that is
-    return devices_of(first, request.param)
+    places = devices_of(first, request.param)
+    places.separate_memory = "separate memory" in request.param
+    return places
 
 
 @pytest.fixture(params=PLACES)
-def spread(request: pytest.FixtureRequest, first: torch.device) -> list[torch.device]:
+def spread(request: pytest.FixtureRequest, first: torch.device) -> Places:
     """Where the replicas are that processes run."""
     return devices_of(first, request.param)
 
@@ -101,10 +110,14 @@ def conv_net(dtype: torch.dtype = torch.float64) -> nn.Module:
     ).to(dtype)
 
 
-def wrapped(plain: nn.Module, placed: list[torch.device], **options: Any) -> tuple[nn.Module, DataParallel]:
+def wrapped(plain: nn.Module, placed: Places, **options: Any) -> tuple[nn.Module, DataParallel]:
     """Return the plain module on the first device, and a copy of it wrapped."""
     plain = plain.to(placed[0])
-    return plain, DataParallel(copy.deepcopy(plain), placed, **options)
+    return plain, parallel(copy.deepcopy(plain), placed, **options)
+
+
+def parallel(module: nn.Module, placed: Places, **options: Any) -> DataParallel:
+    return DataParallel(module, placed, **{"engine": ThreadsEngine(separate_memory=placed.separate_memory), **options})
 
 
 def assert_same_gradients(model: DataParallel, plain: nn.Module, tolerance: float = 1e-10) -> None:
@@ -120,7 +133,7 @@ def assert_same_gradients(model: DataParallel, plain: nn.Module, tolerance: floa
 @pytest.mark.parametrize("rows", [1, 7, 64])
 @pytest.mark.parametrize("make", [mlp, conv_net])
 def test_forward_and_backward(
-    placed: list[torch.device],
+    placed: Places,
     make: Callable[[torch.dtype], nn.Module],
     rows: int,
     dtype: torch.dtype,
@@ -144,7 +157,7 @@ def test_forward_and_backward(
         assert_same_gradients(model, plain, tolerance)
 
 
-def test_each_replica_stands_on_its_device(placed: list[torch.device]) -> None:
+def test_each_replica_stands_on_its_device(placed: Places) -> None:
     """R1, S11: shards, parameters and outputs; the current device in each replica is its own."""
     _, model = wrapped(mlp(), placed)
     seen: list[tuple[set[torch.device], int]] = []
@@ -161,7 +174,7 @@ def test_each_replica_stands_on_its_device(placed: list[torch.device]) -> None:
     assert torch.accelerator.current_device_index() == before
 
 
-def test_training_equals_the_plain_module(placed: list[torch.device]) -> None:
+def test_training_equals_the_plain_module(placed: Places) -> None:
     """N9: five steps of SGD, in float64."""
     plain, model = wrapped(mlp(), placed)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (plain, model)]
@@ -175,7 +188,7 @@ def test_training_equals_the_plain_module(placed: list[torch.device]) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
-def test_double_backward(placed: list[torch.device]) -> None:
+def test_double_backward(placed: Places) -> None:
     """N3: a gradient penalty; no deadlock on the device's one autograd thread."""
     plain, model = wrapped(mlp(), placed)
     x = torch.randn(9, 16, dtype=torch.float64, device=placed[0])
@@ -191,7 +204,7 @@ def test_double_backward(placed: list[torch.device]) -> None:
     assert_same_gradients(model, plain)
 
 
-def test_several_forwards_then_backwards(placed: list[torch.device]) -> None:
+def test_several_forwards_then_backwards(placed: Places) -> None:
     """N1: one loss over several calls, a kept graph, and another order than that of the forwards."""
     plain, model = wrapped(mlp(), placed)
     batches = [torch.randn(rows, 16, dtype=torch.float64, device=placed[0]) for rows in (7, 2, 12)]
@@ -207,15 +220,15 @@ def test_several_forwards_then_backwards(placed: list[torch.device]) -> None:
     assert_same_gradients(model, plain)
 
 
-def test_wrapped_blocks_in_a_row_and_nested(placed: list[torch.device]) -> None:
+def test_wrapped_blocks_in_a_row_and_nested(placed: Places) -> None:
     """A10: boundaries one after the other, and one inside another, in one backward."""
     plain = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)).double().to(placed[0])
     row = copy.deepcopy(plain)
     for i in range(3):
-        row[i] = DataParallel(row[i], placed)
-    nested = copy.deepcopy(plain)
-    nested[1] = DataParallel(nested[1], placed)
-    nested = DataParallel(nested, placed)
+        row[i] = parallel(row[i], placed)
+    inner = copy.deepcopy(plain)
+    inner[1] = parallel(inner[1], placed)
+    nested = parallel(inner, placed)
     x = torch.randn(12, 16, dtype=torch.float64, device=placed[0])
     plain(x).pow(2).sum().backward()
     for model in (row, nested):
@@ -224,7 +237,7 @@ def test_wrapped_blocks_in_a_row_and_nested(placed: list[torch.device]) -> None:
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-10)
 
 
-def test_calls_from_several_threads(placed: list[torch.device]) -> None:
+def test_calls_from_several_threads(placed: Places) -> None:
     """F5: forward and backward from three callers at once; nothing deadlocks, nothing is mixed up."""
     plain, model = wrapped(mlp(), placed)
     together = threading.Barrier(3)
@@ -250,7 +263,7 @@ def test_calls_from_several_threads(placed: list[torch.device]) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
-def test_bf16_autocast_in_every_replica(placed: list[torch.device]) -> None:
+def test_bf16_autocast_in_every_replica(placed: Places) -> None:
     """R14: torch's own wrapper runs fp16 here."""
     plain, model = wrapped(mlp(torch.float32), placed)
     seen: list[torch.dtype] = []
@@ -269,7 +282,7 @@ def batch_norm_net(dtype: torch.dtype = torch.float64) -> nn.Module:
     return nn.Sequential(*block, nn.Flatten(), nn.Linear(512, 4), nn.BatchNorm1d(4, momentum=None)).to(dtype)
 
 
-def test_synchronised_batch_norm(placed: list[torch.device]) -> None:
+def test_synchronised_batch_norm(placed: Places) -> None:
     """N5, N3: outputs, gradients, running statistics and second derivatives; nothing waits on a device's thread."""
     plain, model = wrapped(batch_norm_net(), placed, sync_batch_norm=True)
     for rows in (9, 3, 16):
@@ -290,7 +303,7 @@ def test_synchronised_batch_norm(placed: list[torch.device]) -> None:
             torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
-def test_synchronised_batch_norm_under_autocast(placed: list[torch.device]) -> None:
+def test_synchronised_batch_norm_under_autocast(placed: Places) -> None:
     """N5, R14: statistics in single precision."""
     plain, model = wrapped(batch_norm_net(torch.float32), placed, sync_batch_norm=True)
     x = torch.randn(24, 3, 8, 8, device=placed[0]).to(memory_format=torch.channels_last)
@@ -302,7 +315,7 @@ def test_synchronised_batch_norm_under_autocast(placed: list[torch.device]) -> N
 
 
 @pytest.mark.parametrize("where", ["pageable", "pinned", "first device", "last device"])
-def test_inputs_from_anywhere(placed: list[torch.device], where: str) -> None:
+def test_inputs_from_anywhere(placed: Places, where: str) -> None:
     """S11: pageable and pinned host memory; written into right after the call, which must not matter."""
     plain, model = wrapped(mlp(), placed)
     for _ in range(5):
@@ -317,7 +330,7 @@ def test_inputs_from_anywhere(placed: list[torch.device], where: str) -> None:
         torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_outputs_on_the_host(placed: list[torch.device]) -> None:
+def test_outputs_on_the_host(placed: Places) -> None:
     """A6: complete on return."""
     plain, model = wrapped(mlp(), placed, output_device="cpu")
     x = torch.randn(24, 16, dtype=torch.float64, device=placed[0])
@@ -330,7 +343,7 @@ def test_outputs_on_the_host(placed: list[torch.device]) -> None:
     assert_same_gradients(model, plain)
 
 
-def test_channels_last_is_kept(placed: list[torch.device]) -> None:
+def test_channels_last_is_kept(placed: Places) -> None:
     """G7, S11: in every replica and in the output."""
 
     class Sees(nn.Module):
@@ -344,14 +357,14 @@ def test_channels_last_is_kept(placed: list[torch.device]) -> None:
             self.seen += [t.is_contiguous(memory_format=torch.channels_last) for t in (x, self.conv.weight, y)]
             return y
 
-    model = DataParallel(Sees().to(placed[0], memory_format=torch.channels_last), placed)
+    model = parallel(Sees().to(placed[0], memory_format=torch.channels_last), placed)
     x = torch.randn(12, 3, 8, 8).to(placed[0], memory_format=torch.channels_last)
     output = model(x)
     assert model.module.seen == [True] * 3 * len(placed)
     assert output.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_the_callers_side_stream(placed: list[torch.device]) -> None:
+def test_the_callers_side_stream(placed: Places) -> None:
     """R14, S11: work queued on the caller's own stream is waited for, and replicas queue theirs on it."""
     plain, model = wrapped(mlp(), placed)
     stream = torch.Stream(device=placed[0])
@@ -383,7 +396,7 @@ def test_the_callers_side_stream(placed: list[torch.device]) -> None:
     assert_same_gradients(model, plain)
 
 
-def test_a_buffer_that_forward_writes(placed: list[torch.device]) -> None:
+def test_a_buffer_that_forward_writes(placed: Places) -> None:
     """R5: the only one of its kind; the other replicas get what it was before the forward."""
 
     class Counts(nn.Module):
@@ -396,13 +409,13 @@ def test_a_buffer_that_forward_writes(placed: list[torch.device]) -> None:
             self.calls.add_(1)
             return self.linear(x) * 0 + self.calls
 
-    model = DataParallel(Counts().to(placed[0]), placed)
+    model = parallel(Counts().to(placed[0]), placed)
     with torch.no_grad():
         outputs = [model(torch.ones(24, 16, device=placed[0])) for _ in range(50)]
     assert [output.unique().tolist() for output in outputs] == [[float(number)] for number in range(1, 51)]
 
 
-def test_branches_on_streams_of_their_own(placed: list[torch.device]) -> None:
+def test_branches_on_streams_of_their_own(placed: Places) -> None:
     """R14, N1: gradients of one bucket are made on several streams; an odd-sized parameter comes first."""
 
     class Branches(nn.Module):
@@ -434,7 +447,7 @@ def test_branches_on_streams_of_their_own(placed: list[torch.device]) -> None:
         assert_same_gradients(model, plain)
 
 
-def stress(placed: list[torch.device], *, waits: bool) -> list[torch.Tensor]:
+def stress(placed: Places, *, waits: bool) -> list[torch.Tensor]:
     """Take 500 steps of random sizes on ever other streams; return all losses and the final parameters.
 
     Every tensor is given up as early as it can be, and its memory at once overwritten with NaN by whoever gets it next:
@@ -442,7 +455,7 @@ def stress(placed: list[torch.device], *, waits: bool) -> list[torch.Tensor]:
     each part of a step, so that nothing can come too early.
     """
     torch.manual_seed(1)
-    model = DataParallel(mlp(torch.float32).to(placed[0]), placed)
+    model = parallel(mlp(torch.float32).to(placed[0]), placed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     before = torch.accelerator.current_stream(placed[0])
     streams = [before, torch.Stream(device=placed[0]), torch.Stream(device=placed[0])]
@@ -491,7 +504,7 @@ def stress(placed: list[torch.device], *, waits: bool) -> list[torch.Tensor]:
     return [losses.cpu(), *(p.detach().cpu() for p in model.parameters())]
 
 
-def test_500_steps_bit_for_bit(placed: list[torch.device]) -> None:
+def test_500_steps_bit_for_bit(placed: Places) -> None:
     """R14, S11: random sizes, side streams, memory that is reused at once; as a run that waits after each part."""
     expected = stress(placed, waits=True)
     assert all(tensor.isfinite().all() for tensor in expected)
@@ -499,7 +512,7 @@ def test_500_steps_bit_for_bit(placed: list[torch.device]) -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_batch_norm_buffers(placed: list[torch.device]) -> None:
+def test_batch_norm_buffers(placed: Places) -> None:
     """R5, N5: those of the first replica persist; the oracle is data_parallel."""
     plain, model = wrapped(nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8)).double(), placed)
     for _ in range(3):
@@ -512,7 +525,7 @@ def test_batch_norm_buffers(placed: list[torch.device]) -> None:
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_an_error_in_a_replica(placed: list[torch.device], in_backward: bool) -> None:
+def test_an_error_in_a_replica(placed: Places, in_backward: bool) -> None:
     """F1, F3: it reaches the caller; the next call works."""
 
     class Fails(nn.Module):
@@ -532,7 +545,7 @@ def test_an_error_in_a_replica(placed: list[torch.device], in_backward: bool) ->
                 y.register_hook(fail)
             return y
 
-    model = DataParallel(Fails().to(placed[0]), placed)
+    model = parallel(Fails().to(placed[0]), placed)
     x = torch.arange(24.0).view(12, 2).to(placed[0])
     with pytest.raises(ValueError, match="as asked"):
         in_time(lambda: model(x).sum().backward())
@@ -542,7 +555,7 @@ def test_an_error_in_a_replica(placed: list[torch.device], in_backward: bool) ->
     assert model.module.linear.weight.grad is not None
 
 
-def test_activations_are_freed(placed: list[torch.device]) -> None:
+def test_activations_are_freed(placed: Places) -> None:
     """N10: memory after a step is what it was after the step before, without the garbage collector."""
     _, model = wrapped(mlp(), placed)
     x = torch.randn(512, 16, dtype=torch.float64, device=placed[0])
@@ -616,7 +629,7 @@ def test_every_accelerator_is_the_default() -> None:
 
 
 @pytest.fixture
-def in_processes(spread: list[torch.device]) -> Iterator[Callable[..., tuple[nn.Module, DataParallel]]]:
+def in_processes(spread: Places) -> Iterator[Callable[..., tuple[nn.Module, DataParallel]]]:
     """`wrapped`, with workers that are ended after the test."""
     made: list[DataParallel] = []
 
@@ -631,7 +644,9 @@ def in_processes(spread: list[torch.device]) -> Iterator[Callable[..., tuple[nn.
 
 
 def backend_of(model: DataParallel) -> str:
-    return model._engine._worker_group.transport._rendezvous.backend
+    group = cast(ProcessesEngine, model._engine)._worker_group
+    assert group is not None
+    return cast(CollectiveTransport, group.transport)._rendezvous.backend
 
 
 @pytest.mark.parametrize("make", [mlp, conv_net])

@@ -136,7 +136,7 @@ def test_fails_in_teardown(broken): pass
 
 
 def run(
-    gpu_check: ModuleType, files: list[Path], *, check_limit_s: float = 60, budget_s: float = 100, path: str = ""
+    gpu_check: ModuleType, files: list[Any], *, check_limit_s: float = 60, budget_s: float = 100, path: str = ""
 ) -> Any:
     done = gpu_check.Done(gpu_check.Group("some", "tests", list(map(str, files)), 100, check_limit_s=check_limit_s))
     path = os.pathsep.join(filter(None, (path, str(REPOSITORY / "src"))))
@@ -184,7 +184,7 @@ def test_the_gpu_tests_need_little(gpu_check: ModuleType, tmp_path: Path) -> Non
     """They can be collected, and would run, where nothing is installed but what the program says that it needs."""
     absent = gpu_check.gpu_children.OPTIONAL
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({absent!r}))\n")
-    files = [REPOSITORY / name for name in (*gpu_check.GPU_TESTS, "tests/test_examples.py")]
+    files: list[Any] = [REPOSITORY / name for name in (*gpu_check.GPU_TESTS, "tests/test_examples.py")]
     done = run(gpu_check, [*files, "-m", "gpu"], path=str(tmp_path))
     assert done.checks
     assert {(check.outcome, check.text.split(":")[0]) for check in done.checks.values()} <= {

@@ -16,6 +16,7 @@ from torch import nn
 
 from manyhands import DataParallel
 from manyhands.autograd import broadcast
+from manyhands.engines.threads import ThreadsEngine
 from manyhands.runtime.buckets import buckets_of
 
 pytestmark = [
@@ -101,12 +102,12 @@ def test_the_second_shard_travels_while_the_first_is_computed(tmp_path: Path, pi
 
 
 def test_gradients_travel_while_backward_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """N10: the second replica stands apart; its buckets leave, and are summed, beside what is still computed."""
-    monkeypatch.setattr(broadcast, "always_apart", True)
+    """N10: the second replica has memory of its own; its buckets are copied and summed beside what is computed."""
     layer_bytes = (WIDTH + 1) * WIDTH * 4
     monkeypatch.setattr(broadcast, "buckets_of", functools.partial(buckets_of, full_bytes=layer_bytes))
     num_layers = 8
-    model = DataParallel(layers(num_layers).cuda(), ["cuda:0", "cuda:0"])
+    engine = ThreadsEngine(separate_memory=True)
+    model = DataParallel(layers(num_layers).cuda(), ["cuda:0", "cuda:0"], engine=engine)
     x = torch.randn(ROWS // 8, WIDTH, device="cuda:0")
     losses: list[torch.Tensor] = []
 

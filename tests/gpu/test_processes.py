@@ -4,6 +4,7 @@ Run by `make gpu-check`. The same steps run on the CPU in `make test`, so that o
 """
 
 import sys
+from typing import Any
 
 import cloudpickle
 import pytest
@@ -38,10 +39,10 @@ def first_accelerator() -> str | None:
     ]
 )
 def device(request: pytest.FixtureRequest) -> str:
-    return "cpu" if request.param == "cpu" else first_accelerator()
+    return "cpu" if request.param == "cpu" else first_accelerator() or "none"
 
 
-def train(rank: int, device: str, options: dict[str, bool]) -> tuple[list[float], str]:
+def train(rank: int, device: str, options: dict[str, Any]) -> tuple[list[float], str]:
     """Train beside the plain module on all rows; return the parameters at the end, and how the processes talked."""
     model = manyhands.DataParallel(net().to(device), [device], process_group=torch.distributed.group.WORLD, **options)
     oracle = net().to(device)
@@ -62,7 +63,9 @@ def train(rank: int, device: str, options: dict[str, bool]) -> tuple[list[float]
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-11, msg=f"step {step}: {name}")
         for optimizer in optimizers:
             optimizer.step()
-    groups = model._gradient_sync.cluster._groups
+    gradient_sync = model._gradient_sync()
+    assert gradient_sync is not None
+    groups = gradient_sync.cluster._groups
     backends = {torch.distributed.get_backend(group) for group in groups.values()}
     return [p.sum().item() for p in model.parameters()], ",".join(sorted(backends))
 

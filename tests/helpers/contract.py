@@ -19,6 +19,7 @@ from helpers.late_copies import send_late
 from manyhands import DataParallel
 from manyhands.autograd import broadcast
 from manyhands.engines.processes import worker_group
+from manyhands.engines.threads import ThreadsEngine
 from manyhands.primitives import pytree
 from manyhands.runtime.buckets import buckets_of
 
@@ -38,8 +39,7 @@ def threads_with_separate_memory(monkeypatch: pytest.MonkeyPatch) -> Any:
     if ON_CPU:
         send_late(monkeypatch)
     monkeypatch.setattr(broadcast, "buckets_of", functools.partial(buckets_of, full_bytes=300))
-    monkeypatch.setattr(broadcast, "always_apart", True)
-    return "threads"
+    return ThreadsEngine(separate_memory=True)
 
 
 def processes_over_gloo(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -56,10 +56,10 @@ ENGINE_ARGUMENTS: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
     "processes over gloo": processes_over_gloo,
 }
 # The two engines that imitate several GPUs are for `make test-all`, and in `make test` where a test asks for them.
-ENGINES = [
+ENGINES: list[Any] = [
     pytest.param(name, marks=[] if name in ("threads", "processes") else pytest.mark.slow) for name in ENGINE_ARGUMENTS
 ]
-WITH_GLOO = ["threads", "processes", "processes over gloo"]
+WITH_GLOO: list[Any] = ["threads", "processes", "processes over gloo"]
 if not ON_CPU:  # processes have tests of their own there: to start one takes seconds
     ENGINES = WITH_GLOO = ["threads", "threads with separate memory"]
 
@@ -203,7 +203,7 @@ class FailsOn(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.linear = nn.BatchNorm1d(2), nn.Linear(2, 2)
-        self.register_buffer("calls", torch.zeros(1))
+        self.calls = nn.Buffer(torch.zeros(1))
         self.on: dict[float, BaseException] = {}
         self.in_backward = False
 
@@ -344,7 +344,7 @@ def same_results(model: nn.Module, wrapped: nn.Module, inputs: tuple[Any, ...], 
 
     def results(call: Callable[..., Any]) -> list[torch.Tensor]:
         outputs = [t for _, t in pytree.tensors(call(*inputs))]
-        loss = sum(t.square().sum() for t in outputs if t.is_floating_point())
+        loss = torch.stack([t.square().sum() for t in outputs if t.is_floating_point()]).sum()
         return [*outputs, *torch.autograd.grad(loss, [*leaves, *model.parameters()])]
 
     torch.testing.assert_close(results(wrapped), results(model), rtol=1e-12, atol=1e-12)

@@ -8,7 +8,6 @@ import contextlib
 import multiprocessing
 import os
 import pickle
-import signal
 import sys
 import tempfile
 import time
@@ -22,11 +21,13 @@ from typing import Any, NamedTuple
 import cloudpickle
 import torch
 
-LIMIT_S = 120
+LIMIT_S = 300  # for what hangs: on a machine that does other things too, a rank may take minutes
 
 _context = multiprocessing.get_context("forkserver")
 # What backward and the first optimizer import by themselves is here too: a second and more in each rank.
 _LATE_IMPORTS = ["torch.fx.experimental.symbolic_shapes", "torch._dynamo"]
+# And what loading digits imports: the other ranks wait while the first does it.
+_LATE_IMPORTS += ["sklearn.datasets"]
 _context.set_forkserver_preload(["torch", "torch.distributed", "cloudpickle", "manyhands", *_LATE_IMPORTS])
 
 
@@ -53,7 +54,7 @@ def end_ranks(
     world_size: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout_s: float = 60,
+    timeout_s: float = 240,
     join: bool = True,
     env: Mapping[str, str] = {},
 ) -> list[Ended]:
@@ -84,7 +85,7 @@ def end_ranks(
         late = [rank for rank, process in enumerate(processes) if process.is_alive()]
         for process in processes:
             if process.is_alive():
-                os.kill(process.pid, signal.SIGKILL)
+                process.kill()
             process.join()
         assert not late, f"ranks {late} were still running after {LIMIT_S} s"
         return [_ended(process, pipe) for process, pipe in zip(processes, pipes, strict=True)]

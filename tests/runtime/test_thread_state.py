@@ -317,7 +317,7 @@ def test_a_mode_that_is_entered_before_backward(model: DataParallel) -> None:
         torch.testing.assert_close(grad, parameter.grad)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own use
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own use
 def test_func_transforms(model: DataParallel) -> None:
     """R14: torch.func's grad, vmap, jvp, jacrev over a wrapped module."""
     plain = model.module
@@ -335,7 +335,7 @@ def test_func_transforms(model: DataParallel) -> None:
         torch.testing.assert_close(transform(model), transform(plain))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own use
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own use
 def test_forward_mode_ad(model: DataParallel) -> None:
     """R14"""
     x, v = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)

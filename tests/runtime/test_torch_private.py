@@ -100,10 +100,20 @@ def test_saved_tensor_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch_private.has_saved_tensor_hooks()
     with saved_tensors_hooks(lambda t: t, lambda t: t):
         assert torch_private.has_saved_tensor_hooks()
+    assert not torch_private.has_saved_tensor_hooks()
+    monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks", raising=False)
+    assert not torch_private.has_saved_tensor_hooks()
+    with saved_tensors_hooks(lambda t: t, lambda t: t):
+        assert torch_private.has_saved_tensor_hooks()
+        assert torch_private.has_saved_tensor_hooks()
+        assert torch_private.saved_tensor_hooks_disabled() is None
         with monkeypatch.context() as without:
-            without.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+            without.delattr(torch._C._autograd, "_saved_tensors_hooks_disable")
             assert not torch_private.has_saved_tensor_hooks()
     assert not torch_private.has_saved_tensor_hooks()
+    with disable_saved_tensors_hooks("not now"):
+        assert not torch_private.has_saved_tensor_hooks()
+        assert torch_private.saved_tensor_hooks_disabled() == "not now"
 
 
 def test_batched_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +182,25 @@ def test_function_modes_and_the_default_device(monkeypatch: pytest.MonkeyPatch) 
         with monkeypatch.context() as without:
             without.delattr(torch.utils._device, "DeviceContext")
             assert not torch_private.is_default_device(mode)
+            assert torch_private.default_device() is None
+
+
+def test_default_device() -> None:
+    """R14: the innermost; with a number where the device has one; whatever else is active."""
+    assert torch_private.default_device() is None
+    with FunctionMode():
+        assert torch_private.default_device() is None
+        with torch.device("cpu"):
+            assert torch_private.default_device() == torch.device("cpu")
+            with torch.device("meta"), FunctionMode():
+                assert torch_private.default_device() == torch.device("meta")
+            assert torch_private.default_device() == torch.device("cpu")
+    torch.set_default_device("meta")
+    try:
+        assert torch_private.default_device() == torch.device("meta")
+    finally:
+        torch.set_default_device(None)
+    assert torch_private.default_device() is None
 
 
 def test_has_dispatch_modes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,6 +265,8 @@ def test_is_compiled() -> None:
 def test_compiled_code_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """R13: said to torch once; where torch has no such switch, nothing happens."""
     said: list[bool] = []
+    if not hasattr(torch._C._dynamo.eval_frame, "_set_lru_cache"):
+        pytest.skip("this torch has no torch._C._dynamo.eval_frame._set_lru_cache")
     torch_private.keep_compiled_code_in_order.cache_clear()
     monkeypatch.setattr(torch._C._dynamo.eval_frame, "_set_lru_cache", said.append)
     torch_private.keep_compiled_code_in_order()
@@ -272,7 +303,7 @@ def test_owns_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_clones(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """R5: values, strides and classes kept; nothing shared."""
     if not there:
-        monkeypatch.delattr(torch, "_foreach_clone")
+        monkeypatch.delattr(torch, "_foreach_clone", raising=False)
     tensors = [torch.rand(3), torch.tensor(5), torch.rand(2, 3).t(), torch.zeros(0), torch.rand(2, 2).to_sparse()]
     for given in (tensors, [*tensors, nn.Parameter(torch.rand(2))], []):
         copies = torch_private.clones(given)
@@ -545,6 +576,25 @@ def test_hooks_of_every_module() -> None:
     assert not torch_private.hooks_of_every_module()
 
 
+def test_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the call for every accelerator, else by CUDA's, else none that is known of."""
+    device = torch.device("cuda", 1)
+    asked: list[torch.device] = []
+
+    def answer(device: torch.device) -> tuple[int, int]:
+        asked.append(device)
+        return 100, 1000
+
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", answer, raising=False)
+    assert torch_private.free_memory_bytes(device) == 100
+    monkeypatch.delattr(torch.accelerator, "get_memory_info")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", answer)
+    assert torch_private.free_memory_bytes(device) == 100
+    monkeypatch.delattr(torch.cuda, "mem_get_info")
+    assert torch_private.free_memory_bytes(device) == 0
+    assert asked == [device, device]
+
+
 def test_process_groups(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one process here, which has the others' part too; test_collectives.py has several."""
     store = torch.distributed.FileStore(str(tmp_path / "store"), -1)
@@ -583,6 +633,8 @@ def test_what_nccl_is_told_while_a_group_is_made(monkeypatch: pytest.MonkeyPatch
             self.aborted = True
 
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
+    # A build of torch for CUDA names "cuda" here, with no driver too.
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world_size)
     monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "of the user")

@@ -19,6 +19,7 @@ from torch._dynamo.exc import InternalTorchDynamoError
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.rounding import rounding_bound
 from manyhands.console.errors import DivergedError, Interrupted, OptionError
 from manyhands.training import data, loop, models, under_way
 from manyhands.training import run as run_module
@@ -31,6 +32,8 @@ from manyhands.training.schedule import epoch_batches
 from manyhands.training.work import StepReport
 
 SMALL = Options(model="mlp", devices="cpu*2", epochs=2)  # 12 steps an epoch
+# Of 360 test rows: where two answers of a row are equal within rounding, either may win.
+ONE_ROW = 1.01 / 360
 
 
 class Recorder:
@@ -126,7 +129,8 @@ def test_the_weights_have_clean_names_and_the_accuracy_that_was_told(uninterrupt
     with torch.no_grad():
         logits = model(digits.test_images)
     told = metrics_of(uninterrupted)[-1]
-    assert (logits.argmax(1) == digits.test_labels).double().mean().item() == pytest.approx(told["test_accuracy"])
+    accuracy = (logits.argmax(1) == digits.test_labels).double().mean().item()
+    assert accuracy == pytest.approx(told["test_accuracy"], abs=ONE_ROW)
     assert F.cross_entropy(logits, digits.test_labels).item() == pytest.approx(told["test_loss"], rel=1e-5)
 
 
@@ -255,7 +259,7 @@ def test_evaluation_counts_every_row_once_on_all_replicas(tmp_path: Path) -> Non
     with torch.no_grad():
         logits = run.live(images)
     assert loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-5)
-    assert accuracy == (logits.argmax(1) == labels).double().mean().item()
+    assert accuracy == pytest.approx((logits.argmax(1) == labels).double().mean().item(), abs=ONE_ROW)
 
 
 def spoil_step(number: int) -> Callable[..., float]:
@@ -366,7 +370,8 @@ def test_data_that_fit_are_trained_on_where_the_model_is(
         loss, accuracy = evaluate(run, stop)
     assert [record.loss for record in run.metrics.steps] == pytest.approx(losses_of(uninterrupted)[:12], rel=1e-4)
     (told,) = [line for line in metrics_of(uninterrupted) if line["kind"] == "epoch" and line["epoch"] == 1]
-    assert (loss, accuracy) == pytest.approx((told["test_loss"], told["test_accuracy"]), rel=1e-4)
+    assert loss == pytest.approx(told["test_loss"], rel=1e-4)
+    assert accuracy == pytest.approx(told["test_accuracy"], abs=ONE_ROW)
 
 
 class Waits(TorchDispatchMode):
@@ -492,7 +497,7 @@ def plain_float32_loop(options: Options) -> tuple[list[float], float]:
 def test_the_plain_loop_has_the_same_losses(uninterrupted: RunFolder) -> None:
     losses, accuracy = plain_float32_loop(SMALL)
     assert losses_of(uninterrupted) == pytest.approx(losses, rel=1e-5)
-    assert metrics_of(uninterrupted)[-1]["test_accuracy"] == accuracy
+    assert metrics_of(uninterrupted)[-1]["test_accuracy"] == pytest.approx(accuracy, abs=ONE_ROW)
 
 
 @pytest.mark.parametrize(("precision", "expected"), [("fp32", False), ("tf32", True), ("bf16", True)])
@@ -545,7 +550,8 @@ def test_bfloat16_compiled_is_as_accurate_as_a_plain_float32_loop(tmp_path: Path
 
 
 def conv_with_batch_norm(*_: object, **__: object) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
+    # Tanh: a ReLU has a kink, and there rounding decides which gradient is passed on.
+    return nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.Tanh(), nn.Flatten(), nn.Linear(288, 10))
 
 
 def test_batch_norm_sees_the_rows_of_all_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -570,9 +576,22 @@ def test_batch_norm_sees_the_rows_of_all_devices(tmp_path: Path, monkeypatch: py
     assert losses["two, each by itself"] != pytest.approx(losses["one device"], rel=1e-4)
 
 
+class InDouble(nn.Module):
+    """A model that computes in double precision."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x.double())
+
+
 @pytest.mark.parametrize("model", ["mlp", "resnet18"])
-def test_processes_train_as_one_device_does(model: str, tmp_path: Path) -> None:
-    """Three steps: after them what rounding has flipped at the kinks of ReLU can be seen (2e-4, then 6e-3)."""
+def test_processes_train_as_one_device_does(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In double precision: in float32, rounding flips some of a ResNet's ReLUs within a few steps."""
+    build = models.build
+    monkeypatch.setattr(models, "build", lambda *args, **options: InDouble(build(*args, **options)))
     losses = {}
     for name, changes in {"one device": {"devices": "cpu"}, "processes": {"engine": "processes"}}.items():
         folder = new_folder(tmp_path / name)
@@ -580,7 +599,8 @@ def test_processes_train_as_one_device_does(model: str, tmp_path: Path) -> None:
             train(replace(SMALL, model=model, batch_size=32, **changes), folder, ctrl_c_after(3))
         losses[name] = losses_of(folder)
     assert len(losses["processes"]) == 3
-    assert losses["processes"] == pytest.approx(losses["one device"], rel=1e-5)
+    # The loss of 32 rows is a sum in float32, and its rounding goes into three steps.
+    assert losses["processes"] == pytest.approx(losses["one device"], rel=2 * rounding_bound(3 * 32))
 
 
 def test_a_single_row_for_batch_norm_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

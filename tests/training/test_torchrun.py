@@ -84,6 +84,9 @@ def test_a_killed_process_and_the_numbers_of_an_undisturbed_run(tmp_path: Path, 
     found, expected = metrics_of(run), metrics_of(tmp_path / "alone")
     assert len(found) == len(expected) == 13 * EPOCHS
     for line, oracle in zip(found, expected, strict=True):
+        # Of 360 test rows: where two answers of a row are equal within rounding, either may win.
+        accuracies = [each.pop("test_accuracy", 0.0) for each in (line, oracle)]
+        assert accuracies[0] == pytest.approx(accuracies[1], abs=1.01 / 360)
         assert line == pytest.approx(oracle, rel=1e-4)
 
 

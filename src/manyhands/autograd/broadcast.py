@@ -1,16 +1,17 @@
-"""Replicas that stand apart from the live module: parameters go to their devices, and gradients come back.
+"""Replicas on other devices: parameters are broadcast in coalesced buckets, and gradients reduced in them.
 
     forward    parameters ──► flat buckets ──► each device ──► leaves of the replicas there
     backward   gradients of a replica, in any order ──► flat bucket, when full ──► home ──► (1) ──► .grad
                                                                                              │
                gradients of the replicas at home ────────────────────────────────────────────┘
 
-    (1) When a bucket has come from all replicas, it is summed in replica order; so runs repeat bit for bit.
+    "home": the device of the live module.
+    (1) When a bucket has arrived from all replicas, it is summed in replica order; so runs repeat bit for bit.
 
-Both go beside what the devices compute (`streams.py`), the gradients while backward still runs. What has no place
-in a bucket, being sparse or of a class of its own, or coming when its bucket has gone (a leaf receives several
-gradients where backward is called inside backward, as reentrant activation checkpointing does), goes by itself:
-parameters at once, gradients at the end. So does what is left of buckets in which something is missing.
+Copies overlap with what the devices compute (`streams.py`), gradients while backward still runs. These tensors are
+copied one by one, parameters at once and gradients at the end of backward: sparse tensors, tensors of a subclass,
+second gradients of a leaf (backward inside backward, as in reentrant activation checkpointing), and the gradients in
+buckets that never become full.
 """
 
 import contextlib
@@ -26,44 +27,47 @@ from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import Form, buckets_of, is_plain
 from manyhands.runtime.streams import Copies, current_stream, join_streams
 
-_ALIGNED_BYTES = 16  # what kernels ask for where they load several entries at once
-
-# For tests: replicas but the first stand apart even on the module's own device.
-always_apart = False
+_ALIGNED_BYTES = 16  # kernels that load several entries at once need this alignment
 
 
-def is_remote(replica: int, device: torch.device, home: torch.device) -> bool:
-    """Return whether what a replica has on `device` cannot be what is at home."""
-    return not _devices.same_device(device, home) or (always_apart and replica > 0)
+def _is_remote(replica: int, device: torch.device, home: torch.device, separate_memory: bool) -> bool:
+    """Return whether a replica on `device` needs a copy of what is on `home`."""
+    return not _devices.same_device(device, home) or (separate_memory and replica > 0)
 
 
 def broadcast_coalesced(
-    tensors: Mapping[int, torch.Tensor], devices: Sequence[torch.device], copies: Copies
+    tensors: Mapping[int, torch.Tensor],
+    devices: Sequence[torch.device],
+    copies: Copies,
+    *,
+    separate_memory: bool = False,
 ) -> list[dict[int, torch.Tensor]]:
-    """Return, for each replica, copies of those tensors that are not on its device already; they are under way.
+    """Return, for each replica, copies of those tensors that are not on its device already; they may be in flight.
 
     Args:
         tensors: by number.
         devices: one a replica.
         copies: with the replicas as readers.
+        separate_memory: copy to every replica but the first, even on the tensors' own device.
     """
     found: list[dict[int, torch.Tensor]] = [{} for _ in devices]
     homes = {tensor.device for tensor in tensors.values()}
-    if not any(is_remote(i, device, home) for i, device in enumerate(devices) for home in homes):
+    remote = {
+        home: [i for i, device in enumerate(devices) if _is_remote(i, device, home, separate_memory)] for home in homes
+    }
+    if not any(remote.values()):
         return found
     tensors = {number: tensor.detach() for number, tensor in tensors.items()}
     forms = {n: Form.of(tensor, tensor.device) for n, tensor in tensors.items() if is_plain(tensor) and tensor.numel()}
     for bucket in buckets_of(forms):
         bucket = bucket._replace(aligned_bytes=_ALIGNED_BYTES)
-        flat = bucket.flat(tensors)  # of an only one too: the replica at home may write into it while it is sent
-        for i, device in enumerate(devices):
-            if is_remote(i, device, flat.device):
-                # Each by `data` a tensor of its own: what is written into one would else count as written into all.
-                found[i].update((n, piece.data) for n, piece in bucket.pieces(copies.to(flat, i)).items())
+        flat = bucket.flat(tensors)  # of a single tensor too: the replica at home may write into it during the copy
+        for i in remote[flat.device]:
+            # `data` makes each piece a tensor of its own: a write into one would otherwise count as a write into all.
+            found[i].update((n, piece.data) for n, piece in bucket.pieces(copies.to(flat, i)).items())
     for number in tensors.keys() - forms.keys():
-        for i, device in enumerate(devices):
-            if is_remote(i, device, tensors[number].device):
-                found[i][number] = copies.to(tensors[number], i)
+        for i in remote[tensors[number].device]:
+            found[i][number] = copies.to(tensors[number], i)
     return found
 
 
@@ -74,20 +78,23 @@ def reduce_coalesced(
     totals: dict[int, torch.Tensor],
     emit: Emit,
     reduced: Set[int],
+    *,
+    separate_memory: bool = False,
 ) -> Iterator[None]:
-    """Within the block, bring gradients home and sum them: `leaves[k]` are the replicas' leaves for parameter k.
+    """Within the block, copy gradients home and sum them: `leaves[k]` are the replicas' leaves for parameter k.
 
-    When the block ends, the sums are in `totals`, by k, and no leaf has anything in `.grad`.
+    When the block ends, the sums are in `totals`, by k, and every leaf's `.grad` is None.
 
     Args:
-        homes: where each parameter is.
-        emit: takes k and the sum of one gradient from each replica as soon as it is there, for every k in `reduced`;
-            then only what has not been emitted is in `totals`.
+        homes: each parameter's device.
+        emit: called with k and the sum of one gradient from each replica, as soon as it is complete, for every k in
+            `reduced`; `totals` then has only what was not emitted.
+        separate_memory: as in `broadcast_coalesced`.
     """
     with Copies(list(dict.fromkeys(homes))) as copies:
-        coming = _CoalescedReduce(leaves, homes, copies, emit, reduced)
+        reduce = _CoalescedReduce(leaves, homes, copies, emit, reduced, separate_memory)
         handles = [
-            leaf.register_post_accumulate_grad_hook(partial(coming.take, k, i))  # type: ignore[no-untyped-call]
+            leaf.register_post_accumulate_grad_hook(partial(reduce.take, k, i))  # type: ignore[no-untyped-call]
             for k, of_parameter in enumerate(leaves)
             for i, leaf in enumerate(of_parameter)
             if leaf is not None
@@ -97,12 +104,12 @@ def reduce_coalesced(
         finally:
             for handle in handles:
                 handle.remove()
-        coming.end()
-    totals.update(coming.totals)
+        reduce.end()
+    totals.update(reduce.totals)
 
 
 class _CoalescedReduce:
-    """The gradients of one backward, on their way home. `take` may be called from several threads."""
+    """Copies the gradients of one backward home and sums them. `take` may be called from several threads."""
 
     def __init__(
         self,
@@ -111,10 +118,12 @@ class _CoalescedReduce:
         copies: Copies,
         emit: Emit,
         reduced: Set[int],
+        separate_memory: bool,
     ) -> None:
-        self._homes, self._copies, self._emit, self._emitted = homes, copies, emit, reduced
+        self._homes, self._copies, self._emit, self._reduced = homes, copies, emit, reduced
+        self._separate_memory = separate_memory
         self.totals: dict[int, torch.Tensor] = {}
-        # Backward makes the last parameters' gradients first.
+        # Backward computes the last parameters' gradients first.
         plain = [
             (k, leaf) for k, (leaf, *_) in reversed(list(enumerate(leaves))) if leaf is not None and is_plain(leaf)
         ]
@@ -123,18 +132,18 @@ class _CoalescedReduce:
         self._reader = {home: reader for reader, home in enumerate(dict.fromkeys(homes))}
         self._num_replicas = len(leaves[0]) if leaves else 0
         self._lock = threading.Lock()
-        self._taken: set[tuple[int, int]] = set()  # of which parameter and replica a bucket has had a gradient
+        self._taken: set[tuple[int, int]] = set()  # (parameter, replica) whose gradient is in a bucket
         self._waiting: dict[tuple[int, int], dict[int, torch.Tensor]] = {}  # by bucket and replica
-        self._made_on: dict[tuple[int, int], list[torch.Stream | None]] = {}  # the streams on which they were
+        self._made_on: dict[tuple[int, int], list[torch.Stream | None]] = {}  # the streams that computed them
         self._at_home: dict[int, dict[int, dict[int, torch.Tensor]]] = {}  # by bucket, then by replica
-        # By parameter, then by replica: gradients, and the streams on which they were made.
+        # By parameter, then by replica: gradients outside buckets, and the streams that computed them.
         self._beside: dict[int, dict[int, list[tuple[torch.Tensor, torch.Stream | None]]]] = {}
         self._ending = False
 
     def take(self, k: int, replica: int, leaf: torch.Tensor) -> None:
-        """Take what a leaf has just received; bring its bucket home if that is full now."""
+        """Take the gradient that a leaf has just received; copy its bucket home if that is full now."""
         gradient, leaf.grad = leaf.grad, None
-        if gradient is None:  # a hook of the user's has taken it
+        if gradient is None:  # a user's hook has taken it
             return
         with self._lock, torch.no_grad():
             b = self._bucket_of.get(k)
@@ -147,14 +156,14 @@ class _CoalescedReduce:
             del gradient  # so that the sum may be made in its memory
             self._made_on.setdefault((b, replica), []).append(current_stream(leaf.device))
             if len(waiting) == len(self._buckets[b].items):
-                self._bring(b, replica)
+                self._copy_home(b, replica)
 
     def end(self) -> None:
-        """Bring what is still waiting, and let the calling thread's streams wait for all sums."""
+        """Copy what still waits, and make the calling thread's streams wait for all sums."""
         with self._lock, torch.no_grad():
             self._ending = True
             for b, replica in sorted(self._waiting):
-                self._bring(b, replica)
+                self._copy_home(b, replica)
             for b in sorted(self._at_home):
                 self._sum(b)
             for reader in self._reader.values():
@@ -162,15 +171,15 @@ class _CoalescedReduce:
             for k, of_parameter in sorted(self._beside.items()):
                 self._add_beside(k, of_parameter)
 
-    def _bring(self, b: int, replica: int) -> None:
-        """Send what has come from a replica for a bucket on its way."""
+    def _copy_home(self, b: int, replica: int) -> None:
+        """Copy a replica's gradients of one bucket home."""
         gradients = self._waiting.pop((b, replica))
         bucket, home = self._buckets[b], self._home(b)
         if len(gradients) < len(bucket.items):
             bucket = bucket._replace(items=tuple(item for item in bucket.items if item[0] in gradients))
         device = next(iter(gradients.values())).device
         join_streams(self._made_on.pop((b, replica)), gradients.values(), device)
-        if is_remote(replica, device, home):
+        if _is_remote(replica, device, home, self._separate_memory):
             parts = bucket.pieces(self._copies.to_add(bucket.flat(gradients), self._reader[home]))
         else:
             parts = {}
@@ -186,7 +195,7 @@ class _CoalescedReduce:
             self._sum(b)
 
     def _sum(self, b: int) -> None:
-        """Add up what is at home of a bucket, in replica order."""
+        """Sum the parts of a bucket that are at home, in replica order."""
         at_home = self._at_home.pop(b)
         totals: dict[int, torch.Tensor] = {}
         reader = self._reader[self._home(b)]
@@ -198,7 +207,7 @@ class _CoalescedReduce:
                 totals.update((k, part) for k, part in parts.items() if k not in totals)
         for total in totals.values():
             self._copies.record_stream(total, reader)
-        reduced = [] if self._ending else [k for k in totals if k in self._emitted]
+        reduced = [] if self._ending else [k for k in totals if k in self._reduced]
         with self._copies.read(reader) if reduced else contextlib.nullcontext():
             for k in reduced:
                 self._emit(k, totals.pop(k))
@@ -210,7 +219,7 @@ class _CoalescedReduce:
     def _add_beside(
         self, k: int, of_parameter: Mapping[int, Sequence[tuple[torch.Tensor, torch.Stream | None]]]
     ) -> None:
-        """Add what came by itself: each replica's first such gradient in replica order, then the second ones."""
+        """Add the gradients outside buckets: each replica's first one in replica order, then the second ones."""
         for number in range(max(map(len, of_parameter.values()))):
             for replica in sorted(of_parameter):
                 if number < len(of_parameter[replica]):

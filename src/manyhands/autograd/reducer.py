@@ -1,14 +1,14 @@
-"""Sums of the replicas' gradients, made while the replicas still walk their graphs.
+"""Gradients reduced early: summed over the replicas while their backward still runs.
 
-Each replica makes a gradient of its own for every parameter. Kept until the last replica is done, they would fill as
-much memory as the parameters once more for each further replica, while most activations are still there. So a large
-gradient is added to the sum, and goes, as soon as those that come before it are there.
+Each replica computes a gradient of its own for every parameter. Kept until the last replica is done, these gradients
+would take the parameters' memory once more for each further replica, while most activations are still alive. So a large
+gradient is added to the sum, and freed, as soon as those before it in replica order have arrived.
 
 Guarantees
-    - The order of additions depends on the replicas' graphs only, not on who is faster: all replicas' first
-      contributions in replica order, then their second ones, and so on. So runs repeat bit for bit. (A leaf receives
-      several contributions where backward is called inside backward, as reentrant activation checkpointing does.)
-    - A replica that contributes nothing holds the others up until the walk ends, and no longer.
+    - The order of additions does not depend on which replica is faster: first every replica's first contribution in
+      replica order, then every second one, and so on. So runs repeat bit for bit. (A leaf receives several
+      contributions where backward is called inside backward, as reentrant activation checkpointing does.)
+    - A replica that contributes nothing delays the sum until backward ends, and no longer.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from manyhands.runtime import torch_private
 Emit: TypeAlias = Callable[[int, torch.Tensor], None]
 NOTHING_EARLY: tuple[Emit, Set[int]] = (lambda k, total: None, frozenset())
 
-_LARGE_BYTES = 1 << 16  # smaller gradients are not worth a call into Python in the middle of backward
+_LARGE_BYTES = 1 << 16  # a smaller gradient is not worth a call into Python during backward
 
 
 @contextlib.contextmanager
@@ -40,8 +40,8 @@ def reduce_early(
     several devices are left alone.
 
     Args:
-        emit: takes k and the sum of one gradient from each replica as soon as it is there, for every k in `reduced`, of
-            small leaves too; then only what has not been emitted is in `.grad` when the block ends.
+        emit: called with k and the sum of one gradient from each replica, as soon as it is complete, for every k in
+            `reduced`, small leaves included. When the block ends, `.grad` holds only what was not emitted.
     """
     sums: list[tuple[list[torch.Tensor], _RunningSum]] = []
     handles = []
@@ -63,7 +63,7 @@ def reduce_early(
 
 
 def sum_in_place(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of gradients in the order given, made in the memory of the first where that is nobody else's."""
+    """Return the sum of gradients in the order given, in the memory of the first one if it owns its memory."""
     total, *others = gradients
     for gradient in others:
         # A leaf's gradient can be a view of what the caller gave to backward, or of another leaf's gradient:
@@ -79,16 +79,16 @@ class _RunningSum:
         self._emit = emit
         self._lock = threading.Lock()
         self._waiting: list[deque[torch.Tensor]] = [deque() for _ in range(num_replicas)]
-        self._turn = 0  # whose sync_context is added next
+        self._turn = 0  # the replica whose gradient is added next
         self._total: torch.Tensor | None = None
         self._ending = False
 
     def taking(self, replica: int) -> Callable[[torch.Tensor], None]:
-        """Return a hook that takes what the replica's leaf has just received, and adds up what can be added."""
+        """Return a hook that takes the gradient that the replica's leaf has just received, and adds what it can."""
 
         def take(leaf: torch.Tensor) -> None:
             gradient, leaf.grad = leaf.grad, None
-            if gradient is None:  # a hook of the user's has taken it
+            if gradient is None:  # a user's hook has taken it
                 return
             with self._lock:
                 self._waiting[replica].append(gradient)
@@ -99,7 +99,7 @@ class _RunningSum:
         return take
 
     def end(self) -> torch.Tensor | None:
-        """Add what is still waiting; return the sum, None if there was nothing."""
+        """Add the gradients that still wait; return the sum, None if there was none."""
         self._ending = True
         while any(self._waiting):
             self._add_next()

@@ -1,23 +1,24 @@
-"""The engine contract: run the replicas of one forward over their shards, and be closed.
+"""The engine contract: run the replicas of one forward over their shards.
 
-An engine is asked for the gathered output of one forward. If it needs a backward, it is part of that output's graph;
-nobody calls it. tests/contract is the contract's test suite, and runs over every engine.
+An engine returns the gathered output of one forward. The backward that belongs to it is part of that output's autograd
+graph; nothing calls it. tests/contract/ is the contract's test suite, and runs over every engine.
 """
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from manyhands.distributed.gradient_sync import SyncContext
+from manyhands.autograd.replica_graph import SyncContext
 from manyhands.primitives.dims import OutputRules
 from manyhands.primitives.inputs import Arguments
 from manyhands.runtime.thread_pool import ReplicaTiming
-from manyhands.sync_batch_norm.across_processes import CrossProcessAllGather
-from manyhands.sync_batch_norm.exchange import CrossProcess
+
+# From the name of an exchange and the values of this process's replicas to the value of each process, by rank.
+CrossProcess: TypeAlias = Callable[[Hashable, dict[int, Any]], dict[int, Any]]
 
 
 @dataclass(frozen=True)
@@ -26,14 +27,15 @@ class Call:
 
     Attributes:
         arguments: the caller's inputs, not split yet.
-        sizes: how many rows each replica gets, one a device in `devices`; only an only share can be 0.
+        sizes: the number of rows of each replica, one a device in `devices`; 0 only if there is one replica.
         devices: the devices that have a share, in replica order.
-        replica_numbers: what messages call them: their places in the wrapper's `device_ids`.
-        source: the device on which the live module's parameters are.
+        replica_numbers: the replicas' numbers in messages: their places in the wrapper's `device_ids`.
+        source: the device of the live module's parameters.
         output_device, rules: where and how outputs are joined.
-        method: the module's method that is called; None for the module itself.
+        method: the module's method that is called; None: the module itself.
         sync_batch_norm: whether batch norms in training see the rows of all replicas.
-        sync_context: what the call counts for when gradients are summed over processes; None: they are not.
+        sync_context: what the call counts for when several processes sum gradients; None: they do not.
+        cross_process: what exchanges batch norm's statistics with other processes; None: they stay in this one.
     """
 
     arguments: Arguments
@@ -46,9 +48,10 @@ class Call:
     method: str | None = None
     sync_batch_norm: bool = False
     sync_context: SyncContext | None = None
+    cross_process: CrossProcess | None = None
 
     def where(self) -> list[str]:
-        """Return how a message calls each replica: its number, its device and its rows."""
+        """Return each replica's name in messages: its number, its device and its rows."""
         places = []
         start, total = 0, sum(self.sizes)
         for number, device, size in zip(self.replica_numbers, self.devices, self.sizes, strict=True):
@@ -59,20 +62,14 @@ class Call:
 
 
 def called(module: nn.Module, method: str | None) -> Callable[..., Any]:
-    """Return what a call of `method` (None: of the module itself, with its hooks) calls."""
+    """Return what a call of `method` calls; None: the module itself, with its hooks."""
     return module if method is None else getattr(module, method)
 
 
-def cross_process_all_gather(call: Call) -> CrossProcess | None:
-    """Return what takes batch norm's exchanges among the call's replicas to other processes; None if they stay here."""
-    sync_context = call.sync_context
-    if sync_context is None or not call.sync_batch_norm:
-        return None
-    return CrossProcessAllGather(sync_context.gradient_sync.cluster, call.source, sync_context.weight_of_loss)
-
-
 class Engine(abc.ABC):
-    """Runs replicas. An engine belongs to one wrapper and is made anew with each copy of it."""
+    """Runs replicas. An engine belongs to one wrapper; a copied or unpickled wrapper has a new one of the same kind."""
+
+    _claimed = False
 
     @abc.abstractmethod
     def forward(self, module: nn.Module, call: Call) -> Any:
@@ -90,11 +87,36 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def refresh(self) -> None:
-        """Take nothing for granted in the next forward of what is known about the module."""
+        """Forget what is known about the module; the next forward looks at all of it again."""
 
     @abc.abstractmethod
     def close(self) -> None:
         """Give back what the engine holds; a later forward starts again. May be called twice."""
 
-    def __reduce__(self) -> tuple[type["Engine"], tuple[()]]:
-        return type(self), ()  # a copied or unpickled wrapper has an engine of its own, which has run nothing yet
+    def check(self, devices: Sequence[torch.device], *, sync_batch_norm: bool) -> None:  # noqa: B027  nothing to refuse
+        """Check that the engine can run replicas on these devices.
+
+        Raises:
+            ValueError: it cannot; says what was given and what to use instead.
+        """
+
+    def must_run(self, module: nn.Module) -> bool:
+        """Return whether a forward must go through the engine even if the plain module would give the same output."""
+        return False
+
+    def why_no_verbs(self, module: nn.Module) -> str | None:
+        """Return why the engine cannot call verbs that a subclass of `DataParallel` overrides; None if it can."""
+        return None
+
+    def claim(self) -> None:
+        """Take the engine for one wrapper.
+
+        Raises:
+            ValueError: another wrapper has it already.
+        """
+        if self._claimed:
+            raise ValueError(f"engine={self!r}: it belongs to another DataParallel already; make an engine for each")
+        self._claimed = True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()

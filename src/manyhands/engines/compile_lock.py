@@ -1,14 +1,13 @@
-"""CompileLock: the replicas of a compiled module run one after the other while there may be something to compile.
+"""A lock for compiled modules: replicas run one after the other while torch.compile may have something to compile.
 
-torch.compile looks for what it has compiled, finds nothing that fits, and compiles. Replicas that look at the same
-moment all find nothing, and all compile the same thing: in turn, because torch compiles one thing at a time, and
-into n of the few versions that it keeps of a function (8 in torch 2.13), after which it compiles no more. So in a pass
-over inputs of a kind that is new, replicas take turns: the first one compiles and the others find it. All later
-passes run at once.
+torch.compile looks up compiled code, and compiles if none fits. Replicas that look at the same moment all find none,
+and all compile the same function: one after the other, because torch compiles one function at a time, and into n of the
+few versions that it keeps of a function (8 in torch 2.13), after which it compiles no more. So replicas take turns in a
+pass over inputs of a new kind: the first one compiles, and the others find its code. All later passes run in parallel.
 
-Guarantees that nobody waits for ever: after `_PATIENCE_S` a replica goes ahead without its turn, so replicas that wait
-for each other inside their forward are late, and that is all. Assumes nothing: a pass that compiles although its kind
-is not new (an attribute has changed, say) costs time, not numbers.
+Guarantees that no replica waits for ever: after `_PATIENCE_S` it runs without the lock. So replicas that wait for each
+other inside forward are late, and still right. A pass that compiles although its kind is not new (an attribute has
+changed, say) costs time; its numbers are right.
 """
 
 import contextlib
@@ -23,31 +22,32 @@ _PATIENCE_S = 60.0
 
 
 class CompileLock:
-    """Which kinds of inputs the replicas of one wrapper have met."""
+    """Remembers the kinds of inputs that the replicas of one wrapper have run on."""
 
     def __init__(self) -> None:
-        self._met: set[Hashable] = set()
+        self._known: set[Hashable] = set()
 
     def if_new(self, kinds: Iterable[Hashable]) -> list[PassContext]:
-        """Return what surrounds the replicas of a pass over inputs of these kinds: turns, or nothing.
+        """Return the context of a pass over inputs of these kinds: a lock that replicas hold in turn, or none.
 
         Args:
             kinds: one a replica; equal for inputs that the same compiled code fits.
         """
         torch_private.keep_compiled_code_in_order()
-        new = set(kinds) - self._met
-        if not new or len(self._met) >= _MOST_KINDS:
+        torch_private.keep_metrics_of_compiling_by_thread()
+        new = set(kinds) - self._known
+        if not new or len(self._known) >= _MOST_KINDS:
             return []
-        self._met |= new
-        return [_take_turns]
+        self._known |= new
+        return [_one_at_a_time]
 
 
 @contextlib.contextmanager
-def _take_turns() -> Iterator[ReplicaContext]:
+def _one_at_a_time() -> Iterator[ReplicaContext]:
     lock = threading.Lock()
 
     @contextlib.contextmanager
-    def turn(index: int) -> Iterator[None]:
+    def hold(index: int) -> Iterator[None]:
         mine = lock.acquire(timeout=_PATIENCE_S)
         try:
             yield
@@ -55,4 +55,4 @@ def _take_turns() -> Iterator[ReplicaContext]:
             if mine:
                 lock.release()
 
-    yield turn
+    yield hold

@@ -1,8 +1,8 @@
-"""What an engine needs around replicas, wherever they run: their inputs, their parameters, the edges to the caller.
+"""A replica's inputs, its parameters, and a search of its graph; for every engine.
 
-`Inputs` cuts the caller's inputs into shards, with leaves where a gradient is needed; `Stamp` is one replica with
-leaves of its own for the parameters; `look_for_live_tensors` finds what a replica reached that is not its own. What
-goes to other devices may still be under way when they are made: see `streams.py`.
+`Inputs` splits the caller's inputs into shards, with leaves where a gradient is needed. `Stamp` is one replica with
+leaves of its own for the parameters. `look_for_live_tensors` finds tensors in a replica's graph that are not its own.
+Copies to other devices may still be in flight when these objects exist: see `streams.py`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.autograd.boundary import BoundaryTensor, ReplicaGraphs
 from manyhands.autograd.broadcast import broadcast_coalesced
+from manyhands.autograd.replica_graph import BoundaryTensor, ReplicaGraphs
 from manyhands.engines.base import Call
 from manyhands.primitives.batch_types import batch_type_of
 from manyhands.primitives.outputs import Group
@@ -28,10 +28,10 @@ class Inputs:
     """The inputs of every replica, and the leaves behind those that need a gradient.
 
     Attributes:
-        shards: (positional, keyword) inputs, one a replica. Those of the first `num_here` replicas are theirs; those of
-            others, which run elsewhere, have the caller's rows or the leaves themselves, to be copied there.
-        live, edges: the caller's tensors that need a gradient, and the boundary's edges from them to the leaves.
-        parts_elsewhere: ids of the tensors in the shards of those others that are to go to the replica's device.
+        shards: (positional, keyword) inputs, one a replica. The first `num_here` replicas run in this process, and
+            their shards are on their devices. The other shards hold the caller's rows or leaves, not copied yet.
+        live, edges: the caller's tensors that need a gradient, and the boundary's inputs made of them.
+        parts_elsewhere: ids of the tensors in the other shards that have to go to the replica's device.
     """
 
     def __init__(self, call: Call, tracked: bool, copies: Copies, num_here: int | None = None) -> None:
@@ -59,7 +59,7 @@ class Inputs:
 
 
 def _copied(part: torch.Tensor, replica: int, device: torch.device, copies: Copies) -> torch.Tensor:
-    """Return a copy for a replica; one that is linked to a leaf is made at once, where all else of the graph is."""
+    """Return a copy for a replica; a copy linked to a leaf is made at once, on the stream of the rest of the graph."""
     if part.requires_grad or _devices.same_device(part.device, device):
         return _devices.copied_to(part, device)
     return copies.to(part, replica)
@@ -73,20 +73,22 @@ def stamped(
     copies: Copies,
     *,
     with_live_buffers: bool = True,
+    separate_memory: bool = False,
 ) -> list["Stamp"]:
     """Return a replica for each device, the first with the live module's buffers unless these are elsewhere."""
-    # A plain tensor in an attribute goes with the module if it is where the module is.
+    # A plain tensor in an attribute is copied with the module if it is on the module's device.
     constants = {key: c for key, c in blueprint.constants.items() if _devices.same_device(c.device, source)}
-    copied = broadcast_coalesced({**blueprint.parameters, **blueprint.buffers, **constants}, devices, copies)
+    tensors = {**blueprint.parameters, **blueprint.buffers, **constants}
+    copied = broadcast_coalesced(tensors, devices, copies, separate_memory=separate_memory)
     return [Stamp(blueprint, own, tracked, with_live_buffers and i == 0) for i, own in enumerate(copied)]
 
 
 class Stamp:
-    """One replica, and the leaves that stand in it for the live parameters.
+    """One replica, and its leaves in place of the live parameters.
 
     Args:
         blueprint: of the live module.
-        copied: by id, copies of the tensors that have to be where the replica is and are not.
+        copied: by id, copies of the tensors that are not on the replica's device already.
         tracked: whether a graph is built.
         shares_buffers: whether the replica has the live buffers themselves.
     """
@@ -126,7 +128,7 @@ class Stamp:
             torch_private.copy_all_in_place([own for _, own in self._buffers], [live for live, _ in self._buffers])
 
     def commit_buffers(self) -> None:
-        """Write this replica's buffers into the live ones, where it does not have those themselves."""
+        """Write this replica's buffers into the live ones, unless it uses the live ones themselves."""
         for live, own in self._buffers:
             live.data.copy_(own)
 
@@ -148,8 +150,8 @@ def own_leaf(parameter: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 def carries_objects(call: Call) -> bool:
     """Return whether the inputs hold objects of unknown classes.
 
-    Every replica gets the same object, and its graph may lead through a tensor in it, into one graph for all of them:
-    then no replica's backward may free what it walks.
+    Every replica gets the same object. Through a tensor in it the replicas' graphs may share nodes, which no replica's
+    backward may free.
     """
     return any(
         not isinstance(leaf, torch.Tensor) and type(leaf) not in INERT and batch_type_of(leaf) is None
@@ -158,13 +160,13 @@ def carries_objects(call: Call) -> bool:
 
 
 def parameter_edges(live: Sequence[torch.Tensor], leaves: Sequence[Sequence[torch.Tensor]]) -> Iterator[BoundaryTensor]:
-    """Yield the boundary's edges of parameters: `leaves[i][k]` is replica i's leaf for live tensor k."""
+    """Yield the boundary's inputs for parameters: `leaves[i][k]` is replica i's leaf for live tensor k."""
     for tensor, of_edge in zip(live, zip(*leaves, strict=True), strict=True):
         yield BoundaryTensor(Replicate(), tensor.device, of_edge)
 
 
 def pass_on_gradients(graphs: ReplicaGraphs, live: Sequence[torch.Tensor]) -> None:
-    """Pass on what a module's own call of backward, inside forward, has left in the replicas' leaves.
+    """Pass on gradients that the module's own call of backward, inside forward, has left in the replicas' leaves.
 
     Raises:
         RuntimeError: gradients are to be summed over processes.
@@ -179,13 +181,13 @@ def pass_on_gradients(graphs: ReplicaGraphs, live: Sequence[torch.Tensor]) -> No
 def look_for_live_tensors(
     blueprint: Blueprint, groups: Sequence[Group], where: Sequence[str], own_leaves: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Check that no replica's graph leads to a tensor of the live module instead of the replica's own.
+    """Check that no replica's graph leads to a tensor of the live module.
 
     Returns:
         The leaves found that belong neither to the module nor to a replica: tensors from outside.
 
     Raises:
-        RuntimeError: one does; its gradient would be wrong, so the forward fails. Names the tensor.
+        RuntimeError: one does, and its gradient would be wrong. Names the tensor.
     """
     if not groups:  # outputs without tensors
         return []

@@ -3,16 +3,16 @@
 One forward, step by step:
 
     1. take a blueprint of the live module and check where its tensors are
-    2. cut the inputs into shards; on the replicas' side of the autograd boundary they are leaves
+    2. split the inputs into shards; they are leaves of the replica graphs
     3. stamp one replica a shard, with leaves of its own for the parameters
-    4. call the replicas, all at once; the caller's thread runs the first
-    5. match the outputs; where the structure is new, look for live tensors in the replicas' graphs
+    4. call the replicas in parallel; the caller's thread runs the first
+    5. match the outputs; if the structure is new, look for live tensors in the replica graphs
     6. join the outputs through the boundary
 
-Buffers: the first replica has the live ones (so its updates persist), the others have copies. If anything fails in
-steps 4 or 5, the live buffers get back what they held before.
+Buffers: the first replica has the live ones, so its updates persist; the others have copies. If step 4 or 5 fails, the
+live buffers are restored.
 
-Assumes that nobody changes the module while a forward runs. Calls from several threads may overlap; each has replicas
+Assumes that the module does not change while a forward runs. Calls from several threads may overlap; each has replicas
 of its own.
 """
 
@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.autograd.boundary import Alias, BackwardContext, Boundary, BoundaryTensor, ReplicaGraphs
-from manyhands.engines.base import Call, Engine, called, cross_process_all_gather
+from manyhands.autograd.boundary import Alias, Boundary
+from manyhands.autograd.replica_graph import BackwardContext, BoundaryTensor, ReplicaGraphs
+from manyhands.engines.base import Call, Engine, called
 from manyhands.engines.compile_lock import CompileLock
 from manyhands.engines.replica import (
     Inputs,
@@ -57,13 +58,19 @@ _TOO_MANY_ACCELERATORS = (
 
 
 class ThreadsEngine(Engine):
-    """See the module's docstring."""
+    """See the module's docstring.
 
-    def __init__(self) -> None:
-        # Structures whose replicas' graphs have been looked at and led nowhere but to the replicas' own leaves.
+    Args:
+        separate_memory: give every replica but the first its own copies of parameters and buffers even where it could
+            share the module's, as if each were on a device of its own: to try on one device what several do.
+    """
+
+    def __init__(self, *, separate_memory: bool = False) -> None:
+        self._separate_memory = separate_memory
+        # Structures whose replica graphs have been searched and lead to the replicas' own leaves only.
         self._self_contained: set[tuple[Any, ...]] = set()
         self._timings: list[ReplicaTiming] = []
-        self._turns = CompileLock()
+        self._compile_lock = CompileLock()
 
     def forward(self, module: nn.Module, call: Call) -> Any:
         with Copies(call.devices) as copies:
@@ -77,19 +84,25 @@ class ThreadsEngine(Engine):
             blueprint = Blueprint(module)
             check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], call.source)
             inputs = Inputs(call, tracked, copies)
-            stamps = stamped(blueprint, call.source, call.devices, tracked, copies)
+            stamps = stamped(
+                blueprint, call.source, call.devices, tracked, copies, separate_memory=self._separate_memory
+            )
         structure = (call.method, *blueprint.signature()) if tracked else None
         with_objects = carries_objects(call)
         if not inside_replica():
             self._timings = timings
 
-        begin_pass: list[PassContext] = [partial(own_streams, type(module).__name__, call.devices)]
+        contexts: list[PassContext] = [partial(own_streams, type(module).__name__, call.devices)]
         backward_context: BackwardContext = nullcontext
         if call.sync_batch_norm:
             begin_batch_norm, backward_context = _batch_norm_over_replicas(call, stamps)
-            begin_pass += begin_batch_norm
-        elif blueprint.compiled:  # with batch norm over all replicas they wait for each other, and cannot take turns
-            begin_pass += self._turns.if_new([(tracked, module.training, *_kind(shard)) for shard in inputs.shards])
+            contexts += begin_batch_norm
+        elif (
+            blueprint.compiled
+        ):  # not with sync_batch_norm: replicas that wait for each other cannot hold a lock in turn
+            contexts += self._compile_lock.if_new(
+                [(tracked, module.training, *_kind(shard)) for shard in inputs.shards]
+            )
 
         def task(index: int) -> Callable[[], Any]:
             def run() -> Any:
@@ -104,9 +117,9 @@ class ThreadsEngine(Engine):
 
         own_leaves = [leaf for edge in inputs.edges for leaf in edge.tensors if leaf is not None]
         own_leaves += [leaf for stamp in stamps for leaf in stamp.leaves]
-        with unchanged_on_failure(blueprint.buffers.values()), one_pass(begin_pass) as surroundings:
+        with unchanged_on_failure(blueprint.buffers.values()), one_pass(contexts) as replica_context:
             tasks = [task(i) for i in range(len(call.devices))]  # step 4
-            outputs = values_or_raise(run_together(tasks, call.devices, surroundings), where)
+            outputs = values_or_raise(run_together(tasks, call.devices, replica_context), where)
             matched = Outputs(outputs, call.rules, call.sizes)  # step 5
             edges = [BoundaryTensor(group.placement, call.output_device, group.tensors) for group in matched.groups]
             if structure is None:
@@ -130,11 +143,12 @@ class ThreadsEngine(Engine):
                     shared_leaves=bool(outside),
                     keep=with_objects,
                     keep_alive=stamps,
-                    pass_contexts=begin_pass,
+                    pass_contexts=contexts,
                     backward_context=backward_context,
                     sync_context=call.sync_context,
                     parameters=range(len(inputs.edges), len(inputs.edges) + len(live_parameters)),
-                    parameters_apart=any(stamp.is_remote for stamp in stamps),
+                    remote_parameters=any(stamp.is_remote for stamp in stamps),
+                    separate_memory=self._separate_memory,
                 )
                 joined = _join(graphs, [*inputs.live, *live_parameters, *outside], own_leaves)  # step 6
             output = matched.put_together(joined)
@@ -150,27 +164,29 @@ class ThreadsEngine(Engine):
         return self._timings
 
     def refresh(self) -> None:
-        self._self_contained.clear()  # nothing else is kept: replicas are stamped anew for each forward
+        self._self_contained.clear()  # nothing else is remembered: each forward stamps new replicas
 
     def close(self) -> None:
         self._timings = []
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), separate_memory=self._separate_memory), ()
+
 
 def _batch_norm_over_replicas(call: Call, stamps: Sequence[Stamp]) -> tuple[list[PassContext], BackwardContext]:
-    """Return what surrounds the passes, and a walk of all graphs by one call, where batch norm sees all rows.
+    """Return the contexts in which batch norm sees all rows: of each pass, and of one backward through all graphs.
 
     Raises:
-        RuntimeError: replicas would have to wait for other processes where nothing may wait.
+        RuntimeError: replicas on accelerators would have to wait for other processes in backward.
     """
-    cross_process = cross_process_all_gather(call)
-    if len(stamps) == 1 and cross_process is None:
+    if len(stamps) == 1 and call.cross_process is None:
         return [], nullcontext
     on_host = all(map(_devices.computes_on_host, call.devices))
-    if cross_process is not None and len(stamps) > 1 and not on_host:
+    if call.cross_process is not None and len(stamps) > 1 and not on_host:
         raise RuntimeError(_TOO_MANY_ACCELERATORS)
     walk = Walk.APART if on_host or len(stamps) == 1 else Walk.TOGETHER
     batch_norm = BatchNormOverReplicas(
-        [stamp.replica for stamp in stamps], walk, partial(LocalExchange, cross_process=cross_process)
+        [stamp.replica for stamp in stamps], walk, partial(LocalExchange, cross_process=call.cross_process)
     )
     if on_host:
         return [batch_norm.one_pass], nullcontext

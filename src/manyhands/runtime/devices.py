@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from manyhands.runtime import torch_private
 from manyhands.runtime.errors import log_once
 
 DeviceLike: TypeAlias = int | str | torch.device
@@ -440,8 +441,7 @@ def has_room_for(device: torch.device, num_bytes: int) -> bool:
     """
     if computes_on_host(device):
         return False
-    free_bytes, _ = torch.accelerator.get_memory_info(device)
-    return num_bytes <= free_bytes // 4
+    return num_bytes <= torch_private.free_memory_bytes(device) // 4
 
 
 def rows_on(device: torch.device, tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

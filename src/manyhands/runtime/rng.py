@@ -49,7 +49,8 @@ from manyhands.runtime.errors import log_once
 from manyhands.runtime.thread_pool import inside_replica
 from manyhands.runtime.thread_state import modes_that_stay
 
-# The operations that draw on the host; what else does is made of these. Each has an overload with a generator.
+# The operations that draw on the host; what else does is made of these. Each has an overload with a generator, but in
+# older releases of torch those that end in "_like".
 DRAWS = (
     *("_sample_dirichlet", "_standard_gamma", "bernoulli", "bernoulli_", "binomial", "cauchy", "cauchy_"),
     *("exponential", "exponential_", "geometric", "geometric_", "log_normal", "log_normal_", "multinomial"),
@@ -225,13 +226,19 @@ class _Process:
 
 
 def operations_that_draw() -> Iterator[tuple[Any, Any]]:
-    """Yield each overload of `DRAWS`, and the one that takes a generator: the same, or the one that differs in that."""
+    """Yield each overload of `DRAWS`, and the one that takes a generator: the same, or the one that differs in that.
+
+    Overloads for which this release of torch has no such one are left out: what they call inside (`uniform_` and the
+    like) is caught instead, but not where a dispatch mode or a tensor subclass runs them.
+    """
     for name in DRAWS:
         packet = getattr(torch.ops.aten, name)
         overloads = [getattr(packet, overload) for overload in packet.overloads()]
         with_generator = {_signature(overload): overload for overload in overloads if _takes_generator(overload)}
         for overload in overloads:
-            yield overload, overload if _takes_generator(overload) else with_generator[_signature(overload)]
+            drawn_by = overload if _takes_generator(overload) else with_generator.get(_signature(overload))
+            if drawn_by is not None:
+                yield overload, drawn_by
 
 
 def _takes_generator(operation: Any) -> bool:

@@ -44,7 +44,7 @@ class ThreadState:
             autocast=tuple((t, torch.get_autocast_dtype(t)) for t in _AUTOCAST_TYPES if torch.is_autocast_enabled(t)),
             autocast_cache=torch.is_autocast_cache_enabled(),
             saved_tensor_hooks_disabled=torch_private.saved_tensor_hooks_disabled(),
-            default_device=torch.get_default_device() if torch_private.function_modes() else None,
+            default_device=torch_private.default_device(),
             flush_denormal=_flushes_denormals(),
         )
 

@@ -138,12 +138,24 @@ def _vmap_level() -> int:
 def has_saved_tensor_hooks() -> bool:
     """Return whether default saved-tensor hooks (activation checkpointing, save_on_cpu) are active in this thread.
 
-    Fallback: False. Then such hooks act on the caller's replica only.
+    Fallback: torch disables the hooks of a thread only while it has none, so trying that tells. Where torch lacks that
+    too: False. Then such hooks act on the caller's replica only.
     """
+    autograd: Any = torch._C._autograd
     try:
-        return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        if hasattr(autograd, "_top_saved_tensors_default_hooks"):
+            return bool(autograd._top_saved_tensors_default_hooks(True) is not None)
+        if saved_tensor_hooks_disabled() is not None:
+            return False
+        try:
+            autograd._saved_tensors_hooks_disable("")
+        except RuntimeError:
+            return True
+        finally:
+            autograd._saved_tensors_hooks_enable()
     except AttributeError:
-        return False
+        pass
+    return False
 
 
 def saved_tensor_hooks_disabled() -> str | None:
@@ -170,6 +182,18 @@ def is_default_device(mode: object) -> bool:
         return isinstance(mode, torch.utils._device.DeviceContext)
     except AttributeError:
         return False
+
+
+def default_device() -> torch.device | None:
+    """Return the default device of this thread; None if none has been set. Fallback: None.
+
+    `torch.get_default_device` overlooks `with torch.device(...)` in older releases.
+    """
+    for mode in reversed(function_modes()):
+        if is_default_device(mode):
+            device: torch.device = mode.device
+            return device if device.index is not None else torch.empty(0).device
+    return None
 
 
 def has_dispatch_modes() -> bool:
@@ -226,6 +250,21 @@ def keep_compiled_code_in_order() -> None:
     """
     with contextlib.suppress(ImportError, AttributeError):
         importlib.import_module("torch._C._dynamo.eval_frame")._set_lru_cache(False)
+
+
+def keep_metrics_of_compiling_by_thread() -> None:
+    """Have torch.compile count what it does for each thread by itself, as newer releases do, for the whole process.
+
+    Older ones keep one count, and two threads that compile at the same time, such as those of two replicas' backward
+    passes, raise "Metric(s) have already been set". Fallback: nothing; then that happens.
+    """
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    context = getattr(utils, "_METRICS_CONTEXT", None)
+    if context is None or isinstance(context, threading.local):
+        return
+    with contextlib.suppress(AttributeError, TypeError):
+        by_thread = type("MetricsContextByThread", (type(context), threading.local), {})
+        utils._METRICS_CONTEXT = by_thread(on_exit=context._on_exit)
 
 
 def compiler_errors() -> tuple[type[Exception], ...]:
@@ -494,6 +533,22 @@ class _GeneratorOfThread:
         return getattr(self._look_up(), name)
 
 
+# ---- accelerators --------------------------------------------------------------------------------
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Return how much memory of an accelerator is free. Fallback: as CUDA's own call says; where it has none, 0."""
+    accelerator: Any = torch.accelerator
+    if hasattr(accelerator, "get_memory_info"):
+        free_bytes, _ = accelerator.get_memory_info(device)
+        return int(free_bytes)
+    module: Any = torch.get_device_module(device)
+    if hasattr(module, "mem_get_info"):
+        free_bytes, _ = module.mem_get_info(device)
+        return int(free_bytes)
+    return 0
+
+
 # ---- process groups ------------------------------------------------------------------------------
 
 
@@ -543,7 +598,9 @@ def broadcast(group: Any, tensor: torch.Tensor) -> Any:
 def reduce(group: Any, tensor: torch.Tensor) -> Any:
     """Begin to sum all processes' tensors into that of the first; return the work, to wait for."""
     options: Any = torch.distributed.ReduceOptions()
-    options.rootRank, options.timeout, options.asyncOp = 0, _FOR_EVER, True
+    options.rootRank, options.timeout = 0, _FOR_EVER
+    if hasattr(options, "asyncOp"):  # a torch without this has no other kind of work
+        options.asyncOp = True
     options.reduceOp = torch.distributed.ReduceOp.SUM
     return group.reduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options)
 

@@ -39,7 +39,6 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
-import torch.utils.checkpoint
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
@@ -326,9 +325,12 @@ def _current_seat() -> _Seat | None:
 
 def _num_checkpoints() -> int:
     """Return how many functions of torch.utils.checkpoint are running in this thread."""
+    checkpoint = sys.modules.get("torch.utils.checkpoint")  # older releases import it only where it is used, and slowly
+    if checkpoint is None:
+        return 0
     count, frame = 0, sys._getframe()
     while frame is not None:
-        count += frame.f_code.co_filename == torch.utils.checkpoint.__file__
+        count += frame.f_code.co_filename == checkpoint.__file__
         frame = frame.f_back  # type: ignore[assignment]
     return count
 

@@ -32,8 +32,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.autograd.boundary import Alias, Boundary, BoundaryTensor
-from manyhands.engines.base import Call, Engine, called, cross_process_all_gather
+from manyhands.autograd.boundary import Alias, Boundary
+from manyhands.autograd.replica_graph import BoundaryTensor
+from manyhands.engines.base import Call, Engine, called
 from manyhands.engines.processes.messages import Forward, Reply, TensorRef
 from manyhands.engines.processes.module_sync import ModuleSync
 from manyhands.engines.processes.pickling import dumps
@@ -46,6 +47,7 @@ from manyhands.primitives.outputs import Outputs
 from manyhands.primitives.parallel_apply import values_or_raise
 from manyhands.primitives.placements import Replicate
 from manyhands.primitives.replicate import HOOKS, Blueprint, check_device, unchanged_on_failure
+from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.errors import log_once
 from manyhands.runtime.rng import SeededStreams
@@ -124,7 +126,7 @@ class ProcessesEngine(Engine):
             graphs.keep_alive = stamp
             graphs.sync_context = call.sync_context
             if call.sync_batch_norm:
-                new_exchange = partial(worker_group.open_exchange, cross_process=cross_process_all_gather(call))
+                new_exchange = partial(worker_group.open_exchange, cross_process=call.cross_process)
                 replicas = [stamp.replica, *[None] * (len(where) - 1)]
                 graphs.pass_contexts = [BatchNormOverReplicas(replicas, Walk.APART, new_exchange).one_pass]
 
@@ -286,6 +288,21 @@ class ProcessesEngine(Engine):
         graphs.shared_leaves = bool(self._outside)
         graphs.keep = bool(objects)
         return [*inputs.live, *objects, *stamp.live_parameters, *outside.values()]
+
+    def check(self, devices: Sequence[torch.device], *, sync_batch_norm: bool) -> None:
+        named = ", ".join(map(str, devices))
+        if not all(map(_devices.exists_for_other_processes, devices)):
+            raise ValueError(
+                f'engine="processes" on {named}: simulated devices exist in this process only. Use engine="threads".'
+            )
+        if sync_batch_norm and not all(map(_devices.is_cpu, devices)):
+            raise ValueError(
+                f'sync_batch_norm=True with engine="processes" on {named}: replicas in other processes can exchange '
+                'statistics on the CPU only, as yet. Use engine="threads".'
+            )
+
+    def why_no_verbs(self, module: nn.Module) -> str | None:
+        return 'engine="processes" does not call it: replicas are in other processes. Use engine="threads".'
 
     def timings(self) -> list[ReplicaTiming]:
         return self._timings or self._here.timings()

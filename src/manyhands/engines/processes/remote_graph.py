@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from manyhands.autograd.boundary import BoundaryTensor, ReplicaGraphs, take_grad
-from manyhands.distributed.gradient_sync import Sum
+from manyhands.autograd.replica_graph import BoundaryTensor, Reduction, ReplicaGraphs, take_grad
 from manyhands.engines.processes.messages import Backward, Reply, TensorRef
 from manyhands.engines.processes.module_sync import ModuleSync
 from manyhands.engines.processes.pickling import loads
@@ -126,7 +125,7 @@ class RemoteGraphs(ReplicaGraphs):
     # ---- backward ----
 
     def backward(
-        self, output_grads: Sequence[torch.Tensor | None], keep: bool, over_processes: Sum | None = None
+        self, output_grads: Sequence[torch.Tensor | None], keep: bool, reduction: Reduction | None = None
     ) -> list[list[torch.Tensor | None]]:
         # Nothing is given to the sum over processes in the meantime: what this process has is known at the end.
         if any(grad is not None and torch_private.is_batched(grad) for grad in output_grads):
