@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help demo test test-all compat check format bench gpu-check clean
+.PHONY: help demo test test-all compat rows check format bench gpu-check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -28,7 +28,7 @@ test-all: $(READY)  ## what `make test` leaves out because it takes longer: slow
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow or property" --hypothesis-profile=thorough
 
 # Each release of torch has an environment of its own: up to 6 GB, because most releases come with CUDA. pip is told to
-# keep no copies of what it downloads. OPTIONS is for pytest: make compat TORCH=2.9.1 OPTIONS="tests/test_compile.py"
+# keep no copies of what it downloads. OPTIONS is for pytest: make compat TORCH=2.9.1 OPTIONS="tests/contract/test_compile.py"
 COMPAT = .venv-compat-$(TORCH)
 
 compat:  ## run the test suite with another release of torch, in an environment of its own: make compat TORCH=2.9.1
@@ -48,15 +48,17 @@ compat:  ## run the test suite with another release of torch, in an environment 
 	  { rm -rf $(@D); echo "torch $* cannot be installed here with $(PYTHON): what pip says is above" >&2; exit 1; }
 	@touch $@
 
+rows: $(READY)  ## list the tests of each row of docs/behaviour.md
+	@$(BIN)/python -m pytest --rows
+
 check: $(READY)  ## lint, format, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(READY)  ## let ruff mend and format the code; list the tests in docs/behaviour.md
+format: $(READY)  ## let ruff mend and format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/python docs/list_tests.py
 
 bench: $(READY)  ## measure, side by side, on a machine that does nothing else; writes benchmarks/results.md
 	$(BIN)/manyhands bench --output benchmarks

@@ -80,7 +80,7 @@ GPU_TESTS = (
 
 def groups_for(kind: str, count: int) -> list[Group]:
     """Return the groups for a machine with `count` accelerators, the most important first."""
-    suite = ["tests/contract/test_engines.py", "-m", "not slow"]
+    suite = ["tests/contract", "-m", "not slow"]
     every = ",".join(f"{kind}:{index}" for index in range(count))
     groups = [
         Group("GPU tests", "tests", [*GPU_TESTS, "-m", "gpu"], 170, check_limit_s=150),  # torch.compile is slow
@@ -99,7 +99,7 @@ def groups_for(kind: str, count: int) -> list[Group]:
 
 def dry_groups() -> list[Group]:
     """Return a few checks of each kind on the CPU, to show that this program works."""
-    suite = ["tests/contract/test_engines.py", "-m", "not slow", "-k", "accumulate and threads"]
+    suite = ["tests/contract/test_gradients.py", "-m", "not slow", "-k", "accumulate and threads"]
     return [
         Group("GPU tests", "tests", ["tests/gpu/test_processes.py", "-k", "sparse"], 60),
         Group("engine contract", "tests", suite, 60, {"MANYHANDS_TEST_DEVICES": "cpu"}),

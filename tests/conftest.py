@@ -1,8 +1,9 @@
-"""What every test gets, and fixtures for tests of several devices."""
+"""What every test gets, fixtures for tests of several devices, and the rows of docs/behaviour.md as markers."""
 
 import contextlib
 import gc
 import importlib.util
+import inspect
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -11,8 +12,8 @@ import pytest
 
 # Where pytest runs in several processes (-n), each has its part of the cores: with all of them, torch's intra-op
 # threads, which spin while they wait, would take the processor from the tests in the other processes; and the second
-# replica of every process would be bound to the same cores. This has to be said before torch is imported, and holds for
-# the programs that tests start, too. Tests of either (test_workers.py, test_processes.py, test_cores.py) set their own.
+# replica of every process would be bound to the same cores. This is set before torch is imported, and holds for
+# the programs that tests start, too. Tests of intra-op threads and of cores set their own.
 if num_processes := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
     if num_processes > 1:
@@ -20,6 +21,7 @@ if num_processes := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
 
 import torch
 
+from helpers.rows import find_tests_by_row, rows_named, rows_of_behaviour
 from manyhands.runtime import errors
 
 # A shell that runs a script starts what goes to the background with Ctrl-C ignored, and manyhands leaves an ignored
@@ -28,9 +30,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How many examples the property tests draw: 200 in `make test`, and with --hypothesis-profile=thorough, as in `make
-# test-all`, 2,000. They are drawn from a fixed seed, one a test: a commit that was green stays green, and whoever runs
-# the same command meets the same counterexample. To look further, raise the number. Nothing depends on the time that
-# an example takes.
+# test-all`, 2,000. They are drawn from a fixed seed, one a test: a commit that passed still passes, and the same
+# command finds the same counterexample. To look further, raise the number. Nothing depends on the time that an example
+# takes.
 if importlib.util.find_spec("hypothesis"):  # `make gpu-check` runs without it, and without the tests that need it
     from hypothesis import HealthCheck, settings
 
@@ -41,19 +43,38 @@ if importlib.util.find_spec("hypothesis"):  # `make gpu-check` runs without it, 
     settings.load_profile("default")  # the option is read later, and then its profile holds
 
 
-def pytest_collection_finish() -> None:
-    """Have the garbage collector leave alone what is there before the first test.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rows", action="store_true", help="list the tests of each row of docs/behaviour.md; run none")
 
-    That is half a million objects, torch's and pytest's own, for which every collection that a test asks for would take
-    half a second. What tests make is collected, and counted, as ever.
+
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    if not config.getoption("rows"):
+        return None
+    tests = find_tests_by_row()
+    for row in rows_of_behaviour():
+        print(row, *tests[row], sep="\n    ")
+    return 0
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark a test with the rows that its docstring begins with, so that `pytest -m "row(name='S5')"` runs a row's."""
+    for row in rows_named(inspect.getdoc(getattr(item, "function", None)) or ""):
+        item.add_marker(pytest.mark.row(name=row))
+
+
+def pytest_collection_finish() -> None:
+    """Have the garbage collector ignore the objects that exist before the first test.
+
+    There are half a million, torch's and pytest's own, and each collection that a test asks for would take half a
+    second for them. The objects that tests make are collected, and counted, as usual.
     """
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
-def _nothing_has_been_said() -> None:
-    """Let each test see the messages that are given once in a process."""
+def _nothing_logged_yet() -> None:
+    """Let each test see the messages that are logged once in a process."""
     errors.forget_logged()
 
 
@@ -75,7 +96,7 @@ def no_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def simulated_accelerators() -> Callable[[int], contextlib.AbstractContextManager[list[torch.device]]]:
-    """`manyhands.testing.simulated_accelerators`, imported by the tests that use it only: the import is for good."""
+    """`manyhands.testing.simulated_accelerators`, imported only where it is used: it cannot be undone."""
     from manyhands import testing
 
     return testing.simulated_accelerators

@@ -2,9 +2,9 @@
 
 import ast
 import doctest
+import functools
 import importlib
 import importlib.metadata
-import importlib.util
 import re
 import subprocess
 import sys
@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import manyhands
+from helpers.rows import find_tests_by_row, rows_of_behaviour
 
 PACKAGE = Path(manyhands.__file__).parent
 
@@ -58,6 +59,7 @@ COMMANDS = ("console", "training", "bench", "plan", "cli", "__main__")
 LIBRARY = [name for name in SOURCES if package_of(name) not in COMMANDS and name != "manyhands.verification.command"]
 
 
+@functools.cache
 def tree_of(module: str) -> ast.Module:
     return ast.parse(SOURCES[module].read_text(encoding="utf-8"))
 
@@ -144,12 +146,18 @@ def test_examples_in_the_sources_run(module):
 # Imports
 
 
-@pytest.mark.parametrize("module", SOURCES)
-def test_packages_import_from_lower_packages(module):
-    own = PACKAGES.index(package_of(module))
-    for imported, line in imported_by(module):
-        other = PACKAGES.index(package_of(imported))
-        assert other <= own, f"{module}:{line} imports {imported}, which is above it"
+def test_packages_import_from_lower_packages():
+    for module in SOURCES:
+        own = PACKAGES.index(package_of(module))
+        for imported, line in imported_by(module):
+            other = PACKAGES.index(package_of(imported))
+            assert other <= own, f"{module}:{line} imports {imported}, which is above it"
+
+
+def test_the_engine_contract_imports_no_engine_batch_norm_or_reducer():
+    above = ("manyhands.engines", "manyhands.sync_batch_norm", "manyhands.distributed")
+    imported = {name for name, _ in imported_by("manyhands.engines.base")}
+    assert [name for name in imported if f"{name}.".startswith(tuple(f"{package}." for package in above))] == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -166,20 +174,20 @@ def test_files_of_a_package_have_no_import_cycle(package):
 NEEDED = {"torch", "cloudpickle"}
 
 
-@pytest.mark.parametrize("module", LIBRARY)
-def test_the_library_needs_nothing_but_what_pip_install_brings(module):
+def test_the_library_needs_nothing_but_what_pip_install_brings():
     """Imports in functions too, and numpy, which torch does not bring either, by way of a tensor."""
-    for node in ast.walk(tree_of(module)):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [str(node.module)]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "numpy":
-            names = ["numpy"] * (module != "manyhands.testing")  # there it is the tensor's own method
-        else:
-            continue
-        other = {name.split(".")[0] for name in names} - set(sys.stdlib_module_names) - NEEDED - {"manyhands"}
-        assert not other, f"{module}:{node.lineno} needs {other}"
+    for module in LIBRARY:
+        for node in ast.walk(tree_of(module)):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [str(node.module)]
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "numpy":
+                names = ["numpy"] * (module != "manyhands.testing")  # there it is the tensor's own method
+            else:
+                continue
+            other = {name.split(".")[0] for name in names} - set(sys.stdlib_module_names) - NEEDED - {"manyhands"}
+            assert not other, f"{module}:{node.lineno} needs {other}"
 
 
 def test_what_the_library_needs_is_what_the_package_asks_for():
@@ -187,38 +195,39 @@ def test_what_the_library_needs_is_what_the_package_asks_for():
     assert {re.split(r"[^\w.-]", requirement)[0] for requirement in required} == NEEDED
 
 
-# testing.py is left out: a device of its own needs torch's device registry, which is private in places of its own.
-@pytest.mark.parametrize(
-    "module", [name for name in SOURCES if name not in ("manyhands.runtime.torch_private", "manyhands.testing")]
-)
-def test_private_calls_of_torch_are_in_one_file(module):
-    for node in ast.walk(tree_of(module)):
-        names = [dotted(node)] if isinstance(node, ast.Attribute) else []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        for name in names:
-            assert not f"{name}.".startswith("torch._C."), f"{module}:{node.lineno}: {name} belongs in torch_private.py"
+def test_private_calls_of_torch_are_in_one_file():
+    """But those of testing.py: a device of its own needs torch's device registry, which is private in parts."""
+    for module in SOURCES.keys() - {"manyhands.runtime.torch_private", "manyhands.testing"}:
+        for node in ast.walk(tree_of(module)):
+            names = [dotted(node)] if isinstance(node, ast.Attribute) else []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            private = [name for name in names if f"{name}.".startswith("torch._C.")]
+            assert not private, f"{module}:{node.lineno}: {private} belongs in torch_private.py"
 
 
-# The benchmark is left out: it measures what torch has beside what is here.
-@pytest.mark.parametrize("module", [name for name in SOURCES if name != "manyhands.bench.contenders"])
-def test_nothing_of_torchs_data_parallel_is_used_but_its_name(module):
-    """`DataParallel` is a subclass of torch's for isinstance; all that it does is this project's own."""
-    bases = []
-    for node in ast.walk(tree_of(module)):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [f"{getattr(node, 'module', '')}.{alias.name}" for alias in node.names]
-            assert not any("nn.parallel" in name or "DataParallel" in name for name in names if "manyhands" not in name)
-        elif isinstance(node, ast.ClassDef):
-            bases += [part for base in node.bases for part in ast.walk(base)]
-        elif isinstance(node, ast.Attribute):
-            name = dotted(node)
-            assert not name.endswith("nn.parallel"), f"{module}:{node.lineno}: {name}"
-            if name.endswith("nn.DataParallel"):
-                assert module == "manyhands.data_parallel"
-                assert node in bases, f"{module}:{node.lineno}: {name} is used otherwise than as a base class"
+def test_nothing_of_torchs_data_parallel_is_used_but_its_name():
+    """`DataParallel` is a subclass of torch's for isinstance; all that it does is this project's own.
+
+    The benchmark is left out: it measures torch's beside this one.
+    """
+    for module in SOURCES.keys() - {"manyhands.bench.contenders"}:
+        bases = []
+        for node in ast.walk(tree_of(module)):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [f"{getattr(node, 'module', '')}.{alias.name}" for alias in node.names]
+                torchs = [name for name in names if "manyhands" not in name]
+                assert not any("nn.parallel" in name or "DataParallel" in name for name in torchs), module
+            elif isinstance(node, ast.ClassDef):
+                bases += [part for base in node.bases for part in ast.walk(base)]
+            elif isinstance(node, ast.Attribute):
+                name = dotted(node)
+                assert not name.endswith("nn.parallel"), f"{module}:{node.lineno}: {name}"
+                if name.endswith("nn.DataParallel"):
+                    assert module == "manyhands.data_parallel"
+                    assert node in bases, f"{module}:{node.lineno}: {name} is used otherwise than as a base class"
 
 
 def test_nothing_is_inherited_from_torchs_data_parallel():
@@ -252,19 +261,12 @@ def test_the_package_tells_type_checkers_that_it_is_typed():
     assert (PACKAGE / "py.typed").is_file()
 
 
-# ---- docs ----------------------------------------------------------------------------------------
-
-DOCS = PACKAGE.parent.parent / "docs"
+# Docs
 
 
 def test_every_row_of_the_behaviour_table_has_its_tests():
-    """And they are listed: `python docs/list_tests.py` writes the list."""
-    spec = importlib.util.spec_from_file_location("list_tests", DOCS / "list_tests.py")
-    list_tests = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(list_tests)
-    document = (DOCS / "behaviour.md").read_text(encoding="utf-8")
-    rows, tests = list_tests.rows_of(document), list_tests.tests_by_row()
+    """Outside tests/gpu, which needs a GPU."""
+    rows, tests = rows_of_behaviour(), find_tests_by_row()
     assert len(rows) == len(set(rows)) > 60
-    assert [row for row in rows if not tests[row].keys() - {"test_gpu"}] == []
+    assert [row for row in rows if all(test.startswith("tests/gpu/") for test in tests[row])] == []
     assert set(tests) - set(rows) == set(), "a test names a row that is not there"
-    assert list_tests.with_tests(document) == document, "out of date: python docs/list_tests.py"

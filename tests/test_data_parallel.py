@@ -6,12 +6,11 @@ The oracles are the plain module on the whole batch, and `manyhands.data_paralle
 import copy
 import dataclasses
 import inspect
-import io
 import pickle
 import re
 import threading
 import warnings
-from collections import Counter, OrderedDict, defaultdict, namedtuple
+from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -182,6 +181,7 @@ def test_one_device_keeps_what_is_there_already():
     assert args[0] is args[1][0] is x
     assert kwargs["marker"] is marker
     assert number == 3
+    assert data_parallel(Fn(lambda x: x.sum()), torch.ones(3), ["cpu"]).dim() == 0  # without a warning
 
 
 def test_one_device_does_not_scan_parameters(monkeypatch):
@@ -192,28 +192,19 @@ def test_one_device_does_not_scan_parameters(monkeypatch):
     assert model(numbered(4, 3)).shape == (4, 2)
 
 
-def test_the_functional_form_on_one_device_is_a_direct_call():
-    """A3: a 0-dim output stays 0-dim, as in torch; no warning, as there is nothing to join."""
-    assert data_parallel(Fn(lambda x: x.sum()), torch.ones(3), ["cpu"]).dim() == 0
-
-
-def test_one_device_adds_a_note_to_the_modules_own_error(sim):
-    """A3: the parameter that is elsewhere, and the fix."""
-    model = DataParallel(mlp(), [0])
-    model.module[2].to("sim:1")
-    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device") as caught:
-        model(numbered(4, 3))
-    (note,) = caught.value.__notes__
-    assert "'2.weight' is not on sim:0, the wrapper's device: model.to('sim:0')" in note
-
-
-def test_one_device_adds_a_note_on_a_buffer_that_is_elsewhere(sim):
-    """A3, for a buffer."""
-    model = DataParallel(nn.BatchNorm1d(3), [0])
-    model.module.running_mean = model.module.running_mean.cpu()
+@pytest.mark.parametrize("what", ["parameter", "buffer"])
+def test_one_device_adds_a_note_to_the_modules_own_error(sim, what):
+    """A3: the tensor that is elsewhere, and the fix."""
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval()
+    model = DataParallel(module, [0])
+    if what == "parameter":
+        module[0].to("sim:1")
+    else:
+        module[1].running_mean = module[1].running_mean.cpu()
     with pytest.raises(RuntimeError) as caught:
-        model.eval()(torch.ones(4, 3))
-    assert "'running_mean' is not on sim:0" in "".join(getattr(caught.value, "__notes__", []))
+        model(torch.ones(4, 3))
+    name = "0.weight" if what == "parameter" else "1.running_mean"
+    assert f"'{name}' is not on sim:0, the wrapper's device: model.to('sim:0')" in "".join(caught.value.__notes__)
 
 
 def test_one_device_adds_no_note_to_errors_of_another_kind():
@@ -438,19 +429,6 @@ def test_a_verb_that_is_assigned_to_the_wrapper_is_used(verb):
     assert len(called) == 1
 
 
-def test_a_subclass_of_a_subclass():
-    """A9: what a base overrides counts."""
-
-    class Further(Composed):
-        pass
-
-    called = []
-    model = Further(mlp(), ["cpu", "cpu"])
-    model.replicate = lambda module, device_ids: called.append(device_ids) or manyhands.replicate(module, device_ids)
-    assert_like_plain(model, numbered(3, 3))
-    assert called == [[CPU, CPU]]
-
-
 class Sealed:
     """A batch that only its own scatter can open."""
 
@@ -497,7 +475,10 @@ def test_shares_hold_for_an_overridden_verb_too(sim, wrap, shares):
     sizes = expected[shares if isinstance(shares, str) else tuple(shares)]
     x = torch.arange(30.0).reshape(10, 3)
     torch.testing.assert_close(model(x).cpu(), copy.deepcopy(model.module).cpu().layer(x))
-    assert sorted(model.module.seen) == [(f"sim:{i}", size) for i, size in enumerate(sizes) if size]
+    where = [(i, size) for i, size in enumerate(sizes) if size]
+    assert sorted(model.module.seen) == [(f"sim:{i}", size) for i, size in where]
+    if wrap is DataParallel:
+        assert [(t.device, t.rows) for t in model.replica_timings] == [(sim[i], size) for i, size in where]
 
 
 # Wrappers inside models
@@ -523,14 +504,6 @@ def blocks(wrap_middle, middle=None, device="cpu") -> tuple[nn.Module, nn.Module
     return wrapped.double().to(device), plain.double()
 
 
-@both
-@pytest.mark.parametrize("rows", [1, 5, 8])
-def test_a_wrapped_submodule(wrap, rows):
-    """A10: forward and backward."""
-    model, plain = blocks(lambda block: wrap(block, ["cpu"] * 3))
-    torch.testing.assert_close(train_once(model, numbered(rows, 3)), train_once(plain, numbered(rows, 3)))
-
-
 def test_a_wrapped_submodule_on_several_devices(sim):
     """A10: its replicas are on all devices, its output on the first, as are the gradients."""
     seen = []
@@ -545,7 +518,7 @@ def test_a_wrapped_submodule_on_several_devices(sim):
 
 @pytest.mark.parametrize("inner", [DataParallel, Composed])
 @pytest.mark.parametrize("outer", [DataParallel, Composed])
-@pytest.mark.parametrize("rows", [1, 2, 7])
+@pytest.mark.parametrize("rows", [2, 7])
 def test_a_wrapper_inside_a_wrapped_module(inner, outer, rows):
     """A10: it runs its replicas one after the other; forward and backward."""
     model, plain = blocks(lambda block: inner(block, ["cpu"] * 2))
@@ -587,32 +560,17 @@ def test_wrappers_in_threads_of_the_callers():
     """A10: several threads, each with a wrapper of its own, all inside the forward at once."""
     together = threading.Barrier(3, timeout=60)
 
-    def meet(x):
+    def wait(x):
         if threading.current_thread().name.startswith("caller"):
             together.wait()
         return x
 
-    models = [DataParallel(nn.Sequential(mlp(), Fn(meet)), ["cpu"] * 2) for _ in range(3)]
+    models = [DataParallel(nn.Sequential(mlp(), Fn(wait)), ["cpu"] * 2) for _ in range(3)]
     plain = [copy.deepcopy(model.module[0]) for model in models]
     with ThreadPoolExecutor(3, thread_name_prefix="caller") as pool:
         results = list(pool.map(lambda model: train_once(model, numbered(6, 3)), models))
     for result, module in zip(results, plain, strict=True):
         torch.testing.assert_close(result, train_once(module, numbered(6, 3)))
-
-
-def test_one_wrapper_in_several_threads():
-    """A10: the same wrapper from several threads at once; each gets its own rows."""
-    together = threading.Barrier(4, timeout=60)
-    model = DataParallel(mlp(), ["cpu"] * 2)
-    inputs = [numbered(5, 3) + i for i in range(4)]
-
-    def run(x):
-        together.wait()
-        return model(x)
-
-    with ThreadPoolExecutor(4) as pool:
-        outputs = list(pool.map(run, inputs))
-    torch.testing.assert_close(outputs, [model.module(x) for x in inputs])
 
 
 class Halved(nn.Module):
@@ -691,21 +649,13 @@ def test_arguments_that_cannot_be_used(sim, monkeypatch, arguments, error, messa
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"shares": "most"}, ValueError, "shares='most'"),
-        ({"shares": 3}, TypeError, "shares=3"),
-        ({"shares": [1, -1]}, ValueError, "0 or more"),
-        ({"output_device": 1.5}, TypeError, "output_device"),
-    ],
-    ids=repr,
+    ("option", "value", "error"),
+    [("shares", "most", ValueError), ("shares", 3, TypeError), ("output_device", 1.5, TypeError)],
 )
-def test_arguments_that_can_never_be_used_are_refused_without_accelerators_too(
-    no_accelerators, arguments, error, message
-):
+def test_wrong_arguments_are_refused_without_accelerators_too(no_accelerators, option, value, error):
     """A13 with A2: a mistake is found where the script is written, not first where it is to run."""
-    with pytest.raises(error, match=message):
-        DataParallel(mlp(), [0, 1], **arguments)
+    with pytest.raises(error, match=option):
+        DataParallel(mlp(), [0, 1], **{option: value})
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -720,19 +670,11 @@ def test_a_copy_of_the_wrapper_is_one_of_its_own(copied):
         model(numbered(6, 3)).sum().backward()
 
 
-def test_a_wrapper_travels_through_a_file():
-    """A14: torch.save of the wrapper."""
-    model, file = DataParallel(mlp(), ["cpu"] * 2), io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    assert torch.equal(torch.load(file, weights_only=False)(numbered(5, 3)), model(numbered(5, 3)))
-
-
 # Scatter
 
 
 @both
-def test_devices_without_rows_are_spoken_of_once(caplog, wrap):
+def test_devices_without_rows_are_logged_once(caplog, wrap):
     """S0: with the batch size or the shares that would use them."""
     model = wrap(Reporter(), ["cpu"] * 4)
     for _ in range(2):
@@ -743,72 +685,44 @@ def test_devices_without_rows_are_spoken_of_once(caplog, wrap):
     ]
 
 
-def test_devices_that_ceil_leaves_without_rows_are_spoken_of(sim, caplog):
+def test_devices_that_ceil_leaves_without_rows_are_logged(sim, caplog):
     """S0: 9 rows on 4 devices are 3, 3, 3, 0."""
     DataParallel(Reporter().to("sim:0"))(torch.ones(9, 3))
     assert "[3, 3, 3, 0]" in caplog.text
     assert '1 of them (sim:3) stay idle. Use shares="even".' in caplog.text
 
 
-def test_a_short_last_batch_is_not_spoken_of(caplog):
-    """S0 speaks of full batches only."""
-    model = DataParallel(Reporter(), ["cpu"] * 4)
-    for rows in (8, 8, 1):
-        model(torch.ones(rows, 3))
+@pytest.mark.parametrize(
+    ("n", "shares", "rows"),
+    [(4, "chunk", (8, 8, 1)), (3, [1, 0, 1], (8,)), (3, "chunk", (0,)), (3, "even", (3,))],
+    ids=["a short last batch", "a share of 0", "an empty batch", "a row each"],
+)
+def test_idle_devices_that_are_not_logged(caplog, n, shares, rows):
+    """S0, S2: the message is about full batches and devices that should have rows."""
+    model = DataParallel(Reporter(), ["cpu"] * n, shares=shares)
+    for number in rows:
+        model(torch.ones(number, 3))
     assert caplog.messages == []
 
 
-def test_devices_that_are_to_be_idle_are_not_spoken_of(caplog):
-    """S0, S2: a share of 0 is meant; an empty batch leaves nobody out."""
-    DataParallel(Reporter(), ["cpu"] * 3, shares=[1, 0, 1])(torch.ones(8, 3))
-    DataParallel(Reporter(), ["cpu"] * 3)(torch.ones(0, 3))
-    DataParallel(Reporter(), ["cpu"] * 3, shares="even")(torch.ones(3, 3))
-    assert caplog.messages == []
-
-
-def test_a_wrapper_inside_a_replica_does_not_speak_of_its_rows(caplog):
+def test_a_wrapper_inside_a_replica_does_not_log_its_idle_devices(caplog):
     """S0, A10: its batch is a shard, and its replicas run one after the other: no other batch size would help."""
     model, _ = blocks(lambda block: DataParallel(block, ["cpu"] * 4))
     DataParallel(model, ["cpu"] * 2)(numbered(4, 3))
     assert caplog.messages == []
 
 
-CHUNKS = [(5, 4, [2, 2, 1]), (6, 4, [2, 2, 2]), (9, 4, [3, 3, 3]), (10, 4, [3, 3, 3, 1]), (10, 8, [2] * 5)]
-
-
 @both
-@pytest.mark.parametrize(("rows", "n", "sizes"), [*CHUNKS, (30, 8, [4] * 7 + [2]), (1, 2, [1]), (4, 4, [1] * 4)])
+@pytest.mark.parametrize(
+    ("rows", "n", "sizes"),
+    [(5, 4, [2, 2, 1]), (9, 4, [3, 3, 3]), (30, 8, [4] * 7 + [2]), (1, 2, [1])],
+)
 def test_rows_go_to_devices_as_torch_chunks_them(simulated_accelerators, wrap, rows, n, sizes):
     """S1: sizes, and in the order of the devices."""
     with simulated_accelerators(n):
         model = wrap(Reporter().to("sim:0"))
         assert_like_plain(model, numbered(rows, 3, dtype=torch.float32))
         assert sorted(model.module.seen) == [(f"sim:{i}", size) for i, size in enumerate(sizes)]
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("shares", ["chunk", "even"])
-def test_every_number_of_rows_gives_the_plain_modules_numbers(n, shares):
-    """S1, S2: output and gradients, from one row to more than twice as many as there are devices."""
-    model = DataParallel(mlp(), ["cpu"] * n, shares=shares)
-    for rows in range(1, 2 * n + 2):
-        assert_like_plain(model, numbered(rows, 3))
-
-
-def test_shares(sim):
-    """S2: on the devices that they name; the idle ones are never called."""
-    module = Reporter().to("sim:0")
-    for shares, sizes in (("even", [3, 3, 2, 2]), ([2, 1, 0, 2], [4, 2, 0, 4]), ([0, 0, 0, 1], [0, 0, 0, 10])):
-        module.seen.clear()
-        model = DataParallel(module, shares=shares)
-        x = torch.arange(30.0).reshape(10, 3)
-        output = model(x)
-        torch.testing.assert_close(output.cpu(), copy.deepcopy(module).cpu().layer(x))
-        assert output.device == sim[0]
-        assert sorted(module.seen) == [(f"sim:{i}", size) for i, size in enumerate(sizes) if size]
-        assert [(t.device, t.rows) for t in model.replica_timings] == [
-            (sim[i], size) for i, size in enumerate(sizes) if size
-        ]
 
 
 def test_a_module_with_buffers_whose_first_share_is_0(sim):
@@ -822,38 +736,6 @@ def test_a_module_with_buffers_whose_first_share_is_0(sim):
 
 
 @both
-def test_nested_inputs_keep_their_types(wrap):
-    """S3, S4: every container and what is no tensor, positional and by keyword."""
-    marker, seen = object(), []
-    model = wrap(Fn(lambda *args, **kwargs: seen.append((args, kwargs)) or kwargs["y"].x), ["cpu", "cpu"])
-    inputs = (
-        (numbered(4), None),
-        [numbered(4, 2), "text", 3],
-        {"d": OrderedDict(b=numbered(4), a=marker), "f": defaultdict(list, k=numbered(4))},
-        Pair(numbered(4), {1, 2}),
-        torch.Size([4]),
-        Counter("ab"),
-    )
-    output = model(*inputs, y=Batch(numbered(4), marker), flag=True)
-    assert torch.equal(output, numbered(4))
-    for args, kwargs in seen:
-        assert [type(value) for value in args] == [tuple, list, dict, Pair, torch.Size, Counter]
-        assert args[0][0].shape == (2,)
-        assert args[1][0].shape == (2, 2)
-        assert args[1][1:] == ["text", 3]
-        assert type(args[2]["d"]) is OrderedDict
-        assert args[2]["d"]["a"] is marker
-        assert args[2]["f"]["new"] == []
-        assert args[3].left.shape == (2,)
-        assert args[3].right is inputs[3].right
-        assert args[4] is inputs[4]
-        assert args[5] is inputs[5]
-        assert type(kwargs["y"]) is Batch
-        assert kwargs["y"].note is marker
-        assert kwargs["flag"] is True
-
-
-@both
 def test_tensors_with_different_numbers_of_rows_are_named(wrap):
     """S5: torch drops rows silently, or misaligns them."""
     model = wrap(Fn(lambda x, mask: x * mask["m"]), ["cpu", "cpu"])
@@ -861,27 +743,6 @@ def test_tensors_with_different_numbers_of_rows_are_named(wrap):
         model(torch.ones(8), mask={"m": torch.ones(1)})
     with pytest.raises(ValueError, match=r"inputs\[0\] has 8, inputs\[1\]\['m'\] has 9"):
         data_parallel(model.module, (torch.ones(8), {"m": torch.ones(9)}), ["cpu", "cpu"])
-
-
-@both
-def test_a_0_dim_input_goes_whole_to_every_replica(sim, wrap):
-    """S6: and its gradient is the sum of theirs."""
-    model = wrap(Fn(lambda x, scale: x * scale["s"]).to("sim:0"))
-    scale = torch.tensor(3.0, requires_grad=True)
-    output = model(torch.ones(8), {"s": scale})
-    assert output.tolist() == [3] * 8
-    output.sum().backward()
-    assert scale.grad.item() == 8
-
-
-@both
-@pytest.mark.parametrize(("rows", "replicas"), [(8, 4), (1, 1), (5, 3)])
-def test_keyword_inputs_do_not_make_more_replicas(wrap, rows, replicas):
-    """S7: `model(x, flag=True)` on a short last batch."""
-    model = wrap(Reporter(), ["cpu"] * 4)
-    model._most_rows = 100  # as after a full batch
-    assert_like_plain(model, torch.ones(rows, 3), flag=True, names=["a"], scale=torch.tensor(1.0))
-    assert len(model.module.seen) == replicas
 
 
 @both
@@ -907,16 +768,6 @@ def test_inputs_without_rows_are_one_call_on_the_first_device(sim, wrap, inputs)
 
 
 @both
-def test_only_keyword_inputs(wrap):
-    """S8: they are split like positional ones."""
-    model = wrap(Reporter(), ["cpu", "cpu"])
-    assert_like_plain(model, x=torch.arange(12.0).reshape(4, 3))
-    assert model.module.rows == [2, 2]
-    x = torch.ones(4, 3)
-    torch.testing.assert_close(data_parallel(model.module, None, ["cpu", "cpu"], module_kwargs={"x": x}), model(x))
-
-
-@both
 def test_an_empty_batch_is_one_call(sim, wrap):
     """S9: one replica, the first; the output has the shape of the plain module's."""
     model = wrap(Reporter().to("sim:0"))
@@ -925,23 +776,6 @@ def test_an_empty_batch_is_one_call(sim, wrap):
     assert model.module.seen == [("sim:0", 0)]
     output.sum().backward()
     assert model.module.layer.weight.grad.tolist() == [[0] * 3] * 2
-
-
-@both
-@pytest.mark.parametrize("dim", [1, -2])
-def test_rows_along_another_axis(wrap, dim):
-    """S10: dim 1 of (time, batch, features), from either end."""
-    model = wrap(mlp(), ["cpu"] * 2, dim=dim)
-    assert_like_plain(model, numbered(4, 5, 3))
-    x = numbered(4, 5, 3)
-    torch.testing.assert_close(data_parallel(model.module, x, ["cpu"] * 2, dim=dim), model.module(x))
-
-
-def test_an_rnn_over_time_first_batches():
-    """S10: hidden states too have their rows in axis 1."""
-    model = DataParallel(nn.LSTM(3, 4).double(), ["cpu"] * 3, dim=1)
-    x, state = numbered(6, 5, 3), (numbered(1, 5, 4), numbered(1, 5, 4))
-    torch.testing.assert_close(model(x, state), model.module(x, state))
 
 
 @both
@@ -979,51 +813,16 @@ def test_the_batch_may_have_any_memory_format(wrap):
 
 
 @both
-def test_a_batch_that_requires_grad(wrap):
-    """S12: and one that is the result of a computation, used twice."""
-    model = wrap(Fn(lambda x, y: x * y), ["cpu"] * 3)
-    x = numbered(5).requires_grad_()
-    inside = x * 2
-    model(inside, inside).sum().backward()
-    torch.testing.assert_close(x.grad, 8 * x.detach())
-
-
-@both
 def test_a_module_may_write_into_its_input(wrap):
-    """S12: the caller's batch is never reached, whether it requires grad or not."""
+    """S12: the caller's batch stays as it is, whether it requires grad or not."""
     model = wrap(Fn(lambda x, y: x.mul_(2) + y.add_(1)), ["cpu"] * 2)
     x, y = numbered(4), numbered(4).requires_grad_()
-    model(x, y).sum().backward()
+    inside = y * 1  # neither a leaf nor one that does not require grad
+    (model(x, y) + model(x, inside)).sum().backward()
     assert torch.equal(x, numbered(4))
     assert torch.equal(y, numbered(4))
-    assert y.grad.tolist() == [1] * 4
-
-
-@both
-@pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.int64, torch.uint8, torch.bool]
-)
-def test_inputs_and_outputs_of_any_dtype(wrap, dtype):
-    """S15, N8: they arrive and come back as they are, beside an output that has a gradient."""
-    seen = []
-    model = wrap(Fn(lambda x, w: (seen.append(x.dtype) or x, w * 2)), ["cpu"] * 2)
-    x, w = numbered(5, 2).mul(10).to(dtype), torch.ones(5, requires_grad=True)
-    same, double = model(x, w)
-    assert torch.equal(same, x)
-    assert same.dtype == dtype
-    assert seen == [dtype] * 2
-    double.sum().backward()
-    assert w.grad.tolist() == [2] * 5
-
-
-def test_complex_gradients():
-    """S15."""
-    model = DataParallel(nn.Linear(3, 2, dtype=torch.complex128), ["cpu"] * 2)
-    plain = copy.deepcopy(model.module)
-    x = numbered(5, 3, dtype=torch.complex128)
-    for module in (model, plain):
-        module(x).abs().sum().backward()
-    torch.testing.assert_close(model.module.weight.grad, plain.weight.grad)
+    assert torch.equal(inside, y)
+    assert y.grad.tolist() == [2] * 4
 
 
 @both
@@ -1032,17 +831,6 @@ def test_sparse_inputs(wrap):
     model = wrap(Fn(lambda x: torch.sparse.mm(x, torch.ones(6, 2))), ["cpu"] * 2)
     x = torch.diag(torch.arange(6.0)).to_sparse()
     torch.testing.assert_close(model(x), model.module(x))
-
-
-@both
-def test_sparse_gradients(wrap):
-    """S15: of an embedding, summed and still sparse."""
-    model = wrap(nn.Embedding(7, 3, sparse=True), ["cpu"] * 2)
-    plain = copy.deepcopy(model.module)
-    for module in (model, plain):
-        module(torch.tensor([1, 2, 2, 5, 1])).square().sum().backward()
-    assert model.module.weight.grad.is_sparse
-    torch.testing.assert_close(model.module.weight.grad.to_dense(), plain.weight.grad.to_dense())
 
 
 # Gather
@@ -1067,14 +855,6 @@ def test_outputs_are_in_the_order_of_the_inputs(sim, wrap):
 
 
 @both
-def test_outputs_of_several_tensors_along_dim(wrap):
-    """G1."""
-    model = wrap(Fn(lambda x: {"a": x, "b": (x[..., :1], x.flip(0))}), ["cpu"] * 2, dim=1)
-    x = numbered(3, 4, 2)
-    torch.testing.assert_close(model(x), model.module(x))
-
-
-@both
 def test_0_dim_outputs_become_a_vector(wrap):
     """G2: one entry a replica, warned about once; its mean trains as in torch."""
     model = wrap(nn.Sequential(mlp(), Fn(lambda y: y.square().mean())), ["cpu"] * 2)
@@ -1088,6 +868,7 @@ def test_0_dim_outputs_become_a_vector(wrap):
     losses.mean().backward()
     plain(x).backward()
     torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+    assert wrap(Fn(len), ["cpu"] * 3)(torch.ones(4)) == [2, 2]  # numbers: a list
 
 
 @both
@@ -1104,53 +885,22 @@ def test_0_dim_outputs_with_and_without_gradient(wrap):
 
 
 @both
-def test_nested_outputs_keep_their_types(wrap):
-    """G3, G4."""
+def test_outputs_that_are_no_plain_containers(wrap):
+    """G3, G4: torch's own named tuples, objects and numbers in containers, and nothing."""
     model = wrap(
-        Fn(
-            lambda x: {
-                "none": None,
-                "pair": Pair(x, [x * 2]),
-                "ordered": OrderedDict(b=x, a=(x,)),
-                "default": defaultdict(list, k=x),
-                "batch": Batch(x, x.shape[0]),
-                "max": torch.stack([x, -x], 1).max(1),
-                "text": "same",
-                "number": x.sum().item(),
-                "bool": x.sum().item() > 2,
-                "nothing": (),
-            }
-        ),
+        Fn(lambda x: {"max": torch.stack([x, -x], 1).max(1), "batch": Batch(x, len(x)), "bool": x.sum().item() > 2}),
         ["cpu"] * 2,
     )
     x = torch.arange(4.0, requires_grad=True)
     output = model(x)
-    assert output["none"] is None
-    assert type(output["pair"]) is Pair
-    assert output["pair"].right[0].tolist() == [0, 2, 4, 6]
-    assert type(output["ordered"]) is OrderedDict
-    assert list(output["ordered"]) == ["b", "a"]
-    assert output["ordered"]["a"][0].tolist() == [0, 1, 2, 3]
-    assert output["default"]["new"] == []
-    assert type(output["batch"]) is Batch
-    assert output["batch"].x.tolist() == [0, 1, 2, 3]
-    assert output["batch"].note == [2, 2]
     assert type(output["max"]) is torch.return_types.max
     assert output["max"].indices.tolist() == [0] * 4
-    assert output["text"] == "same"
-    assert output["number"] == [1, 5]
+    assert type(output["batch"]) is Batch
+    assert output["batch"].note == [2, 2]
     assert output["bool"] == [False, True]
-    assert output["nothing"] == ()
-    (output["pair"].left.sum() + output["batch"].x.sum() * 10).backward()
-    assert x.grad.tolist() == [11] * 4
-
-
-@both
-def test_outputs_without_tensors(wrap):
-    """G3, G4."""
-    model = wrap(Fn(lambda x: None), ["cpu"] * 2)
-    assert model(torch.ones(4)) is None
-    assert wrap(Fn(len), ["cpu"] * 3)(torch.ones(4)) == [2, 2]
+    (output["max"].values.sum() + output["batch"].x.sum() * 10).backward()
+    assert x.grad.tolist()[1:] == [11] * 3  # at 0 both entries are the largest
+    assert wrap(Fn(lambda x: None), ["cpu"] * 2)(x) is None
 
 
 @both
@@ -1180,17 +930,7 @@ def test_outputs_that_do_not_fit_together(wrap, function, error, message):
     assert model(torch.arange(4.0)).tolist() == [0, 1, 2, 3]
 
 
-def test_buffers_stay_when_outputs_do_not_fit_together():
-    """G5 with N11: a failed forward changes nothing."""
-    norm = nn.BatchNorm1d(2)
-    model = DataParallel(nn.Sequential(norm, Fn(lambda x: [x] * (1 + (x.shape[0] == 3)))), ["cpu"] * 2)
-    before = copy.deepcopy(norm.state_dict())
-    with pytest.raises(ValueError, match="different lengths"):
-        model(torch.randn(5, 2))
-    torch.testing.assert_close(norm.state_dict(), before)
-
-
-@pytest.mark.parametrize("rows", [1, 5, 8])
+@pytest.mark.parametrize("rows", [1, 5])
 def test_the_wrapper_means_its_plain_composition(rows):
     """The four verbs one by one, `data_parallel`, and both kinds of wrapper give one and the same."""
     module, x, devices = mlp(), numbered(rows, 3), ["cpu"] * 3

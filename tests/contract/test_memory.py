@@ -1,8 +1,8 @@
 """Nothing grows from step to step, with the garbage collector off.
 
-What Python can see is counted exactly: tensors, and the bytes of their storages. What only torch's graphs hold is found
-in malloc's own count of allocated bytes, which is asked for where the C library is glibc; one tensor kept in each step
-would show there many times over. How large the peak is, benchmarks/memory.py measures.
+Tensors that Python can see are counted exactly, with the bytes of their storages. Tensors that only torch's graphs hold
+show in malloc's own count of allocated bytes, where the C library is glibc; one tensor kept in each step would show
+there many times over. benchmarks/memory.py measures how large the peak is.
 """
 
 import contextlib
@@ -19,29 +19,16 @@ from torch.utils.checkpoint import checkpoint
 
 from manyhands import DataParallel
 
-ENGINES = ["threads", pytest.param("processes", marks=pytest.mark.slow)]
 FEW, MANY = 5, 30
 WIDTH = 64  # a batch of 32 rows is 8 KiB
 SMALLEST_LEAK = 8 * 1024 * (MANY - FEW) // 4  # bytes; a quarter of a batch in each step
 
 
-@pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 @pytest.fixture(scope="module", autouse=True)
-def _leave_what_is_there_alone() -> None:
+def _ignore_older_objects() -> None:
     """Count and collect only what is made from here on, not what other tests have left."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture
-def collector_off() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.fixture(autouse=True)
@@ -97,8 +84,8 @@ class RefersToItself(nn.Module):
         return torch.tanh(self.op(x))
 
 
-def nested(engine: str = "threads") -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), DataParallel(mlp(), ["cpu"] * 2, engine=engine))
+def nested() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), DataParallel(mlp(), ["cpu"] * 2))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -122,11 +109,8 @@ def training(model: nn.Module, x: torch.Tensor) -> None:
     model.zero_grad()
 
 
-def forward_only(model: nn.Module, x: torch.Tensor) -> None:
+def forward_and_evaluation(model: nn.Module, x: torch.Tensor) -> None:
     model(x)
-
-
-def evaluation(model: nn.Module, x: torch.Tensor) -> None:
     with torch.no_grad():
         model(x)
 
@@ -137,7 +121,7 @@ def accumulation(model: nn.Module, x: torch.Tensor) -> None:
 
 def a_kept_graph(model: nn.Module, x: torch.Tensor) -> None:
     loss = model(x).square().mean()
-    with contextlib.suppress(RuntimeError):  # a reentrant checkpoint can be walked once only
+    with contextlib.suppress(RuntimeError):  # a reentrant checkpoint can run backward once only
         loss.backward(retain_graph=True)
         loss.backward(retain_graph=True)
 
@@ -176,7 +160,7 @@ def a_backward_that_fails(model: nn.Module, x: torch.Tensor) -> None:
 
 
 STEPS = [training, a_forward_that_fails, a_backward_that_fails]  # of every model
-MORE_STEPS = [forward_only, evaluation, accumulation, a_kept_graph, gradient_penalty]  # of these:
+MORE_STEPS = [forward_and_evaluation, accumulation, a_kept_graph, gradient_penalty]  # of these:
 WITH_MORE_STEPS = ["mlp", "checkpointed", "wrapper inside"]
 CASES = [(name, step) for name in MODELS for step in STEPS]
 CASES += [(name, step) for name in WITH_MORE_STEPS for step in MORE_STEPS]
@@ -217,6 +201,7 @@ def grown(model: nn.Module, step: Callable[[nn.Module, torch.Tensor], None]) -> 
     return (many - few, many_bytes - few_bytes), many_allocated - few_allocated, gc.collect()
 
 
+@pytest.mark.parametrize("engine", ["threads", pytest.param("processes", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 @pytest.mark.parametrize(("name", "step"), CASES, ids=lambda value: getattr(value, "__name__", value))
 def test_nothing_grows(

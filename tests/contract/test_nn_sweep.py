@@ -1,7 +1,7 @@
 """Every module class of torch.nn, wrapped, against the plain one: outputs and gradients in float64, training and eval.
 
 The classes are not listed here but found in torch.nn, so that one that a later torch adds fails until it has a recipe
-(how to make it, and on what to run it) or stands in `EXCLUDED` with its reason. The oracle is the plain module on the
+(how to make it, and on what to run it) or is in `EXCLUDED` with its reason. The oracle is the plain module on the
 whole batch, also for batch normalisation, by `sync_batch_norm=True`. There are two exceptions. Running statistics of
 instance normalisation are means over the batch: there it is `data_parallel`, the plain composition. And where the
 module draws random numbers, its draws cannot be compared: with settings that leave nothing to chance it is compared
@@ -10,7 +10,7 @@ like all others, otherwise by what every draw has in common.
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,25 +24,15 @@ from torch.nn.utils import parametrizations
 
 from manyhands import DataParallel, data_parallel
 
-ENGINES = ["threads", pytest.param("processes", marks=pytest.mark.slow)]
 SPLITS = [(2, 6), (3, 7)]  # replicas, rows: they divide, and they do not, and one row is left for the last replica
 MORE_SPLITS = [(4, 2), (8, 17)]  # fewer rows than replicas; replicas that have none, because the others round up
 
+pytestmark = [
+    pytest.mark.usefixtures("float64"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*(nn.Container|NLLLoss2d|weight_norm).* deprecated:FutureWarning"),
+]
 SYNC = {"sync_batch_norm": True}
-
-
-@pytest.fixture(autouse=True)
-def _float64() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(before)
-
-
-@pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 # ---- recipes -------------------------------------------------------------------------------------
@@ -417,7 +407,7 @@ EXCLUDED: dict[type[nn.Module], str] = {
     nn.Module: "has no forward: it is the base of all others",
     nn.RNNBase: "has no forward: it is the base of RNN, LSTM and GRU",
     nn.RNNCellBase: "has no forward: it is the base of RNNCell, LSTMCell and GRUCell",
-    nn.DataParallel: "takes the machine's GPUs for itself, whatever it is in; it is what this package stands in for",
+    nn.DataParallel: "takes the machine's GPUs for itself, whatever it is in; this package replaces it",
 }
 
 
@@ -487,7 +477,7 @@ class Step:
 
 
 def step(run: Callable[..., Any], module: nn.Module, batch: Sequence[torch.Tensor]) -> Step:
-    """Call `run`, which is `module` or stands for it, on copies of the batch, and walk back."""
+    """Call `run`, which is `module` or stands for it, on copies of the batch, and run backward."""
     inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in batch]
     outputs = tensors_in(run(*inputs))
     module.zero_grad()
@@ -568,14 +558,7 @@ def compare_in(
     return None
 
 
-def for_every_recipe(test: Callable[..., None]) -> Callable[..., None]:
-    for decorate in (
-        pytest.mark.parametrize("recipe", RECIPES, ids=str),
-        pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning"),
-        pytest.mark.filterwarnings("ignore:.*(nn.Container|NLLLoss2d|weight_norm).* deprecated:FutureWarning"),
-    ):
-        test = decorate(test)
-    return test
+for_every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=str)
 
 
 @pytest.mark.parametrize(
@@ -614,11 +597,11 @@ def affine_maps(run: Callable[..., Any], x: torch.Tensor) -> tuple[torch.Tensor,
 @pytest.mark.parametrize(("kind", "inputs"), DROPOUTS, ids=lambda value: getattr(value, "__name__", ""))
 @pytest.mark.parametrize(("num_replicas", "rows"), SPLITS)
 def test_dropout_keeps_or_drops_as_the_plain_layer_does(
-    engine: str, kind: type[nn.Module], inputs: Sequence[Batch], num_replicas: int, rows: int
+    kind: type[nn.Module], inputs: Sequence[Batch], num_replicas: int, rows: int
 ) -> None:
     """Each entry, or channel, is kept and scaled, or dropped, and its gradient likewise; each replica does both."""
     plain = kind(0.5)
-    model = DataParallel(kind(0.5), ["cpu"] * num_replicas, engine=engine)
+    model = DataParallel(kind(0.5), ["cpu"] * num_replicas)
     x = inputs[0](rows)
     scale, offset = affine_maps(model, x)
     seen = [
@@ -635,9 +618,9 @@ def test_dropout_keeps_or_drops_as_the_plain_layer_does(
 
 
 @pytest.mark.parametrize(("num_replicas", "rows"), SPLITS)
-def test_rrelu_draws_a_slope_for_each_negative_entry(engine: str, num_replicas: int, rows: int) -> None:
+def test_rrelu_draws_a_slope_for_each_negative_entry(num_replicas: int, rows: int) -> None:
     x = real(50)(rows)
-    scale, offset = affine_maps(DataParallel(nn.RReLU(0.1, 0.3), ["cpu"] * num_replicas, engine=engine), x)
+    scale, offset = affine_maps(DataParallel(nn.RReLU(0.1, 0.3), ["cpu"] * num_replicas), x)
     assert_same(offset, torch.zeros_like(x), "what is added")
     assert (scale[x >= 0] == 1).all()
     slopes = scale[x < 0]

@@ -4,32 +4,28 @@ import gc
 import io
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from manyhands import DataParallel, data_parallel, replicate
+from helpers.contract import Wrap
+from manyhands import data_parallel, replicate
 from manyhands.runtime import torch_private
+
+
+@pytest.fixture
+def engine() -> str:
+    """The only one: processes refuse scripted modules."""
+    return "threads"
+
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated", "ignore::DeprecationWarning"),
 ]
 
-ENGINES = ["threads"]  # the other one refuses scripted modules: tests/engines/processes/test_engine.py
 CPU = ["cpu", "cpu"]
-
-
-@pytest.fixture(params=ENGINES)
-def wrap(request: pytest.FixtureRequest) -> Callable[..., DataParallel]:
-    """Wrap a module for some CPU replicas on the engine under test."""
-
-    def wrap(module: nn.Module, num_replicas: int = 2, **options: Any) -> DataParallel:
-        return DataParallel(module, ["cpu"] * num_replicas, engine=request.param, **options)
-
-    return wrap
 
 
 class Net(nn.Module):
@@ -117,15 +113,14 @@ def in_a_list(module: nn.Module) -> nn.Module:
     return Holder()
 
 
-@pytest.mark.parametrize("num_replicas", [2, 3])
 @pytest.mark.parametrize("name", MODULES)
-def test_training(name: str, num_replicas: int, wrap: Callable[..., DataParallel]) -> None:
+def test_training(name: str, wrap: Wrap) -> None:
     """R10: outputs, gradients and parameters, in training and eval, while TorchScript profiles and optimises."""
     plain, module = MODULES[name](), MODULES[name]()
     with torch.no_grad():
         for expected, own in zip(all_parameters(plain), all_parameters(module), strict=True):
             own.copy_(expected)
-    wrapped = wrap(module, num_replicas)
+    wrapped = wrap(module, 3)
     optimizers = [torch.optim.SGD(all_parameters(model), 0.1, momentum=0.9) for model in (plain, module)]
     for step, rows in enumerate([6, 7, 6, 4, 5, 1]):
         plain.train(step != 3)
@@ -175,7 +170,7 @@ def test_replicas_are_complete(name: str) -> None:
     torch.testing.assert_close(data_parallel(module, x, CPU), expected)
 
 
-def test_the_original_keeps_its_own_mode_and_attributes(wrap: Callable[..., DataParallel]) -> None:
+def test_the_original_keeps_its_own_mode_and_attributes(wrap: Wrap) -> None:
     """R6, R8: a replica's mode is its own; what is changed on the original between steps is seen."""
     module = torch.jit.script(Net())
     replica = replicate(module, CPU)[1]
@@ -195,7 +190,7 @@ def test_the_original_keeps_its_own_mode_and_attributes(wrap: Callable[..., Data
     assert module.head[2].bias.grad is not None
 
 
-def test_buffers_of_the_first_replica_persist(wrap: Callable[..., DataParallel]) -> None:
+def test_buffers_of_the_first_replica_persist(wrap: Wrap) -> None:
     """R5, N11: in place, as for other modules; a step that fails changes nothing."""
     module, other = torch.jit.script(nn.BatchNorm1d(5)), nn.BatchNorm1d(5)
     x = torch.randn(6, 5)
@@ -222,7 +217,7 @@ def test_attributes_of_the_python_side() -> None:
     assert module.layers == [module.head]
 
 
-def test_nothing_keeps_replicas_alive(wrap: Callable[..., DataParallel]) -> None:
+def test_nothing_keeps_replicas_alive(wrap: Wrap) -> None:
     """N10"""
     for name in ("scripted", "recurrent", "script_method", "children"):
         module = MODULES[name]()

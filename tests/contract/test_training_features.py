@@ -22,9 +22,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
-from torch.optim import lr_scheduler, swa_utils
+from torch.optim import swa_utils
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+from helpers.contract import mlp
 from helpers.rounding import rounding_bound
 from manyhands import DataParallel
 
@@ -59,10 +60,6 @@ def script(tolerances: dict[torch.dtype, float] | None = None) -> Callable[[Any]
 
 
 # ---- what the scripts share ----------------------------------------------------------------------
-
-
-def mlp(width: int = 5, out: int = 3) -> nn.Module:
-    return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, out))
 
 
 def batches(*shape: int, seed: int = 1) -> Iterator[torch.Tensor]:
@@ -159,38 +156,8 @@ class LanguageModel(nn.Module):
         return self.head(self.block(self.embedding(tokens), src_mask=self.mask, is_causal=True))
 
 
-@script()
-def tied_weights(wrap: Wrap) -> Results:
-    return train(wrap(LanguageModel()), batches_of_tokens(), lr=0.01)
-
-
 def normed(norm: Callable[[nn.Module], nn.Module]) -> nn.Module:
     return nn.Sequential(norm(nn.Linear(5, 6)), nn.Tanh(), norm(nn.Linear(6, 6)))
-
-
-@script()
-def old_weight_norm(wrap: Wrap) -> Results:
-    return train(wrap(normed(nn.utils.weight_norm)))
-
-
-@script()
-def old_spectral_norm(wrap: Wrap) -> Results:
-    return train(wrap(normed(nn.utils.spectral_norm)))
-
-
-@script()
-def new_weight_norm(wrap: Wrap) -> Results:
-    return train(wrap(normed(parametrizations.weight_norm)))
-
-
-@script()
-def new_spectral_norm(wrap: Wrap) -> Results:
-    return train(wrap(normed(parametrizations.spectral_norm)))
-
-
-@script()
-def orthogonal(wrap: Wrap) -> Results:
-    return train(wrap(normed(parametrizations.orthogonal)))
 
 
 class Symmetric(nn.Module):
@@ -228,11 +195,6 @@ def parametrized() -> nn.Module:
     parametrize.register_parametrization(model[0], "weight", Scaled())
     parametrize.register_parametrization(model[2], "weight", RankOne())
     return model
-
-
-@script()
-def parametrizations_of_ones_own(wrap: Wrap) -> Results:
-    return train(wrap(parametrized()))
 
 
 @script()
@@ -274,13 +236,6 @@ def pruning(wrap: Wrap) -> Results:
     return results(model)
 
 
-@script()
-def lazy_modules(wrap: Wrap) -> Results:
-    model = nn.Sequential(nn.LazyConv1d(4, 3), nn.Tanh(), nn.Flatten(), nn.LazyLinear(3))
-    model(torch.zeros(2, 2, 5))  # the dry run
-    return train(wrap(model), batches(2, 5))
-
-
 class Recurrent(nn.Module):
     def __init__(self, kind: type[nn.RNNBase], **options: Any) -> None:
         super().__init__()
@@ -291,21 +246,6 @@ class Recurrent(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.rnn.flatten_parameters()
         return self.head(self.rnn(x)[0])
-
-
-@script()
-def rnn(wrap: Wrap) -> Results:
-    return train(wrap(Recurrent(nn.RNN)), batches(3, 5))
-
-
-@script()
-def lstm(wrap: Wrap) -> Results:
-    return train(wrap(Recurrent(nn.LSTM)), batches(3, 5))
-
-
-@script()
-def gru(wrap: Wrap) -> Results:
-    return train(wrap(Recurrent(nn.GRU)), batches(3, 5))
 
 
 @script()
@@ -341,33 +281,6 @@ class Lists(nn.Module):
         return torch.cat([self.heads[name](x) for name in self.heads], 1)
 
 
-@script()
-def parameter_lists_and_dicts(wrap: Wrap) -> Results:
-    return train(wrap(Lists()))
-
-
-@script()
-def middle_block_wrapped(wrap: Wrap) -> Results:
-    return train(nn.Sequential(nn.Linear(5, 5), wrap(mlp(5, 5)), nn.ReLU(inplace=True), nn.Linear(5, 3)))
-
-
-@script()
-def every_block_wrapped(wrap: Wrap) -> Results:
-    return train(nn.Sequential(wrap(mlp(5, 5)), nn.ReLU(inplace=True), wrap(mlp(5, 3))))
-
-
-@script()
-def wrapper_inside_a_wrapped_module(wrap: Wrap) -> Results:
-    return train(wrap(nn.Sequential(mlp(5, 5), wrap(mlp(5, 5)), nn.ReLU(inplace=True), mlp(5, 3))))
-
-
-@script()
-def one_block_wrapped_twice(wrap: Wrap) -> Results:
-    """Two wrappers of one module, as where two losses use one encoder."""
-    block = mlp(5, 5)
-    return train(nn.Sequential(wrap(block), nn.Tanh(), wrap(block)))
-
-
 class CheckpointedBlocks(nn.Module):
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -384,16 +297,6 @@ class CheckpointedBlocks(nn.Module):
         return checkpoint(self.once_more, x, factor=0.5, use_reentrant=False) if not self.reentrant else x
 
 
-@script()
-def checkpointed_blocks_reentrant(wrap: Wrap) -> Results:
-    return train(wrap(CheckpointedBlocks(True)), batches_of_tokens())
-
-
-@script()
-def checkpointed_blocks_without_reentry(wrap: Wrap) -> Results:
-    return train(wrap(CheckpointedBlocks(False)), batches_of_tokens())
-
-
 class SavesOnCPU(nn.Module):
     """Saved-tensor hooks inside forward."""
 
@@ -404,41 +307,6 @@ class SavesOnCPU(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
             return self.block(x)
-
-
-@script()
-def saved_tensor_hooks_inside(wrap: Wrap) -> Results:
-    return train(wrap(SavesOnCPU()))
-
-
-class Methods(nn.Module):
-    """Reaches its layers through methods in attributes and containers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.d, self.e = (nn.Linear(5, 5) for _ in range(5))
-        self.op = self.run_a
-        self.forward_of_b = self.b.forward
-        self.table: dict[str, Any] = {"c": [self.run_c], "d": functools.partial(self.run_d, factor=2.0)}
-        self.last = lambda x: self.e(x) * 0.5
-
-    def run_a(self, x: torch.Tensor) -> torch.Tensor:
-        return self.a(x)
-
-    def run_c(self, x: torch.Tensor) -> torch.Tensor:
-        return self.c(x)
-
-    def run_d(self, x: torch.Tensor, factor: float) -> torch.Tensor:
-        return self.d(x) * factor
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.forward_of_b(self.op(x)))
-        return self.last(torch.tanh(self.table["d"](self.table["c"][0](x))))
-
-
-@script()
-def methods_in_attributes_and_containers(wrap: Wrap) -> Results:
-    return train(wrap(Methods()))
 
 
 class Unusual(nn.Module):
@@ -576,11 +444,6 @@ class Quantized(nn.Module):
         return self.head(torch.tanh(F.linear(x, weight, self.linear.bias)))
 
 
-@script()
-def functions_with_a_backward_of_their_own(wrap: Wrap) -> Results:
-    return train(wrap(Quantized()))
-
-
 class Spectral(nn.Module):
     """Complex parameters."""
 
@@ -595,18 +458,6 @@ class Spectral(nn.Module):
 
 
 @script()
-def complex_parameters(wrap: Wrap) -> Results:
-    return train(wrap(Spectral()), batches(8))
-
-
-@script()
-def channels_last(wrap: Wrap) -> Results:
-    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 3, 3))
-    model = wrap(model.to(memory_format=torch.channels_last))
-    return train(model, (x.to(memory_format=torch.channels_last) for x in batches(2, 6, 6)))
-
-
-@script()
 def sparse_gradients(wrap: Wrap) -> Results:
     model = wrap(nn.Embedding(11, 4, sparse=True))
     optimizer = torch.optim.SparseAdam(model.parameters(), lr=1e-2)
@@ -615,9 +466,55 @@ def sparse_gradients(wrap: Wrap) -> Results:
     return results(model)
 
 
+def to_channels_last(value: Any) -> Any:
+    return value.to(memory_format=torch.channels_last)
+
+
+def convolutions() -> nn.Module:
+    return to_channels_last(nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 3, 3)))
+
+
+def dry_run(model: nn.Module, x: torch.Tensor) -> nn.Module:
+    """Give lazy modules their parameters."""
+    model(x)
+    return model
+
+
+def lazy() -> nn.Module:
+    return dry_run(nn.Sequential(nn.LazyConv1d(4, 3), nn.Tanh(), nn.Flatten(), nn.LazyLinear(3)), torch.zeros(2, 2, 5))
+
+
+# Name of a script -> a module, and the batches on which it is trained.
+TRAINED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Iterator[torch.Tensor]]]] = {
+    "tied_weights": (LanguageModel, batches_of_tokens),
+    "old_weight_norm": (lambda: normed(nn.utils.weight_norm), batches),
+    "old_spectral_norm": (lambda: normed(nn.utils.spectral_norm), batches),
+    "orthogonal": (lambda: normed(parametrizations.orthogonal), batches),
+    "parametrizations_of_ones_own": (parametrized, batches),
+    "lazy_modules": (lazy, lambda: batches(2, 5)),
+    "lstm": (lambda: Recurrent(nn.LSTM), lambda: batches(3, 5)),
+    "gru": (lambda: Recurrent(nn.GRU), lambda: batches(3, 5)),
+    "parameter_lists_and_dicts": (Lists, batches),
+    "checkpointed_blocks_reentrant": (lambda: CheckpointedBlocks(True), batches_of_tokens),
+    "checkpointed_blocks_without_reentry": (lambda: CheckpointedBlocks(False), batches_of_tokens),
+    "saved_tensor_hooks_inside": (SavesOnCPU, batches),
+    "functions_with_a_backward_of_their_own": (Quantized, batches),
+    "complex_parameters": (Spectral, lambda: batches(8)),
+    "channels_last": (convolutions, lambda: map(to_channels_last, batches(2, 6, 6))),
+    "traced_by_fx": (lambda: torch.fx.symbolic_trace(mlp()), batches),
+    "shared_memory": (lambda: mlp().share_memory(), batches),  # as in Hogwild training
+}
+SCRIPTS |= {
+    name: Script(lambda wrap, make=make, data=data: train(wrap(make()), data(), lr=0.02), TOLERANCES)
+    for name, (make, data) in TRAINED.items()
+}
+
+
 @script()
-def traced_by_fx(wrap: Wrap) -> Results:
-    return train(wrap(torch.fx.symbolic_trace(mlp())))
+def several_wrapped_blocks(wrap: Wrap) -> Results:
+    """One of them wrapped twice, as where two losses use one encoder."""
+    block = mlp(5, 5)
+    return train(nn.Sequential(wrap(block), nn.ReLU(inplace=True), wrap(mlp(5, 5)), nn.Tanh(), wrap(block)))
 
 
 # ---- mixed precision -----------------------------------------------------------------------------
@@ -673,14 +570,8 @@ def scale_gradients(wrap: Wrap, **options: Any) -> Results:
     return results(model, scales=torch.tensor(scales))
 
 
-@script()
-def grad_scaler_with_an_infinity(wrap: Wrap) -> Results:
-    return scale_gradients(wrap)
-
-
-@script()
-def grad_scaler_with_a_fused_optimizer(wrap: Wrap) -> Results:
-    return scale_gradients(wrap, fused=True)
+SCRIPTS["grad_scaler_with_an_infinity"] = Script(scale_gradients, TOLERANCES)
+SCRIPTS["grad_scaler_with_a_fused_optimizer"] = Script(lambda wrap: scale_gradients(wrap, fused=True), TOLERANCES)
 
 
 @script()
@@ -714,70 +605,23 @@ def low_precision_between_steps(wrap: Wrap) -> Results:
 
 
 @script()
-def accumulation_over_several_backwards(wrap: Wrap) -> Results:
-    model = wrap(mlp())
-    optimizer = sgd(model)
-    for seed in range(5):
-        optimizer.zero_grad(set_to_none=bool(seed % 2))
-        for x in batches(seed=seed):
-            (loss_of(model(x)) / len(SIZES)).backward()
-        optimizer.step()
-    return results(model)
-
-
-@script()
-def several_forwards_in_one_loss(wrap: Wrap) -> Results:
-    """A siamese network: one loss over two calls; the first graph is walked twice."""
-    model = wrap(mlp())
-    optimizer = sgd(model)
-    for x in batches():
-        optimizer.zero_grad()
-        left, right = model(x), model(x.flip(0) * 0.5)
-        loss_of(left - right).backward(retain_graph=True)
-        loss_of(left).backward()
-        optimizer.step()
-    return results(model)
-
-
-def clip(wrap: Wrap, clip: Callable[[Any], torch.Tensor | None]) -> Results:
+def clipped_gradients(wrap: Wrap) -> Results:
     model = wrap(mlp())
     optimizer = sgd(model)
     norms = []
     for x in batches():
         optimizer.zero_grad()
         loss_of(model(x) * 10).backward()
-        norm = clip(list(model.parameters()))
-        norms.append(torch.zeros(()) if norm is None else norm)
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5, error_if_nonfinite=True))
+        nn.utils.clip_grad_value_(model.parameters(), 0.1)
         optimizer.step()
     return results(model, norms=torch.stack(norms))
 
 
-@script()
-def clipping_by_norm(wrap: Wrap) -> Results:
-    return clip(wrap, lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.5, error_if_nonfinite=True))
-
-
-@script()
-def clipping_by_norm_foreach(wrap: Wrap) -> Results:
-    return clip(wrap, lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.5, foreach=True))
-
-
-@script()
-def clipping_by_value(wrap: Wrap) -> Results:
-    return clip(wrap, lambda parameters: nn.utils.clip_grad_value_(parameters, 0.01))
-
-
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-2),
-    "adam": functools.partial(torch.optim.Adam, lr=1e-2, amsgrad=True),
-    "adamw": functools.partial(torch.optim.AdamW, lr=1e-2),
-}
-
-
-def with_optimizer(make: Callable[..., torch.optim.Optimizer], **options: Any) -> Callable[[Wrap], Results]:
+def with_optimizer(make: Callable[..., torch.optim.Optimizer]) -> Callable[[Wrap], Results]:
     def run(wrap: Wrap) -> Results:
         model = wrap(mlp())
-        optimizer = make(model.parameters(), **options)
+        optimizer = make(model.parameters())
         for x in batches():
             step(model, optimizer, x)
         moments = [value for state in optimizer.state.values() for value in state.values()]
@@ -787,10 +631,12 @@ def with_optimizer(make: Callable[..., torch.optim.Optimizer], **options: Any) -
     return run
 
 
-for _name, _make in OPTIMIZERS.items():
-    for _kind in ("foreach", "fused"):
-        SCRIPTS[f"{_name}_{_kind}"] = Script(with_optimizer(_make, **{_kind: True}), TOLERANCES)
-SCRIPTS["rmsprop"] = Script(with_optimizer(torch.optim.RMSprop, momentum=0.9, centered=True), TOLERANCES)
+OPTIMIZERS = {
+    "sgd_fused": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-2, fused=True),
+    "adam_foreach": functools.partial(torch.optim.Adam, lr=1e-2, amsgrad=True, foreach=True),
+    "adamw_fused": functools.partial(torch.optim.AdamW, lr=1e-2, fused=True),
+}
+SCRIPTS |= {name: Script(with_optimizer(make), TOLERANCES) for name, make in OPTIMIZERS.items()}
 
 
 @script()
@@ -825,19 +671,6 @@ def an_optimizer_step_inside_backward(wrap: Wrap) -> Results:
     for x in batches():
         loss_of(model(x)).backward()
     return results(model)
-
-
-@script()
-def parameter_hooks(wrap: Wrap) -> Results:
-    """`register_hook`: each sees the whole gradient, once, and may change it."""
-    model = wrap(mlp())
-    seen: list[torch.Tensor] = []
-    for parameter in model.parameters():
-        parameter.register_hook(lambda grad: seen.append(grad.norm()) or grad.clamp(-0.05, 0.05))
-    optimizer = sgd(model)
-    for x in batches():
-        step(model, optimizer, x)
-    return results(model, seen=torch.stack(sorted(seen)))
 
 
 @script()
@@ -890,17 +723,6 @@ def updates_by_hand(wrap: Wrap) -> Results:
 
 
 @script()
-def gradients_by_autograd_grad(wrap: Wrap) -> Results:
-    model = wrap(mlp())
-    parameters = list(model.parameters())
-    for x in batches():
-        gradients = torch.autograd.grad(loss_of(model(x)), parameters)
-        with torch.no_grad():
-            torch._foreach_add_(parameters, gradients, alpha=-0.1)
-    return results(model)
-
-
-@script()
 def parameters_as_one_vector(wrap: Wrap) -> Results:
     """`vector_to_parameters` makes all parameters views of one block of memory; so do flat optimizers."""
     model = wrap(mlp())
@@ -928,39 +750,6 @@ def gradients_as_views_of_one_vector(wrap: Wrap) -> Results:
         assert parameters[0].grad.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
         optimizer.step()
     return results(model, flat=flat)
-
-
-@script()
-def gradient_penalty(wrap: Wrap) -> Results:
-    critic = wrap(mlp(5, 1))
-    optimizer = sgd(critic)
-    for x in batches():
-        x.requires_grad_()
-        optimizer.zero_grad()
-        output = critic(x)
-        (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-        (loss_of(output) + (gradient.norm(dim=1) - 1).pow(2).mean()).backward()
-        optimizer.step()
-    return results(critic)
-
-
-@script()
-def sharpness_aware_minimisation(wrap: Wrap) -> Results:
-    """Two forwards and backwards a step, the second from parameters moved in place."""
-    model = wrap(mlp())
-    optimizer = sgd(model)
-    for x in batches():
-        optimizer.zero_grad()
-        loss_of(model(x)).backward()
-        with torch.no_grad():
-            moves = [p.grad * 0.05 for p in model.parameters()]
-            torch._foreach_add_(list(model.parameters()), moves)
-        optimizer.zero_grad()
-        loss_of(model(x)).backward()
-        with torch.no_grad():
-            torch._foreach_sub_(list(model.parameters()), moves)
-        optimizer.step()
-    return results(model)
 
 
 @script()
@@ -1016,18 +805,6 @@ def gradients_by_torch_func(wrap: Wrap) -> Results:
 
 
 @script()
-def knowledge_distillation(wrap: Wrap) -> Results:
-    """Two wrapped models, of which one learns."""
-    teacher, student = wrap(mlp().requires_grad_(False).eval()), wrap(mlp())
-    optimizer = sgd(student)
-    for x in batches():
-        optimizer.zero_grad()
-        F.mse_loss(student(x), teacher(x)).backward()
-        optimizer.step()
-    return results(nn.ModuleList([teacher, student]))
-
-
-@script()
 def adversarial_training(wrap: Wrap) -> Results:
     """Two wrapped models, one behind the other, trained in turn; and inputs moved along their gradient."""
     generator, critic = wrap(mlp(5, 5)), wrap(mlp(5, 1))
@@ -1047,117 +824,6 @@ def adversarial_training(wrap: Wrap) -> Results:
 
 
 # ---- what changes between the steps --------------------------------------------------------------
-
-
-@script()
-def frozen_layers_and_thawed(wrap: Wrap) -> Results:
-    """First the head alone; then everything, the rest in a parameter group of its own; at last the head is frozen."""
-    model = wrap(mlp())
-    root = unwrapped(model)
-    root[:4].requires_grad_(False)
-    optimizer = torch.optim.SGD(root[4].parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-    for number, x in enumerate(batches()):
-        if number == 2:
-            root[:4].requires_grad_(True)
-            optimizer.add_param_group({"params": root[:4].parameters(), "lr": 0.05})
-        if number == 4:
-            root[4].requires_grad_(False)
-        step(model, optimizer, x)
-    return results(model)
-
-
-@script()
-def replaced_submodules(wrap: Wrap) -> Results:
-    """A new head, a layer appended, and one taken out, in the middle of training."""
-    model = wrap(mlp())
-    root = unwrapped(model)
-    for number, x in enumerate(batches()):
-        if number == 1:
-            root[4] = nn.Linear(8, 6)
-        if number == 2:
-            root.append(nn.Linear(6, 2))
-        if number == 3:
-            del root[3]
-        if number == 4:
-            root[0].weight = nn.Parameter(root[0].weight.detach() * 0.5)
-        step(model, sgd(model), x)
-    return results(model)
-
-
-@script()
-def train_and_eval_toggled(wrap: Wrap) -> Results:
-    """Evaluation between the steps: dropout is off, running statistics are used and stay."""
-
-    def model_with_modes() -> nn.Module:
-        return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 3))
-
-    model = wrap(model_with_modes())
-    root = unwrapped(model)
-    root[1].running_var.uniform_(0.5, 2.0)
-    optimizer = sgd(model)
-    outputs = []
-    for x in batches():
-        model.train()
-        root[1].eval()  # rows do not interact
-        root[3].eval()
-        step(model, optimizer, x)
-        model.eval()
-        assert not root[0].training
-        with torch.no_grad():
-            outputs.append(model(x))
-    return results(model, outputs=torch.cat(outputs))
-
-
-@script()
-def evaluation_in_inference_mode(wrap: Wrap) -> Results:
-    model = wrap(mlp())
-    optimizer = sgd(model)
-    outputs = []
-    for x in batches():
-        with torch.inference_mode():
-            output = model(x)
-            assert output.is_inference()
-        outputs.append(output.clone())
-        step(model, optimizer, x)
-    return results(model, outputs=torch.cat(outputs))
-
-
-@script()
-def learning_rate_schedules(wrap: Wrap) -> Results:
-    model = wrap(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    warm_up = lr_scheduler.LinearLR(optimizer, start_factor=0.5, total_iters=2)
-    schedule = lr_scheduler.SequentialLR(
-        optimizer, [warm_up, lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)], milestones=[2]
-    )
-    plateau = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-    for x in batches():
-        step(model, optimizer, x)
-        schedule.step()
-        with torch.no_grad():
-            plateau.step(loss_of(model(x)))
-    return results(model, rate=torch.tensor(optimizer.param_groups[0]["lr"]))
-
-
-@script()
-def moving_average_through_data(wrap: Wrap) -> Results:
-    """An average of the parameters, kept by hand, which takes the parameters' place for evaluation."""
-    model = wrap(mlp())
-    average = [p.data.clone() for p in model.parameters()]
-    optimizer = sgd(model)
-    outputs = []
-    for x in batches():
-        step(model, optimizer, x)
-        for mean, parameter in zip(average, model.parameters(), strict=True):
-            mean.mul_(0.7).add_(parameter.data, alpha=0.3)
-        held = [p.data.clone() for p in model.parameters()]
-        for mean, parameter in zip(average, model.parameters(), strict=True):
-            parameter.data.copy_(mean)
-        with torch.no_grad():
-            outputs.append(model(x))
-        for before, parameter in zip(held, model.parameters(), strict=True):
-            parameter.data = before
-    return results(model, outputs=torch.cat(outputs), **{f"average {i}": mean for i, mean in enumerate(average)})
 
 
 @script()
@@ -1205,25 +871,18 @@ def copied_each_step(wrap: Wrap, copied: Callable[[Any], Any]) -> Results:
     return results(model)
 
 
-@script()
-def deepcopy_each_step(wrap: Wrap) -> Results:
-    return copied_each_step(wrap, copy.deepcopy)
+def through_a_file(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
-@script()
-def pickle_each_step(wrap: Wrap) -> Results:
-    return copied_each_step(wrap, lambda value: pickle.loads(pickle.dumps(value)))
-
-
-@script()
-def torch_save_each_step(wrap: Wrap) -> Results:
-    def through_a_file(value: Any) -> Any:
-        file = io.BytesIO()
-        torch.save(value, file)
-        file.seek(0)
-        return torch.load(file, weights_only=False)
-
-    return copied_each_step(wrap, through_a_file)
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda v: pickle.loads(pickle.dumps(v)), "torch_save": through_a_file}
+SCRIPTS |= {
+    f"{name}_each_step": Script(lambda wrap, copied=copied: copied_each_step(wrap, copied), TOLERANCES)
+    for name, copied in COPIES.items()
+}
 
 
 @script()
@@ -1239,12 +898,6 @@ def resumed_from_a_checkpoint(wrap: Wrap) -> Results:
         optimizer.load_state_dict(saved[1])
         step(model, optimizer, x)
     return results(model)
-
-
-@script()
-def shared_memory(wrap: Wrap) -> Results:
-    """Parameters that other processes can see, as in Hogwild training."""
-    return train(wrap(mlp()).share_memory())
 
 
 class KeepsItsHistory(nn.Module):
@@ -1276,22 +929,19 @@ def buffers_written_by_the_caller(wrap: Wrap) -> Results:
 # ---- the tests -----------------------------------------------------------------------------------
 
 
-def cases() -> list[Any]:
-    """Each script, on threads with each of its dtypes, and on processes, in `make test-all`, with the most exact."""
-    return [
-        pytest.param(engine, name, dtype, id=f"{engine}-{name}-{str(dtype).removeprefix('torch.')}", marks=marks)
-        for engine, marks in (("threads", []), ("processes", [pytest.mark.slow]))
-        for name, each in SCRIPTS.items()
-        for dtype in (each.tolerances if engine == "threads" else [most_exact(each)])
-    ]
-
-
 def most_exact(script: Script) -> torch.dtype:
     """Return the widest of a script's dtypes."""
     return max(script.tolerances, key=lambda dtype: dtype.itemsize)
 
 
-@pytest.mark.parametrize(("engine", "name", "dtype"), cases())
+# Each script on threads with each of its dtypes; on processes, in `make test-all`, with the most exact.
+CASES = [("threads", name, dtype) for name, script in SCRIPTS.items() for dtype in script.tolerances]
+CASES += [
+    pytest.param("processes", name, most_exact(script), marks=pytest.mark.slow) for name, script in SCRIPTS.items()
+]
+
+
+@pytest.mark.parametrize(("engine", "name", "dtype"), CASES, ids=str)
 def test_the_wrapped_module_trains_as_the_plain_one(engine: str, name: str, dtype: torch.dtype) -> None:
     """N7, N9, R2, R3, R4, R8, R9, R10, R13, R14, A10, A14"""
     expected = run(name, lambda module: module, dtype)

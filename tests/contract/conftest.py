@@ -1,0 +1,54 @@
+"""The engines' contract: whatever runs the replicas, numbers, state and errors are the plain module's.
+
+The oracle is the plain module on the whole batch, in float64; where rows interact (batch normalisation in training) it
+is `data_parallel`, the plain composition. A new engine is added to ENGINE_ARGUMENTS in tests/helpers/contract.py.
+
+The replicas are on the CPU, or on the devices that MANYHANDS_TEST_DEVICES names, in turn: "cuda:0" has them all on one
+GPU, "cuda:0,cuda:1" on two. Models and batches are made on the first. That is how `make gpu-check` runs this folder.
+"""
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.contract import ENGINE_ARGUMENTS, ENGINES, ON_CPU, Wrap, in_turn, on_first_device
+from manyhands import DataParallel
+
+ON_THE_CPU_ONLY = ["compile", "memory", "nn_sweep", "properties", "scripted", "tensor_devices", "training_features"]
+collect_ignore = [] if ON_CPU else [f"test_{name}.py" for name in ON_THE_CPU_ONLY]
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    """The name of the engine under test."""
+    return request.param
+
+
+@pytest.fixture
+def wrap(engine: str, numerics: None, monkeypatch: pytest.MonkeyPatch) -> Wrap:
+    """Wrap a module for some replicas on the engine under test."""
+
+    def wrap(module: nn.Module, num_replicas: int = 2, **options: Any) -> DataParallel:
+        return DataParallel(module, in_turn(num_replicas), engine=ENGINE_ARGUMENTS[engine](monkeypatch), **options)
+
+    return wrap
+
+
+@pytest.fixture
+def numerics(float64: None) -> Iterator[None]:
+    """Double precision, exact convolutions, and new tensors on the first device."""
+    exact = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)  # no effect on the CPU
+    with exact, on_first_device():
+        yield
+
+
+@pytest.fixture
+def collector_off() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

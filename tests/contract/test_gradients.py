@@ -1,0 +1,585 @@
+"""Outputs and gradients of one step and of several, and the ways to ask for a backward."""
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from helpers.contract import (
+    Fn,
+    ForceField,
+    Wrap,
+    assert_all_same,
+    assert_same,
+    assert_same_gradients,
+    assert_same_state,
+    each_with,
+    fresh,
+    in_one_memory,
+    in_threads,
+    in_time,
+    in_turn,
+    loss_of,
+    mlp,
+    over_engines,
+    over_gloo_too,
+    rows_of,
+    tensors_in,
+    twins,
+)
+from manyhands import data_parallel
+
+SPLITS = [(2, 7), (4, 6), (2, 1)]  # replicas, rows; (4, 6) leaves one idle, (2, 1) runs one replica
+
+
+# ---- models --------------------------------------------------------------------------------------
+
+
+def conv_group_norm() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 3)
+    )
+
+
+def batch_norm_eval() -> nn.Module:
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+    model[1].running_mean.uniform_(-1, 1)
+    model[1].running_var.uniform_(0.5, 2)
+    return model.eval()
+
+
+class EmbeddingLSTM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 4)
+        self.lstm = nn.LSTM(4, 5, num_layers=2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(self.embedding(tokens))[0])
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class NestedOutputs(nn.Module):
+    """Outputs of every kind: nested, a view, one twice, an integer, one that needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(5, 6)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        hidden = torch.tanh(self.trunk(x))
+        logits = self.head(hidden)
+        return {
+            "logits": logits,
+            "again": logits,
+            "pair": Pair(hidden, hidden[:, 1:3]),
+            "views": [hidden.view(-1, 2, 3), logits.transpose(0, 1).transpose(0, 1), logits.expand(2, -1, -1)[0]],
+            "classes": (logits.argmax(1), None),
+            "constant": logits.detach() * 2,
+        }
+
+
+def in_place_first() -> nn.Module:
+    return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(5, 3))
+
+
+class Unused(nn.Module):
+    """A parameter that nothing uses, and one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(5, 3)
+        self.unused = nn.Parameter(torch.randn(3))
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x) * self.frozen
+
+
+class TiedAutoencoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(5, 5)
+        self.decoder = nn.Linear(5, 5)
+        self.decoder.weight = self.encoder.weight
+        self.act = nn.PReLU()
+        self.also_act = self.act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.also_act(self.encoder(self.act(x))))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.reentrant = mlp(5, 5), mlp(5, 3), reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = checkpoint(self.first, x, use_reentrant=self.reentrant)
+        return checkpoint(self.second, hidden, use_reentrant=self.reentrant)
+
+
+def tokens(rows: int) -> torch.Tensor:
+    return torch.randint(0, 11, (rows, 4))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor]]] = {
+    "mlp": (mlp, rows_of(5)),
+    "conv and group norm": (conv_group_norm, rows_of(2, 4, 4)),
+    "batch norm in eval mode": (batch_norm_eval, rows_of(2, 4, 4)),
+    "embedding and lstm": (EmbeddingLSTM, tokens),
+    "transformer layer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), rows_of(3, 8)),
+    "nested outputs": (NestedOutputs, rows_of(5)),
+    "in-place first layer": (in_place_first, rows_of(5)),
+    "unused and frozen parameters": (Unused, rows_of(5)),
+    "tied weights": (TiedAutoencoder, rows_of(5)),
+    "output is the input": (nn.Identity, rows_of(5)),
+    "differentiates inside": (ForceField, rows_of(5)),
+    "checkpoint, reentrant": (lambda: Checkpointed(True), rows_of(5)),
+    "checkpoint, non-reentrant": (lambda: Checkpointed(False), rows_of(5)),
+    "spectral norm": (lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(5, 3)), nn.Tanh()), rows_of(5)),
+    "weight norm": (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(5, 3)), nn.Tanh()), rows_of(5)),
+    "sparse embedding": (lambda: nn.Sequential(nn.Embedding(11, 4, sparse=True), nn.Tanh()), tokens),
+}
+
+
+# ---- outputs and gradients -----------------------------------------------------------------------
+
+
+@over_engines(
+    "name, num_replicas, rows",
+    each_with(MODELS, SPLITS),
+    processes=[*each_with(MODELS, [(4, 6)]), ("nested outputs", 2, 7), ("nested outputs", 2, 1)],
+    gloo=[*each_with(MODELS, [(4, 6)]), ("nested outputs", 2, 7), ("nested outputs", 2, 1)],
+)
+def test_outputs_and_gradients_are_the_plain_modules(wrap: Wrap, name: str, num_replicas: int, rows: int) -> None:
+    """N1, N8, R3, G3, S12: outputs, gradients of parameters and of the input, and buffers."""
+    make_model, make_batch = MODELS[name]
+    plain, model = twins(wrap, make_model(), num_replicas)
+    x = make_batch(rows)
+    x_plain, x_model = fresh(x), fresh(x)
+    # An in-place first layer refuses a leaf; the plain module gets a copy.
+    expected = plain(x_plain.clone() if name == "in-place first layer" else x_plain)
+    output = model(x_model)
+    for mine, theirs in zip(tensors_in(output), tensors_in(expected), strict=True):
+        assert mine.requires_grad == theirs.requires_grad
+        assert mine.dtype == theirs.dtype
+        assert_same(mine.detach(), theirs.detach())
+    loss_of(expected).backward()
+    loss_of(output).backward()
+    assert_same(x_model.grad, x_plain.grad)
+    assert torch.equal(x_model.detach(), x), "the module wrote into the caller's batch"
+    assert_same_gradients(model.module, plain)
+    assert_same_state(model.module, plain)
+
+
+TRAINED = [(name,) for name in MODELS if name not in ("output is the input", "sparse embedding")]
+# What processes receive anew in each step: parameters, shared ones, buffers that forward writes.
+TRAINED_IN_PROCESSES = [("mlp",), ("embedding and lstm",), ("tied weights",), ("spectral norm",)]
+
+
+@over_engines("name", TRAINED, processes=TRAINED_IN_PROCESSES, gloo=TRAINED_IN_PROCESSES)
+def test_five_steps_of_sgd(wrap: Wrap, name: str) -> None:
+    """N9: parameters after five steps are the plain module's; batches of different sizes."""
+    make_model, make_batch = MODELS[name]
+    plain, model = twins(wrap, make_model(), 3)
+    optimizers = [
+        torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-2) for m in (plain, model.module)
+    ]
+    for rows in (7, 8, 9, 5, 3):
+        x = make_batch(rows)
+        for module, optimizer in zip((plain, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(module(fresh(x).clone() if x.is_floating_point() else x)).backward()
+            optimizer.step()
+    assert_same_state(model.module, plain)
+
+
+@over_engines("num_replicas, rows", SPLITS, processes=[(4, 6)], gloo=[(4, 6)])
+def test_batch_norm_in_training_is_the_plain_compositions(wrap: Wrap, num_replicas: int, rows: int) -> None:
+    """N5, R5: each replica normalises over its own rows, and the first one's statistics persist."""
+    oracle, model = twins(wrap, nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU()), num_replicas)
+    for _ in range(3):
+        x = torch.randn(rows, 2, 5, 5)
+        output, expected = model(x), data_parallel(oracle, x, in_turn(num_replicas))
+        assert_same(output.detach(), expected.detach())
+        loss_of(output).backward()
+        loss_of(expected).backward()
+        assert_same_gradients(model.module, oracle)
+        assert_same_state(model.module, oracle)
+
+
+@over_gloo_too
+def test_gradients_accumulate_over_backwards(wrap: Wrap) -> None:
+    """N1, N7: a backward adds to the gradients of those before, as with the plain module."""
+    plain, model = twins(wrap, mlp(), 3)
+    for rows in (7, 4):
+        x = torch.randn(rows, 5)
+        loss_of(plain(x)).backward()
+        loss_of(model(x)).backward()
+    assert_same_gradients(model.module, plain)
+
+
+@over_gloo_too
+def test_equal_calls_give_equal_bits(wrap: Wrap) -> None:
+    """N1: gradients are summed in replica order, whichever replica ends first."""
+    model = wrap(mlp(), 4)
+    x = torch.randn(64, 5)
+    seen = []
+    for _ in range(20):
+        model.zero_grad()
+        loss_of(model(x)).backward()
+        seen.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert all(torch.equal(other, seen[0]) for other in seen)
+
+
+def test_several_inputs_positional_keyword_and_whole(wrap: Wrap) -> None:
+    """S6, S7, N1: one tensor given twice, a 0-dim input, keywords; each gets its gradient."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 3)
+
+        def forward(self, a: torch.Tensor, b: Any, *, scale: torch.Tensor, flag: bool) -> torch.Tensor:
+            return self.linear(a * scale + b["rows"][0]) if flag else a
+
+    grads = []
+    for module in twins(wrap, Mixed(), 3):
+        x, y, scale = fresh(torch.ones(7, 5)), fresh(torch.arange(35.0).view(7, 5)), fresh(torch.tensor(1.5))
+        loss_of(module(x, {"rows": [y * x]}, scale=scale, flag=True)).backward()
+        twice = fresh(torch.ones(7, 5))
+        loss_of(module(twice, {"rows": [twice]}, scale=scale, flag=True)).backward()
+        grads.append((x.grad, y.grad, scale.grad, twice.grad))
+    assert_all_same(grads[1], grads[0])
+
+
+def test_middle_block_wrapped_with_an_in_place_layer(wrap: Wrap) -> None:
+    """A10, S12: the wrapped block starts with an in-place ReLU on the activation of the layer before it."""
+    plain = nn.Sequential(nn.Linear(5, 5), in_place_first(), nn.Linear(3, 2))
+    model = copy.deepcopy(plain)
+    model[1] = wrap(model[1], 2)
+    x = torch.randn(7, 5)
+    loss_of(plain(x)).backward()
+    loss_of(model(x)).backward()
+    assert_same_gradients(model, plain)
+
+
+@over_gloo_too
+def test_wrapper_inside_a_wrapped_module(wrap: Wrap) -> None:
+    """A10: forward and backward."""
+    plain = nn.Sequential(mlp(5, 5), mlp(5, 3))
+    inner = copy.deepcopy(plain)
+    inner[1] = wrap(inner[1], 2)
+    model = wrap(inner, 3)
+    x = torch.randn(8, 5)
+    for _ in range(2):
+        loss_of(plain(x)).backward()
+        in_time(lambda: loss_of(model(x)).backward())
+    assert_same_gradients(model.module, plain)
+
+
+def test_many_wrapped_blocks_in_a_row(wrap: Wrap) -> None:
+    """A10: one wrapper after the other, and one block many times, as in a loop over time."""
+    plain, model = twins(wrap, mlp(5, 5))
+    grads = []
+    for module in (plain, model):
+        x = fresh(torch.ones(5, 5))
+        h = x
+        for _ in range(30):
+            h = h + 0.1 * module(h)
+        h.sum().backward()
+        grads.append(x.grad)
+    assert_same(grads[1], grads[0], 1e-10)
+    assert_same_gradients(model.module, plain, 1e-10)
+
+
+def test_output_is_a_parameter(wrap: Wrap) -> None:
+    """N8: gathered once a replica, as data_parallel does; later writes into the output do not reach the parameter."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(3, 2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.table
+
+    oracle, model = twins(wrap, Table())
+    before = model.module.table.detach().clone()
+    x = torch.zeros(4, 1)
+    output, expected = model(x), data_parallel(oracle, x, in_turn(2))
+    assert_same(output.detach(), expected.detach())
+    (output * torch.arange(12.0).view(6, 2)).sum().backward()
+    (expected * torch.arange(12.0).view(6, 2)).sum().backward()
+    assert_same_gradients(model.module, oracle)
+    for rows in (1, 4):  # one replica; two
+        with torch.no_grad():
+            model(torch.zeros(rows, 1)).zero_()
+    assert torch.equal(model.module.table.detach(), before)
+
+
+def test_outputs_may_be_written_into(wrap: Wrap) -> None:
+    """N8: in-place operations on the gathered output."""
+    plain, model = twins(wrap, nn.Linear(5, 3))
+    x = torch.randn(7, 5)
+    for module in (plain, model):
+        output = module(x)
+        output.mul_(2)
+        output[:, 0] = 1.0
+        output.pow(2).sum().backward()
+    assert_same_gradients(model.module, plain)
+
+
+def test_integer_outputs_and_outputs_that_the_loss_ignores(wrap: Wrap) -> None:
+    """N8: integers come back as such; an ignored output gets no gradient, and its own layer none either."""
+
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk, self.a, self.b = nn.Linear(5, 4), nn.Linear(4, 3), nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            h = self.trunk(x)
+            return self.a(h), self.b(h), self.a(h).argmax(1)
+
+    plain, model = twins(wrap, TwoHeads(), 3)
+    x = torch.randn(7, 5)
+    for module in (plain, model):
+        a, _, classes = module(x)
+        assert classes.dtype is torch.int64
+        assert not classes.requires_grad
+        F.nll_loss(a.log_softmax(1), classes).backward()
+    assert model.module.b.weight.grad is None
+    assert_same_gradients(model.module, plain)
+
+
+@over_gloo_too
+def test_unused_parameters_keep_no_gradient(wrap: Wrap) -> None:
+    """N2: so weight decay does not move them; one that a single replica uses gets that replica's gradient."""
+
+    class OnlyBigRows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always, self.sometimes, self.never = (nn.Linear(2, 2) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            big = x[:, 0] > 5
+            return self.always(x) + (self.sometimes(x) * big[:, None] if big.any() else 0)
+
+    plain, model = twins(wrap, OnlyBigRows(), 3)
+    x = torch.arange(14.0).view(7, 2) - 5
+    before = plain.never.weight.detach().clone()
+    for module in (plain, model):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, weight_decay=0.5)
+        optimizer.zero_grad()
+        loss_of(module(x)).backward()
+        optimizer.step()
+    assert model.module.never.weight.grad is None
+    assert_same_gradients(model.module, plain)
+    assert torch.equal(model.module.never.weight.detach(), before)
+
+
+def test_unused_rows_of_an_input_get_zeros(wrap: Wrap) -> None:
+    """N1: an input that only one replica uses has a gradient of zeros in the other replicas' rows."""
+    model = wrap(Fn(lambda x, number: x * 2 if number[0] == 0 else torch.zeros_like(x, requires_grad=True)))
+    x = torch.ones(5, 2, requires_grad=True)
+    model(x, torch.arange(5)).sum().backward()
+    assert torch.equal(x.grad, torch.tensor([[2.0, 2.0]] * 3 + [[0.0, 0.0]] * 2))
+
+
+@over_gloo_too
+def test_frozen_parameters_toggled_between_steps(wrap: Wrap) -> None:
+    """R4: requires_grad is seen at each step."""
+    plain, model = twins(wrap, mlp())
+    for step in range(4):
+        x = torch.randn(7, 5)
+        for module, root in ((plain, plain), (model, model.module)):
+            root[2].requires_grad_(step % 2 == 1)
+            root[0].requires_grad_(step != 2)
+            root.zero_grad()
+            loss_of(module(x)).backward()
+        assert_same_gradients(model.module, plain)
+    model.module.requires_grad_(False)
+    assert not model(torch.randn(7, 5)).requires_grad
+
+
+@over_gloo_too
+def test_without_grad_and_in_inference_mode(wrap: Wrap) -> None:
+    """R14: outputs that need no gradient, and inference tensors."""
+    model = wrap(batch_norm_eval())
+    x = torch.randn(7, 2, 4, 4)
+    expected = model.module(x).detach()
+    with torch.no_grad():
+        output = model(x)
+    assert not output.requires_grad
+    assert_same(output, expected)
+    with torch.inference_mode():
+        output = model(x)
+    assert output.is_inference()
+    assert_same(output.clone(), expected)
+    assert_same(model(x).detach(), expected)  # and back again
+
+
+@in_one_memory
+def test_tensors_from_outside_that_change_from_step_to_step(wrap: Wrap) -> None:
+    """N1, N3: not the module's, and another one in each step. (`refresh` sends worker processes what a closure has.)"""
+    table: dict[str, torch.Tensor] = {}
+    wrapped, x = wrap(Fn(lambda x: x + table["now"], nn.Linear(3, 3))), torch.randn(5, 3)
+    for _ in range(3):
+        table["now"] = torch.zeros(3, requires_grad=True)
+        wrapped.refresh()
+        wrapped(x).sum().backward()
+        assert table["now"].grad.tolist() == [5.0] * 3
+
+
+# ---- how backward is asked for -------------------------------------------------------------------
+
+
+@over_gloo_too
+def test_several_forwards_then_backwards(wrap: Wrap) -> None:
+    """N1: one loss over several calls, and several losses in another order than their forwards."""
+    plain, model = twins(wrap, mlp(), 3)
+    batches = [torch.randn(rows, 5) for rows in (7, 2, 8)]
+    for module in (plain, model):
+        losses = [loss_of(module(x)) for x in batches]
+        (losses[0] * 2).backward()
+        (losses[2] + losses[1]).backward()
+    assert_same_gradients(model.module, plain)
+
+
+@over_gloo_too
+def test_retain_graph(wrap: Wrap) -> None:
+    """N1: a kept graph can run backward again; without `retain_graph` the second backward is refused, as in torch."""
+    plain, model = twins(wrap, mlp())
+    x = torch.randn(7, 5)
+    for module in (plain, model):
+        loss = loss_of(module(x))
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match=r"backward through .* a second time"):
+            loss.backward()
+    assert_same_gradients(model.module, plain)
+
+
+@over_gloo_too
+def test_backward_of_a_kept_graph_from_two_threads(wrap: Wrap) -> None:
+    """N1, F5: each gets its own gradients, of a loss of its own."""
+    plain, model = twins(wrap, mlp())
+    x = torch.randn(7, 5)
+    expected, output = plain(x), model(x)
+    weights = torch.randn(2, *output.shape)
+
+    def gradients(output: torch.Tensor, root: nn.Module, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(output, list(root.parameters()), weight, retain_graph=True)
+
+    right = [gradients(expected, plain, weight) for weight in weights]
+
+    def backward(number: int) -> None:
+        for _ in range(10):
+            torch.testing.assert_close(gradients(output, model.module, weights[number]), right[number])
+
+    in_threads(2, backward)
+
+
+@over_gloo_too
+def test_partial_gradients(wrap: Wrap) -> None:
+    """N1: torch.autograd.grad of some parameters, of the input; nothing is accumulated anywhere."""
+    plain, model = twins(wrap, mlp())
+    x = torch.randn(7, 5)
+    results = []
+    for module, root in ((plain, plain), (model, model.module)):
+        x_here = fresh(x)
+        loss = loss_of(module(x_here))
+        first = torch.autograd.grad(loss, [root[0].weight, x_here], retain_graph=True)
+        second = torch.autograd.grad(loss, [root[4].bias, root[2].weight])
+        assert all(p.grad is None for p in root.parameters())
+        assert x_here.grad is None
+        results.append([*first, *second])
+    assert_all_same(results[1], results[0])
+    with pytest.raises(RuntimeError, match=r"unused|not have been used"):
+        torch.autograd.grad(loss_of(model(x)), [torch.ones((), requires_grad=True)])
+
+
+def test_backward_with_respect_to_named_inputs(wrap: Wrap) -> None:
+    """N1: `backward(inputs=...)` touches the named tensors only."""
+    model = wrap(mlp())
+    loss_of(model(torch.randn(7, 5))).backward(inputs=[model.module[0].bias])
+    assert [name for name, p in model.module.named_parameters() if p.grad is not None] == ["0.bias"]
+
+
+def test_gradients_given_by_the_caller_are_not_written_into(wrap: Wrap) -> None:
+    """N1: the tensor given to backward, and gradients that share its memory."""
+
+    class TwoShifts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(2, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sum() * 0 + self.a + self.b
+
+    model = wrap(TwoShifts())
+    grad = torch.arange(12.0).view(4, 3)
+    kept = grad.clone()
+    model(torch.ones(4, 3)).backward(grad)
+    assert torch.equal(grad, kept)
+    for parameter in model.module.parameters():
+        assert torch.equal(parameter.grad, kept[:2] + kept[2:])
+    model.module.a.grad.zero_()
+    assert torch.equal(model.module.b.grad, kept[:2] + kept[2:])
+
+
+def test_a_tensor_written_into_between_the_passes_is_noticed(wrap: Wrap) -> None:
+    """N1: a parameter changed in place before backward is an error, not a wrong gradient, as with the plain module."""
+    plain, model = twins(wrap, nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3)))
+    for module, root in ((plain, plain), (model, model.module)):
+        loss = loss_of(module(torch.randn(7, 5)))
+        with torch.no_grad():
+            root[1].weight.add_(1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    loss_of(model(torch.randn(7, 5))).backward()  # and the next step works
+
+
+def test_anomaly_mode(wrap: Wrap) -> None:
+    """N8: a NaN in a replica's backward is found."""
+    model = wrap(Fn(lambda y: (y * 0).sqrt() * 0, nn.Linear(5, 3)))
+    with (
+        pytest.warns(UserWarning, match="Error detected in|Anomaly Detection"),
+        torch.autograd.detect_anomaly(),
+        pytest.raises(RuntimeError, match="returned nan values"),
+    ):
+        model(torch.randn(4, 5)).sum().backward()
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_jacobian(wrap: Wrap, vectorize: bool) -> None:
+    """N3: torch.autograd.functional.jacobian, one backward a row of it, or all of them under vmap."""
+    plain, model = twins(wrap, mlp())
+    x = torch.randn(3, 5)
+    expected = torch.autograd.functional.jacobian(plain, x)
+    assert_same(torch.autograd.functional.jacobian(model, x, vectorize=vectorize), expected)
+
+
+def test_batched_gradients(wrap: Wrap) -> None:
+    """N3: `is_grads_batched`, which runs backward under vmap."""
+    x, vectors = torch.randn(3, 5), torch.randn(4, 3, 3)
+    results = [
+        torch.autograd.grad(module(x), list(module.parameters()), vectors, is_grads_batched=True)
+        for module in twins(wrap, mlp())
+    ]
+    assert_all_same(results[1], results[0])

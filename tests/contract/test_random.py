@@ -1,0 +1,442 @@
+"""Random numbers: a stream for each replica, equal runs from equal seeds, and the masks of the forward in backward."""
+
+import copy
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from helpers.contract import (
+    FailureError,
+    Fn,
+    Wrap,
+    assert_all_same,
+    assert_same,
+    assert_same_gradients,
+    fresh,
+    in_processes,
+    in_turn,
+    loss_of,
+    mlp,
+    on_the_cpu,
+    over_engines,
+    tensors_in,
+    twins,
+)
+from helpers.in_time import WAIT_S
+from manyhands import data_parallel
+
+pytestmark = on_the_cpu
+
+
+class Recomputed(nn.Module):
+    """A module whose activations are computed again in backward."""
+
+    def __init__(self, module: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.module, self.reentrant = module, reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.module, x, use_reentrant=self.reentrant)
+
+
+def with_dropout(width: int = 5) -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.4), nn.Tanh(), nn.Linear(8, width), nn.Dropout(0.2))
+
+
+class RandomLayers(nn.Module):
+    """Draws in many ways: in dropout layers, inside an LSTM, inside attention, and in activations computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(with_dropout(), Recomputed(with_dropout(), True), Recomputed(with_dropout(), False))
+        self.recurrent = nn.LSTM(5, 8, num_layers=2, dropout=0.3, batch_first=True)
+        self.attention = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, _ = self.recurrent(self.blocks(x)[:, None].expand(-1, 3, -1))
+        return self.attention(hidden)
+
+
+def run_steps(model: nn.Module, x: torch.Tensor, seed: int, num_steps: int = 1) -> list[torch.Tensor]:
+    """Return what some steps from a seed give: outputs, gradients, and the random state in the end."""
+    torch.manual_seed(seed)
+    seen: list[torch.Tensor] = []
+    for _ in range(num_steps):
+        model.zero_grad()
+        output = model(x)
+        loss_of(output).backward()
+        seen += [tensor.detach() for tensor in tensors_in(output)]
+        seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return [*seen, torch.get_rng_state()]
+
+
+def all_equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+def num_different(tensors: Any) -> int:
+    return len({tuple(tensor.flatten().tolist()) for tensor in tensors})
+
+
+@pytest.fixture
+def busy() -> Iterator[None]:
+    """Other threads that want the processor and the interpreter, so that the order of the replicas varies."""
+    stop = threading.Event()
+
+    def burn() -> None:
+        a = torch.ones(64, 64)
+        while not stop.is_set():
+            a = torch.tanh(a @ a)
+            sum(range(1000))
+
+    threads = [threading.Thread(target=burn, daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    yield
+    stop.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive(), "it hangs"
+
+
+@over_engines("num_replicas", [(2,), (8,)], processes=[(3,)], gloo=[(3,)])  # each process draws by itself
+def test_equal_seeds_give_equal_runs_under_load(
+    wrap: Wrap, busy: None, caplog: pytest.LogCaptureFixture, num_replicas: int
+) -> None:
+    """N6: 20 times the same bits, outputs, gradients and random state, whatever the order of the replicas."""
+    model = wrap(RandomLayers(), num_replicas)
+    x = torch.randn(16, 5)
+    run_steps(model, x, 3)  # over gloo the first step decides which gradients share a bucket
+    expected = run_steps(model, x, 3)
+    assert all(all_equal(run_steps(model, x, 3), expected) for _ in range(20))
+    assert not all_equal(run_steps(model, x, 4), expected)
+    assert not caplog.records
+
+
+def per_row(draw: Callable[..., torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: draw((len(x), 9))
+
+
+def after_a_seed(x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(int(torch.randint(1 << 30, ())))
+    return torch.rand(len(x), 9)
+
+
+DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dropout": F.dropout,
+    "dropout in place": lambda x: F.dropout(x.clone(), inplace=True),
+    "dropout2d": lambda x: F.dropout2d(x[:, :, :, None]),
+    "alpha dropout": lambda x: F.alpha_dropout(x, training=True),
+    "feature alpha dropout": lambda x: F.feature_alpha_dropout(x, training=True),
+    "native_dropout": lambda x: torch.native_dropout(x, 0.5, True)[0],
+    "rrelu": lambda x: F.rrelu(-x, training=True),
+    "gumbel_softmax": F.gumbel_softmax,
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
+    "fractional_max_pool2d": lambda x: F.fractional_max_pool2d(
+        torch.arange(4096.0).view(1, 4, 32, 32).expand(len(x), 4, 32, 32), 2, 19
+    ),
+    "rand": per_row(torch.rand),
+    "randn": per_row(torch.randn),
+    "randint": per_row(functools.partial(torch.randint, 1000)),
+    "randperm": lambda x: torch.randperm(99).expand(len(x), 99),
+    "rand_like": torch.rand_like,
+    "randn with out": lambda x: torch.randn(len(x), 9, out=torch.empty(len(x), 9)),
+    "bernoulli": lambda x: torch.bernoulli(torch.full_like(x, 0.5)),
+    "bernoulli_": lambda x: torch.empty_like(x).bernoulli_(torch.full_like(x, 0.5)),
+    "normal": lambda x: torch.normal(x, 1.0),
+    "normal_": lambda x: torch.empty_like(x).normal_(),
+    "uniform_": lambda x: torch.empty_like(x).uniform_(),
+    "random_": lambda x: torch.empty_like(x).random_(),
+    "exponential_": lambda x: torch.empty_like(x).exponential_(),
+    "poisson": lambda x: torch.poisson(100 * torch.ones_like(x)),
+    "multinomial": lambda x: torch.multinomial(torch.ones(len(x), 30), 9),
+    "gamma": lambda x: torch.distributions.Gamma(torch.ones_like(x), 1.0).rsample(),
+    "dirichlet": lambda x: torch.distributions.Dirichlet(torch.ones_like(x)).rsample(),
+    "binomial": lambda x: torch.binomial(torch.full_like(x, 50.0), torch.full_like(x, 0.5)),
+    "init": lambda x: nn.init.kaiming_normal_(torch.empty_like(x)),
+    "the default generator by name": lambda x: torch.rand(len(x), 9, generator=torch.default_generator),
+    "after torch.manual_seed": after_a_seed,
+    "under vmap": torch.vmap(F.dropout, randomness="different"),
+}
+# A worker process leads draws to a stream by the same code: one operator, one factory function, and the generator.
+DRAWS_IN_PROCESSES = [("dropout",), ("rand",), ("the default generator by name",), ("after torch.manual_seed",)]
+
+
+@over_engines("name", [(name,) for name in DRAWS], processes=DRAWS_IN_PROCESSES, gloo=[("dropout",)])
+def test_every_replica_draws_from_a_stream_of_its_own(wrap: Wrap, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    """N6: no two replicas, steps or seeds draw the same, and the plain composition draws what the engine draws."""
+    model = wrap(Fn(DRAWS[name]), 3)
+    x = torch.ones(6, 32, 8)
+    torch.manual_seed(1)
+    first, second, after = model(x), model(x), torch.get_rng_state()
+    torch.manual_seed(1)
+    oracle = data_parallel(model.module, x, in_turn(3))
+    assert torch.equal(oracle, first)
+    assert torch.equal(model(x), second)
+    assert torch.equal(torch.get_rng_state(), after)
+    torch.manual_seed(2)
+    assert num_different([*first.chunk(3), *second.chunk(3), *model(x).chunk(3)]) == 9
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("mode", ["eval", "no random layers"])
+def test_without_random_numbers_the_random_state_is_untouched(
+    wrap: Wrap, caplog: pytest.LogCaptureFixture, mode: str
+) -> None:
+    """N6: the order of the data is then the same on one device and on several."""
+    model = wrap(RandomLayers().eval() if mode == "eval" else Recomputed(mlp(), False), 3)
+    before = torch.get_rng_state()
+    loss_of(model(torch.randn(7, 5, generator=torch.Generator()))).backward()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not caplog.records
+
+
+@over_engines("num_replicas", [(2,), (3,), (8,)], processes=[(2,)], gloo=[])
+def test_the_random_state_moves_on_alike_for_any_number_of_replicas(wrap: Wrap, num_replicas: int) -> None:
+    """N6: by one number a forward, nothing a backward; so data are drawn alike on two devices and on eight."""
+    torch.manual_seed(5)
+    torch.rand(())
+    expected = torch.get_rng_state()
+    model = wrap(RandomLayers(), num_replicas)
+    torch.manual_seed(5)
+    output = model(torch.ones(16, 5))
+    assert torch.equal(torch.get_rng_state(), expected)
+    loss_of(output).backward()
+    assert torch.equal(torch.get_rng_state(), expected)
+
+
+def test_a_restored_random_state_repeats_the_run(wrap: Wrap) -> None:
+    """N6: resuming from a checkpoint needs torch's random state and nothing of ours."""
+    model = wrap(RandomLayers(), 3)
+    x = torch.randn(7, 5)
+    model(x)
+    state = torch.get_rng_state()
+    expected = [model(x).detach() for _ in range(3)]
+    model = wrap(copy.deepcopy(model.module), 3)
+    torch.set_rng_state(state)
+    assert all_equal([model(x).detach() for _ in range(3)], expected)
+
+
+def test_a_single_replica_draws_what_the_plain_module_draws(wrap: Wrap) -> None:
+    """N6: a batch of one row."""
+    x = torch.randn(1, 5)
+    expected, results = (run_steps(module, x, 7, num_steps=2) for module in twins(wrap, with_dropout(), 3))
+    assert_all_same(results, expected)
+
+
+def test_a_forward_that_fails_leaves_the_random_state(wrap: Wrap) -> None:
+    """N6, N11: also where other replicas have drawn."""
+    fails = [True]
+
+    def draw(x: torch.Tensor) -> torch.Tensor:
+        drawn = F.dropout(x)
+        if fails[0] and x[0, 0] == 2:
+            raise FailureError(3, "after the draw")
+        return drawn
+
+    model = wrap(Fn(draw), 3)
+    x = torch.arange(3.0).view(3, 1).expand(3, 20)
+    before = torch.get_rng_state()
+    with pytest.raises(FailureError):
+        model(x)
+    assert torch.equal(torch.get_rng_state(), before)
+    fails[0] = False
+    model.refresh()  # a variable of a closure
+    expected = model(x)
+    torch.set_rng_state(before)
+    assert torch.equal(model(x), expected)
+
+
+# ---- activations computed again ------------------------------------------------------------------
+
+INSIDE, AROUND = "inside", "around"
+
+
+@over_engines(
+    "reentrant, where, num_replicas",
+    [(reentrant, *case) for reentrant in (True, False) for case in ((INSIDE, 2), (INSIDE, 3), (AROUND, 3))],
+    processes=[(reentrant, where, 3) for reentrant in (True, False) for where in (INSIDE, AROUND)],
+    gloo=[(True, INSIDE, 3), (False, AROUND, 3)],
+)
+def test_recomputed_activations_have_the_masks_of_the_forward(
+    wrap: Wrap, reentrant: bool, where: str, num_replicas: int
+) -> None:
+    """N6, R13: in checkpoints in the module and in `checkpoint(model, x)`; gradients by hand, from the masks."""
+    layer = nn.Linear(5, 40)
+    module = nn.Sequential(layer, nn.Dropout(0.5))
+    model = wrap(Recomputed(module, reentrant) if where == INSIDE else module, num_replicas)
+    for _ in range(5):
+        model.zero_grad()
+        x = torch.randn(7, 5)
+        x_model = fresh(x)
+        output = model(x_model) if where == INSIDE else checkpoint(model, x_model, use_reentrant=reentrant)
+        mask = (output.detach() != 0) * 2.0
+        assert 0.2 < mask.mean() / 2 < 0.8
+        assert_same(output.detach(), (layer(x) * mask).detach())
+        loss_of(output).backward()
+        x_plain, expected = fresh(x), copy.deepcopy(layer)
+        expected.zero_grad()
+        loss_of(expected(x_plain) * mask).backward()
+        assert_same_gradients(layer, expected)
+        assert_same(x_model.grad, x_plain.grad)
+
+
+def twice_with_retain_graph(output: torch.Tensor, x: torch.Tensor) -> None:
+    loss_of(output).backward(retain_graph=True)
+    loss_of(output).backward()
+
+
+def with_create_graph(output: torch.Tensor, x: torch.Tensor) -> None:
+    (grad,) = torch.autograd.grad(loss_of(output), x, create_graph=True)
+    grad.pow(2).sum().backward()
+
+
+BACKWARDS: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
+    "backward": lambda output, x: loss_of(output).backward(),
+    "twice with retain_graph": twice_with_retain_graph,
+    "create_graph": with_create_graph,
+}
+
+
+# torch's reentrant checkpoints know a plain backward only.
+@pytest.mark.parametrize(("reentrant", "backward"), [(True, "backward"), *((False, name) for name in BACKWARDS)])
+@pytest.mark.parametrize("outside", [False, True], ids=["", "with a global parameter"])
+def test_recomputed_activations_in_every_kind_of_backward(
+    wrap: Wrap, reentrant: bool, outside: bool, backward: str
+) -> None:
+    """N6, N3: also where one call runs the backward of all replicas; against the same replicas without checkpoints."""
+    shared = nn.Parameter(torch.ones(5)) if outside else torch.ones(5)
+    grads = []
+    for recompute in (False, True):
+        torch.manual_seed(2)
+        model = wrap(nn.Sequential(with_dropout(), nn.Identity(), Fn(lambda x: x * shared)), 3)
+        if recompute:
+            model.module[0] = Recomputed(model.module[0], reentrant)
+        torch.manual_seed(3)
+        x = fresh(torch.randn(7, 5))
+        output = model(x)
+        other = model(x * 2)  # a later forward with masks of its own, whose backward comes first
+        loss_of(other).backward()
+        BACKWARDS[backward](output, x)
+        assert x.grad is not None
+        grads.append([x.grad, *(p.grad for p in model.parameters()), torch.get_rng_state()])
+    assert_all_same(grads[1], grads[0])
+
+
+# ---- other places that draw ----------------------------------------------------------------------
+
+
+def test_a_wrapper_inside_a_replica_draws_from_that_replicas_stream(
+    wrap: Wrap, caplog: pytest.LogCaptureFixture
+) -> None:
+    """N6, A10: equal seeds, equal runs, and masks that differ everywhere."""
+    inner = wrap(nn.Sequential(Recomputed(nn.Dropout(0.5), False), nn.Dropout(0.1)), 2)
+    model = wrap(nn.Sequential(nn.Linear(5, 20), inner), 3)
+    x = torch.ones(12, 5)
+    expected = run_steps(model, x, 3, num_steps=2)
+    assert all(all_equal(run_steps(model, x, 3, num_steps=2), expected) for _ in range(5))
+    assert num_different(part != 0 for part in expected[0].chunk(6)) == 6
+    assert not caplog.records
+
+
+class AddsNoise(torch.autograd.Function):
+    """Noise on the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad + torch.randn_like(grad)
+
+
+def test_random_numbers_in_backward(wrap: Wrap, caplog: pytest.LogCaptureFixture) -> None:
+    """N6: streams of their own too; the random state moves on, so that the next backward draws others."""
+    model = wrap(nn.Sequential(nn.Linear(5, 5), Fn(AddsNoise.apply)), 3)
+    x = torch.randn(6, 5)
+    expected = run_steps(model, x, 3, num_steps=2)
+    assert all(all_equal(run_steps(model, x, 3, num_steps=2), expected) for _ in range(10))
+    model, noise = wrap(Fn(AddsNoise.apply), 3), []
+    for _ in range(2):
+        x_model = fresh(torch.zeros(6, 5))
+        (grad,) = torch.autograd.grad(model(x_model).sum(), x_model)
+        noise += grad.chunk(3)
+    assert num_different(noise) == 6
+    assert not caplog.records
+
+
+def test_the_random_state_functions_act_on_the_replicas_stream(wrap: Wrap) -> None:
+    """N6: manual_seed, seed, initial_seed, get_rng_state, set_rng_state and fork_rng, in every replica at once."""
+
+    def draw(x: torch.Tensor) -> torch.Tensor:
+        state = torch.get_rng_state()
+        drawn = torch.rand(9)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(x[0]))
+            assert torch.initial_seed() == int(x[0])
+            seeded = torch.rand(9)
+            torch.seed()
+        after = torch.rand(9)
+        torch.set_rng_state(state)
+        assert torch.equal(torch.rand(9), drawn)
+        assert torch.equal(torch.rand(9), after)
+        return torch.stack([drawn, seeded, after])[None]
+
+    model = wrap(Fn(draw), 3)
+    before = torch.get_rng_state()
+    for _ in range(20):
+        torch.set_rng_state(before)
+        output = model(torch.arange(3.0))
+        assert torch.equal(output[:, 1], from_seeds_0_to_2())
+        assert num_different([*output[:, 0], *output[:, 2]]) == 6
+    torch.set_rng_state(before)
+    assert torch.initial_seed() == torch.default_generator.initial_seed()
+
+
+def from_seeds_0_to_2() -> torch.Tensor:
+    return torch.stack([torch.rand(9, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1, 2)])
+
+
+def test_a_generator_of_the_users_own_is_used(wrap: Wrap) -> None:
+    """N6"""
+    model = wrap(Fn(lambda x: torch.rand(1, 9, generator=torch.Generator().manual_seed(int(x[0])))), 3)
+    before = torch.get_rng_state()
+    assert torch.equal(model(torch.arange(3.0)), from_seeds_0_to_2())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def in_a_thread(x: torch.Tensor) -> torch.Tensor:
+    drawn: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: drawn.append(torch.rand_like(x)))
+    thread.start()
+    thread.join()
+    return drawn[0]
+
+
+def seed_by_hand(x: torch.Tensor) -> torch.Tensor:
+    torch.default_generator.manual_seed(int(x[0, 0]))
+    return x
+
+
+@pytest.mark.parametrize("draw", [in_a_thread, seed_by_hand])
+def test_draws_outside_the_replicas_streams_are_reported(
+    wrap: Wrap, caplog: pytest.LogCaptureFixture, draw: Callable[[torch.Tensor], torch.Tensor], engine: str
+) -> None:
+    """N6: once, with the remedy. In processes there is nothing to report: each has a generator to itself."""
+    model = wrap(nn.Sequential(Fn(draw)), 3)
+    for _ in range(3):
+        model(torch.ones(6, 5))
+    if in_processes(engine):
+        assert not caplog.records
+        return
+    (record,) = caplog.records
+    assert "drawn from while the replicas of Sequential ran" in record.getMessage()
+    assert "generator=..." in record.getMessage()

@@ -1,0 +1,433 @@
+"""Replicas are as the module is at each call, and gradients arrive however a module refers to its own layers."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from helpers.contract import (
+    Fn,
+    Wrap,
+    assert_all_same,
+    assert_same,
+    assert_same_gradients,
+    fresh,
+    in_one_memory,
+    in_processes,
+    loss_of,
+    mlp,
+    num_here,
+    over_engines,
+    over_gloo_too,
+    twins,
+)
+
+
+def change_attribute(model: nn.Module) -> None:
+    model.scale = 3.0
+
+
+def change_mode(model: nn.Module) -> None:
+    model.eval()
+
+
+def change_submodule(model: nn.Module) -> None:
+    torch.manual_seed(5)
+    model.linear = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
+
+
+def change_data(model: nn.Module) -> None:
+    model.linear.weight.data = model.linear.weight.data * 2
+    model.linear.bias.data.zero_()
+
+
+def change_parameter(model: nn.Module) -> None:
+    model.linear.weight = nn.Parameter(torch.ones(3, 5))
+
+
+def change_dtype(model: nn.Module) -> None:
+    model.float()
+
+
+def change_buffer(model: nn.Module) -> None:
+    model.shift = torch.full((3,), 4.0)
+
+
+def add_parameter(model: nn.Module) -> None:
+    model.extra = nn.Parameter(torch.full((3,), 2.0))
+
+
+def add_hook(model: nn.Module) -> None:
+    model.linear.register_forward_hook(lambda module, args, output: output * module.weight.sum())
+
+
+def add_pre_hook(model: nn.Module) -> None:
+    model.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+
+def replace_forward(model: nn.Module) -> None:
+    forward = model.forward
+    model.forward = lambda x: forward(x) * 2
+
+
+CHANGES = [
+    change_attribute, change_mode, change_submodule, change_data, change_parameter, change_dtype, change_buffer,
+    add_parameter, add_hook, add_pre_hook, replace_forward,
+]  # fmt: skip
+
+
+class Changeable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale, self.extra = nn.Linear(5, 3), 1.0, None
+        self.register_buffer("shift", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(next(self.parameters()).dtype)
+        y = self.linear(x) * self.scale + self.shift + (0 if self.training else 10)
+        return y if self.extra is None else y * self.extra
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_changes_between_steps_are_seen(wrap: Wrap, change: Callable[[nn.Module], None]) -> None:
+    """R8: whatever the caller changes, the next forward runs with it."""
+    plain, model = twins(wrap, Changeable())
+    x = torch.randn(7, 5)
+    loss_of(model(x)).backward()
+    before = model(x).detach()
+    for root in (plain, model.module):
+        root.zero_grad()
+        change(root)
+    output, expected = model(x), plain(x)
+    assert output.dtype == expected.dtype
+    assert change is change_dtype or not torch.equal(output, before)
+    tolerance = 1e-5 if change is change_dtype else 1e-12
+    assert_same(output.detach(), expected.detach(), tolerance)
+    output.pow(2).sum().backward()
+    expected.pow(2).sum().backward()
+    assert_same_gradients(model.module, plain, tolerance)
+
+
+@over_gloo_too
+def test_removed_hooks_and_children_are_gone(wrap: Wrap) -> None:
+    """R8"""
+    model = wrap(nn.Sequential(nn.Linear(5, 3), nn.Tanh()))
+    x = torch.randn(4, 5)
+    plain = model.module(x).detach()
+    handle = model.module.register_forward_hook(lambda module, args, output: output + 1)
+    assert_same(model(x).detach(), plain + 1)
+    handle.remove()
+    assert_same(model(x).detach(), plain)
+    del model.module[1]
+    assert_same(model(x).detach(), model.module[0](x).detach())
+
+
+class CountsCalls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+        self.register_buffer("rows", torch.zeros(1), persistent=False)
+        self.linear = nn.Linear(2, 2)
+        self.log: list[float] = []
+        self.latest = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.rows += len(x)
+        self.latest = len(x)
+        self.log.append(float(x[0, 0]))
+        return self.linear(x) * 0 + self.calls
+
+
+def test_buffers_of_the_first_replica_persist(wrap: Wrap) -> None:
+    """R5: the other replicas' updates are lost, and every forward starts every replica from the live buffers."""
+    model = wrap(CountsCalls(), 3)
+    calls, rows = model.module.calls, model.module.rows
+    for step in range(1, 4):
+        output = model(torch.zeros(7, 2))
+        assert torch.equal(output.detach(), torch.full((7, 2), float(step)))  # the same in every replica
+        assert model.module.calls is calls
+        assert calls.item() == step
+        assert rows.item() == 3 * step  # the first replica's rows
+    model.module.calls.fill_(10)
+    assert model(torch.zeros(7, 2))[-1, 0].item() == 11
+
+
+def test_assigned_attributes_are_lost_and_lists_persist(wrap: Wrap, engine: str) -> None:
+    """R6; what a worker process adds to a list stays there."""
+    model = wrap(CountsCalls(), 3)
+    model(torch.arange(14.0).view(7, 2))
+    assert model.module.latest == 0
+    assert sorted(model.module.log) == [0.0, 6.0, 12.0][: num_here(engine, 3)]
+
+
+def test_hooks_run_once_a_replica_and_parameter_hooks_once(wrap: Wrap, engine: str) -> None:
+    """R9: parameter hooks see the summed gradient, and may change it. What hooks in a worker process do stays there."""
+    plain, model = twins(wrap, mlp(), 3)
+    x = torch.randn(8, 5)
+    loss_of(plain(x)).backward()
+    events: list[str] = []
+    grads: list[torch.Tensor] = []
+    layer = model.module[0]
+    layer.register_forward_pre_hook(lambda module, args: events.append(f"pre {len(args[0])}"))
+    layer.register_forward_hook(lambda module, args, output: events.append(f"post {len(output)}"))
+    layer.register_full_backward_hook(lambda module, into, out: events.append(f"backward {len(out[0])}"))
+    layer.weight.register_hook(lambda grad: grads.append(grad.clone()) or grad * 2)
+    layer.weight.register_post_accumulate_grad_hook(lambda parameter: events.append("accumulated"))
+    loss_of(model(fresh(x))).backward()
+    shards = [3, 3, 2][: num_here(engine, 3)]
+    once_a_replica = [f"{what} {n}" for what in ("pre", "post", "backward") for n in shards]
+    assert sorted(events) == sorted([*once_a_replica, "accumulated"])
+    assert events[-1] == "accumulated"
+    assert len(grads) == 1
+    assert_same(grads[0], plain[0].weight.grad)
+    assert_same(layer.weight.grad, plain[0].weight.grad * 2)
+    assert_same(model.module[2].weight.grad, plain[2].weight.grad)
+
+
+def test_hooks_of_the_wrapper_run_once(wrap: Wrap) -> None:
+    """R9: a hook on the wrapper sees the whole batch."""
+    model = wrap(mlp())
+    seen: list[int] = []
+    model.register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    model.register_full_backward_hook(lambda module, into, out: seen.append(len(out[0])))
+    loss_of(model(fresh(torch.randn(7, 5)))).backward()
+    assert seen == [7, 7]
+
+
+def test_another_method_is_called_in_parallel(wrap: Wrap, engine: str) -> None:
+    """R12."""
+
+    class Generator(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 5)
+            self.seen: list[int] = []
+
+        def generate(self, x: torch.Tensor, *, steps: int) -> torch.Tensor:
+            self.seen.append(len(x))
+            for _ in range(steps):
+                x = torch.tanh(self.layer(x))
+            return x
+
+    model, x = Generator(), torch.randn(7, 5, requires_grad=True)
+    wrapped = wrap(model, 3)
+    plain = model.generate(x, steps=3)
+    model.seen.clear()
+    output = wrapped.call("generate", x, steps=3)
+    assert sorted(model.seen) == sorted([3, 3, 1][: num_here(engine, 3)])
+    assert_same(output, plain)
+    assert_all_same(*(torch.autograd.grad(y.sum(), list(model.parameters())) for y in (output, plain)))
+    with pytest.raises(AttributeError, match="Generator has no method 'generat'"):
+        wrapped.call("generat", x)
+
+
+# ---- what a replica cannot be given --------------------------------------------------------------
+
+
+class Holder:
+    """An object of a class that manyhands does not know."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+class Hidden(nn.Module):
+    """Reaches its own layer through an object into which manyhands cannot look."""
+
+    def __init__(self, hide: Callable[["Hidden"], Any], *, in_training_only: bool = False) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.hiding_place = hide(self)
+        self.in_training_only = in_training_only
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        place = self.hiding_place
+        if self.in_training_only and not self.training:
+            return self.first(x)
+        return (place.held if isinstance(place, Holder) else place)(self.first(x))
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+HIDING_PLACES: dict[str, Callable[[Hidden], Any]] = {
+    "a module": lambda module: Holder(module.layer),
+    "a bound method": lambda module: Holder(module.run),
+    "a cached method": lambda module: functools.lru_cache(module.run),
+}
+NAMES_THE_PARAMETER = r"parameter 'layer\.(weight|bias)' of the original module"
+
+
+@in_one_memory
+@pytest.mark.parametrize("hide", HIDING_PLACES.values(), ids=HIDING_PLACES)
+def test_a_live_module_behind_an_unknown_object_is_an_error(
+    wrap: Wrap, hide: Callable[[Hidden], Any], engine: str
+) -> None:
+    """R7: the replica would train the live module behind our back; the error names the parameter.
+
+    F6: where it has to be sent to another process and cannot be, the error names the attribute.
+    """
+    model = wrap(Hidden(hide))
+    x = torch.randn(7, 5)
+    error, message = RuntimeError, NAMES_THE_PARAMETER
+    if in_processes(engine) and isinstance(model.module.hiding_place, functools._lru_cache_wrapper):
+        error, message = TypeError, r"attribute 'hiding_place' .*cannot be pickled"
+    for _ in range(2):
+        with pytest.raises(error, match=message):
+            model(x)
+    assert all(p.grad is None for p in model.parameters())
+    model.module.hiding_place = model.module.layer  # and mended
+    loss_of(model(x)).backward()
+    assert model.module.layer.weight.grad is not None
+
+
+@in_one_memory
+@pytest.mark.parametrize("later", ["frozen at first", "hidden later", "used in training only"])
+def test_a_hidden_module_is_an_error_as_soon_as_it_would_be_trained(wrap: Wrap, later: str) -> None:
+    """R7, R4, R8: a forward that succeeded proves nothing about the next one.
+
+    The layer needed no gradient at first; or the attribute that hides it is assigned later; or a first forward in eval
+    mode, with gradients on, did not use it.
+    """
+    hide = (lambda module: module.run) if later == "hidden later" else HIDING_PLACES["a module"]
+    model = wrap(Hidden(hide, in_training_only=later == "used in training only"))
+    module, x = model.module, torch.randn(7, 5)
+    module.layer.requires_grad_(later != "frozen at first")
+    module.train(later != "used in training only")
+    loss_of(model(x)).backward()
+    module.layer.requires_grad_(True)
+    module.train()
+    if later == "hidden later":
+        module.hiding_place = Holder(module.layer)
+    with pytest.raises(RuntimeError, match=NAMES_THE_PARAMETER):
+        model(x)
+
+
+@in_one_memory
+def test_a_tensor_with_a_history_as_attribute_is_an_error(wrap: Wrap) -> None:
+    """R7: the error names the attribute; unused, it does no harm."""
+
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.memory, self.use = nn.Linear(5, 5), {"state": torch.zeros(5)}, True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) + (self.memory["state"] if self.use else 0)
+
+    model = wrap(nn.Sequential(Remembers()))
+    x = torch.randn(7, 5)
+    model.module[0].memory["state"] = torch.exp(torch.zeros(5, requires_grad=True))
+    model.module[0].use = False
+    loss_of(model(x)).backward()
+    model.module[0].use = True
+    model.module[0].memory = dict(model.module[0].memory)
+    with pytest.raises(RuntimeError, match=r"attribute '0\.memory'"):
+        model(x)
+    model.module[0].memory["state"] = torch.ones(5)
+    loss_of(model(x)).backward()
+
+
+def test_methods_lists_and_lambdas_are_the_replicas_own(wrap: Wrap) -> None:
+    """R7: gradients arrive through every way by which a module can refer to itself."""
+
+    class Devious(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c, self.d, self.hidden = (nn.Linear(5, 5) for _ in range(5))
+            self.plain_list = [self.a]
+            self.table = {"op": self.run_b, "nested": (1, [functools.partial(self.run_c, 2.0)])}
+            self.op = lambda x, extra=nn.Linear(5, 5): extra(self.d(x))  # noqa: B008 - it is what is tested
+            self.not_a_child = {"only here": [self.__dict__["_modules"].pop("hidden")]}
+
+        def run_b(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(x)
+
+        def run_c(self, factor: float, x: torch.Tensor) -> torch.Tensor:
+            return self.c(x) * factor
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.plain_list[0](x)
+            x = self.table["op"](x)
+            x = self.table["nested"][1][0](x)
+            return self.not_a_child["only here"][0](self.op(x))
+
+        def everything(self) -> list[torch.Tensor]:
+            outside = (self.op.__defaults__[0], self.not_a_child["only here"][0])
+            return [*self.parameters(), *(p for module in outside for p in module.parameters())]
+
+    plain = Devious()
+    model = wrap(Devious(), 3)
+    with torch.no_grad():
+        for mine, theirs in zip(model.module.everything(), plain.everything(), strict=True):
+            mine.copy_(theirs)
+    x = torch.randn(7, 5)
+    loss_of(plain(x)).backward()
+    loss_of(model(x)).backward()
+    for mine, theirs in zip(model.module.everything(), plain.everything(), strict=True):
+        assert theirs.grad is not None
+        assert_same(mine.grad, theirs.grad)
+
+
+@in_one_memory
+def test_objects_that_carry_tensors_with_a_history(wrap: Wrap) -> None:
+    """S4: an object of an unknown class reaches every replica as it is, and gradients flow through what it holds."""
+    plain, model = twins(wrap, Fn(lambda y, batch: y * batch.held, nn.Linear(5, 3)))
+    for _ in range(3):  # other objects in each step, with other tensors
+        x, grads = torch.randn(7, 5), []
+        for module in (plain, model):
+            weight, leaf = fresh(torch.arange(3.0)), fresh(torch.ones(3))
+            loss_of(module(x, Holder(torch.exp(weight) * 2))).backward()
+            loss_of(module(x, Holder(leaf))).backward()
+            grads.append([weight.grad, leaf.grad])
+        assert_all_same(grads[1], grads[0])
+        assert_same_gradients(model.module, plain)
+
+
+# ---- activation checkpointing --------------------------------------------------------------------
+
+
+@over_engines(
+    "rows, reentrant",
+    [(7, True), (8, True), (7, False), (8, False)],
+    processes=[(7, True), (7, False)],
+    gloo=[(7, True), (7, False)],
+)
+def test_activation_checkpointing_around_the_wrapper(wrap: Wrap, rows: int, reentrant: bool) -> None:
+    """R13: `checkpoint(model, x)`; many steps, because an order that depends on threads is right some of the time."""
+    plain, model = twins(wrap, mlp())
+    for _ in range(30):
+        x = torch.randn(rows, 5)
+        grads = []
+        for module in (plain, model):
+            x_here = fresh(x)
+            module.zero_grad()
+            loss_of(checkpoint(module, x_here, use_reentrant=reentrant)).backward()
+            grads.append(x_here.grad)
+        assert_same(grads[1], grads[0])
+        assert_same_gradients(model.module, plain)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_of_a_method_that_is_kept_as_an_attribute(wrap: Wrap, reentrant: bool) -> None:
+    """R7, R13: it is called again in backward, and still is the replica's."""
+
+    class Bound(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Linear(3, 3)
+            self.function = self.block.forward
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(lambda x: self.function(torch.tanh(self.function(x))), x, use_reentrant=reentrant)
+
+    plain, model = twins(wrap, Bound())
+    x = torch.randn(6, 3)
+    for module in (plain, model):
+        loss_of(module(fresh(x))).backward()
+    assert_same_gradients(model.module, plain)

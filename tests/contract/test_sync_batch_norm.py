@@ -1,0 +1,344 @@
+"""Synchronised batch norm has the numbers of one device, of every order of derivative."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from helpers.batch_norms import (
+    BATCH_NORMS,
+    CheckpointedBatchNorm,
+    ResidualBlock,
+    assert_gradients_and_buffers_near,
+    assert_near,
+    compare_with_plain,
+    refused,
+)
+from helpers.contract import (
+    DEVICES,
+    ON_CPU,
+    Wrap,
+    assert_same_state,
+    assert_unchanged,
+    each_with,
+    fresh,
+    in_processes,
+    in_time,
+    loss_of,
+    on_threads,
+    over_engines,
+    over_gloo_too,
+    penalty_loss,
+    twins,
+)
+from helpers.rounding import assert_as_accurate
+from manyhands import DataParallel
+
+# What replicas exchange differs in these: the number and the order of the exchanges, and backwards within backwards.
+EXCHANGES = [
+    "1d", "2d", "momentum=None", "functional", "used twice", "residual block", "checkpoint, reentrant",
+    "checkpoint, non-reentrant", "differentiates inside",
+]  # fmt: skip
+IN_PROCESSES = [*each_with(EXCHANGES, [(4, 6)]), ("residual block", 4, 4), ("residual block", 8, 9)]
+
+
+@over_engines(
+    "name, num_replicas, rows",
+    [*each_with(BATCH_NORMS, [(2, 7), (4, 6)]), *each_with(["1d", "residual block"], [(4, 4), (8, 9)])],
+    processes=IN_PROCESSES,
+    gloo=each_with(EXCHANGES, [(4, 6)]),
+)
+def test_synchronised_batch_norm(wrap: Wrap, name: str, num_replicas: int, rows: int) -> None:
+    """N5: outputs, gradients and running statistics are the plain module's, in training and after it."""
+    make_model, make_batch = BATCH_NORMS[name]
+    plain, model = twins(wrap, make_model(), num_replicas, sync_batch_norm=True)
+    if refused(name, lambda: loss_of(model(make_batch(rows))).backward()):
+        return
+    # Numbers far from 0 have fewer digits behind the point.
+    tolerance = 1e-9 if name == "means far from 0" else 1e-12
+    for _ in range(2):
+        compare_with_plain(model, plain, make_batch(rows), tolerance)
+    for module in (plain, model):
+        module.eval()
+    compare_with_plain(model, plain, make_batch(rows), tolerance)
+
+
+@over_gloo_too
+@pytest.mark.parametrize("shares", ["even", [3, 1, 2], [1, 0, 1]], ids=str)
+def test_synchronised_batch_norm_with_shares(wrap: Wrap, shares: Any) -> None:
+    """N5, S2: every row counts the same, however many a replica has; idle replicas count nothing."""
+    plain, model = twins(wrap, ResidualBlock(), 3, shares=shares, sync_batch_norm=True)
+    for rows in (7, 2, 5, 1):
+        compare_with_plain(model, plain, torch.randn(rows, 2, 4, 4))
+
+
+def changed_by_a_step(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Run forward and backward; return the output, all gradients and the buffers, by name."""
+    x = fresh(x)
+    output = in_time(lambda: model(x))
+    in_time(lambda: loss_of(output).backward())
+    module = model.module if isinstance(model, DataParallel) else model
+    gradients = {f"gradient of {name}": parameter.grad for name, parameter in module.named_parameters()}
+    found = {"output": output, "gradient of x": x.grad, **gradients, **dict(module.named_buffers())}
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+@over_engines("num_replicas", [(n,) for n in range(1, 9)], processes=[(3,)], gloo=[(3,)])
+def test_synchronised_batch_norm_in_single_precision(wrap: Wrap, num_replicas: int) -> None:
+    """N5: as near to the result in double precision as the plain module is; NCHW and channels last."""
+    exact = ResidualBlock(bias=False)  # the gradient of a bias before a batch norm is nothing but rounding
+    plain, model = twins(wrap, copy.deepcopy(exact).float(), num_replicas, sync_batch_norm=True)
+    for scale, offset, memory_format in ((3, 1, torch.contiguous_format), (1, 0, torch.channels_last)):
+        for module in (exact, plain, model):
+            module.to(memory_format=memory_format)
+        x = torch.randn(17, 2, 6, 6, dtype=torch.float32).to(memory_format=memory_format) * scale + offset
+        exactly = changed_by_a_step(exact, x.double())
+        plainly, ours = (changed_by_a_step(module, x) for module in (plain, model))
+        for name, tensor in exactly.items():
+            assert_as_accurate(ours[name], plainly[name], tensor, num_terms=17 * 6 * 6, what=name)
+    assert model(x).is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16], ids=["autocast", "all in bfloat16"])
+def test_synchronised_batch_norm_in_half_precision(wrap: Wrap, parameters: torch.dtype) -> None:
+    """N5, R14: as near to the result in double precision as the plain module is."""
+    exact = ResidualBlock(bias=False)
+    plain, model = twins(wrap, copy.deepcopy(exact).to(parameters), 3, sync_batch_norm=True)
+    x = torch.randn(17, 2, 6, 6)
+    outputs = [exact(x)]
+    with torch.autocast(torch.device(DEVICES[0]).type, torch.bfloat16, enabled=parameters is torch.float32):
+        outputs += [module(x.to(parameters)) for module in (plain, model)]
+    assert outputs[1].dtype == outputs[2].dtype == torch.bfloat16
+    assert {b.dtype for b in model.buffers()} == {parameters, torch.int64}
+    for output in outputs:
+        loss_of(output.double()).backward()
+    results = [
+        [
+            torch.cat([t.detach().double().flatten() for t in tensors])
+            for tensors in (out, [p.grad for p in m.parameters()], m.buffers())
+        ]
+        for out, m in zip(outputs, (exact, plain, model), strict=True)
+    ]
+    for exactly, plainly, mine in zip(*results, strict=True):
+        assert (mine - exactly).norm() <= 2 * (plainly - exactly).norm() + 0.01 * exactly.norm()
+
+
+# ---- few rows, and none --------------------------------------------------------------------------
+
+
+def test_one_value_a_channel(wrap: Wrap) -> None:
+    """N5, N11: raises what the plain module raises where the whole batch has one; a replica may."""
+    plain, model = twins(wrap, nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)), 3, sync_batch_norm=True)
+    compare_with_plain(model, plain, torch.randn(3, 5))
+    before = copy.deepcopy(model.module.state_dict())
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel") as expected:
+        plain(torch.randn(1, 5))
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel") as caught:
+        model(torch.randn(1, 5))
+    assert str(caught.value) == str(expected.value)
+    assert_unchanged(model.module, before)
+
+
+def test_one_row_for_a_replica_with_batch_norm_of_its_own(wrap: Wrap) -> None:
+    """N5, F1: torch's error says what is wrong; a note says what to do about it here."""
+    model = wrap(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)))
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel") as caught:
+        model(torch.randn(3, 5))
+    assert any("sync_batch_norm=True" in note for note in caught.value.__notes__)
+
+
+def test_one_value_a_channel_where_rows_are_selected(wrap: Wrap) -> None:
+    """N5: forward may leave a replica no rows at all, or the whole batch one, or none."""
+
+    class Selects(nn.BatchNorm1d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x[x[:, 0] > 0])
+
+    plain, model = twins(wrap, Selects(2), 3, sync_batch_norm=True)
+    x = torch.arange(18.0).view(9, 2).sin()
+    for smallest in (-2.0, 4.0, 7.0):
+        compare_with_plain(model, plain, x + torch.arange(9.0)[:, None] - smallest)
+    with pytest.raises(ValueError, match=r"more than 1 value per channel .* input size torch.Size\(\[1, 2\]\)"):
+        in_time(lambda: model(torch.tensor([[-1.0, 1.0], [-1.0, 1.0], [1.0, 1.0]])))
+    assert plain(-torch.ones(3, 2)).shape == in_time(lambda: model(-torch.ones(3, 2))).shape == (0, 2)
+
+
+@on_threads
+def test_synchronised_batch_norm_without_rows(wrap: Wrap) -> None:
+    """S9, N5: as the plain module."""
+    plain, model = twins(wrap, nn.BatchNorm1d(3), sync_batch_norm=True)
+    x = torch.zeros(0, 3)
+    assert model(x).shape == plain(x).shape
+    assert_same_state(model.module, plain)
+
+
+# ---- whatever surrounds it -----------------------------------------------------------------------
+
+
+@on_threads
+def test_synchronised_batch_norm_changes_replicas_only(wrap: Wrap) -> None:
+    """N5: types, attributes, names and torch itself are as before, during the call as well."""
+    before, seen = F.batch_norm, []
+    modes = torch.overrides._get_current_function_mode_stack()
+
+    class Looks(nn.BatchNorm1d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append((type(self), F.batch_norm))
+            return super().forward(x)
+
+    model = wrap(Looks(3), 2, sync_batch_norm=True)
+    attributes, names = dict(vars(model.module)), list(model.module.state_dict())
+    loss_of(model(torch.randn(4, 3))).backward()
+    assert set(seen) == {(Looks, before)}
+    assert F.batch_norm is before
+    assert vars(model.module).keys() == attributes.keys()
+    assert list(model.module.state_dict()) == names
+    assert torch.overrides._get_current_function_mode_stack() == modes
+
+
+def test_synchronised_batch_norm_gives_equal_bits(wrap: Wrap, engine: str) -> None:
+    """N1, N5: whichever replica is first at a batch norm."""
+    model = wrap(ResidualBlock().float(), 4, sync_batch_norm=True)
+    x = torch.randn(9, 2, 4, 4, dtype=torch.float32)
+    state = copy.deepcopy(model.module.state_dict())
+    seen = []
+    for _ in range(10):
+        model.module.load_state_dict(state)
+        model.zero_grad()
+        output = model(x)
+        loss_of(output.double()).backward()
+        tensors = [output, *(p.grad for p in model.parameters()), *model.buffers()]
+        seen.append(torch.cat([t.detach().double().flatten() for t in tensors]))
+    if engine == "processes over gloo":  # its order of summing depends on the buckets, which the first backward finds
+        del seen[0]
+    assert all(torch.equal(other, seen[0]) for other in seen)
+
+
+def test_synchronised_batch_norm_and_how_backward_is_asked_for(wrap: Wrap) -> None:
+    """N5, N1, N8: several forwards, kept graphs, partial gradients, an output that the loss ignores."""
+
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh())
+            self.used, self.ignored = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden = self.trunk(x)
+            return self.used(hidden), self.ignored(hidden)
+
+    plain, model = twins(wrap, TwoHeads(), 3, sync_batch_norm=True)
+    batches = [torch.randn(rows, 5) for rows in (7, 4, 8)]
+
+    def run(module: nn.Module, root: nn.Module) -> tuple[torch.Tensor, ...]:
+        losses = [loss_of(module(x)[0]) for x in batches]
+        (losses[0] * 2).backward(retain_graph=True)
+        (losses[2] + losses[1]).backward()
+        losses[0].backward()
+        return torch.autograd.grad(loss_of(module(batches[0])), [root.used.bias, root.trunk[0].weight])
+
+    expected, partial = run(plain, plain), in_time(lambda: run(model, model.module))
+    assert model.module.ignored.weight.grad is None
+    assert_gradients_and_buffers_near(model.module, plain)
+    for mine, theirs in zip(partial, expected, strict=True):
+        assert_near(mine, theirs)
+
+
+def test_synchronised_batch_norm_without_grad(wrap: Wrap) -> None:
+    """N5, R14: statistics of the whole batch also where nothing is to be differentiated."""
+    plain, model = twins(wrap, ResidualBlock(), 3, sync_batch_norm=True)
+    x = torch.randn(8, 2, 4, 4)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert_near(model(x), plain(x))
+        assert_gradients_and_buffers_near(model.module, plain)
+    compare_with_plain(model, plain, x)
+
+
+# ---- derivatives of higher order -----------------------------------------------------------------
+
+
+def test_gradgradcheck_of_synchronised_batch_norm(wrap: Wrap) -> None:
+    """N3, N5"""
+    layers = [nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Tanh(), nn.Linear(2, 1), nn.BatchNorm1d(1, affine=False)]
+    model = wrap(nn.Sequential(*layers), 2, sync_batch_norm=True)
+    x = torch.randn(3, 2, requires_grad=True)
+
+    def run(x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return model(x)
+
+    inputs = (x, model.module[0].weight, model.module[1].weight, model.module[1].bias)
+    assert torch.autograd.gradcheck(run, inputs)
+    assert torch.autograd.gradgradcheck(run, inputs)
+
+
+WITH_PENALTY = ["1d", "2d", "affine=False", "used twice", "residual block", "differentiates inside"]
+
+
+@over_engines(
+    "name, num_replicas, rows",
+    each_with(WITH_PENALTY, [(2, 7), (3, 8), (4, 6)]),
+    processes=each_with(["2d", "used twice", "residual block", "differentiates inside"], [(4, 6)]),
+    gloo=each_with(["2d", "differentiates inside"], [(3, 8)]),
+)
+def test_gradient_penalty_with_synchronised_batch_norm(wrap: Wrap, name: str, num_replicas: int, rows: int) -> None:
+    """N3, N5: gradients of a loss of gradients; running statistics are written once."""
+    make_model, make_batch = BATCH_NORMS[name]
+    plain, model = twins(wrap, make_model(), num_replicas, sync_batch_norm=True)
+    if refused(name, lambda: penalty_loss(model, make_batch(rows)).backward()):
+        return
+    for _ in range(2):
+        x = make_batch(rows)
+        penalty_loss(plain, x).backward()
+        in_time(lambda x=x: penalty_loss(model, x).backward())
+        assert_gradients_and_buffers_near(model.module, plain, 1e-10)
+
+
+def test_checkpoints_around_batch_norm_in_double_backward(wrap: Wrap) -> None:
+    """N3, N5, R13: each pass over the graph runs the checkpoint's forward again, with the other replicas."""
+    plain, model = twins(wrap, CheckpointedBatchNorm(False), 3, sync_batch_norm=True)
+    x = torch.randn(8, 5)
+    penalty_loss(plain, x).backward()
+    in_time(lambda: penalty_loss(model, x).backward())
+    for mine, theirs in zip(model.module.parameters(), plain.parameters(), strict=True):
+        assert_near(mine.grad, theirs.grad, 1e-10)
+
+
+def test_third_derivatives_of_synchronised_batch_norm(wrap: Wrap) -> None:
+    """N3, N5: the oracle is the formula, because torch's own third derivatives of batch norm are wrong."""
+
+    class Formula(nn.BatchNorm1d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            centred = x - x.mean(0)
+            return centred / torch.sqrt(centred.square().mean(0) + self.eps) * self.weight + self.bias
+
+    model = wrap(nn.BatchNorm1d(3), 2, sync_batch_norm=True)
+    x = torch.randn(5, 3)
+
+    def third(module: nn.Module) -> torch.Tensor:
+        x_here = fresh(x)
+        (first,) = torch.autograd.grad(module(x_here).pow(3).sum(), x_here, create_graph=True)
+        (second,) = torch.autograd.grad(first.pow(3).sum(), x_here, create_graph=True)
+        return torch.autograd.grad(second.pow(2).sum(), x_here)[0]
+
+    assert_near(in_time(lambda: third(model)), third(Formula(3)), 1e-10)
+
+
+def test_batched_gradients_of_synchronised_batch_norm(wrap: Wrap, engine: str) -> None:
+    """N5: on CPU threads, where one backward is run for many gradients, an error that says what to do."""
+    plain, model = twins(wrap, nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)), sync_batch_norm=True)
+    x, vectors = torch.randn(6, 5), torch.randn(4, 6, 3)
+
+    def batched(model: nn.Module, weight: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(model(x), weight, vectors, is_grads_batched=True)[0]
+
+    # Processes run one backward for each gradient, and on accelerators no replica waits for another in backward.
+    if in_processes(engine) or not ON_CPU:
+        assert_near(in_time(lambda: batched(model, model.module[0].weight)), batched(plain, plain[0].weight))
+    else:
+        with pytest.raises(RuntimeError, match="Ask for gradients one by one"):
+            in_time(lambda: batched(model, model.module[0].weight))
+    compare_with_plain(model, copy.deepcopy(model.module), torch.randn(6, 5))

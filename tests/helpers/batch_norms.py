@@ -1,0 +1,177 @@
+"""Models with batch norms, and a comparison on the scale that their gradients need."""
+
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from helpers.contract import ON_CPU, ForceField, fresh, in_time, loss_of, rows_of, tensors_in
+from manyhands import DataParallel
+
+
+class CallsSuper(nn.BatchNorm1d):
+    """A user's subclass that adds something of its own, and calls torch's forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * 2) + 1
+
+
+class CallsFunctional(nn.BatchNorm1d):
+    """A user's subclass that does not call torch's forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        running = (self.running_mean, self.running_var)
+        return F.batch_norm(x, *running, self.weight + 1, self.bias, training=self.training, momentum=0.3, eps=1e-3)
+
+
+class Functional(nn.Module):
+    """Batch norms without any tensor that identifies them, the second over another number of channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.batch_norm(self.first(x), None, None, training=True)
+        return F.batch_norm(
+            self.second(F.batch_norm(hidden.tanh(), None, None, None, None, True)), None, None, None, None, True
+        )
+
+
+class UsedTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(5, 5), nn.BatchNorm1d(5, momentum=None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(torch.tanh(self.linear(self.norm(x))))
+
+
+class ResidualBlock(nn.Module):
+    """Two ways through the block, each with a batch norm."""
+
+    def __init__(self, *, bias: bool = True) -> None:
+        super().__init__()
+        first, second = nn.Conv2d(2, 3, 3, padding=1, bias=bias), nn.Conv2d(3, 3, 1, bias=bias)
+        self.long = nn.Sequential(first, nn.BatchNorm2d(3), nn.ReLU(), second)
+        self.short = nn.Sequential(nn.Conv2d(2, 3, 1, bias=bias), nn.BatchNorm2d(3))
+        self.after = nn.BatchNorm2d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.short(x) + self.after(self.long(x)))
+
+
+class CheckpointedBatchNorm(nn.Module):
+    """Checkpoints around batch norms, one of them inside of another."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh())
+        self.second = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())
+        self.third = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_() if x.is_leaf else x  # what a reentrant checkpoint asks for
+        return checkpoint(
+            self.inner, checkpoint(self.first, x, use_reentrant=self.reentrant), use_reentrant=self.reentrant
+        )
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(checkpoint(self.second, x, use_reentrant=self.reentrant))
+
+
+class BatchNormForceField(ForceField):
+    """Differentiates through batch norm inside its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1))
+
+
+def linear_and(norm: Callable[[int], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(nn.Linear(5, 4), norm(4), nn.Tanh())
+
+
+def two_norms(change: Callable[[nn.Module], object]) -> Callable[[], nn.Module]:
+    """Return what makes a model with two batch norms, the first one changed."""
+
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.BatchNorm1d(4))
+        change(model[1])
+        return model
+
+    return make
+
+
+BATCH_NORMS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor]]] = {
+    "1d": (lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)), rows_of(5)),
+    "1d, over a length": (lambda: nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.Tanh()), rows_of(2, 6)),
+    "2d": (
+        lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 3, 1)),
+        rows_of(2, 5, 5),
+    ),
+    "3d": (lambda: nn.Sequential(nn.BatchNorm3d(2), nn.Tanh()), rows_of(2, 2, 3, 2)),
+    "means far from 0": (lambda: nn.Sequential(nn.BatchNorm1d(5), nn.Tanh()), lambda rows: torch.randn(rows, 5) + 1e3),
+    "momentum=None": (linear_and(lambda n: nn.BatchNorm1d(n, momentum=None)), rows_of(5)),
+    "affine=False": (linear_and(lambda n: nn.BatchNorm1d(n, affine=False)), rows_of(5)),
+    "track_running_stats=False": (linear_and(lambda n: nn.BatchNorm1d(n, track_running_stats=False)), rows_of(5)),
+    "neither": (linear_and(lambda n: nn.BatchNorm1d(n, affine=False, track_running_stats=False)), rows_of(5)),
+    "subclass, super": (linear_and(CallsSuper), rows_of(5)),
+    "subclass, functional": (linear_and(CallsFunctional), rows_of(5)),
+    "functional": (Functional, rows_of(5)),
+    "SyncBatchNorm": (linear_and(nn.SyncBatchNorm), rows_of(5)),
+    "used twice": (UsedTwice, rows_of(5)),
+    "residual block": (ResidualBlock, rows_of(2, 4, 4)),
+    "frozen": (two_norms(lambda norm: norm.requires_grad_(False)), rows_of(5)),
+    "one of two in eval mode": (two_norms(lambda norm: norm.eval()), rows_of(5)),
+    "checkpoint, reentrant": (lambda: CheckpointedBatchNorm(True), rows_of(5)),
+    "checkpoint, non-reentrant": (lambda: CheckpointedBatchNorm(False), rows_of(5)),
+    "differentiates inside": (BatchNormForceField, rows_of(5)),
+}
+
+
+def refused(name: str, step: Callable[[], object]) -> bool:
+    """Run a step that is an error on accelerators, where no replica waits for another in backward; check the error."""
+    if ON_CPU or name not in ("checkpoint, reentrant", "differentiates inside"):
+        return False
+    with pytest.raises(RuntimeError, match=r"use_reentrant=False|works for replicas on the host"):
+        in_time(step)
+    return True
+
+
+def assert_near(actual: torch.Tensor | None, expected: torch.Tensor | None, tolerance: float = 1e-12) -> None:
+    """Compare on the scale of the largest entry: gradients behind a batch norm are small differences."""
+    assert (actual is None) == (expected is None), f"got {actual}, expected {expected}"
+    if expected is not None and actual is not None and expected.numel():
+        scale = max(1.0, expected.abs().max().item())
+        torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * scale)
+
+
+def assert_gradients_and_buffers_near(model: nn.Module, plain: nn.Module, tolerance: float = 1e-12) -> None:
+    def named(module: nn.Module) -> Iterable[tuple[str, torch.Tensor | None]]:
+        yield from ((f"the gradient of {name}", parameter.grad) for name, parameter in module.named_parameters())
+        yield from module.named_buffers()
+
+    for (name, mine), (_, theirs) in zip(named(model), named(plain), strict=True):
+        try:
+            assert_near(mine, theirs, tolerance)
+        except AssertionError as error:
+            error.add_note(name)
+            raise
+
+
+def compare_with_plain(model: DataParallel, plain: nn.Module, x: torch.Tensor, tolerance: float = 1e-12) -> None:
+    """Run forward and backward of both; compare outputs, all gradients and buffers."""
+    x_plain, x_model = fresh(x), fresh(x)
+    expected, output = plain(x_plain), in_time(lambda: model(x_model))
+    for mine, theirs in zip(tensors_in(output), tensors_in(expected), strict=True):
+        assert mine.dtype == theirs.dtype
+        assert_near(mine.detach(), theirs.detach(), tolerance)
+    loss_of(expected).backward()
+    in_time(lambda: loss_of(output).backward())
+    assert_near(x_model.grad, x_plain.grad, tolerance)
+    assert_gradients_and_buffers_near(model.module, plain, tolerance)
