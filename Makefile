@@ -28,7 +28,8 @@ test-all: $(READY)  ## what `make test` leaves out because it takes longer: slow
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow or property" --hypothesis-profile=thorough
 
 # Each release of torch has an environment of its own: up to 6 GB, because most releases come with CUDA. pip is told to
-# keep no copies of what it downloads. OPTIONS is for pytest: make compat TORCH=2.9.1 OPTIONS="tests/contract/test_compile.py"
+# keep no copies of what it downloads. manyhands itself is installed without its requirements, so that a torch below the
+# one that pyproject.toml asks for can be tried. OPTIONS is for pytest: make compat TORCH=2.9.1 OPTIONS="tests/runtime"
 COMPAT = .venv-compat-$(TORCH)
 
 compat:  ## run the test suite with another release of torch, in an environment of its own: make compat TORCH=2.9.1
@@ -43,8 +44,12 @@ compat:  ## run the test suite with another release of torch, in an environment 
 	@echo "Setting up $(@D) (once; the largest part is torch)"
 	$(PYTHON) -m venv $(@D)
 	grep -v '^torch==' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	  needed = project["dependencies"] + project["optional-dependencies"]["train"]; \
+	  print(*[each for each in needed if not each.startswith("torch")], sep="\n")' > $(@D)/requirements.txt
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir -c $(@D)/constraints.txt \
-	  'torch==$*' --editable '.[train]' hypothesis pytest pytest-xdist || \
+	  'torch==$*' -r $(@D)/requirements.txt hypothesis pytest pytest-xdist && \
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable . || \
 	  { rm -rf $(@D); echo "torch $* cannot be installed here with $(PYTHON): what pip says is above" >&2; exit 1; }
 	@touch $@
 

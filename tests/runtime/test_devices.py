@@ -281,19 +281,24 @@ def test_by_what_processes_are_connected(monkeypatch):
     assert devices.collective_backend(gpus) == "gloo"
 
 
-def test_flags_of_products():
+@pytest.mark.parametrize("newer", [False, True], ids=["older setting", "newer settings"])
+def test_flags_of_products(newer):
     """R14: torch's older setting, and its newer ones, which the older one may know nothing of."""
+    if newer and not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("needs a torch that has torch.backends.cuda.matmul.fp32_precision")
     before = devices.product_flags()
     try:
         torch.set_float32_matmul_precision("high")
-        older = devices.product_flags()
+        flags = devices.product_flags()
         torch.set_float32_matmul_precision("highest")
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
-        newer = devices.product_flags()
-        assert newer[0] is None
-        for flags in (older, newer):
-            devices.set_product_flags(flags)
-            assert devices.product_flags()[1:] == flags[1:]
+        if newer:
+            other, torch.backends.cuda.matmul.fp32_precision = flags, "tf32"
+            flags = devices.product_flags()
+            assert flags[0] is None
+            devices.set_product_flags(other)
+        assert devices.product_flags() != flags
+        devices.set_product_flags(flags)
+        assert devices.product_flags()[1:] == flags[1:]
     finally:
         devices.set_product_flags(before)
         torch.set_float32_matmul_precision("highest")

@@ -301,8 +301,12 @@ def rounds_float32(device: torch.device) -> bool:
     """Return whether float32 products on `device` may be computed with fewer bits, as GPUs do with TF32."""
     if device.type != "cuda":
         return False
-    cudnn: Any = torch.backends.cudnn
-    return any(o.fp32_precision == "tf32" for o in (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn))
+    return "tf32" in (product_flags()[1], *convolution_flags()[3:])
+
+
+def _has_precision_of_each() -> bool:
+    """Return whether torch has a setting of float32 precision for each kind of operation, beside those for all."""
+    return hasattr(torch.backends.cuda.matmul, "fp32_precision")
 
 
 def seed_differently(devices: Sequence[torch.device]) -> None:
@@ -352,7 +356,11 @@ def generator_states(device: torch.device) -> list[torch.Tensor]:
 def convolution_flags() -> tuple[Any, ...]:
     """Return the user's settings for convolutions on GPUs."""
     cudnn: Any = torch.backends.cudnn
-    return cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
+    if _has_precision_of_each():
+        precisions = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
+    else:
+        precisions = ("tf32" if cudnn.allow_tf32 else "ieee",) * 2
+    return cudnn.enabled, cudnn.benchmark, cudnn.deterministic, *precisions
 
 
 def set_convolution_flags(flags: tuple[Any, ...]) -> None:
@@ -361,7 +369,9 @@ def set_convolution_flags(flags: tuple[Any, ...]) -> None:
         cudnn: Any = torch.backends.cudnn
         if flags[3] == flags[4]:  # torch's older setting for both; it cannot be read unless the newer ones agree
             cudnn.allow_tf32 = flags[3] == "tf32"
-        cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = flags
+        cudnn.enabled, cudnn.benchmark, cudnn.deterministic = flags[:3]
+        if _has_precision_of_each():
+            cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = flags[3:]
 
 
 def product_flags() -> tuple[str | None, str, str]:
@@ -371,6 +381,9 @@ def product_flags() -> tuple[str | None, str, str]:
     is None here.
     """
     backends: Any = torch.backends
+    if not _has_precision_of_each():
+        on_gpus = "tf32" if backends.cuda.matmul.allow_tf32 else "ieee"
+        return torch.get_float32_matmul_precision(), on_gpus, ""
     try:
         both = torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -385,7 +398,8 @@ def set_product_flags(flags: tuple[str | None, str, str]) -> None:
         both, on_gpus, on_cpu = flags
         if both is not None:
             torch.set_float32_matmul_precision(both)
-        backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision = on_gpus, on_cpu
+        if _has_precision_of_each():
+            backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision = on_gpus, on_cpu
 
 
 def warn_if_unequal(devices: Sequence[torch.device]) -> None:
