@@ -1,11 +1,15 @@
-"""Processes that train together: they agree, or each says why they do not; nobody waits for what will not come."""
+"""Processes that train together: they agree, or each says why they do not; none waits without end."""
 
+import contextlib
+import gc
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +20,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import manyhands
-from helpers.ranks import Ended, end_ranks, run_ranks
+from helpers.modules import Calls
+from helpers.ranks import Ended, end_ranks, free_port, run_ranks
 from manyhands.distributed.process_group import communicator_for
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -41,7 +46,7 @@ def raised_by_all(world_size: int, function: Callable, *args, timeout_s: float =
     began = time.monotonic()
     ended = end_ranks(world_size, function, *args, timeout_s=timeout_s)
     assert all(end.error for end in ended), ended
-    assert time.monotonic() - began < 60, "somebody has waited for the limit, not for an error"
+    assert time.monotonic() - began < 60, "a rank has waited for the limit, not for an error"
     return [last_error(end) for end in ended]
 
 
@@ -65,26 +70,29 @@ def exchanges(rank: int, world_size: int) -> None:
     group = communicator.group_for(torch.device("cpu"), "testing")
     for tensor in (torch.ones(3), torch.ones(0, 4), torch.tensor(1.0), torch.ones(2, dtype=torch.complex64)):
         assert torch.equal(communicator.all_reduce(tensor.clone(), group, "testing"), tensor * world_size)
-    mixed = [
-        torch.full((2, 3), rank, dtype=torch.bfloat16),
-        torch.full((2,), rank % 2 == 0),
-        torch.full((), rank, dtype=torch.int64),
-        torch.zeros(0),
-        torch.full((2, 2, 2, 2), float(rank)).to(memory_format=torch.channels_last),
-        torch.full((3, 3), float(rank)).t()[::2],
-    ]
-    versions = [tensor._version for tensor in mixed]
-    communicator.broadcast(world_size - 1, mixed, group, "testing")()
-    assert versions == [tensor._version for tensor in mixed], "constants may be part of a graph"
-    assert all((tensor.to(torch.float64) == float(tensor.dtype != torch.bool) * (world_size - 1)).all() or
-               tensor.dtype == torch.bool for tensor in mixed)  # fmt: skip
-    assert mixed[1].tolist() == [(world_size - 1) % 2 == 0] * 2
-    indices = torch.tensor([[rank, 0, rank]])
-    sparse = torch.sparse_coo_tensor(indices, torch.ones(3, 2), (5, 2)).coalesce()
-    expected = torch.zeros(5, 2)
-    for r in range(world_size):
-        expected += torch.sparse_coo_tensor(torch.tensor([[r, 0, r]]), torch.ones(3, 2), (5, 2)).to_dense()
-    assert torch.equal(communicator.all_reduce_sparse(sparse, group, "testing").to_dense(), expected)
+    source = world_size - 1
+
+    def mixed(rank: int) -> list[torch.Tensor]:
+        return [
+            torch.full((2, 3), rank, dtype=torch.bfloat16),
+            torch.full((2,), rank % 2 == 0),
+            torch.full((), rank, dtype=torch.int64),
+            torch.zeros(0),
+            torch.full((2, 2, 2, 2), float(rank)).to(memory_format=torch.channels_last),
+            torch.full((3, 3), float(rank)).t()[::2],
+        ]
+
+    tensors = mixed(rank)
+    versions = [tensor._version for tensor in tensors]
+    communicator.broadcast(source, tensors, group, "testing")()
+    assert versions == [tensor._version for tensor in tensors], "constants may be part of a graph"
+    assert all(map(torch.equal, tensors, mixed(source)))
+
+    def sparse(rank: int) -> torch.Tensor:
+        return torch.sparse_coo_tensor(torch.tensor([[rank, 0, rank]]), torch.ones(3, 2), (5, 2)).coalesce()
+
+    total = communicator.all_reduce_sparse(sparse(rank), group, "testing")
+    assert torch.equal(total.to_dense(), sum(sparse(r).to_dense() for r in range(world_size)))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -95,95 +103,87 @@ def test_exchanges(world_size):
 # Models that differ, and steps
 
 
-def differ(rank: int, change: str) -> None:
+def differ(rank: int, change: Callable[[nn.Module], object]) -> None:
     module = net()
     if rank == 1:
-        if change == "name":
-            module = nn.Sequential(*[nn.Sequential(layer) for layer in module])
-        elif change == "shape":
-            module[2] = nn.Linear(4, 3)
-        elif change == "dtype":
-            module[2].double()
-        elif change == "count":
-            module.append(nn.Linear(2, 2))
-        elif change == "requires_grad":
-            module[2].bias.requires_grad_(False)
-        elif change == "buffer":
-            module.register_buffer("extra", torch.zeros(2))
+        change(module)
     wrapped(module)
 
 
 @pytest.mark.parametrize(
     ("change", "first", "second"),
     [
-        ("name", "parameter 0.weight torch.float32 (4, 4) (4, 1)", "parameter 0.0.weight"),
-        ("shape", "parameter 2.weight torch.float32 (2, 4)", "parameter 2.weight torch.float32 (3, 4)"),
-        ("dtype", "parameter 2.weight torch.float32", "parameter 2.weight torch.float64"),
-        ("count", "nothing more", "parameter 3.weight"),
-        ("requires_grad", "parameter 2.bias torch.float32 (2,) (1,) requires_grad=True", "requires_grad=False"),
-        ("buffer", "nothing more", "buffer extra"),
+        (
+            lambda module: module.__setitem__(0, nn.Sequential(module[0])),
+            "parameter 0.weight torch.float32 (4, 4) (4, 1)",
+            "parameter 0.0.weight",
+        ),
+        (
+            lambda module: module.__setitem__(2, nn.Linear(4, 3)),
+            "parameter 2.weight torch.float32 (2, 4)",
+            "parameter 2.weight torch.float32 (3, 4)",
+        ),
+        (
+            lambda module: module[2].double(),
+            "parameter 2.weight torch.float32",
+            "parameter 2.weight torch.float64",
+        ),
+        (lambda module: module.append(nn.Linear(2, 2)), "nothing more", "parameter 3.weight"),
+        (
+            lambda module: module[2].bias.requires_grad_(False),
+            "parameter 2.bias torch.float32 (2,) (1,) requires_grad=True",
+            "parameter 2.bias torch.float32 (2,) (1,) requires_grad=False",
+        ),
+        (lambda module: module.register_buffer("extra", torch.zeros(2)), "nothing more", "buffer extra"),
     ],
+    ids=["name", "shape", "dtype", "count", "requires_grad", "buffer"],
 )
 def test_models_that_differ(change, first, second):
     """C7, C11"""
     for message in raised_by_all(3, differ, change):
-        assert "the models of the processes differ: rank 0 has" in message
-        assert f"rank 0 has {first}" in message
-        assert f"rank 1 {second}" in message or ("rank 1 parameter 2.bias" in message and second in message)
+        assert f"the models of the processes differ: rank 0 has {first}" in message
+        assert f"rank 1 {second}" in message
 
 
-def order_of_two(rank: int) -> None:
-    models = [wrapped(), wrapped()]
-    for model in models[:: 1 if rank else -1]:
+def differ_in(rank: int, what: str) -> None:
+    model = wrapped(loss="sum" if what == "loss" and rank else "mean")
+    if what == "order":
+        other = wrapped()
+        if rank == 0:
+            step(other)
+    if what == "frozen":
+        model.module[0].requires_grad_(rank == 0)
+    if rank == 1:
+        if what in ("forwards", "mode"):
+            model(ROWS)
+        if what == "mode":  # the next forward of rank 1 then has the number that rank 0's has
+            model.eval()
+        if what == "weight":
+            model.set_batch_weight(3)
+        if what == "hook":
+            model.register_comm_hook(None, default_hooks.allreduce_hook)
+    with model.no_sync() if what == "no_sync" and rank == 0 else contextlib.nullcontext():
         step(model)
 
 
-def one_forward_more(rank: int) -> None:
-    model = wrapped()
-    if rank == 1:
-        model(ROWS)
-    step(model)
-
-
-def eval_on_one(rank: int) -> None:
-    model = wrapped()
-    if rank == 1:  # whose next forward then has the number that the other's has
-        model(ROWS)
-        model.eval()
-    step(model)
-
-
-def no_sync_on_one(rank: int) -> None:
-    model = wrapped()
-    if rank == 0:
-        with model.no_sync():
-            step(model)
-    else:
-        step(model)
-
-
-def frozen_on_one(rank: int) -> None:
-    model = wrapped()
-    model.module[0].requires_grad_(rank == 0)
-    step(model)
-
-
-def weight_on_one(rank: int) -> None:
-    model = wrapped()
-    if rank == 1:
-        model.set_batch_weight(3)
-    step(model)
-
-
-def hook_on_one(rank: int) -> None:
-    model = wrapped()
-    if rank == 1:
-        model.register_comm_hook(None, default_hooks.allreduce_hook)
-    step(model)
-
-
-def sum_on_one(rank: int) -> None:
-    step(wrapped(loss="sum" if rank else "mean"))
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("order", "rank 0 is in backward of wrapped model 2, rank 1 in that of 1"),
+        ("forwards", "rank 0 is in backward of its forward 1, rank 1 of its 2"),
+        ("mode", "of ranks 0 and 1, rank 0 has run forward in training mode, the other has not"),
+        ("no_sync", "of ranks 0 and 1, rank 0 is inside no_sync(), the other is not"),
+        ("frozen", "where rank 0 has 0.weight torch.float32 (4, 4) (4, 1), rank 1 has 2.weight"),
+        ("weight", "of ranks 0 and 1, rank 1 has set the weight of its batch, the other has not"),
+        ("hook", "of ranks 0 and 1, rank 1 has a communication hook, the other has not"),
+        ("loss", 'of ranks 0 and 1, rank 1 has loss="sum", the other has not'),
+    ],
+)
+def test_steps_that_differ(what, expected):
+    """C11"""
+    for message in raised_by_all(2, differ_in, what):
+        assert message.startswith("RuntimeError: the processes do not sum the same gradients: ")
+        assert expected in message
 
 
 def other_classes(rank: int) -> None:
@@ -195,33 +195,10 @@ def backward_and_wrapping(rank: int) -> None:
     step(model) if rank else wrapped()
 
 
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        (order_of_two, "rank 0 is in backward of wrapped model 2, rank 1 in that of 1"),
-        (one_forward_more, "rank 0 is in backward of its forward 1, rank 1 of its 2"),
-        (eval_on_one, "of ranks 0 and 1, rank 0 has run forward in training mode, the other has not"),
-        (no_sync_on_one, "of ranks 0 and 1, rank 0 is inside no_sync(), the other is not"),
-        (frozen_on_one, "where rank 0 has 0.weight torch.float32 (4, 4) (4, 1), rank 1 has 2.weight"),
-        (weight_on_one, "of ranks 0 and 1, rank 1 has set the weight of its batch, the other has not"),
-        (hook_on_one, "of ranks 0 and 1, rank 1 has a communication hook, the other has not"),
-        (sum_on_one, 'of ranks 0 and 1, rank 1 has loss="sum", the other has not'),
-    ],
-)
-def test_steps_that_differ(function, expected):
-    """C11"""
-    for message in raised_by_all(2, function):
-        assert message.startswith("RuntimeError: the processes do not sum the same gradients: ")
-        assert expected in message
-
-
 def test_other_models_at_the_same_place():
     """C11"""
-    for rank, message in enumerate(raised_by_all(2, other_classes, timeout_s=10)):
-        assert "rank 0" in message
-        assert "rank 1" in message
-        assert "wrapping Linear" in message, rank
-        assert "wrapping Sequential" in message, rank
+    for message in raised_by_all(2, other_classes, timeout_s=10):
+        assert all(text in message for text in ("rank 0", "rank 1", "wrapping Linear", "wrapping Sequential")), message
 
 
 def test_one_wraps_while_the_other_trains():
@@ -231,7 +208,7 @@ def test_one_wraps_while_the_other_trains():
     assert any("wrapping Sequential" in message for message in messages)
 
 
-# Waiting for somebody who does not come
+# Waiting for a rank that does not come
 
 
 def one_batch_norm_more(rank: int) -> None:
@@ -242,68 +219,56 @@ def one_batch_norm_more(rank: int) -> None:
 
 
 def test_several_exchanges_begun_before_it_is_noticed():
-    """C11, C9: who knows it first tells again until all do."""
+    """C11, C9: the rank that notices it first reports it until all have noticed."""
     for message in raised_by_all(2, one_batch_norm_more):
         assert "the processes do not do the same" in message
         assert "reporting a mismatch" not in message
         assert "at a batch norm over all processes" in message
 
 
-def wraps_alone(rank: int) -> str:
+def waits_alone(rank: int, steps: bool) -> str:
+    """Have rank 0 wait for rank 1, which hangs; return the error of rank 0, which then kills rank 1."""
+    if steps:
+        model = wrapped()
+        step(model)
     if rank == 1:
-        time.sleep(30)
-        return ""
-    started = time.monotonic()
+        threading.Event().wait()
     with pytest.raises(RuntimeError) as raised:
-        wrapped()
-    assert time.monotonic() - started < 15
-    with pytest.raises(RuntimeError, match="did not reach it"):  # and does not wait again
-        wrapped()
+        step(model) if steps else wrapped()
+    # Afterwards nothing waits again.
+    for again in (lambda: step(model), wrapped, lambda: list(model.batches([ROWS]))) if steps else (wrapped,):
+        started = time.monotonic()
+        with pytest.raises(RuntimeError, match="rank 0 has waited 2 s"):
+            again()
+        assert time.monotonic() - started < 1
+    if steps:
+        with torch.no_grad():
+            model(ROWS)  # this process alone
     os.kill(int(Path(os.environ["PIDS"], "1").read_text()), signal.SIGKILL)
     return str(raised.value)
 
 
-def notes_its_number(rank: int, function: Callable, *args) -> object:
+def publishes_its_pid(rank: int, function: Callable, *args) -> object:
     path = Path(os.environ["PIDS"], str(rank))
     path.with_suffix(".new").write_text(str(os.getpid()))
     path.with_suffix(".new").rename(path)
     return function(rank, *args)
 
 
-def test_wrapping_in_one_process_only(tmp_path):
-    """C11: named within the timeout."""
-    ended = end_ranks(2, notes_its_number, wraps_alone, timeout_s=2, env={"PIDS": str(tmp_path)})
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        (False, ["at a DataParallel that spans processes", "rank 1 did not reach it", "wrap the same models"]),
+        (True, ["at summing gradients over the processes", "rank 1 does not wait for any rank"]),
+    ],
+    ids=["wrapping", "backward"],
+)
+def test_a_process_that_hangs(tmp_path, steps, expected):
+    """C11, C12: the timeout names it."""
+    ended = end_ranks(2, publishes_its_pid, waits_alone, steps, timeout_s=2, env={"PIDS": str(tmp_path)})
     assert ended[0].error is None, ended[0].error
-    assert "rank 0 has waited 2 s for the others at a DataParallel that spans processes" in ended[0].value
-    assert "rank 1 did not reach it" in ended[0].value
-    assert "wrap the same models" in ended[0].value
-
-
-def hangs(rank: int) -> str:
-    model = wrapped()
-    step(model)
-    if rank == 1:
-        time.sleep(30)
-        return ""
-    with pytest.raises(RuntimeError) as raised:
-        step(model)
-    for again in (lambda: step(model), wrapped, lambda: list(model.batches([ROWS]))):
-        started = time.monotonic()
-        with pytest.raises(RuntimeError, match="rank 0 has waited"):
-            again()
-        assert time.monotonic() - started < 1
-    with torch.no_grad():
-        model(ROWS)  # this process alone
-    os.kill(int(Path(os.environ["PIDS"], "1").read_text()), signal.SIGKILL)
-    return str(raised.value)
-
-
-def test_a_process_that_hangs(tmp_path):
-    """C12, C11: the timeout names it; afterwards nothing waits again."""
-    ended = end_ranks(2, notes_its_number, hangs, timeout_s=2, env={"PIDS": str(tmp_path)})
-    assert ended[0].error is None, ended[0].error
-    assert "waited 2 s for the others at summing gradients over the processes" in ended[0].value
-    assert "rank 1 does not wait for any rank" in ended[0].value
+    for text in ["rank 0 has waited 2 s for the others", *expected]:
+        assert text in ended[0].value
 
 
 # Processes that fail
@@ -313,31 +278,25 @@ class TroubleError(Exception):
     """What goes wrong in these tests."""
 
 
-class Fails(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.where = net(), ""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.where == "forward":
-            raise TroubleError("no more memory")
-        x = self.body(x)
-        if self.where == "backward":
-            x.register_hook(self.trouble)
-        return x
-
-    def trouble(self, grad: torch.Tensor) -> None:
+def fails_at(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def trouble(*_: object) -> None:
         raise TroubleError("no more memory")
 
+    if module.where == "forward":
+        trouble()
+    x = module.body(x)
+    if module.where == "backward":
+        x.register_hook(trouble)
+    return x
 
-class FailsWithBatchNorm(Fails):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+def with_batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
 
 
 def fails(rank: int, where: str, options: dict) -> None:
-    model = wrapped((FailsWithBatchNorm if "sync_batch_norm" in options else Fails)(), **options)
+    body = with_batch_norm() if "sync_batch_norm" in options else net()
+    model = wrapped(Calls(fails_at, body=body, where=""), **options)
     step(model)
     if rank == 1:
         model.module.where = where
@@ -359,21 +318,23 @@ TWO = {"device_ids": ["cpu"] * 2}
 PROCESSES = {**TWO, "engine": "processes"}
 
 
-def each_with_options(*where: str, with_processes: tuple[str, ...]) -> pytest.MarkDecorator:
+WAYS = {"one replica": {}, "threads": TWO, "processes": PROCESSES}
+
+
+def each_way(*where: str, with_processes: tuple[str, ...]) -> pytest.MarkDecorator:
     """Parametrise over where a rank fails and how its replicas run.
 
-    Each rank with worker processes starts a fork server, which imports torch: three seconds of processor time. Where
-    nothing has failed inside of the engine, those who wait cannot tell, and wait as they do for the other failures.
+    Each rank with worker processes starts a fork server, which imports torch: three seconds of processor time. A rank
+    that waits does the same for failures outside of the engine, with workers and without.
     """
-    ways = {"one replica": ({}, where), "threads": (TWO, where), "processes": (PROCESSES, with_processes)}
-    cases = [pytest.param(w, options, id=f"{w}-{name}") for name, (options, some) in ways.items() for w in some]
-    return pytest.mark.parametrize(("where", "options"), cases)
+    cases = [(w, way) for way in WAYS for w in (with_processes if way == "processes" else where)]
+    return pytest.mark.parametrize(("where", "way"), cases)
 
 
-@each_with_options("forward", "backward", "loading", with_processes=("forward", "backward"))
-def test_the_others_learn_why_one_has_failed(where, options):
+@each_way("forward", "backward", "loading", with_processes=("forward", "backward"))
+def test_the_others_learn_why_one_has_failed(where, way):
     """C12"""
-    ended = end_ranks(3, fails, where, options)
+    ended = end_ranks(3, fails, where, WAYS[way])
     assert "TroubleError: no more memory" in ended[1].error
     for rank in (0, 2):
         assert "has failed while this one was at summing gradients over the processes" in ended[rank].error
@@ -382,10 +343,10 @@ def test_the_others_learn_why_one_has_failed(where, options):
         assert ended[rank].exit_code == 1
 
 
-@each_with_options("forward", "backward", "loading", "kill", with_processes=("backward", "kill"))
-def test_who_waits_at_a_batch_norm_learns_it_too(where, options):
-    """C12, C9: also replicas in worker processes, which wait for what the caller gets from the other processes."""
-    ended = end_ranks(2, fails, where, {**options, "sync_batch_norm": True})
+@each_way("forward", "backward", "loading", "kill", with_processes=("backward", "kill"))
+def test_a_rank_that_waits_at_a_batch_norm_learns_it_too(where, way):
+    """C12, C9: also with replicas in worker processes, which wait for the caller's all-gather."""
+    ended = end_ranks(2, fails, where, {**WAYS[way], "sync_batch_norm": True})
     assert "while this one was at a batch norm over all processes" in last_error(ended[0])
     assert where == "kill" or "TroubleError: no more memory" in ended[0].error
 
@@ -395,9 +356,9 @@ def test_the_others_learn_that_one_has_ended(where):
     """C12"""
     ended = end_ranks(3, fails, where, {})
     assert ended[1].exit_code == {"exit": 0, "exit 3": 3, "kill": -signal.SIGKILL, "_exit": 0}[where]
-    said = [last_error(ended[rank]) for rank in (0, 2)]  # the second of them may see that the first has ended too
-    assert all(" ended while" in line or "Rank 2 says" in line or "Rank 0 says" in line for line in said), said
-    assert any("rank 1 has ended while this one was at summing gradients over the processes" in line for line in said)
+    found = [last_error(ended[rank]) for rank in (0, 2)]  # the second of them may see that the first has ended too
+    assert all(" ended while" in line or "Rank 2 says" in line or "Rank 0 says" in line for line in found), found
+    assert any("rank 1 has ended while this one was at summing gradients over the processes" in line for line in found)
 
 
 def fails_between_wraps(rank: int) -> None:
@@ -417,26 +378,21 @@ def test_a_process_that_fails_before_it_wraps():
 
 
 PROGRAM = """
-import sys, os, torch, manyhands
-from torch import nn
+import signal, sys, os, threading, time, torch, manyhands
 rank = int(os.environ["RANK"])
-model = manyhands.DataParallel(nn.Linear(4, 2))
-data = torch.utils.data.TensorDataset(torch.ones(6, 4))
+model = manyhands.DataParallel(torch.nn.Linear(4, 2))
+def step():
+    model(torch.ones(2, 4)).sum().backward()
 {body}
 print("done", rank, flush=True)
 """
 
 
-def run_program(tmp_path: Path, body: str, world_size: int = 2, *flags: str) -> list[subprocess.CompletedProcess]:
-    """Run a program in several processes that meet at a port, as torchrun's do; return how each has ended."""
-    import socket
-
+def run_program(tmp_path: Path, body: str, *flags: str) -> list[subprocess.CompletedProcess]:
+    """Run a program in two processes that connect at a port, as torchrun's do; return how each has ended."""
     path = tmp_path / "program.py"
     path.write_text(PROGRAM.format(body=textwrap.dedent(body)))
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
-    own = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    own = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
             [sys.executable, *flags, str(path)],
@@ -445,7 +401,7 @@ def run_program(tmp_path: Path, body: str, world_size: int = 2, *flags: str) -> 
             text=True,
             env={**os.environ, **own, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
-        for rank in range(world_size)
+        for rank in range(2)
     ]
     ended = []
     try:
@@ -459,44 +415,42 @@ def run_program(tmp_path: Path, body: str, world_size: int = 2, *flags: str) -> 
     return ended
 
 
-def test_a_program_ends_without_a_word(tmp_path):
-    """With warnings as errors, loaders with workers, an own excepthook, and ranks that end at different times."""
+def test_a_program_ends_without_messages(tmp_path):
+    """With warnings as errors, loaders with workers, and ranks that end at different times."""
     body = """
+    data = torch.utils.data.TensorDataset(torch.ones(6, 4))
     for _ in range(2):
         for (x,) in torch.utils.data.DataLoader(data, batch_size=2, num_workers=2):
             model(x).sum().backward()
     pid = os.fork()
     if pid == 0:
         try:
-            model(torch.ones(2, 4)).sum().backward()
+            step()
         except RuntimeError as error:
             assert "forked by rank" in str(error), error
-        sys.exit(3)  # a child that ends, or fails, is nobody else's affair
+        sys.exit(3)  # the end or failure of a child is not reported to the other ranks
     os.waitpid(pid, 0)
-    model(x).sum().backward()
+    step()
     if rank == 0:
-        model(x).sum().backward() if False else None
         sys.exit(0)
     torch.distributed.destroy_process_group()
     """
-    ended = run_program(tmp_path, body, 2, "-W", "error")
-    assert [end.returncode for end in ended] == [0, 0], [end.stderr for end in ended]
-    assert [end.stderr for end in ended] == ["", ""]
+    ended = run_program(tmp_path, body, "-W", "error")
+    assert [(end.returncode, end.stderr) for end in ended] == [(0, "")] * 2
 
 
 def test_a_program_that_fails_in_the_first_process(tmp_path):
-    """C12: which is the one that holds the store."""
+    """C12: that process hosts the store. An excepthook of the program's own runs too."""
     body = """
     hook = sys.excepthook
     sys.excepthook = lambda *error: (print("mine", flush=True), hook(*error))
-    model(torch.ones(2, 4)).sum().backward()
+    step()
     if rank == 0:
         raise ValueError("bad line in the file")
-    model(torch.ones(2, 4)).sum().backward()
+    step()
     """
     ended = run_program(tmp_path, body)
-    assert [end.returncode for end in ended] == [1, 1]
-    assert [end.stdout for end in ended] == ["mine\n"] * 2
+    assert [(end.returncode, end.stdout) for end in ended] == [(1, "mine\n")] * 2
     assert "ValueError: bad line in the file" in ended[0].stderr
     last = ended[1].stderr.strip().splitlines()[-1]
     assert "rank 0" in last.lower()
@@ -504,29 +458,21 @@ def test_a_program_that_fails_in_the_first_process(tmp_path):
 
 
 def test_a_first_process_that_is_killed(tmp_path):
-    """C12: the store goes with it."""
-    body = """
-    model(torch.ones(2, 4)).sum().backward()
-    if rank == 0:
-        os.kill(os.getpid(), 9)
-    model(torch.ones(2, 4)).sum().backward()
-    """
-    ended = run_program(tmp_path, body)
+    """C12: the store ends with it."""
+    ended = run_program(tmp_path, "step()\nif rank == 0:\n    os.kill(os.getpid(), 9)\nstep()")
     assert [end.returncode for end in ended] == [-9, 1]
     assert "RuntimeError: rank 0 has ended while this one was at summing gradients" in ended[1].stderr
 
 
 def test_ctrl_c_while_waiting(tmp_path):
-    """C12: it ends the wait at once, and the other is told."""
+    """C12: it ends the wait at once, and is reported to the other rank."""
     body = """
-    import signal, threading, time
-    model(torch.ones(2, 4)).sum().backward()
+    step()
     if rank == 0:
         threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-        model(torch.ones(2, 4)).sum().backward()
     else:
         time.sleep(2)
-        model(torch.ones(2, 4)).sum().backward()
+    step()
     """
     ended = run_program(tmp_path, body)
     assert "KeyboardInterrupt" in ended[0].stderr
@@ -534,9 +480,6 @@ def test_ctrl_c_while_waiting(tmp_path):
 
 
 def joined_twice(rank: int, folder: str) -> list[bool]:
-    import gc
-    import weakref
-
     spans = []
     communicator = weakref.ref(communicator_for())
     for attempt in range(2):

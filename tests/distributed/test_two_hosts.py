@@ -1,11 +1,11 @@
 """Two hosts: two network namespaces with a slow link between them, and torchrun on each.
 
 A namespace has a network, a host name and a list of hosts of its own; the two share this machine's processes, clock and
-files, as two hosts with a common folder do. The link has 20 ms each way and 100 Mbit/s. The rate is tc's tbf; the delay
-is tc's netem, or, where the kernel has none, a thread that carries each packet from one end to the other 20 ms later.
+files, as two hosts with a common folder do. The link has 20 ms each way and 100 Mbit/s: tc's tbf limits the rate, and a
+thread carries each packet from one end to the other 20 ms later (tc's netem is not in every kernel).
 
-It needs root and iproute2 (`apt-get install iproute2`), and is skipped elsewhere. Nothing is sent but between the two,
-which have no way out, and both go when the test ends, with all that runs in them.
+It needs root and iproute2 (`apt-get install iproute2`), and is skipped elsewhere. Packets go between the two namespaces
+only, which have no way out; both are removed when the test ends, with all that runs in them.
 """
 
 import contextlib
@@ -32,7 +32,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's"),
     pytest.mark.skipif(sys.platform == "linux" and os.geteuid() != 0, reason="network namespaces need root"),
-    pytest.mark.skipif(not all(map(shutil.which, TOOLS)), reason=f"not all there of {', '.join(TOOLS)} (iproute2)"),
+    pytest.mark.skipif(not os.path.exists("/dev/net/tun"), reason="the link needs /dev/net/tun"),
+    pytest.mark.skipif(not all(map(shutil.which, TOOLS)), reason=f"needs {', '.join(TOOLS)} (iproute2)"),
 ]
 
 DELAY_S = 0.020
@@ -78,7 +79,7 @@ class Host:
             **os.environ,
             "GLOO_SOCKET_IFNAME": self.device,
             "OMP_NUM_THREADS": "1",
-            # Without it torchrun (2.13) never tells a host that joins later where to meet the others.
+            # Without it torchrun (2.13) gives a host that joins later no address of the others.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
         into = ("ip", "netns", "exec", self.namespace)
@@ -105,18 +106,9 @@ class Host:
         self._started.clear()
 
 
-def join_by_netem(a: Host, b: Host) -> None:
-    """Join the hosts by a veth pair whose ends delay what they send. Raises OSError if the kernel cannot."""
-    command(*f"ip link add {a.device} netns {a.namespace} type veth peer name {b.device} netns {b.namespace}".split())
-    for host in (a, b):
-        end = ("tc", "-n", host.namespace, "qdisc", "add", "dev", host.device)
-        command(*end, "root", "handle", "1:", "netem", "delay", f"{1000 * DELAY_S:g}ms", "limit", "10000")
-        command(*end, "parent", "1:", "handle", "2:", "tbf", *RATE)
-
-
 @contextlib.contextmanager
-def joined_by_a_thread(a: Host, b: Host) -> Iterator[None]:
-    """Join the hosts by two tun devices and a thread that carries packets between them."""
+def connected(a: Host, b: Host) -> Iterator[None]:
+    """Connect the hosts by two tun devices and a thread that carries packets between them."""
     with contextlib.ExitStack() as stack:
         ends = [stack.enter_context(open("/dev/net/tun", "r+b", buffering=0)) for _ in (a, b)]
         for end, host in zip(ends, (a, b), strict=True):
@@ -124,21 +116,22 @@ def joined_by_a_thread(a: Host, b: Host) -> Iterator[None]:
             fcntl.ioctl(end, 0x400454CA, struct.pack("16sH22x", host.device.encode(), tun_without_header))  # TUNSETIFF
             command("ip", "link", "set", host.device, "netns", host.namespace)
             command("tc", "-n", host.namespace, "qdisc", "add", "dev", host.device, "root", "tbf", *RATE)
-        over, ends_now = os.pipe()
-        stack.callback(os.close, over)
+            host.configure()
+        stop, stops = os.pipe()
+        stack.callback(os.close, stop)
 
         def carry() -> None:
-            under_way: deque[tuple[float, int, bytes]] = deque()
+            in_flight: deque[tuple[float, int, bytes]] = deque()
             other = {ends[0].fileno(): ends[1].fileno(), ends[1].fileno(): ends[0].fileno()}
             while True:
-                patience = max(0.0, under_way[0][0] - time.monotonic()) if under_way else None
-                readable, _, _ = select.select([over, *other], [], [], patience)
-                if over in readable:
+                timeout_s = max(0.0, in_flight[0][0] - time.monotonic()) if in_flight else None
+                readable, _, _ = select.select([stop, *other], [], [], timeout_s)
+                if stop in readable:
                     return
                 for end in readable:
-                    under_way.append((time.monotonic() + DELAY_S, other[end], os.read(end, 65536)))
-                while under_way and under_way[0][0] <= time.monotonic():
-                    _, end, packet = under_way.popleft()
+                    in_flight.append((time.monotonic() + DELAY_S, other[end], os.read(end, 65536)))
+                while in_flight and in_flight[0][0] <= time.monotonic():
+                    _, end, packet = in_flight.popleft()
                     with contextlib.suppress(OSError):  # a host that is not up loses it
                         os.write(end, packet)
 
@@ -147,7 +140,7 @@ def joined_by_a_thread(a: Host, b: Host) -> Iterator[None]:
         try:
             yield
         finally:
-            os.close(ends_now)
+            os.close(stops)
             thread.join()
 
 
@@ -162,15 +155,7 @@ def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
                 pytest.skip(f"this machine has no network namespaces for us: {error}")
             stack.callback(command, "ip", "netns", "del", host.namespace)  # and with it its end of the link
             stack.callback(host.kill)
-        try:
-            join_by_netem(a, b)
-        except OSError:
-            for host in (a, b):
-                with contextlib.suppress(OSError):
-                    command("ip", "-n", host.namespace, "link", "del", host.device)
-            stack.enter_context(joined_by_a_thread(a, b))
-        for host in (a, b):
-            host.configure()
+        stack.enter_context(connected(a, b))
         yield a, b
 
 
@@ -192,7 +177,7 @@ def assert_same_metrics(folder: Path, other: Path) -> None:
 
 
 def wait_until(holds: Callable[[], bool], folder: Path, *processes: subprocess.Popen) -> None:
-    """Wait until something holds; fail with what has been written where it will not."""
+    """Wait until something holds; fail with the logs if a process fails first, or after the limit."""
     deadline = time.monotonic() + LIMIT_S
     while not holds():
         failed = [process.poll() for process in processes if process.poll()]
@@ -210,27 +195,7 @@ def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def round_trip_s(a: Host, b: Host) -> float:
-    """Return how long a word takes from host a to host b and back, the shortest of five."""
-    server = "import socket; s = socket.create_server(('', 5000)); print(flush=True); c, _ = s.accept()\n"
-    server += "while word := c.recv(1): c.send(word)"
-    client = "import socket, time; s = socket.create_connection(('10.77.0.2', 5000)); times = []\n"
-    client += (
-        "for _ in range(5): t = time.perf_counter(); s.send(b'.'); s.recv(1); times.append(time.perf_counter() - t)"
-    )
-    client += "\nprint(min(times))"
-    inside = lambda host, code: ["ip", "netns", "exec", host.namespace, sys.executable, "-c", code]  # noqa: E731
-    with subprocess.Popen(inside(b, server), stdout=subprocess.PIPE, text=True) as serving:
-        try:
-            serving.stdout.readline()
-            done = subprocess.run(inside(a, client), capture_output=True, text=True, check=True, timeout=60)
-        finally:
-            serving.kill()
-    return float(done.stdout)
-
-
 def test_two_hosts_train_as_one_process_does(hosts, of_one_process: Path, tmp_path: Path) -> None:
-    assert round_trip_s(*hosts) >= 2 * DELAY_S
     running = [host.torchrun(*RUN, "--output", "run") for host in hosts]
     wait_until(lambda: all(process.poll() == 0 for process in running), tmp_path, *running)
     assert_same_metrics(tmp_path / "run", of_one_process)
@@ -238,7 +203,7 @@ def test_two_hosts_train_as_one_process_does(hosts, of_one_process: Path, tmp_pa
 
 
 def test_a_host_that_dies_and_comes_back(hosts, of_one_process: Path, tmp_path: Path) -> None:
-    """The other host's torchrun starts its processes anew, and waits; the run goes on from its last checkpoint."""
+    """The other host's torchrun restarts its processes, which wait; the run goes on from its last checkpoint."""
     a, b = hosts
     running = a.torchrun(*RUN, "--output", "run")
     b.torchrun(*RUN, "--output", "run")

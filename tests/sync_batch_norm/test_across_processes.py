@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import manyhands
+from helpers.modules import Calls
 from helpers.ranks import run_ranks
+from helpers.twins import assert_same_gradients, rows_of, twins
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -17,32 +18,28 @@ SIZES = [[4, 9, 5, 1], [7, 3, 0, 2], [1, 1, 1, 1], [0, 6, 2, 5]]
 ENGINES = [{}, {"device_ids": ["cpu"] * 2}, {"device_ids": ["cpu"] * 2, "engine": "processes"}]
 
 
-class Block(nn.Module):
-    def __init__(self, repeats: bool) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4)
-        self.last, self.flat = nn.Linear(4, 3), nn.BatchNorm1d(3, momentum=None, affine=False)
-        self.repeats = repeats
+def features(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(module.norm(module.conv(x)))
 
-    def features(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.norm(self.conv(x)))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = checkpoint(self.features, x, use_reentrant=False) if self.repeats else self.features(x)
-        return self.flat(self.last(x.mean((2, 3))))
+def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x = checkpoint(features, module, x, use_reentrant=False) if module.repeats else features(module, x)
+    return module.flat(module.last(x.mean((2, 3))))
+
+
+def block(repeats: bool) -> nn.Module:
+    conv, norm = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4)
+    last, flat = nn.Linear(4, 3), nn.BatchNorm1d(3, momentum=None, affine=False)
+    return Calls(forward, conv=conv, norm=norm, last=last, flat=flat, repeats=repeats).double()
 
 
 def train(rank: int, world_size: int, options: dict, repeats: bool) -> tuple[float, ...]:
-    module = Block(repeats).double()
-    model = manyhands.DataParallel(module, sync_batch_norm=True, **options)
-    oracle = Block(repeats).double()
-    oracle.load_state_dict(module.state_dict())
+    model, oracle = twins(lambda: block(repeats), sync_batch_norm=True, **options)
     generator = torch.Generator().manual_seed(3)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, oracle)]
     for step in range(4):
         sizes = SIZES[step][:world_size]
-        start = sum(sizes[:rank])
-        rows = slice(start, start + sizes[rank])
+        rows = rows_of(rank, sizes)
         x = torch.randn(sum(sizes), 2, 5, 5, generator=generator).double()
         y = torch.randn(sum(sizes), 3, generator=generator).double()
         for optimizer in optimizers:
@@ -51,13 +48,12 @@ def train(rank: int, world_size: int, options: dict, repeats: bool) -> tuple[flo
         torch.testing.assert_close(output, expected[rows], rtol=1e-11, atol=1e-13)
         nn.functional.mse_loss(output, y[rows]).backward()
         nn.functional.mse_loss(expected, y).backward()
-        for (name, p), q in zip(module.named_parameters(), oracle.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12, msg=f"step {step}: {name}")
-        for (name, b), c in zip(module.named_buffers(), oracle.buffers(), strict=True):
+        assert_same_gradients(model.module, oracle, rtol=1e-9, atol=1e-12)
+        for (name, b), c in zip(model.module.named_buffers(), oracle.buffers(), strict=True):
             torch.testing.assert_close(b, c, rtol=1e-11, atol=1e-13, msg=f"step {step}: {name}")
         for optimizer in optimizers:
             optimizer.step()
-    return tuple(t.double().sum().item() for t in module.state_dict().values())
+    return tuple(t.double().sum().item() for t in model.module.state_dict().values())
 
 
 def train_twice(rank: int, options: dict) -> list[tuple[float, ...]]:
@@ -78,20 +74,17 @@ def test_four_processes_some_without_rows():
 
 
 def penalty(rank: int, sizes: list[int], loss: str) -> None:
-    module = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 1)).double()
-    model = manyhands.DataParallel(module, sync_batch_norm=True, loss=loss)
-    oracle = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 1)).double()
-    oracle.load_state_dict(module.state_dict())
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+    model, oracle = twins(make, sync_batch_norm=True, loss=loss)
     x = torch.randn(sum(sizes), 4, generator=torch.Generator().manual_seed(3)).double()
-    for each, rows in ((model, slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))), (oracle, slice(None))):
+    for each, rows in ((model, rows_of(rank, sizes)), (oracle, slice(None))):
         inputs = x[rows].clone().requires_grad_()
         (slopes,) = torch.autograd.grad(each(inputs).sum(), inputs, create_graph=True)
         squares = (slopes.norm(dim=1) - 1) ** 2
         (squares.mean() if loss == "mean" else squares.sum() / sum(sizes)).backward()
-    for (name, p), q in zip(module.named_parameters(), oracle.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), name
-        if p.grad is not None:
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12, msg=name)
+    assert_same_gradients(model.module, oracle, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(("sizes", "loss"), [([4, 4], "mean"), ([5, 2], "sum")], ids=["equal rows", "a sum"])

@@ -1,7 +1,7 @@
-"""Batch norm over all replicas: what is taken over, and the ways of running replicas.
+"""Batch norm over all replicas: which calls are replaced, and the ways of running replicas.
 
-What every engine must do is in test_engines.py. Here are also the plain composition (a verb is overridden) and
-accelerators, where the replicas share one graph and one call walks it backward; simulated devices stand in for these.
+What every engine must do is in contract/test_engines.py. Here are also the plain composition (a verb is overridden) and
+accelerators, where one call runs backward of all replicas' graphs as one; simulated devices stand in for accelerators.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from helpers.in_time import in_time
+from helpers.modules import Calls
 from manyhands import DataParallel
 from manyhands.runtime import devices
 from manyhands.sync_batch_norm.function_mode import inside_synchronised_replica
@@ -23,27 +24,17 @@ from manyhands.sync_batch_norm.function_mode import inside_synchronised_replica
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-# ---- what is taken over --------------------------------------------------------------------------
-
-
-class Calls(nn.Module):
-    """Calls a function on its rows, with a batch norm of its own that the function may use."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function, self.norm = function, nn.BatchNorm1d(3)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.function(x, self.norm)
+# ---- which calls are replaced --------------------------------------------------------------------
 
 
 @pytest.fixture(params=["threads", "processes"])
 def over_replicas(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
-    """Call a function as a replica's forward, on the rows of each of two replicas; return what is gathered."""
+    """Call a function as a replica's forward, on its rows and a batch norm; return what is gathered of two replicas."""
     models = []
 
     def call(function: Callable[..., Any], x: torch.Tensor) -> Any:
-        models.append(DataParallel(Calls(function), ["cpu"] * 2, engine=request.param, sync_batch_norm=True))
+        module = Calls(lambda module, x: function(x, module.norm), norm=nn.BatchNorm1d(3))
+        models.append(DataParallel(module, ["cpu"] * 2, engine=request.param, sync_batch_norm=True))
         return in_time(lambda: models[-1](x))
 
     yield call
@@ -55,7 +46,7 @@ OverReplicas = Callable[..., Any]
 ROWS = torch.zeros(4, 3)
 
 
-def test_only_batch_statistics_are_taken_over(over_replicas: OverReplicas) -> None:
+def test_only_batch_norm_of_batch_statistics_is_replaced(over_replicas: OverReplicas) -> None:
     x, mean, var = torch.randn(6, 3), torch.randn(3), torch.rand(3)
 
     def with_batch_statistics(x: torch.Tensor, _: nn.Module) -> torch.Tensor:
@@ -113,16 +104,17 @@ def backward_takes_a_dict() -> bool:
     return True
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+IN_FORWARD = ["Tensor.backward", "autograd.backward", "autograd.grad", "of some inputs", "of named inputs"]
+
+
 @pytest.mark.parametrize(
-    "how", ["Tensor.backward", "autograd.backward", "autograd.grad", "of some inputs", "of named inputs"]
+    ("how", "reentrant"),
+    [*((how, False) for how in IN_FORWARD), *((how, True) for how in IN_FORWARD[:2])],  # torch refuses the others
 )
-def test_a_backward_pass_inside_forward_runs_checkpoints_over_all_replicas(
+def test_a_backward_inside_forward_runs_checkpoints_over_all_replicas(
     over_replicas: OverReplicas, how: str, reentrant: bool
 ) -> None:
-    """However it is asked for: a function mode is off while a torch function runs, backward passes among them."""
-    if reentrant and how in ("autograd.grad", "of some inputs", "of named inputs"):
-        pytest.skip("torch refuses reentrant checkpoints there")
+    """However it is called: a function mode is off while a torch function runs, such as backward."""
     if how == "of named inputs" and not backward_takes_a_dict():
         pytest.skip("needs a torch whose backward takes a dict of inputs")
     x = torch.randn(6, 3)
@@ -145,7 +137,7 @@ def test_a_backward_pass_inside_forward_runs_checkpoints_over_all_replicas(
     torch.testing.assert_close(over_replicas(gradient, x), whole, rtol=1e-12, atol=1e-12)
 
 
-def test_mistakes_in_a_backward_pass_inside_forward_are_torchs_own_errors(over_replicas: OverReplicas) -> None:
+def test_mistakes_in_a_backward_inside_forward_raise_what_torch_raises(over_replicas: OverReplicas) -> None:
     with pytest.raises(RuntimeError, match="does not require grad"):
         over_replicas(lambda x, _: torch.ones(2).sum().backward(), ROWS)
 
@@ -186,7 +178,7 @@ class OwnGather(DataParallel):
 
 @contextlib.contextmanager
 def simulated_accelerators_with_one_graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make simulated devices count as accelerators whose graphs one call walks backward."""
+    """Make simulated devices count as accelerators: one call runs backward of all graphs."""
     with monkeypatch.context() as patch:
         patch.setattr(devices, "computes_on_host", lambda device: device.type == "cpu")
         patch.setattr(devices, "has_streams", lambda device: False)
@@ -204,21 +196,21 @@ Wrap = Callable[[nn.Module, int], DataParallel]
 )
 def wrap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wrap]:
     """Wrap a copy of a module, synchronised, for a number of replicas; the first three ways share one graph."""
-    if request.param in ("threads", "processes"):
-        yield lambda module, n: DataParallel(
-            copy.deepcopy(module), ["cpu"] * n, engine=request.param, sync_batch_norm=True
-        )
-        return
-    cls = OwnGather if "composition" in request.param else DataParallel
-    if request.param == "composition":
-        yield lambda module, n: cls(copy.deepcopy(module), ["cpu"] * n, sync_batch_norm=True)
-        return
-    sim = request.getfixturevalue("sim")
-    one_graph = simulated_accelerators_with_one_graph(monkeypatch)
-    with one_graph if request.param == "accelerators" else contextlib.nullcontext():
-        yield lambda module, n: cls(
-            copy.deepcopy(module).to(sim[0]), [sim[i % len(sim)] for i in range(n)], sync_batch_norm=True
-        )
+    way = request.param
+    cls = OwnGather if "composition" in way else DataParallel
+    options = {"engine": way} if way in ("threads", "processes") else {}
+    devices, one_graph = ["cpu"], contextlib.nullcontext()
+    if way not in ("composition", "threads", "processes"):
+        devices = request.getfixturevalue("sim")
+    if way == "accelerators":
+        one_graph = simulated_accelerators_with_one_graph(monkeypatch)
+
+    def make(module: nn.Module, n: int) -> DataParallel:
+        ids = [devices[i % len(devices)] for i in range(n)]
+        return cls(copy.deepcopy(module).to(ids[0]), ids, sync_batch_norm=True, **options)
+
+    with one_graph:
+        yield make
 
 
 def shares_no_graph(way: str) -> bool:
@@ -226,7 +218,7 @@ def shares_no_graph(way: str) -> bool:
 
 
 class Block(nn.Module):
-    """Batch norms of several kinds, side by side and one behind the other; one is used twice."""
+    """Batch norms of several kinds, in parallel and in sequence; one is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,25 +232,30 @@ class Block(nn.Module):
         return F.batch_norm(logits, None, None, training=True)
 
 
-def assert_like_plain(model: DataParallel, plain: nn.Module, x: torch.Tensor, tolerance: float = 1e-12) -> None:
-    """Compare output, gradients and buffers, also of a loss of gradients."""
+Call = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+
+
+def with_second_derivatives(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    output = module(x)
+    (gradient,) = torch.autograd.grad(output.pow(3).sum(), x, create_graph=True)
+    (output.cpu().sin().sum() + gradient.pow(2).sum() / 100).backward()
+    return output
+
+
+def assert_like_plain(
+    model: DataParallel, plain: nn.Module, x: torch.Tensor, step: Call = with_second_derivatives
+) -> None:
+    """Compare output, gradients and buffers after a step."""
     results = []
     for module in (plain, model):
-        x_here = x.clone().requires_grad_()
-
-        def run(module: nn.Module = module, x_here: torch.Tensor = x_here) -> torch.Tensor:
-            module.zero_grad()
-            output = module(x_here)
-            (gradient,) = torch.autograd.grad(output.pow(3).sum(), x_here, create_graph=True)
-            (output.cpu().sin().sum() + gradient.pow(2).sum() / 100).backward()
-            return output
-
-        output = in_time(run)
-        tensors = [output, x_here.grad, *(p.grad for p in module.parameters()), *module.buffers()]
+        module.zero_grad()
+        inputs = x.clone().requires_grad_()
+        output = in_time(lambda module=module, inputs=inputs: step(module, inputs))
+        tensors = [output, inputs.grad, *(p.grad for p in module.parameters()), *module.buffers()]
         results.append([tensor.detach().cpu() for tensor in tensors])
     for mine, theirs in zip(*reversed(results), strict=True):
         scale = max(1.0, theirs.abs().max().item())
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=tolerance * scale)
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-11 * scale)
 
 
 @pytest.mark.parametrize(("num_replicas", "rows"), [(2, 7), (3, 3), (4, 6)])
@@ -267,10 +264,10 @@ def test_one_graph(wrap: Wrap, num_replicas: int, rows: int) -> None:
     plain = Block()
     model = wrap(plain, num_replicas)
     for _ in range(2):
-        assert_like_plain(model, plain, torch.randn(rows, 2, 4, 4), 1e-11)
+        assert_like_plain(model, plain, torch.randn(rows, 2, 4, 4))
     for module in (plain, model):
         module.eval()
-    assert_like_plain(model, plain, torch.randn(rows, 2, 4, 4), 1e-11)
+    assert_like_plain(model, plain, torch.randn(rows, 2, 4, 4))
 
 
 def test_one_graph_where_rows_are_selected(wrap: Wrap) -> None:
@@ -322,15 +319,10 @@ class Checkpointed(nn.Module):
         return self.twice(torch.tanh(self.twice(x) + 0.5 * x))
 
 
-def assert_same_step(model: DataParallel, plain: nn.Module, x: torch.Tensor) -> None:
-    """Compare gradients and buffers after a forward and a backward."""
-    for module in (plain, model):
-        module.zero_grad()
-        in_time(lambda module=module: module(x.clone().requires_grad_()).pow(3).sum().backward())
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.cpu(), theirs.grad, rtol=1e-11, atol=1e-11)
-    for mine, theirs in zip(model.buffers(), plain.buffers(), strict=True):
-        torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-12, atol=1e-12)
+def step_of_cubes(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    output = module(x)
+    output.pow(3).sum().backward()
+    return output
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
@@ -338,14 +330,14 @@ def assert_same_step(model: DataParallel, plain: nn.Module, x: torch.Tensor) -> 
 @pytest.mark.filterwarnings("ignore:In sim autocast, but the target dtype:UserWarning")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_one_graph_and_checkpoints_inside(wrap: Wrap, reentrant: bool, request: pytest.FixtureRequest) -> None:
-    """N5, R13: right, or refused: what a checkpoint runs again, it runs while nobody is there to meet."""
+    """N5, R13: right, or refused: a checkpoint may recompute a batch norm when the other replicas do not run."""
     way = request.node.callspec.params["wrap"]
     plain = Checkpointed(reentrant)
     model = wrap(plain, 3)
     x = torch.randn(7, 2)
     if shares_no_graph(way) or (way == "accelerators" and not reentrant):
         for _ in range(2):
-            assert_same_step(model, plain, x)
+            assert_like_plain(model, plain, x, step_of_cubes)
     else:
         with pytest.raises(RuntimeError, match="inside an activation checkpoint: on accelerators"):
             in_time(lambda: model(x))
@@ -357,17 +349,14 @@ def test_one_graph_and_checkpoints_inside(wrap: Wrap, reentrant: bool, request: 
 
 
 def test_accelerators_and_a_checkpoint_around_a_batch_norm_without_tensors(sim: Any, monkeypatch: Any) -> None:
-    """N5, R13: it could not be found again, so it is refused in forward."""
+    """N5, R13: the recomputation could not be matched with forward, so it is refused in forward."""
 
-    class Functional(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            def run(x: torch.Tensor) -> torch.Tensor:
-                return F.batch_norm(x, None, None, training=True)
+    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x: F.batch_norm(x, None, None, training=True), module.linear(x), use_reentrant=False)
 
-            return checkpoint(run, super().forward(x), use_reentrant=False)
-
+    plain = Calls(forward, linear=nn.Linear(2, 2))
     with simulated_accelerators_with_one_graph(monkeypatch):
-        model = DataParallel(Functional(2, 2).to(sim[0]), [0, 1], sync_batch_norm=True)
+        model = DataParallel(plain.to(sim[0]), [0, 1], sync_batch_norm=True)
         with pytest.raises(RuntimeError, match="the batch norm has to have a tensor of its own"):
             in_time(lambda: model(torch.randn(4, 2)))
 
@@ -376,52 +365,42 @@ def test_accelerators_and_a_checkpoint_around_a_batch_norm_without_tensors(sim: 
 def test_one_graph_and_a_checkpoint_around_the_wrapper(wrap: Wrap, reentrant: bool) -> None:
     """N5, R14"""
     plain = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    model = wrap(plain, 3)
-    x = torch.randn(7, 2)
-    for module in (plain, model):
 
-        def step(module: nn.Module = module) -> None:
-            checkpoint(module, x.clone().requires_grad_(), use_reentrant=reentrant).pow(3).sum().backward()
+    def step(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return step_of_cubes(lambda x: checkpoint(module, x, use_reentrant=reentrant), x)
 
-        in_time(step)
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.cpu(), theirs.grad, rtol=1e-12, atol=1e-12)
+    assert_like_plain(wrap(plain, 3), plain, torch.randn(7, 2), step)
 
 
 def test_one_graph_and_a_derivative_inside_forward(wrap: Wrap, request: pytest.FixtureRequest) -> None:
-    """N5: a replica knows its own part of the derivative only; refused, not computed wrongly."""
+    """N5: a replica has only its own part of the derivative; refused, not computed wrongly."""
 
-    class Differentiates(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(2)
+    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        return torch.autograd.grad(module.norm(x).pow(3).sum(), x, create_graph=True)[0]
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x.requires_grad_()
-            return torch.autograd.grad(self.norm(x).pow(3).sum(), x, create_graph=True)[0]
-
+    plain = Calls(forward, norm=nn.BatchNorm1d(2))
+    model, x = wrap(plain, 2), torch.randn(6, 2)
     if shares_no_graph(request.node.callspec.params["wrap"]):
-        x = torch.randn(6, 2)
-        output, expected = in_time(lambda: wrap(Differentiates(), 2)(x)), Differentiates()(x.clone())
-        torch.testing.assert_close(output.detach().cpu(), expected.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            in_time(lambda: model(x)).detach().cpu(), plain(x.clone()).detach(), rtol=1e-12, atol=1e-12
+        )
     else:
         with pytest.raises(RuntimeError, match="was differentiated inside forward"):
-            in_time(lambda: wrap(Differentiates(), 2)(torch.randn(6, 2)))
+            in_time(lambda: model(x))
 
 
 @pytest.mark.parametrize("how", ["subclass", "attribute"])
 def test_a_parallel_apply_of_ones_own_is_refused(how: str) -> None:
-    """A9, N5: it may run replicas one after the other, which would wait for ever."""
+    """A9, N5: it may run replicas one after the other, and the first would wait for ever."""
 
-    class OneByOne(DataParallel):
-        def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
-            return [replica(*args, **kw) for replica, args, kw in zip(replicas, inputs, kwargs, strict=True)]
+    def one_by_one(replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
+        return [replica(*args, **kw) for replica, args, kw in zip(replicas, inputs, kwargs, strict=True)]
 
-    if how == "subclass":
-        model: DataParallel = OneByOne(nn.BatchNorm1d(2), ["cpu"] * 2, sync_batch_norm=True)
-    else:
-        model = DataParallel(nn.BatchNorm1d(2), ["cpu"] * 2, sync_batch_norm=True)
-        model.parallel_apply = lambda replicas, inputs, kwargs: [r(*a) for r, a in zip(replicas, inputs, strict=True)]
+    cls = type("OneByOne", (DataParallel,), {"parallel_apply": staticmethod(one_by_one)})
+    model = (cls if how == "subclass" else DataParallel)(nn.BatchNorm1d(2), ["cpu"] * 2, sync_batch_norm=True)
+    if how == "attribute":
+        model.parallel_apply = one_by_one
     with pytest.raises(RuntimeError, match="sync_batch_norm=True with a parallel_apply of your own"):
         in_time(lambda: model(torch.randn(4, 2)))
 
@@ -435,7 +414,7 @@ def test_a_replicate_of_ones_own(wrap: Wrap) -> None:
 
     plain = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     model = Functions(copy.deepcopy(plain), ["cpu"] * 3, sync_batch_norm=True)
-    assert_like_plain(model, plain, torch.randn(8, 2), 1e-11)
+    assert_like_plain(model, plain, torch.randn(8, 2))
 
 
 # ---- the option ----------------------------------------------------------------------------------
@@ -451,4 +430,4 @@ def test_the_option_survives_a_copy() -> None:
     """A14"""
     plain = nn.BatchNorm1d(2)
     model = copy.deepcopy(DataParallel(copy.deepcopy(plain), ["cpu"] * 2, sync_batch_norm=True))
-    assert_like_plain(model, plain, torch.randn(5, 2), 1e-11)
+    assert_like_plain(model, plain, torch.randn(5, 2))

@@ -77,8 +77,8 @@ def test_derivatives_of_any_order(affine: bool, at_once: bool) -> None:
 
 @pytest.mark.parametrize("needed", [(True, False, False), (False, True, True), (True, True, False)])
 @pytest.mark.parametrize("create_graph", [False, True])
-def test_gradients_that_nobody_asks_for(needed: tuple[bool, ...], create_graph: bool) -> None:
-    """Of rows that need none, the statistics' gradient goes nowhere, so that nobody waits for it."""
+def test_gradients_that_are_not_needed(needed: tuple[bool, ...], create_graph: bool) -> None:
+    """The statistics' gradient is not reduced for rows that need none, so that no replica waits for it."""
     leaves = [torch.randn(shape) for shape in ((4, 2, 3), (2,), (2,))]
     asked: list[torch.Tensor] = []
 
