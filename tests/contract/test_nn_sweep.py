@@ -2,15 +2,14 @@
 
 The classes are not listed here but found in torch.nn, so that one that a later torch adds fails until it has a recipe
 (how to make it, and on what to run it) or is in `EXCLUDED` with its reason. The oracle is the plain module on the
-whole batch, also for batch normalisation, by `sync_batch_norm=True`. There are two exceptions. Running statistics of
-instance normalisation are means over the batch: there it is `data_parallel`, the plain composition. And where the
-module draws random numbers, its draws cannot be compared: with settings that leave nothing to chance it is compared
-like all others, otherwise by what every draw has in common.
+whole batch, also for batch normalisation, by `sync_batch_norm=True`. There is one exception: running statistics of
+instance normalisation are means over the batch, so there it is `data_parallel`, the plain composition. Modules that
+draw random numbers have settings that leave nothing to chance (test_random.py has the others).
 """
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,6 +21,7 @@ from torch.nn import functional as F
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrizations
 
+from helpers.contract import loss_of, tensors_in
 from manyhands import DataParallel, data_parallel
 
 SPLITS = [(2, 6), (3, 7)]  # replicas, rows: they divide, and they do not, and one row is left for the last replica
@@ -439,70 +439,29 @@ def test_every_class_has_a_recipe_or_a_reason() -> None:
 # ---- the comparison ------------------------------------------------------------------------------
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    items = value.values() if isinstance(value, dict) else value
-    return [tensor for item in items for tensor in tensors_in(item)]
-
-
-def loss_of(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A scalar that depends on every entry of every differentiable output, with different weights."""
-    terms = [
-        (tensor.square() * torch.linspace(0.5, 1.5, tensor.numel(), device=tensor.device).view(tensor.shape)).sum()
-        for tensor in outputs
-        if tensor.requires_grad
-    ]
-    return torch.stack(terms).sum()
-
-
 def assert_same(actual: torch.Tensor | None, expected: torch.Tensor | None, what: str) -> None:
     assert (actual is None) == (expected is None), f"{what}: got {actual}, expected {expected}"
     if actual is None or expected is None:
         return
-    assert actual.device == expected.device, what
-    assert actual.is_sparse == expected.is_sparse, what
+    for name in ("device", "is_sparse"):
+        assert getattr(actual, name) == getattr(expected, name), f"{name} of {what}"
     actual, expected = (tensor.detach().cpu().to_dense() for tensor in (actual, expected))
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12, msg=lambda message: f"{what}: {message}")
 
 
-@dataclass
-class Step:
-    """What one forward and backward gave."""
-
-    outputs: list[torch.Tensor]
-    input_gradients: list[torch.Tensor | None]
-    parameter_gradients: dict[str, torch.Tensor | None]
-    state: dict[str, torch.Tensor]
-
-
-def step(run: Callable[..., Any], module: nn.Module, batch: Sequence[torch.Tensor]) -> Step:
-    """Call `run`, which is `module` or stands for it, on copies of the batch, and run backward."""
+def step(
+    run: Callable[..., Any], module: nn.Module, batch: Sequence[torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Call `run`, which is `module` or stands for it, on copies of the batch, and run backward; yield what it gave."""
     inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in batch]
     outputs = tensors_in(run(*inputs))
     module.zero_grad()
     if any(output.requires_grad for output in outputs):
         loss_of(outputs).backward()
-    return Step(
-        outputs,
-        [tensor.grad for tensor in inputs],
-        {name: parameter.grad for name, parameter in module.named_parameters()},
-        module.state_dict(),
-    )
-
-
-def assert_same_step(actual: Step, expected: Step) -> None:
-    for number, (mine, theirs) in enumerate(zip(actual.outputs, expected.outputs, strict=True)):
-        assert mine.requires_grad == theirs.requires_grad
-        assert_same(mine, theirs, f"output {number}")
-    for number, (mine, theirs) in enumerate(zip(actual.input_gradients, expected.input_gradients, strict=True)):
-        assert_same(mine, theirs, f"the gradient of input {number}")
-    assert actual.parameter_gradients.keys() == expected.parameter_gradients.keys()
-    for name, theirs in expected.parameter_gradients.items():
-        assert_same(actual.parameter_gradients[name], theirs, f"the gradient of {name}")
-    assert actual.state.keys() == expected.state.keys()
-    for name, theirs in expected.state.items():
-        assert_same(actual.state[name], theirs, name)
+    yield from ((f"output {number}", output) for number, output in enumerate(outputs))
+    yield from ((f"the gradient of input {number}", tensor.grad) for number, tensor in enumerate(inputs))
+    yield from ((f"the gradient of {name}", parameter.grad) for name, parameter in module.named_parameters())
+    yield from module.state_dict().items()
 
 
 def compare(engine: str, recipe: Recipe, devices: Sequence[str | torch.device], rows: int) -> None:
@@ -538,7 +497,7 @@ def compare_in(
         return data_parallel(plain, inputs, devices) if recipe.interacts and training else plain(*inputs)
 
     try:
-        expected = step(oracle, plain, batch)
+        expected = dict(step(oracle, plain, batch))
         with torch.no_grad():  # some layers have a shorter way then
             expected_without = [] if training else tensors_in(plain(*batch))
     except (NotImplementedError, RuntimeError) as error:
@@ -547,7 +506,11 @@ def compare_in(
         twin.load_state_dict(plain.state_dict())  # which may have been written before it failed
         return error
     try:
-        assert_same_step(step(model, twin, batch), expected)
+        actual = dict(step(model, twin, batch))
+        assert actual.keys() == expected.keys()
+        for name, theirs in expected.items():
+            assert_same(actual[name], theirs, name)
+            assert theirs is None or theirs.requires_grad == actual[name].requires_grad, name
         with torch.no_grad():
             without = [] if training else tensors_in(model(*batch))
         for number, (mine, theirs) in enumerate(zip(without, expected_without, strict=True)):
@@ -571,7 +534,7 @@ for_every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=str)
 )
 @for_every_recipe
 def test_a_wrapped_module_is_the_plain_one(engine: str, recipe: Recipe, splits: list[tuple[int, int]]) -> None:
-    """R10, N1, N2, N5: outputs, gradients of inputs and parameters, and the state afterwards, in training and eval."""
+    """R10, R2, S10, G6, N1, N2, N5: outputs, all gradients, and the state afterwards, in training and eval."""
     for num_replicas, rows in splits:
         compare(engine, recipe, ["cpu"] * num_replicas, rows)
 
@@ -581,48 +544,3 @@ def test_a_wrapped_module_is_the_plain_one(engine: str, recipe: Recipe, splits: 
 def test_also_where_each_replica_has_a_device_of_its_own(sim: list[torch.device], recipe: Recipe) -> None:
     """R10, N1: on simulated accelerators, where a tensor that is left behind on another device is an error."""
     compare("threads", recipe, sim[:3], 7)  # simulated devices exist in this process only
-
-
-# ---- random layers -------------------------------------------------------------------------------
-
-
-def affine_maps(run: Callable[..., Any], x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which (scale, offset) each entry of the input went through, for a module that works on each entry."""
-    x = x.detach().requires_grad_()
-    output = run(x)
-    (scale,) = torch.autograd.grad(output.sum(), x)
-    return scale, (output - scale * x).detach()
-
-
-@pytest.mark.parametrize(("kind", "inputs"), DROPOUTS, ids=lambda value: getattr(value, "__name__", ""))
-@pytest.mark.parametrize(("num_replicas", "rows"), SPLITS)
-def test_dropout_keeps_or_drops_as_the_plain_layer_does(
-    kind: type[nn.Module], inputs: Sequence[Batch], num_replicas: int, rows: int
-) -> None:
-    """Each entry, or channel, is kept and scaled, or dropped, and its gradient likewise; each replica does both."""
-    plain = kind(0.5)
-    model = DataParallel(kind(0.5), ["cpu"] * num_replicas)
-    x = inputs[0](rows)
-    scale, offset = affine_maps(model, x)
-    seen = [
-        torch.stack(maps, -1).view(-1, 2).round(decimals=9).unique(dim=0)
-        for maps in (affine_maps(plain, x), (scale, offset))
-    ]
-    assert seen[0].shape == (2, 2)
-    assert_same(seen[1], seen[0], "what is done to an entry")
-    for shard in scale.chunk(num_replicas):
-        assert shard.unique().numel() == 2
-    if x.dim() > 2:
-        channels = scale.flatten(2)
-        assert torch.equal(channels, channels[..., :1].expand_as(channels)), "channels are dropped as a whole"
-
-
-@pytest.mark.parametrize(("num_replicas", "rows"), SPLITS)
-def test_rrelu_draws_a_slope_for_each_negative_entry(num_replicas: int, rows: int) -> None:
-    x = real(50)(rows)
-    scale, offset = affine_maps(DataParallel(nn.RReLU(0.1, 0.3), ["cpu"] * num_replicas), x)
-    assert_same(offset, torch.zeros_like(x), "what is added")
-    assert (scale[x >= 0] == 1).all()
-    slopes = scale[x < 0]
-    assert ((slopes >= 0.1) & (slopes <= 0.3)).all()
-    assert slopes.unique().numel() > 1

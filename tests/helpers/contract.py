@@ -272,7 +272,8 @@ def loss_of(output: Any) -> torch.Tensor:
     total = torch.zeros(())
     for number, tensor in enumerate(tensors_in(output), 1):
         if tensor.requires_grad:
-            total = total + number * (tensor.pow(2) * torch.linspace(0.5, 1.5, tensor.numel()).view(tensor.shape)).sum()
+            weights = torch.linspace(0.5, 1.5, tensor.numel(), device=tensor.device).view(tensor.shape)
+            total = total + number * (tensor.pow(2) * weights).sum()
     return total
 
 
