@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from helpers.contract import Wrap
+from helpers.contract import Wrap, train_both
 from manyhands import DataParallel, data_parallel, replicate
 
 
@@ -75,6 +75,10 @@ def compiled_method(net: nn.Module, backend: Any) -> nn.Module:
     return with_state_of(net, CompiledMethod())
 
 
+def batches(rows: list[int]) -> list[torch.Tensor]:
+    return [torch.randn(number, 5) for number in rows]
+
+
 def with_state_of(net: nn.Module, module: nn.Module) -> nn.Module:
     module.load_state_dict(net.state_dict())
     return module
@@ -114,32 +118,12 @@ def uncompiled(module: nn.Module) -> nn.Module:
     return plain(module)
 
 
-def train_both(plain: nn.Module, wrapped: nn.Module, rows: list[int]) -> None:
-    """Train both on the same batches, with steps in eval mode between; compare everything in every step."""
-    optimizers = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in (plain, wrapped)]
-    for step, num_rows in enumerate(rows):
-        for model in (plain, wrapped):
-            model.train(step % 6 != 4)
-        x = torch.randn(num_rows, 5)
-        outputs = [plain(x), wrapped(x)]
-        torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-12, atol=1e-12)
-        for output, optimizer in zip(outputs, optimizers, strict=True):
-            optimizer.zero_grad()
-            output.pow(2).mean().backward()
-        for expected, own in zip(plain.parameters(), wrapped.parameters(), strict=True):
-            torch.testing.assert_close(own.grad, expected.grad, rtol=1e-10, atol=1e-12)
-        for optimizer in optimizers:
-            optimizer.step()
-    with torch.no_grad():
-        torch.testing.assert_close(wrapped(x), plain(x), rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize(("way", "num_replicas"), [("torch.compile", 2), ("module.compile", 3)])
 def test_many_steps(way: str, num_replicas: int, wrap: Wrap) -> None:
     """R13: outputs, gradients and parameters over 15 steps; the graphs are few, and the replicas share them."""
     graphs = CompileCounterWithBackend("aot_eager")
     module = WAYS[way](Net(), graphs)
-    train_both(uncompiled(module), wrap(module, num_replicas), ROWS)
+    train_both(uncompiled(module), wrap(module, num_replicas), batches(ROWS))
     assert 0 < graphs.frame_count <= MOST_GRAPHS
 
 
@@ -150,7 +134,7 @@ def test_ways_to_compile(way: str, wrap: Wrap) -> None:
     module = WAYS[way](Net(), graphs)
     plain = uncompiled(module)
     names = [name for name, _ in module.named_modules()]
-    train_both(plain, wrap(module, 3), FEW)
+    train_both(plain, wrap(module, 3), batches(FEW))
     assert graphs.frame_count > 0 or way == "the eager backend"
     assert [name for name, _ in module.named_modules()] == names
 
@@ -161,7 +145,7 @@ def test_ways_to_compile(way: str, wrap: Wrap) -> None:
 def test_the_default_backend(wrap: Wrap) -> None:
     """R13: inductor."""
     net = Net()
-    train_both(copy.deepcopy(net), wrap(torch.compile(net)), [8, 8])
+    train_both(copy.deepcopy(net), wrap(torch.compile(net)), batches([8, 8]))
 
 
 @pytest.mark.skipif(
@@ -195,7 +179,7 @@ def test_many_compilations_under_load(wrap: Wrap) -> None:
         other.start()
         for _ in range(2):
             net = fresh_class()()
-            train_both(copy.deepcopy(net), wrap(torch.compile(net, backend="aot_eager"), 3), [6, 7])
+            train_both(copy.deepcopy(net), wrap(torch.compile(net, backend="aot_eager"), 3), batches([6, 7]))
     finally:
         sys.setswitchinterval(before)
         stop.set()
@@ -310,7 +294,7 @@ def test_compiled_after_wrapping(way: str, wrap: Wrap, caplog: pytest.LogCapture
     """R13: right numbers; the replicas are not compiled, as the log says."""
     net = Net()
     plain, wrapped = copy.deepcopy(net), wrap(net, 3)
-    train_both(plain, WAYS[way](wrapped, "aot_eager"), FEW)
+    train_both(plain, WAYS[way](wrapped, "aot_eager"), batches(FEW))
     assert "compile the module in it, DataParallel(torch.compile(model))" in caplog.text
 
 
@@ -320,7 +304,7 @@ def test_compiled_where_there_is_one_device(devices: Any, no_accelerators: None)
     graphs = CompileCounterWithBackend("aot_eager")
     net = Net()
     plain = copy.deepcopy(net)
-    train_both(plain, torch.compile(DataParallel(net, devices), backend=graphs), FEW)
+    train_both(plain, torch.compile(DataParallel(net, devices), backend=graphs), batches(FEW))
     assert graphs.frame_count > 0
 
 
@@ -340,7 +324,7 @@ def test_a_wrapper_in_a_compiled_model(inside: bool, wrap: Wrap) -> None:
     around = Around(Net())
     plain = copy.deepcopy(around)
     around.middle = wrap(torch.compile(around.middle, backend=graphs) if inside else around.middle)
-    train_both(plain, torch.compile(around, backend=graphs), FEW)
+    train_both(plain, torch.compile(around, backend=graphs), batches(FEW))
     assert graphs.frame_count >= (3 if inside else 2)
 
 
@@ -349,4 +333,4 @@ def test_a_wrapper_in_a_replica_of_a_compiled_model(wrap: Wrap) -> None:
     net = Net()
     plain = nn.Sequential(nn.Linear(5, 5), copy.deepcopy(net))
     model = nn.Sequential(copy.deepcopy(plain[0]), wrap(net))
-    train_both(plain, wrap(torch.compile(model, backend="aot_eager")), FEW)
+    train_both(plain, wrap(torch.compile(model, backend="aot_eager")), batches(FEW))

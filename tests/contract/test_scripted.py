@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.contract import Wrap
-from manyhands import data_parallel, replicate
+from helpers.contract import Wrap, train_both
+from helpers.modules import Calls
+from manyhands import DataParallel, data_parallel, replicate
 from manyhands.runtime import torch_private
 
 
@@ -101,16 +102,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 
 
 def in_a_list(module: nn.Module) -> nn.Module:
-    class Holder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(5, 5)
-            self.layers = [module]
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layers[0](self.first(x))
-
-    return Holder()
+    return Calls(lambda model, x: model.layers[0](model.first(x)), first=nn.Linear(5, 5), layers=[module])
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -121,25 +113,11 @@ def test_training(name: str, wrap: Wrap) -> None:
         for expected, own in zip(all_parameters(plain), all_parameters(module), strict=True):
             own.copy_(expected)
     wrapped = wrap(module, 3)
-    optimizers = [torch.optim.SGD(all_parameters(model), 0.1, momentum=0.9) for model in (plain, module)]
-    for step, rows in enumerate([6, 7, 6, 4, 5, 1]):
-        plain.train(step != 3)
-        wrapped.train(step != 3)
-        x = torch.randn(rows, 5)
-        outputs = [plain(x), wrapped(x)]
-        torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-12, atol=1e-12)
-        for output, optimizer in zip(outputs, optimizers, strict=True):
-            optimizer.zero_grad()
-            output.pow(2).mean().backward()
-        for expected, own in zip(all_parameters(plain), all_parameters(module), strict=True):
-            torch.testing.assert_close(own.grad, expected.grad, rtol=1e-10, atol=1e-12)
-        for optimizer in optimizers:
-            optimizer.step()
-    with torch.no_grad():
-        torch.testing.assert_close(wrapped(x), plain(x), rtol=1e-10, atol=1e-12)
+    train_both(plain, wrapped, [torch.randn(rows, 5) for rows in (6, 7, 6, 4, 5, 1)], all_parameters)
 
 
 def all_parameters(module: nn.Module) -> list[nn.Parameter]:
+    module = module.module if isinstance(module, DataParallel) else module
     return [*module.parameters(), *(p for hidden in getattr(module, "layers", []) for p in hidden.parameters())]
 
 

@@ -349,3 +349,26 @@ def same_results(model: nn.Module, wrapped: nn.Module, inputs: tuple[Any, ...], 
         return [*outputs, *torch.autograd.grad(loss, [*leaves, *model.parameters()])]
 
     torch.testing.assert_close(results(wrapped), results(model), rtol=1e-12, atol=1e-12)
+
+
+def train_both(
+    plain: nn.Module,
+    wrapped: nn.Module,
+    batches: Iterable[torch.Tensor],
+    parameters: Callable[[nn.Module], Iterable[nn.Parameter]] = nn.Module.parameters,
+) -> None:
+    """Train both on the same batches, the fifth in eval mode; compare outputs and gradients in every step."""
+    optimizers = [torch.optim.SGD(parameters(model), 0.1, momentum=0.9) for model in (plain, wrapped)]
+    for number, x in enumerate(batches):
+        for model in (plain, wrapped):
+            model.train(number % 6 != 4)
+        outputs = [plain(x), wrapped(x)]
+        assert_same(outputs[1], outputs[0])
+        for output, optimizer in zip(outputs, optimizers, strict=True):
+            optimizer.zero_grad()
+            output.pow(2).mean().backward()
+        assert_all_same((p.grad for p in parameters(wrapped)), (p.grad for p in parameters(plain)), 1e-10)
+        for optimizer in optimizers:
+            optimizer.step()
+    with torch.no_grad():
+        assert_same(wrapped(x), plain(x), 1e-10)
