@@ -1,6 +1,6 @@
 """Batch norm over all replicas: what is taken over, and the ways of running replicas.
 
-What every engine must do is in test_engines.py. Here are also the plain composition (a verb is overridden) and
+What every engine must do is in tests/contract. Here are also the plain composition (a verb is overridden) and
 accelerators, where the replicas share one graph and one call walks it backward; simulated devices stand in for these.
 """
 
