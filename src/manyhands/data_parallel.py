@@ -244,9 +244,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         must_run = self._engine.must_run(self.module)
         if not must_run and (len(self.devices) == 1 or self._runs_whole()):
             return self._run_on_one_device(method, inputs, kwargs)
-        if (
-            torch.compiler.is_compiling()
-        ):  # torch.compile(wrapper), or of a model around it: replicas stay out of its graph
+        if torch.compiler.is_compiling():  # the wrapper, or a model around it: replicas stay out of its graph
             return torch.compiler.disable(self._run_uncompiled)(must_run, method, inputs, kwargs)  # type: ignore[no-untyped-call]
         return self._run_on_devices(must_run, method, inputs, kwargs)
 
@@ -581,7 +579,7 @@ _sizes_of_call: ContextVar[tuple[int, ...] | None] = ContextVar("_sizes_of_call"
 
 def _moved(value: Any, device: torch.device) -> Any:
     """Return a value with its tensors on `device`, each itself if it is there already."""
-    if isinstance(value, torch.Tensor):  # the common case, without a walk
+    if isinstance(value, torch.Tensor):  # the common case, without pytree's cost
         return value if value.device == device else _devices.copy_to(value, device)
     return pytree.map_tensors(lambda tensor: _devices.copy_to(tensor, device), value)
 

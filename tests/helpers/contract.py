@@ -18,7 +18,7 @@ from helpers.in_time import in_time as _in_time
 from helpers.late_copies import send_late
 from manyhands import DataParallel
 from manyhands.autograd import broadcast
-from manyhands.engines.processes import worker_group
+from manyhands.engines.processes.engine import ProcessesEngine
 from manyhands.engines.threads import ThreadsEngine
 from manyhands.primitives import pytree
 from manyhands.runtime.buckets import buckets_of
@@ -44,8 +44,7 @@ def threads_with_separate_memory(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def processes_over_gloo(monkeypatch: pytest.MonkeyPatch) -> Any:
     """As on several GPUs: parameters are sent to the processes, and gradients are all-reduced by gloo."""
-    monkeypatch.setattr(worker_group, "always_send", True)
-    return "processes"
+    return ProcessesEngine(share_memory=False)
 
 
 # Name of an engine -> a function that returns the argument `engine` of DataParallel.

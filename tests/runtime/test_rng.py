@@ -1,6 +1,6 @@
 """Random streams: which draws are intercepted, which are reported, and which state is left unchanged.
 
-That equal seeds give equal runs is tested in tests/contract/test_engines.py, for every engine.
+That equal seeds give equal runs is tested in tests/contract/test_random.py, for every engine.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Batch norm over all replicas: which calls are replaced, and the ways of running replicas.
 
-What every engine must do is in contract/test_engines.py. Here are also the plain composition (a verb is overridden) and
+What every engine must do is in tests/contract/. Here are also the plain composition (a verb is overridden) and
 accelerators, where one call runs backward of all replicas' graphs as one; simulated devices stand in for accelerators.
 """
 
