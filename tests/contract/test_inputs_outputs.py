@@ -1,6 +1,5 @@
 """Rows on other axes, numbers and 0-dim outputs, containers, and inputs and outputs that are refused."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -21,47 +20,20 @@ from helpers.contract import (
     over_gloo_too,
     same_results,
 )
-from manyhands import register_batch_type
-
-SPLITS = [(2, 7), (4, 6), (2, 1)]  # replicas, rows; (4, 6) leaves one idle, (2, 1) runs one replica
-
+from helpers.modules import Calls
 
 # ---- rows on other axes --------------------------------------------------------------------------
 
-HIDDEN_STATES = [(kind, batch_first) for kind in (nn.LSTM, nn.GRU) for batch_first in (True, False)]
 
-
-@over_engines(
-    "kind, batch_first, n, rows",
-    [(*kind, *split) for kind in HIDDEN_STATES for split in SPLITS],
-    processes=[(nn.LSTM, True, 4, 6), (nn.GRU, False, 4, 6), (nn.LSTM, False, 2, 1)],
-    gloo=[(nn.LSTM, False, 4, 6)],
-)
-def test_hidden_states_in_and_out(wrap: Wrap, kind: type[nn.RNNBase], batch_first: bool, n: int, rows: int) -> None:
-    """S10, G6: they have their rows on axis 1."""
-    model = kind(3, 4, num_layers=2, batch_first=batch_first)
-    axis = 0 if batch_first else 1
-    x = torch.randn(rows, 6, 3).transpose(0, axis).contiguous().requires_grad_()
-    states = [torch.randn(2, rows, 4, requires_grad=True) for _ in range(2 if kind is nn.LSTM else 1)]
-    state = tuple(states) if kind is nn.LSTM else states[0]
-    wrapped = wrap(model, n, in_dims=(axis, 1), out_dims=(axis, 1))
-    same_results(model, wrapped, (x, state), [x, *states])
-
-
-class MaskedAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
-        output, weights = self.attention(x, x, x, attn_mask=mask)
-        return {"y": output * scale, "weights": weights.transpose(0, 1), "mask": mask * 2}
-
-
-@over_engines("n, rows", SPLITS, processes=[(4, 6), (2, 1)], gloo=[(4, 6)])
+@over_engines("n, rows", [(2, 7), (4, 6), (2, 1)], processes=[(4, 6), (2, 1)], gloo=[(4, 6)])
 def test_one_input_whole_and_outputs_on_other_axes(wrap: Wrap, n: int, rows: int) -> None:
     """S5, S10, G6: a mask that belongs to no row goes whole to every replica; its gradient is the sum of theirs."""
-    model = MaskedAttention()
+
+    def forward(model: nn.Module, x: torch.Tensor, mask: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+        output, weights = model.attention(x, x, x, attn_mask=mask)
+        return {"y": output * scale, "weights": weights.transpose(0, 1), "mask": mask * 2}
+
+    model = Calls(forward, attention=nn.MultiheadAttention(4, 2, batch_first=True))
     x, mask = torch.randn(rows, 5, 4, requires_grad=True), torch.randn(5, 5, requires_grad=True)
     scale = torch.tensor(2.0, requires_grad=True)
     wrapped = wrap(model, n, in_dims={"mask": None}, out_dims={"weights": 1, "mask": None})
@@ -92,16 +64,11 @@ def test_replicas_that_do_not_agree_on_what_is_whole(wrap: Wrap) -> None:
 def test_second_derivatives_through_every_placement(wrap: Wrap) -> None:
     """N3, for rows on another axis, means, sums and whole outputs."""
 
-    class All(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(3, 3))
+    def forward(model: nn.Module, x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = torch.tanh(x.T @ model.weight @ table)
+        return y.T, y.square().mean(), y.sum(), model.weight.sin().sum()
 
-        def forward(self, x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            y = torch.tanh(x.T @ self.weight @ table)
-            return y.T, y.square().mean(), y.sum(), self.weight.sin().sum()
-
-    model, x = All(), torch.randn(3, 5, requires_grad=True)
+    model, x = Calls(forward, weight=nn.Parameter(torch.randn(3, 3))), torch.randn(3, 5, requires_grad=True)
     table = torch.randn(3, 3, requires_grad=True)
     scalars = ("stack", "mean", "sum", "stack")
     wrapped = wrap(model, 2, in_dims=(1, None), out_dims=(1, 0, 0, None), scalars=scalars)
@@ -246,15 +213,14 @@ def test_sparse_outputs(wrap: Wrap) -> None:
 def test_gradients_switched_on_inside_forward(wrap: Wrap) -> None:
     """R14: forces from an energy, though the caller asks for no gradients."""
 
-    class Forces(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with torch.enable_grad():
-                energy = x.square().sum()
-            return -torch.autograd.grad(energy, x)[0]
+    def forces(x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            energy = x.square().sum()
+        return -torch.autograd.grad(energy, x)[0]
 
     x = torch.randn(5, 3, requires_grad=True)
     with torch.no_grad():
-        torch.testing.assert_close(wrap(Forces())(x), -2 * x.detach())
+        torch.testing.assert_close(wrap(Fn(forces))(x), -2 * x.detach())
 
 
 # ---- what does not fit together ------------------------------------------------------------------
@@ -263,38 +229,14 @@ def test_gradients_switched_on_inside_forward(wrap: Wrap) -> None:
 def test_padding_to_the_longest_of_each_replicas_own_is_explained(wrap: Wrap) -> None:
     """G8: the best-known trap of RNNs."""
 
-    class Padded(nn.Module):
-        def __init__(self, total_length: int | None) -> None:
-            super().__init__()
-            self.rnn = nn.GRU(3, 4, batch_first=True)
-            self.total_length = total_length
+    def forward(model: nn.Module, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(model.rnn(packed)[0], batch_first=True, total_length=model.total_length)[0]
 
-        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-            packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
-            return pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=self.total_length)[0]
-
+    model = Calls(forward, rnn=nn.GRU(3, 4, batch_first=True), total_length=None)
     x, lengths = torch.randn(4, 6, 3, requires_grad=True), torch.tensor([6, 2, 3, 1])
     with pytest.raises(ValueError, match=r"replica 0: \(2, 6, 4\); replica 1: \(2, 3, 4\)") as raised:
-        wrap(Padded(None), 2)(x, lengths)
+        wrap(model, 2)(x, lengths)
     assert "give total_length=" in raised.value.__notes__[0]
-    model = Padded(6)
+    model.total_length = 6
     same_results(model, wrap(model, 2), (x, lengths), [x])
-
-
-@on_threads
-def test_buffers_stay_if_a_batch_types_gather_fails(wrap: Wrap) -> None:
-    """N11."""
-
-    class Fails:
-        def __init__(self, x: torch.Tensor) -> None:
-            self.x = x
-
-    def fail(parts: Any) -> Any:
-        raise ValueError("cannot be joined")
-
-    register_batch_type(Fails, scatter=fail, gather=fail)
-    norm = nn.BatchNorm1d(3)
-    before = copy.deepcopy(norm.state_dict())
-    with pytest.raises(ValueError, match="cannot be joined"):
-        wrap(Fn(Fails, norm))(torch.randn(6, 3))
-    torch.testing.assert_close(norm.state_dict(), before)

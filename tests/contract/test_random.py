@@ -212,18 +212,6 @@ def test_the_random_state_moves_on_alike_for_any_number_of_replicas(wrap: Wrap, 
     assert torch.equal(torch.get_rng_state(), expected)
 
 
-def test_a_restored_random_state_repeats_the_run(wrap: Wrap) -> None:
-    """N6: resuming from a checkpoint needs torch's random state and nothing of ours."""
-    model = wrap(RandomLayers(), 3)
-    x = torch.randn(7, 5)
-    model(x)
-    state = torch.get_rng_state()
-    expected = [model(x).detach() for _ in range(3)]
-    model = wrap(copy.deepcopy(model.module), 3)
-    torch.set_rng_state(state)
-    assert all_equal([model(x).detach() for _ in range(3)], expected)
-
-
 def test_a_single_replica_draws_what_the_plain_module_draws(wrap: Wrap) -> None:
     """N6: a batch of one row."""
     x = torch.randn(1, 5)
@@ -374,7 +362,7 @@ def test_random_numbers_in_backward(wrap: Wrap, caplog: pytest.LogCaptureFixture
 
 
 def test_the_random_state_functions_act_on_the_replicas_stream(wrap: Wrap) -> None:
-    """N6: manual_seed, seed, initial_seed, get_rng_state, set_rng_state and fork_rng, in every replica at once."""
+    """N6: manual_seed, seed, initial_seed, get_rng_state, set_rng_state and fork_rng, in every replica at once; a generator of one's own."""
 
     def draw(x: torch.Tensor) -> torch.Tensor:
         state = torch.get_rng_state()
@@ -390,8 +378,11 @@ def test_the_random_state_functions_act_on_the_replicas_stream(wrap: Wrap) -> No
         assert torch.equal(torch.rand(9), after)
         return torch.stack([drawn, seeded, after])[None]
 
-    model = wrap(Fn(draw), 3)
     before = torch.get_rng_state()
+    own = wrap(Fn(lambda x: torch.rand(1, 9, generator=torch.Generator().manual_seed(int(x[0])))), 3)
+    assert torch.equal(own(torch.arange(3.0)), from_seeds_0_to_2())
+    assert torch.equal(torch.get_rng_state(), before)
+    model = wrap(Fn(draw), 3)
     for _ in range(20):
         torch.set_rng_state(before)
         output = model(torch.arange(3.0))
@@ -403,14 +394,6 @@ def test_the_random_state_functions_act_on_the_replicas_stream(wrap: Wrap) -> No
 
 def from_seeds_0_to_2() -> torch.Tensor:
     return torch.stack([torch.rand(9, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1, 2)])
-
-
-def test_a_generator_of_the_users_own_is_used(wrap: Wrap) -> None:
-    """N6"""
-    model = wrap(Fn(lambda x: torch.rand(1, 9, generator=torch.Generator().manual_seed(int(x[0])))), 3)
-    before = torch.get_rng_state()
-    assert torch.equal(model(torch.arange(3.0)), from_seeds_0_to_2())
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def in_a_thread(x: torch.Tensor) -> torch.Tensor:

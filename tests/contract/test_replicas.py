@@ -25,14 +25,13 @@ from helpers.contract import (
     over_gloo_too,
     twins,
 )
+from helpers.modules import Calls
 
 
-def change_attribute(model: nn.Module) -> None:
-    model.scale = 3.0
-
-
-def change_mode(model: nn.Module) -> None:
-    model.eval()
+def changeable(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x = x.to(next(model.parameters()).dtype)
+    y = model.linear(x) * model.scale + model.shift + (0 if model.training else 10)
+    return y if model.extra is None else y * model.extra
 
 
 def change_submodule(model: nn.Module) -> None:
@@ -45,67 +44,41 @@ def change_data(model: nn.Module) -> None:
     model.linear.bias.data.zero_()
 
 
-def change_parameter(model: nn.Module) -> None:
-    model.linear.weight = nn.Parameter(torch.ones(3, 5))
-
-
-def change_dtype(model: nn.Module) -> None:
-    model.float()
-
-
-def change_buffer(model: nn.Module) -> None:
-    model.shift = torch.full((3,), 4.0)
-
-
-def add_parameter(model: nn.Module) -> None:
-    model.extra = nn.Parameter(torch.full((3,), 2.0))
-
-
-def add_hook(model: nn.Module) -> None:
-    model.linear.register_forward_hook(lambda module, args, output: output * module.weight.sum())
-
-
-def add_pre_hook(model: nn.Module) -> None:
-    model.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-
-
 def replace_forward(model: nn.Module) -> None:
     forward = model.forward
     model.forward = lambda x: forward(x) * 2
 
 
-CHANGES = [
-    change_attribute, change_mode, change_submodule, change_data, change_parameter, change_dtype, change_buffer,
-    add_parameter, add_hook, add_pre_hook, replace_forward,
-]  # fmt: skip
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "attribute": lambda model: setattr(model, "scale", 3.0),
+    "mode": lambda model: model.eval(),
+    "submodule": change_submodule,
+    "data": change_data,
+    "parameter": lambda model: setattr(model.linear, "weight", nn.Parameter(torch.ones(3, 5))),
+    "dtype": lambda model: model.float(),
+    "buffer": lambda model: setattr(model, "shift", torch.full((3,), 4.0)),
+    "new parameter": lambda model: setattr(model, "extra", nn.Parameter(torch.full((3,), 2.0))),
+    "hook": lambda model: model.linear.register_forward_hook(lambda layer, args, output: output * layer.weight.sum()),
+    "pre-hook": lambda model: model.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+    "forward": replace_forward,
+}
 
 
-class Changeable(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.scale, self.extra = nn.Linear(5, 3), 1.0, None
-        self.register_buffer("shift", torch.ones(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.to(next(self.parameters()).dtype)
-        y = self.linear(x) * self.scale + self.shift + (0 if self.training else 10)
-        return y if self.extra is None else y * self.extra
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_changes_between_steps_are_seen(wrap: Wrap, change: Callable[[nn.Module], None]) -> None:
+@pytest.mark.parametrize("what", CHANGES)
+def test_changes_between_steps_are_seen(wrap: Wrap, what: str) -> None:
     """R8: whatever the caller changes, the next forward runs with it."""
-    plain, model = twins(wrap, Changeable())
+    attributes = {"linear": nn.Linear(5, 3), "scale": 1.0, "extra": None, "shift": nn.Buffer(torch.ones(3))}
+    plain, model = twins(wrap, Calls(changeable, **attributes))
     x = torch.randn(7, 5)
     loss_of(model(x)).backward()
     before = model(x).detach()
     for root in (plain, model.module):
         root.zero_grad()
-        change(root)
+        CHANGES[what](root)
     output, expected = model(x), plain(x)
     assert output.dtype == expected.dtype
-    assert change is change_dtype or not torch.equal(output, before)
-    tolerance = 1e-5 if change is change_dtype else 1e-12
+    assert what == "dtype" or not torch.equal(output, before)
+    tolerance = 1e-5 if what == "dtype" else 1e-12
     assert_same(output.detach(), expected.detach(), tolerance)
     output.pow(2).sum().backward()
     expected.pow(2).sum().backward()
@@ -202,19 +175,14 @@ def test_hooks_of_the_wrapper_run_once(wrap: Wrap) -> None:
 def test_another_method_is_called_in_parallel(wrap: Wrap, engine: str) -> None:
     """R12."""
 
-    class Generator(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(5, 5)
-            self.seen: list[int] = []
-
+    class Generator(Calls):
         def generate(self, x: torch.Tensor, *, steps: int) -> torch.Tensor:
             self.seen.append(len(x))
             for _ in range(steps):
                 x = torch.tanh(self.layer(x))
             return x
 
-    model, x = Generator(), torch.randn(7, 5, requires_grad=True)
+    model, x = Generator(len, layer=nn.Linear(5, 5), seen=[]), torch.randn(7, 5, requires_grad=True)
     wrapped = wrap(model, 3)
     plain = model.generate(x, steps=3)
     model.seen.clear()
@@ -312,15 +280,11 @@ def test_a_hidden_module_is_an_error_as_soon_as_it_would_be_trained(wrap: Wrap, 
 def test_a_tensor_with_a_history_as_attribute_is_an_error(wrap: Wrap) -> None:
     """R7: the error names the attribute; unused, it does no harm."""
 
-    class Remembers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.memory, self.use = nn.Linear(5, 5), {"state": torch.zeros(5)}, True
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model.linear(x) + (model.memory["state"] if model.use else 0)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(x) + (self.memory["state"] if self.use else 0)
-
-    model = wrap(nn.Sequential(Remembers()))
+    remembers = Calls(forward, linear=nn.Linear(5, 5), memory={"state": torch.zeros(5)}, use=True)
+    model = wrap(nn.Sequential(remembers))
     x = torch.randn(7, 5)
     model.module[0].memory["state"] = torch.exp(torch.zeros(5, requires_grad=True))
     model.module[0].use = False
@@ -417,16 +381,11 @@ def test_activation_checkpointing_around_the_wrapper(wrap: Wrap, rows: int, reen
 def test_a_checkpoint_of_a_method_that_is_kept_as_an_attribute(wrap: Wrap, reentrant: bool) -> None:
     """R7, R13: it is called again in backward, and still is the replica's."""
 
-    class Bound(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = nn.Linear(3, 3)
-            self.function = self.block.forward
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x: model.kept(torch.tanh(model.kept(x))), x, use_reentrant=reentrant)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint(lambda x: self.function(torch.tanh(self.function(x))), x, use_reentrant=reentrant)
-
-    plain, model = twins(wrap, Bound())
+    block = nn.Linear(3, 3)
+    plain, model = twins(wrap, Calls(forward, block=block, kept=block.forward))
     x = torch.randn(6, 3)
     for module in (plain, model):
         loss_of(module(fresh(x))).backward()

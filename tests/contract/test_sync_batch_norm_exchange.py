@@ -31,6 +31,7 @@ from helpers.contract import (
     penalty_loss,
     twins,
 )
+from helpers.modules import Calls
 from manyhands import data_parallel
 
 
@@ -39,15 +40,10 @@ def test_a_leaf_from_outside_with_synchronised_batch_norm(wrap: Wrap) -> None:
     """N5: replicas that share a leaf of the caller's still run backward at the same time."""
     outside = [nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5))]
 
-    class UsesOutside(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.which = nn.BatchNorm1d(5), 0
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model.norm(torch.tanh(x * outside[model.which]))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.norm(torch.tanh(x * outside[self.which]))
-
-    plain, model = twins(wrap, UsesOutside(), 3, sync_batch_norm=True)
+    plain, model = twins(wrap, Calls(forward, norm=nn.BatchNorm1d(5), which=0), 3, sync_batch_norm=True)
     model.module.which = 1
     x = torch.randn(8, 5)
     for module in (plain, model):

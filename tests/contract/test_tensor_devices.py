@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands import DataParallel, data_parallel, gather, parallel_apply, replicate, scatter
+from helpers.modules import Calls
+from manyhands import DataParallel, data_parallel
 from manyhands.testing import SimulatedTensor, simulated_accelerators
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -37,10 +38,6 @@ def watch(model: nn.Module) -> list[tuple[set[str], int]]:
     return reports
 
 
-def chunks(rows: int, number: int) -> list[int]:
-    return [len(chunk) for chunk in torch.arange(rows).chunk(number)]
-
-
 @pytest.mark.parametrize("rows", [1, 7, 30])
 @pytest.mark.parametrize("input_on", ["cpu", "sim:0", "sim:1"])
 def test_every_shard_replica_output_and_gradient(devices: list[torch.device], rows: int, input_on: str) -> None:
@@ -52,7 +49,7 @@ def test_every_shard_replica_output_and_gradient(devices: list[torch.device], ro
     x_there = x.to(input_on).detach().requires_grad_()
     x.requires_grad_()
     output, expected = model(x_there), plain(x)
-    sizes = chunks(rows, len(devices))
+    sizes = [len(chunk) for chunk in torch.arange(rows).chunk(len(devices))]
     assert sorted(reports, key=str) == sorted([({f"sim:{i}"}, size) for i, size in enumerate(sizes)], key=str)
     assert str(output.device) == "sim:0"
     torch.testing.assert_close(output.cpu(), expected)
@@ -66,10 +63,9 @@ def test_every_shard_replica_output_and_gradient(devices: list[torch.device], ro
 
 
 def test_training_over_devices(devices: list[torch.device]) -> None:
-    """N9: five steps with momentum; the first device's batch norm statistics persist, on the first device."""
-    model = DataParallel(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 1)).to("sim:0"))
+    """N9, R5: five steps with momentum; the first device's batch norm statistics persist, on the first device."""
     oracle = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 1))
-    oracle.load_state_dict({name: value.cpu() for name, value in model.module.state_dict().items()})
+    model = DataParallel(copy.deepcopy(oracle).to("sim:0"))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, oracle)]
     for _ in range(5):
         x = torch.randn(3 * len(devices) - 1, 5)
@@ -101,43 +97,14 @@ def test_gradient_penalty_over_devices(devices: list[torch.device]) -> None:
         torch.testing.assert_close(mine.grad.cpu(), theirs.grad)
 
 
-def test_buffers_of_other_devices_are_lost(devices: list[torch.device]) -> None:
-    """R5: in-place updates persist from the first device only, and each forward sends the live buffers again."""
-
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("seen", torch.zeros(1))
-            self.weight = nn.Parameter(torch.ones(1))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.seen += x[0]
-            return x * self.weight + self.seen
-
-    model = DataParallel(Counts().to("sim:0"))
-    x = torch.arange(1.0, 2 * len(devices) + 1)
-    model(x)
-    assert model.module.seen.item() == 1.0
-    output = model(x).cpu().detach().view(-1, 2)
-    assert torch.equal(output, x.view(-1, 2) + 1.0 + x.view(-1, 2)[:, :1])
-    assert model.module.seen.item() == 2.0
-    assert str(model.module.seen.device) == "sim:0"
-
-
 def test_lists_that_replicas_append_to(devices: list[torch.device]) -> None:
     """R6: they persist in every step, also when they hold tensors from the steps before."""
 
-    class Logs(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1))
-            self.log: list[torch.Tensor] = []
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        model.log.append(x.mean().detach())
+        return x * model.weight
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.log.append(x.mean().detach())
-            return x * self.weight
-
-    model = DataParallel(Logs().to("sim:0"))
+    model = DataParallel(Calls(forward, weight=nn.Parameter(torch.ones(1)), log=[]).to("sim:0"))
     log = model.module.log
     for step in range(1, 4):
         model(torch.randn(2 * len(devices)))
@@ -182,43 +149,3 @@ def test_attributes_follow_their_replica(devices: list[torch.device]) -> None:
     expected.pow(2).sum().backward()
     torch.testing.assert_close(model.module.layers[0].weight.grad.cpu(), plain.layers[0].weight.grad)
     torch.testing.assert_close(model.module.inner.weight.grad.cpu(), plain.inner.weight.grad)
-
-
-def test_errors_name_the_device(devices: list[torch.device]) -> None:
-    """F1"""
-
-    class Fails(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if str(self.weight.device) == "sim:1":
-                raise ValueError("not here")
-            return x * self.weight
-
-    model = DataParallel(Fails().to("sim:0"))
-    with pytest.raises(ValueError, match="not here") as caught:
-        model(torch.randn(2 * len(devices)))
-    assert "replica 1 on sim:1, rows 2 to 3" in "".join(caught.value.__notes__)
-
-
-def test_the_verbs_by_hand(devices: list[torch.device]) -> None:
-    """R1, S11, G1: scatter, replicate, parallel_apply, gather; each where it should be, and linked for autograd."""
-    plain = net()
-    network = copy.deepcopy(plain).to("sim:0")
-    x = torch.randn(3 * len(devices), 5)
-    shards = scatter(x, devices)
-    assert [str(shard.device) for shard in shards] == [str(device) for device in devices]
-    replicas = replicate(network, devices)
-    for replica, device in zip(replicas, devices, strict=True):
-        assert {t.device for t in (*replica.parameters(), *replica.buffers())} == {device}
-    assert next(replicas[0].parameters()) is next(network.parameters())
-    outputs = parallel_apply(replicas, shards, None, devices)
-    assert [output.device for output in outputs] == devices
-    output, expected = gather(outputs, "cpu"), plain(x)
-    torch.testing.assert_close(output, expected)
-    output.pow(2).sum().backward()
-    expected.pow(2).sum().backward()
-    for mine, theirs in zip(network.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.cpu(), theirs.grad)
