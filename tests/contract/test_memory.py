@@ -125,17 +125,11 @@ def a_backward_that_fails(model: nn.Module, x: torch.Tensor) -> None:
     handle.remove()
 
 
+STEPS = [training, a_forward_that_fails, a_backward_that_fails]  # of every model
+MORE_STEPS = [forward_and_evaluation, accumulation, a_kept_graph, gradient_penalty]  # of these:
+WITH_MORE_STEPS = ["mlp", "checkpointed", "wrapper inside"]
+CASES = [(name, step) for name in MODELS for step in STEPS]
 CASES += [(name, step) for name in WITH_MORE_STEPS for step in MORE_STEPS]
-
-
-# The last four of some models only.
-STEPS = [
-    training, a_forward_that_fails, a_backward_that_fails,
-    forward_and_evaluation, accumulation, a_kept_graph, gradient_penalty,
-]  # fmt: skip
-CASES = [
-    (name, step) for name in MODELS for step in STEPS[: 7 if name in ("mlp", "checkpointed", "wrapper inside") else 3]
-]
 
 
 class _MallocInfo(ctypes.Structure):

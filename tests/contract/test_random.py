@@ -362,7 +362,10 @@ def test_random_numbers_in_backward(wrap: Wrap, caplog: pytest.LogCaptureFixture
 
 
 def test_the_random_state_functions_act_on_the_replicas_stream(wrap: Wrap) -> None:
-    """N6: manual_seed, seed, initial_seed, get_rng_state, set_rng_state and fork_rng, in every replica at once; a generator of one's own."""
+    """N6: manual_seed, seed, initial_seed, get_rng_state, set_rng_state and fork_rng, in every replica at once.
+
+    A generator of the user's own is left to the user.
+    """
 
     def draw(x: torch.Tensor) -> torch.Tensor:
         state = torch.get_rng_state()
