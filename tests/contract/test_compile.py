@@ -312,18 +312,10 @@ def test_compiled_where_there_is_one_device(devices: Any, no_accelerators: None)
 def test_a_wrapper_in_a_compiled_model(inside: bool, wrap: Wrap) -> None:
     """R13, A10: what is around it is compiled, and what is in it where that is compiled too."""
 
-    class Around(nn.Module):
-        def __init__(self, middle: nn.Module) -> None:
-            super().__init__()
-            self.before, self.middle, self.after = nn.Linear(5, 5), middle, nn.Linear(3, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.after(self.middle(torch.relu(self.before(x))))
-
     graphs = CompileCounterWithBackend("aot_eager")
-    around = Around(Net())
+    around = nn.Sequential(nn.Linear(5, 5), nn.ReLU(), Net(), nn.Linear(3, 2))
     plain = copy.deepcopy(around)
-    around.middle = wrap(torch.compile(around.middle, backend=graphs) if inside else around.middle)
+    around[2] = wrap(torch.compile(around[2], backend=graphs) if inside else around[2])
     train_both(plain, torch.compile(around, backend=graphs), batches(FEW))
     assert graphs.frame_count >= (3 if inside else 2)
 

@@ -228,14 +228,6 @@ ELEMENT_BY_ELEMENT = [
     nn.LogSigmoid, nn.Mish, nn.PReLU, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softshrink,
     nn.Softsign, nn.Tanh, nn.Tanhshrink,
 ]  # fmt: skip
-BATCH_NORMS = [(nn.BatchNorm1d, line(4)), (nn.BatchNorm2d, plane(4)), (nn.BatchNorm3d, space(4, 3))]
-LAZY_BATCH_NORMS = [(nn.LazyBatchNorm1d, line(4)), (nn.LazyBatchNorm2d, plane(4)), (nn.LazyBatchNorm3d, space(4, 3))]
-INSTANCE_NORMS = [(nn.InstanceNorm1d, line(4)), (nn.InstanceNorm2d, plane(4)), (nn.InstanceNorm3d, space(4, 3))]
-LAZY_INSTANCE_NORMS = [  # with running statistics, unless told otherwise
-    (nn.LazyInstanceNorm1d, line(4)),
-    (nn.LazyInstanceNorm2d, plane(4)),
-    (nn.LazyInstanceNorm3d, space(4, 3)),
-]
 DROPOUTS = [
     (nn.Dropout, [real(20)]),
     (nn.Dropout1d, line(20, 3)),
@@ -270,15 +262,17 @@ RECIPES = [
     recipe(nn.Fold, (4, 5), 2, on=[real(3 * 4, 3 * 4)]),
     recipe(nn.Unfold, 2, padding=1, on=plane(3)),
     # normalisation
-    *(recipe(kind, 4, on=on, options=SYNC) for kind, on in BATCH_NORMS),
-    *(recipe(kind, 4, on=on, options=SYNC, momentum=None, affine=False) for kind, on in BATCH_NORMS),
-    *(recipe(kind, 4, on=on, options=SYNC, track_running_stats=False) for kind, on in BATCH_NORMS),
-    *(recipe(kind, on=on, options=SYNC) for kind, on in LAZY_BATCH_NORMS),
+    *for_each_rank(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, 4, options=SYNC),
+    *for_each_rank(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, 4, options=SYNC, momentum=None, affine=False),
+    *for_each_rank(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, 4, options=SYNC, track_running_stats=False),
+    *for_each_rank(nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d, options=SYNC),
     recipe(nn.BatchNorm1d, 4, on=[real(4)], options=SYNC),
     recipe(nn.SyncBatchNorm, 4, on=plane(4), options=SYNC),
-    *(recipe(kind, 4, on=on, affine=True) for kind, on in INSTANCE_NORMS),
-    *(recipe(kind, 4, on=on, interacts=True, track_running_stats=True) for kind, on in INSTANCE_NORMS),
-    *(recipe(kind, on=on, interacts=True) for kind, on in LAZY_INSTANCE_NORMS),
+    *for_each_rank(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, 4, affine=True),
+    *for_each_rank(
+        nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, 4, interacts=True, track_running_stats=True,
+    ),
+    *for_each_rank(nn.LazyInstanceNorm1d, nn.LazyInstanceNorm2d, nn.LazyInstanceNorm3d, interacts=True),
     recipe(nn.GroupNorm, 2, 4, on=plane(4)),
     *same([nn.LayerNorm, nn.RMSNorm], (3, 4), on=[real(3, 4)]),
     *same([nn.LocalResponseNorm, nn.CrossMapLRN2d], 2, on=plane(4)),

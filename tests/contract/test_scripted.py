@@ -49,16 +49,6 @@ class Net(nn.Module):
         return x if self.training else -x
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.recurrent = nn.LSTM(5, 4, num_layers=2, batch_first=True, bidirectional=True)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.recurrent(x.unsqueeze(1).expand(-1, 3, -1))[0][:, -1])
-
-
 def script_method() -> nn.Module:
     """The older way to write one."""
 
@@ -88,7 +78,6 @@ def from_file(module: nn.Module) -> nn.Module:
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "scripted": lambda: torch.jit.script(Net()),
     "traced": lambda: torch.jit.trace(linear(), torch.zeros(2, 5)),
-    "recurrent": lambda: torch.jit.script(Recurrent()),
     "from a file": lambda: from_file(Net()),
     "script_method": script_method,
     "children": lambda: nn.Sequential(
@@ -197,7 +186,7 @@ def test_attributes_of_the_python_side() -> None:
 
 def test_nothing_keeps_replicas_alive(wrap: Wrap) -> None:
     """N10"""
-    for name in ("scripted", "recurrent", "script_method", "children"):
+    for name in ("scripted", "script_method", "children"):
         module = MODULES[name]()
         replicate(module, CPU)
         gc.collect()
