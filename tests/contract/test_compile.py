@@ -118,24 +118,17 @@ def uncompiled(module: nn.Module) -> nn.Module:
     return plain(module)
 
 
-@pytest.mark.parametrize(("way", "num_replicas"), [("torch.compile", 2), ("module.compile", 3)])
-def test_many_steps(way: str, num_replicas: int, wrap: Wrap) -> None:
-    """R13: outputs, gradients and parameters over 15 steps; the graphs are few, and the replicas share them."""
-    graphs = CompileCounterWithBackend("aot_eager")
-    module = WAYS[way](Net(), graphs)
-    train_both(uncompiled(module), wrap(module, num_replicas), batches(ROWS))
-    assert 0 < graphs.frame_count <= MOST_GRAPHS
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_compile(way: str, wrap: Wrap) -> None:
-    """R13: the numbers are the plain module's, and the live module stays as it is."""
+    """R13: the numbers are the plain module's, graphs are few and shared, and the live module stays as it is."""
     graphs = CompileCounterWithBackend("aot_eager")
     module = WAYS[way](Net(), graphs)
     plain = uncompiled(module)
     names = [name for name, _ in module.named_modules()]
-    train_both(plain, wrap(module, 3), batches(FEW))
+    many_steps = way in ("torch.compile", "module.compile")
+    train_both(plain, wrap(module, 3), batches(ROWS if many_steps else FEW))
     assert graphs.frame_count > 0 or way == "the eager backend"
+    assert graphs.frame_count <= MOST_GRAPHS or not many_steps
     assert [name for name, _ in module.named_modules()] == names
 
 

@@ -21,7 +21,6 @@ from helpers.contract import (
     loss_of,
     mlp,
     num_here,
-    over_engines,
     over_gloo_too,
     twins,
 )
@@ -350,30 +349,6 @@ def test_objects_that_carry_tensors_with_a_history(wrap: Wrap) -> None:
             loss_of(module(x, Holder(leaf))).backward()
             grads.append([weight.grad, leaf.grad])
         assert_all_same(grads[1], grads[0])
-        assert_same_gradients(model.module, plain)
-
-
-# ---- activation checkpointing --------------------------------------------------------------------
-
-
-@over_engines(
-    "rows, reentrant",
-    [(7, True), (8, True), (7, False), (8, False)],
-    processes=[(7, True), (7, False)],
-    gloo=[(7, True), (7, False)],
-)
-def test_activation_checkpointing_around_the_wrapper(wrap: Wrap, rows: int, reentrant: bool) -> None:
-    """R13: `checkpoint(model, x)`; many steps, because an order that depends on threads is right some of the time."""
-    plain, model = twins(wrap, mlp())
-    for _ in range(30):
-        x = torch.randn(rows, 5)
-        grads = []
-        for module in (plain, model):
-            x_here = fresh(x)
-            module.zero_grad()
-            loss_of(checkpoint(module, x_here, use_reentrant=reentrant)).backward()
-            grads.append(x_here.grad)
-        assert_same(grads[1], grads[0])
         assert_same_gradients(model.module, plain)
 
 
