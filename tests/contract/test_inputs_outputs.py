@@ -29,11 +29,12 @@ from helpers.modules import Calls
 def test_one_input_whole_and_outputs_on_other_axes(wrap: Wrap, n: int, rows: int) -> None:
     """S5, S10, G6: a mask that belongs to no row goes whole to every replica; its gradient is the sum of theirs."""
 
-    def forward(model: nn.Module, x: torch.Tensor, mask: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
-        output, weights = model.attention(x, x, x, attn_mask=mask)
-        return {"y": output * scale, "weights": weights.transpose(0, 1), "mask": mask * 2}
+    class MaskedAttention(nn.MultiheadAttention):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+            output, weights = super().forward(x, x, x, attn_mask=mask)
+            return {"y": output * scale, "weights": weights.transpose(0, 1), "mask": mask * 2}
 
-    model = Calls(forward, attention=nn.MultiheadAttention(4, 2, batch_first=True))
+    model = MaskedAttention(4, 2, batch_first=True)
     x, mask = torch.randn(rows, 5, 4, requires_grad=True), torch.randn(5, 5, requires_grad=True)
     scale = torch.tensor(2.0, requires_grad=True)
     wrapped = wrap(model, n, in_dims={"mask": None}, out_dims={"weights": 1, "mask": None})
