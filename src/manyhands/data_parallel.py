@@ -19,7 +19,7 @@ from manyhands.distributed.environment import devices_of_process, started_by_lau
 from manyhands.distributed.gradient_sync import GradientSync
 from manyhands.distributed.process_group import communicator_for
 from manyhands.distributed.uneven_inputs import even_batches
-from manyhands.engines.base import Call, Engine, called
+from manyhands.engines.base import Call, Engine, called, check_flag
 from manyhands.engines.distributed import DistributedEngine
 from manyhands.engines.threads import ThreadsEngine
 from manyhands.primitives import pytree
@@ -65,10 +65,11 @@ _VERBS = ("replicate", "scatter", "parallel_apply", "gather")
 def _engine_of(engine: object) -> Engine:
     """Return the engine that the argument `engine` names or is."""
     if isinstance(engine, Engine):
-        engine.claim()
         return engine
     if not isinstance(engine, str) or engine not in _ENGINES:
-        raise ValueError(f"engine={engine!r}: expected one of {list(_ENGINES)}, or an Engine")
+        wrong = ValueError if isinstance(engine, str) else TypeError
+        remedy = f": make one, {engine.__name__}()" if isinstance(engine, type) and issubclass(engine, Engine) else ""
+        raise wrong(f"engine={engine!r}: expected one of {list(_ENGINES)}, or an Engine{remedy}")
     if engine == "threads":
         return ThreadsEngine()
     from manyhands.engines.processes.engine import ProcessesEngine  # only now: it needs more than torch
@@ -183,14 +184,15 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         self.scalars = scalars
         self.in_dims = in_dims
         self.out_dims = out_dims
-        self.sync_batch_norm = _check_flag(sync_batch_norm, "sync_batch_norm")
+        self.sync_batch_norm = check_flag(sync_batch_norm, "sync_batch_norm")
         self._engine.check(self.devices, sync_batch_norm=sync_batch_norm)
-        self._most_rows = 0
+        self._most_rows = 0.0  # of the batches so far
         if self.devices:
             self._gather_on = _devices.resolve_output(output_device, self.devices)
             self.output_device = _devices.public_id(self._gather_on)
             self.src_device_obj = self.devices[0]  # torch's, for code that reads it off a wrapper
         self.register_load_state_dict_pre_hook(accept_clean_names)  # type: ignore[no-untyped-call]
+        self._engine.claim(self)
         self.module = module  # the last one: from here on, what is assigned and only the module has is the module's
         if not self.devices:
             log_once(_NO_ACCELERATOR)
@@ -295,7 +297,9 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         >>> [output.shape for output in model.parallel_apply(replicas, torch.zeros(30, 5).chunk(2), [{}, {}])]
         [torch.Size([15, 2]), torch.Size([15, 2])]
         """
-        return parallel_apply(replicas, inputs, kwargs)
+        call = _plain_call.get()
+        devices = call.devices if call is not None and len(call.devices) == len(replicas) else None
+        return parallel_apply(replicas, inputs, kwargs, devices)
 
     def gather(self, outputs: Any, output_device: DeviceLike) -> Any:
         """Join the replicas' outputs; override it, and forward uses yours, as with `scatter`.
@@ -304,7 +308,9 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         >>> model.gather([torch.zeros(15, 2), torch.zeros(15, 2)], "cpu").shape
         torch.Size([30, 2])
         """
-        return gathered(outputs, _devices.resolve_output(output_device, ()), self._rules(), _sizes_of_call.get())
+        call = _plain_call.get()
+        sizes = call.sizes if call is not None else None
+        return gathered(outputs, _devices.resolve_output(output_device, ()), self._rules(), sizes)
 
     def refresh(self) -> None:
         """Have the next forward take the whole module anew, after a change that cannot be seen.
@@ -560,7 +566,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             shards, shard_kwargs = zip(*scattered(plan.arguments, plan.devices, plan.sizes), strict=True)
         else:
             shards, shard_kwargs = self.scatter(inputs, kwargs, device_ids)
-        sizes = _sizes_of_call.set(plan.sizes if plan else None)
+        before = _plain_call.set(plan)
         try:
             with unchanged_on_failure(self.module.buffers()):
                 replicas = self.replicate(self.module, device_ids[: len(shards)])
@@ -570,11 +576,11 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
                 outputs = self.parallel_apply(calls, shards, shard_kwargs)
                 return self.gather(outputs, here or self.output_device)
         finally:
-            _sizes_of_call.reset(sizes)
+            _plain_call.reset(before)
 
 
-# How many rows each replica has in the plain composition that is running, for the gather in it.
-_sizes_of_call: ContextVar[tuple[int, ...] | None] = ContextVar("_sizes_of_call", default=None)
+# The call that the plain composition runs: the verbs in it take the replicas' devices and rows from there.
+_plain_call: ContextVar[Call | None] = ContextVar("_plain_call", default=None)
 
 
 def _moved(value: Any, device: torch.device) -> Any:
@@ -602,7 +608,8 @@ def data_parallel(
     Args:
         inputs: the positional inputs: a tuple of them, or the only one; None for none.
         module_kwargs: the keyword inputs.
-        module, device_ids, output_device, dim: as in `DataParallel`.
+        module, device_ids, output_device, dim: as in `DataParallel`. Inside a replica of another wrapper the device is
+            that replica's.
 
     Returns:
         The gathered output, linked to inputs and parameters for autograd.
@@ -619,6 +626,7 @@ def data_parallel(
         log_once(_NO_ACCELERATOR)
         return module(*inputs, **kwargs)
     wrapper = DataParallel(module, devices, output_device, dim, process_group=False)
+    wrapper._most_rows = math.inf  # a single call cannot tell a short last batch from a full one
     return wrapper(*inputs, **kwargs) if len(devices) == 1 else wrapper._run_plain_composition(None, inputs, kwargs)
 
 
@@ -626,9 +634,3 @@ def _check_arguments(module: object, dim: object) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected a torch.nn.Module, got {module!r}")
     check_dim(dim)
-
-
-def _check_flag(value: object, argument: str) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{argument}={value!r}: expected True or False")
-    return value

@@ -11,15 +11,16 @@ backward on the same device would never end.
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from manyhands.autograd.broadcast import reduce_coalesced
 from manyhands.autograd.reducer import NOTHING_EARLY, reduce_early, sum_in_place
+from manyhands.autograd.reduction import Reduction, SyncContext
 from manyhands.primitives.parallel_apply import values_or_raise
 from manyhands.primitives.placements import Placement, Replicate
 from manyhands.runtime import devices as _devices
@@ -36,36 +37,6 @@ _BACKWARD_INSIDE = (
 
 # What is entered around a backward that runs all replica graphs in one call.
 BackwardContext: TypeAlias = Callable[[], AbstractContextManager[Any]]
-
-
-class Reduction(Protocol):
-    """The parameters' gradients of one backward, summed over several processes.
-
-    Attributes:
-        early: the parameters whose gradients `add` is to be given while backward runs.
-    """
-
-    @property
-    def early(self) -> Set[int]: ...
-
-    def add(self, number: int, gradient: torch.Tensor) -> None:
-        """Add to the gradient of parameter `number`; callable from several threads, with gradients off."""
-
-    def finish(self, rest: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
-        """Add what `add` was not given; wait for the other processes; return each parameter's gradient or None."""
-
-    def differentiable(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Return the sums of gradients that have a history."""
-
-    def failed(self, error: BaseException) -> None:
-        """Tell the other processes that this one cannot finish."""
-
-
-class SyncContext(Protocol):
-    """What one forward counts for when several processes sum the gradients of its parameters."""
-
-    def begin(self, tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> Reduction:
-        """Begin the sum for a backward; `nodes` are the autograd nodes that receive the gradients of `tensors`."""
 
 
 class BoundaryTensor(NamedTuple):

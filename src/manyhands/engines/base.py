@@ -5,6 +5,7 @@ graph; nothing calls it. tests/contract/ is the contract's test suite, and runs 
 """
 
 import abc
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -12,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from manyhands.autograd.replica_graph import SyncContext
+from manyhands.autograd.reduction import SyncContext
 from manyhands.primitives.dims import OutputRules
 from manyhands.primitives.inputs import Arguments
 from manyhands.runtime.thread_pool import ReplicaTiming
@@ -27,14 +28,14 @@ class Call:
 
     Attributes:
         arguments: the caller's inputs, not split yet.
-        sizes: the number of rows of each replica, one a device in `devices`; 0 only if there is one replica.
+        sizes: the number of rows of each replica, one a device in `devices`. Only a single replica may have 0.
         devices: the devices that have a share, in replica order.
         replica_numbers: the replicas' numbers in messages: their places in the wrapper's `device_ids`.
         source: the device of the live module's parameters.
         output_device, rules: where and how outputs are joined.
         method: the module's method that is called; None: the module itself.
         sync_batch_norm: whether batch norms in training see the rows of all replicas.
-        sync_context: what the call counts for when several processes sum gradients; None: they do not.
+        sync_context: the weight of this call in sums of gradients over several processes; None: there are no such sums.
         cross_process: what exchanges batch norm's statistics with other processes; None: they stay in this one.
     """
 
@@ -61,15 +62,25 @@ class Call:
         return places
 
 
+def check_flag(value: object, argument: str) -> bool:
+    """Return a flag; raise TypeError for anything but True and False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{argument}={value!r}: expected True or False")
+    return value
+
+
 def called(module: nn.Module, method: str | None) -> Callable[..., Any]:
     """Return what a call of `method` calls; None: the module itself, with its hooks."""
     return module if method is None else getattr(module, method)
 
 
 class Engine(abc.ABC):
-    """Runs replicas. An engine belongs to one wrapper; a copied or unpickled wrapper has a new one of the same kind."""
+    """Runs replicas. An engine belongs to one wrapper; a deep-copied or unpickled wrapper has a new one like it.
 
-    _claimed = False
+    An engine whose constructor takes arguments defines `__reduce__`, so that it can be made anew with them.
+    """
+
+    _owner: "weakref.ref[nn.Module] | None" = None
 
     @abc.abstractmethod
     def forward(self, module: nn.Module, call: Call) -> Any:
@@ -108,15 +119,18 @@ class Engine(abc.ABC):
         """Return why the engine cannot call verbs that a subclass of `DataParallel` overrides; None if it can."""
         return None
 
-    def claim(self) -> None:
-        """Take the engine for one wrapper.
+    def claim(self, wrapper: nn.Module) -> None:
+        """Take the engine for a wrapper; what it knew about the module of an earlier one is forgotten.
 
         Raises:
-            ValueError: another wrapper has it already.
+            ValueError: another wrapper has it.
         """
-        if self._claimed:
-            raise ValueError(f"engine={self!r}: it belongs to another DataParallel already; make an engine for each")
-        self._claimed = True
+        if self._owner is not None and self._owner() is not None:
+            raise ValueError(f"engine={self!r}: it belongs to another DataParallel; make an engine for each")
+        if self._owner is not None:
+            self.close()
+            self.refresh()
+        self._owner = weakref.ref(wrapper)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()

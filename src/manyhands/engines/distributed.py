@@ -74,7 +74,7 @@ class DistributedEngine(Engine):
 
     @property
     def spans_processes(self) -> bool:
-        """Whether several processes train together; of a loaded model that has not run yet: whether they did."""
+        """Whether several processes train together. A loaded model that has not run yet answers for its old group."""
         return self._gradient_sync is not None
 
     def gradient_sync(self, module: nn.Module) -> GradientSync | None:
@@ -142,6 +142,9 @@ class DistributedEngine(Engine):
         if any("CheckpointFunctionBackward" in str(node) for node in reached if not isinstance(node, torch.Tensor)):
             raise RuntimeError(_REENTRANT)
         return pytree.map_tensors(lambda tensor: _devices.copy_to(tensor, call.output_device), output)
+
+    def claim(self, wrapper: nn.Module) -> None:
+        raise ValueError(f"engine={self!r}: DataParallel makes this engine itself; give the one that runs the replicas")
 
     def check(self, devices: Sequence[torch.device], *, sync_batch_norm: bool) -> None:
         self._engine.check(devices, sync_batch_norm=sync_batch_norm)

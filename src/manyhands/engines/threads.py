@@ -27,7 +27,7 @@ from torch import nn
 
 from manyhands.autograd.boundary import Alias, Boundary
 from manyhands.autograd.replica_graph import BackwardContext, BoundaryTensor, ReplicaGraphs
-from manyhands.engines.base import Call, Engine, called
+from manyhands.engines.base import Call, Engine, called, check_flag
 from manyhands.engines.compile_lock import CompileLock
 from manyhands.engines.replica import (
     Inputs,
@@ -67,7 +67,7 @@ class ThreadsEngine(Engine):
     """
 
     def __init__(self, *, separate_memory: bool = False) -> None:
-        self._separate_memory = separate_memory
+        self._separate_memory = check_flag(separate_memory, "separate_memory")
         # Structures whose replica graphs have been searched and lead to the replicas' own leaves only.
         self._self_contained: set[tuple[Any, ...]] = set()
         self._timings: list[ReplicaTiming] = []
@@ -98,9 +98,7 @@ class ThreadsEngine(Engine):
         if call.sync_batch_norm:
             begin_batch_norm, backward_context = _batch_norm_over_replicas(call, stamps)
             contexts += begin_batch_norm
-        elif (
-            blueprint.compiled
-        ):  # not with sync_batch_norm: replicas that wait for each other cannot hold a lock in turn
+        elif blueprint.compiled:  # not with sync_batch_norm: then replicas wait for each other, and not for a lock
             contexts += self._compile_lock.if_new(
                 [(tracked, module.training, *_kind(shard)) for shard in inputs.shards]
             )

@@ -345,7 +345,7 @@ def check_initialized(root: nn.Module, tensors: Iterable[torch.Tensor | None]) -
 def constant_for(constant: torch.Tensor, source: torch.device, device: torch.device) -> torch.Tensor:
     """Return the replica's tensor, on `device`, for a plain tensor in an attribute of a module that is on `source`.
 
-    A tensor on the device of the module's parameters is copied like them; one on another device is there on purpose.
+    A tensor on the device of the module's parameters is copied like them. One on another device stays there.
     """
     return _devices.copy_to(constant, device) if _devices.same_device(constant.device, source) else constant
 

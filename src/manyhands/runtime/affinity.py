@@ -19,7 +19,7 @@ _SYSTEM = Path("/sys/devices/system")
 _thread = threading.local()
 
 
-def divided(parts: int) -> list[tuple[int, ...]]:
+def cores_per_replica(parts: int) -> list[tuple[int, ...]]:
     """Return the cores of each of `parts` replicas; where they are not divided, each has all of the caller's."""
     if not hasattr(os, "sched_getaffinity"):
         return [()] * parts

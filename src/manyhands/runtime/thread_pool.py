@@ -117,7 +117,7 @@ def run_together(
     state = ThreadState.capture()
     streams = _devices.current_streams(devices)
     on_host = all(map(_devices.computes_on_host, devices))
-    own_cores = affinity.divided(len(tasks)) if on_host else [()] * len(tasks)
+    own_cores = affinity.cores_per_replica(len(tasks)) if on_host else [()] * len(tasks)
     threads_before, threads_each = _thread_counts.begin(devices)
     done: SimpleQueue[tuple[int, Outcome[T]]] = SimpleQueue()
 

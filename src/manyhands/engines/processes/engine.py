@@ -33,7 +33,7 @@ from torch import nn
 
 from manyhands.autograd.boundary import Alias, Boundary
 from manyhands.autograd.replica_graph import BoundaryTensor
-from manyhands.engines.base import Call, Engine, called
+from manyhands.engines.base import Call, Engine, called, check_flag
 from manyhands.engines.processes.messages import Forward, Reply, TensorRef
 from manyhands.engines.processes.module_sync import ModuleSync
 from manyhands.engines.processes.pickling import dumps
@@ -71,14 +71,14 @@ _HOOKS_OF_EVERY_MODULE = (
 class ProcessesEngine(Engine):
     """See the module's docstring."""
 
-    def __init__(self, share_memory: bool = True) -> None:
+    def __init__(self, *, share_memory: bool = True) -> None:
         """Make an engine without workers; they start with the first forward.
 
         Args:
             share_memory: whether replicas on the CPU share parameters in memory. If not, torch.distributed sends
                 parameters and reduces gradients, as on other devices.
         """
-        self._share_memory = share_memory
+        self._share_memory = check_flag(share_memory, "share_memory")
         self._threads_engine = ThreadsEngine()  # for calls that cannot leave this thread
         self._step_lock = StepLock()
         self._module_sync = ModuleSync()
@@ -313,8 +313,8 @@ class ProcessesEngine(Engine):
     def why_no_verbs(self, module: nn.Module) -> str | None:
         return 'engine="processes" does not call it: replicas are in other processes. Use engine="threads".'
 
-    def __reduce__(self) -> tuple[type[Engine], tuple[Any, ...]]:
-        return type(self), (self._share_memory,)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), share_memory=self._share_memory), ()
 
     def timings(self) -> list[ReplicaTiming]:
         return self._timings or self._threads_engine.timings()

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from manyhands.autograd.replica_graph import BoundaryTensor, Reduction, ReplicaGraphs, take_grad
+from manyhands.autograd.reduction import Reduction
+from manyhands.autograd.replica_graph import BoundaryTensor, ReplicaGraphs, take_grad
 from manyhands.engines.processes.messages import Backward, Reply, TensorRef
 from manyhands.engines.processes.module_sync import ModuleSync
 from manyhands.engines.processes.pickling import loads

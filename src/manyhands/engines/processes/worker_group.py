@@ -146,7 +146,7 @@ class WorkerGroup:
         self._missed_collective: set[int] = set()  # replicas that have not done their part in a collective
         self._replies: dict[int, Reply] = {}  # of workers that are no longer awaited
         self._exchange: LocalExchange | None = None
-        parts = affinity.divided(num_workers + 1)
+        parts = affinity.cores_per_replica(num_workers + 1)
         self.workers: list[WorkerHandle] = []  # last of the attributes that `end` needs
         _groups.add(self)
         for i in range(num_workers):
