@@ -15,6 +15,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from helpers.contract import Wrap, train_both
+from helpers.modules import Calls
 from manyhands import DataParallel, data_parallel, replicate
 
 
@@ -305,10 +306,13 @@ def test_compiled_where_there_is_one_device(devices: Any, no_accelerators: None)
 def test_a_wrapper_in_a_compiled_model(inside: bool, wrap: Wrap) -> None:
     """R13, A10: what is around it is compiled, and what is in it where that is compiled too."""
 
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model.after(model.middle(torch.relu(model.before(x))))
+
     graphs = CompileCounterWithBackend("aot_eager")
-    around = nn.Sequential(nn.Linear(5, 5), nn.ReLU(), Net(), nn.Linear(3, 2))
+    around = Calls(forward, before=nn.Linear(5, 5), middle=Net(), after=nn.Linear(3, 2))
     plain = copy.deepcopy(around)
-    around[2] = wrap(torch.compile(around[2], backend=graphs) if inside else around[2])
+    around.middle = wrap(torch.compile(around.middle, backend=graphs) if inside else around.middle)
     train_both(plain, torch.compile(around, backend=graphs), batches(FEW))
     assert graphs.frame_count >= (3 if inside else 2)
 
