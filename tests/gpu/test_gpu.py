@@ -268,20 +268,6 @@ def test_calls_from_several_threads(placed: Places) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
-def test_bf16_autocast_in_every_replica(placed: Places) -> None:
-    """R14: torch's own wrapper runs fp16 here."""
-    plain, model = wrapped(mlp(torch.float32), placed)
-    seen: list[torch.dtype] = []
-    model.module[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-    x = torch.randn(24, 16, device=placed[0])
-    for module in (plain, model):
-        with torch.autocast(placed[0].type, torch.bfloat16):
-            output = module(x)
-        output.float().pow(2).mean().backward()
-    assert seen == [torch.bfloat16] * len(placed)
-    assert_same_gradients(model, plain, 5e-2)
-
-
 def batch_norm_net(dtype: torch.dtype = torch.float64) -> nn.Module:
     block = [nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True)]
     return nn.Sequential(*block, nn.Flatten(), nn.Linear(512, 4), nn.BatchNorm1d(4, momentum=None)).to(dtype)
@@ -308,14 +294,22 @@ def test_synchronised_batch_norm(placed: Places) -> None:
             torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
-def test_synchronised_batch_norm_under_autocast(placed: Places) -> None:
-    """N5, R14: statistics in single precision."""
-    plain, model = wrapped(batch_norm_net(torch.float32), placed, sync_batch_norm=True)
-    x = torch.randn(24, 3, 8, 8, device=placed[0]).to(memory_format=torch.channels_last)
+@pytest.mark.parametrize(("make", "shape"), [(mlp, (24, 16)), (batch_norm_net, (24, 3, 8, 8))])
+def test_bf16_autocast_in_every_replica(
+    placed: Places, make: Callable[[torch.dtype], nn.Module], shape: tuple[int, ...]
+) -> None:
+    """R14, N5: torch's own wrapper runs fp16 here. Batch norm over all rows has its statistics in single precision."""
+    plain, model = wrapped(make(torch.float32), placed, sync_batch_norm=make is batch_norm_net)
+    seen: list[torch.dtype] = []
+    model.module[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    x = torch.randn(shape, device=placed[0])
+    if x.dim() == 4:
+        x = x.to(memory_format=torch.channels_last)
     for module in (plain, model):
         with torch.autocast(placed[0].type, torch.bfloat16):
             output = module(x)
         output.float().pow(3).mean().backward()
+    assert seen == [torch.bfloat16] * len(placed)
     assert_same_gradients(model, plain, 5e-2)
 
 

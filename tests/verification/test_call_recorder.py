@@ -1,4 +1,4 @@
-"""The calls of every submodule, and the first that differs."""
+"""What is kept of a submodule's calls, and how the replicas' parts are joined. `verify` shows the rest."""
 
 import gc
 import weakref
@@ -7,16 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands import DataParallel
-from manyhands.verification.call_recorder import CallRecorder, first_divergence, match
+from manyhands.verification.call_recorder import CallRecorder, match
 from manyhands.verification.compare import Tolerance
 
 CLOSE = Tolerance(1e-6, 0.0)
 
 
-def recorded(model: nn.Module, x: torch.Tensor, module: nn.Module | None = None) -> CallRecorder:
+def recorded(model: nn.Module, x: torch.Tensor) -> CallRecorder:
     recorder = CallRecorder(lambda: False)
-    with recorder.attached(module or model):
+    with recorder.attached(model):
         model(x)
     return recorder
 
@@ -44,31 +43,6 @@ def test_parts_are_joined_along_the_axis_that_fits(
     """Parts that fit nowhere are not compared."""
     found = match([one], many, rows, CLOSE)
     assert (found and (found.same, found.axis)) == (None if same is None else (same, axis))
-
-
-def test_every_call_is_seen_once_a_replica_in_the_order_of_rows() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True))
-    model.append(model[0])
-    x = torch.arange(10.0).view(5, 2)
-    plain = recorded(model, x)
-    assert [(call.name, call.number) for call in plain.calls] == [("0", 0), ("1", 0), ("0", 1), ("", 0)]
-    wrapper = DataParallel(model, ["cpu"] * 3)
-    calls = recorded(wrapper, x, model).grouped()
-    assert calls.keys() == plain.grouped().keys()
-    for replicas in calls.values():
-        assert [call.path for call in replicas] == [(0,), (1,), (2,)]
-    inputs = torch.cat([call.inputs[0][1] for call in calls["", 0]])
-    assert torch.equal(inputs, x)
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
-def test_replicas_of_a_wrapper_inside() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), DataParallel(nn.Linear(2, 2), ["cpu"] * 2))
-    x = torch.randn(7, 2)
-    plain, many = recorded(model, x), recorded(DataParallel(model, ["cpu"] * 2), x, model)
-    assert [call.path for call in plain.grouped()["1.module", 0]] == [(0,), (1,)]
-    assert [call.path for call in many.grouped()["1.module", 0]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert first_divergence(plain, many, [4, 3], CLOSE) is None
 
 
 def test_copies_are_of_the_moment_and_shared_while_nothing_changes() -> None:

@@ -258,6 +258,10 @@ CASES = [
         Calls(lambda self, x: self.layers[0](self.layers[1](x)), nn.BatchNorm1d(5), nn.BatchNorm1d(5)), ROWS,
         Cause.PER_SHARD_BATCH_NORM, "sync_batch_norm=True", "layers.1", TRAINING,
     ),
+    Case(  # behind a wrapper, whose replicas in each replica are matched with those of the plain run
+        nn.Sequential(DataParallel(nn.Linear(5, 8), ["cpu"] * 2), nn.BatchNorm1d(8)), ROWS,
+        Cause.PER_SHARD_BATCH_NORM, "sync_batch_norm=True", "1", TRAINING,
+    ),
     Case(with_dropout(), ROWS, Cause.ACTIVE_DROPOUT, "streams of their own", "2", TRAINING, True),
     Case(
         Calls(drops_in_forward, nn.Linear(5, 2)), ROWS, Cause.RANDOM_NUMBERS, "streams of their own", "layers.0",
