@@ -275,26 +275,6 @@ def test_derivatives_that_are_known_to_be_zero():
     torch.testing.assert_close(results("sim:0"), results("cpu"))
 
 
-def test_custom_functions_and_hooks():
-    class Scale(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * 10, x + 1
-
-        @staticmethod
-        def backward(ctx, used, unused):
-            assert used.device == unused.device == ctx.saved_tensors[0].device == SIM1
-            return used * 10 + unused
-
-    seen = []
-    x = torch.ones(2, device="sim:1", requires_grad=True)
-    x.register_hook(lambda gradient: seen.append(gradient.device))
-    Scale.apply(x)[0].sum().backward()
-    assert x.grad.tolist() == [10.0, 10.0]
-    assert seen == [SIM1]
-
-
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_activation_checkpoints_repeat_their_random_numbers(use_reentrant):
     x = torch.ones(50, device="sim:0", requires_grad=True)
@@ -386,10 +366,9 @@ def test_state_dict_travels_through_a_file_of_cpu_copies():
     torch.save({name: value.cpu() for name, value in model.state_dict().items()}, file)
     file.seek(0)
     other.load_state_dict(torch.load(file, weights_only=True))
-    for (name, value), (other_name, loaded) in zip(model.state_dict().items(), other.state_dict().items(), strict=True):
-        assert name == other_name
-        assert loaded.device == SIM1
-        assert torch.equal(loaded.cpu(), value.cpu())
+    loaded = other.state_dict()
+    assert all(value.device == SIM1 for value in loaded.values())
+    torch.testing.assert_close([v.cpu() for v in loaded.values()], [v.cpu() for v in model.state_dict().values()])
     other.load_state_dict(model.state_dict())  # from device to device
     assert all(value.device == SIM1 for value in other.state_dict().values())
 
