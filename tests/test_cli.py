@@ -35,6 +35,12 @@ def saved_options() -> dict[str, Any]:
     return json.loads(Path("out/config.json").read_text())["options"]
 
 
+def run_program(command: list[str], cwd: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
 @contextlib.contextmanager
 def started(*arguments: str, cwd: Path) -> Iterator["subprocess.Popen[str]"]:
     """Run the command in a process of its own, which does not outlive the block."""
@@ -65,11 +71,15 @@ def test_a_run_tells_its_story(capsys: pytest.CaptureFixture[str]) -> None:
     assert files == "see out/curves.png; the weights are out/model.safetensors"
 
 
-def test_by_default_a_run_has_a_folder_of_its_own_and_the_device_order_is_set_for_cuda() -> None:
-    assert main([*SMALL, "--device-order", "FASTEST_FIRST"]) == 0
+def test_by_default_a_run_has_a_folder_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """The device order is set for CUDA; the first line says how it is computed."""
+    assert main([*SMALL, "--device-order", "FASTEST_FIRST", "--precision", "tf32"]) == 0
     assert os.environ["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
     (folder,) = Path("runs").iterdir()
     assert (folder / "model.safetensors").exists()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"manyhands {manyhands.__version__}: mlp on digits, in tf32; results in ")
+    assert lines[2] == "cpu has no TF32: float32 stays exact, as with --precision fp32"
 
 
 def test_a_run_is_resumed_with_its_own_options_or_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,27 +150,12 @@ def test_missing_packages_are_named_with_the_remedy(
     assert_misused(command, "matplotlib not installed: pip install 'manyhands[train]'", capsys)
 
 
-def test_the_first_line_says_how_it_is_computed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--precision", "tf32"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(f"manyhands {manyhands.__version__}: mlp on digits, in tf32; results in ")
-    assert lines[2] == "cpu has no TF32: float32 stays exact, as with --precision fp32"
-
-
-def test_an_option_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--quiet"]) == 2
-    assert (
-        capsys.readouterr().err == "manyhands: error: there is no option --quiet (manyhands --help lists the options)\n"
-    )
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell's way to close them")
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&- 2>&-"])
 def test_standard_streams_that_are_closed(closed: str, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", "-m", "manyhands", *SMALL, "--output", "out"]
-    shell = ["sh", "-c", f'exec "$0" "$@" {closed}', *command]
-    done = subprocess.run(shell, cwd=tmp_path, capture_output=True, timeout=100, check=False)
-    assert (done.returncode, done.stderr) == (0, b"")
+    done = run_program(["sh", "-c", f'exec "$0" "$@" {closed}', *command], tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "out" / "checkpoint.pt").exists()
 
 
@@ -174,8 +169,7 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000,) * 2)
 sys.exit(main({[*SMALL, "--output", "out"]}))
 """
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    done = run_program([sys.executable, "-c", script], tmp_path)
     assert done.returncode == 1
     assert done.stderr.startswith("manyhands train: error: out/checkpoint.pt cannot be written (File too large)")
     assert done.stderr.endswith("; nothing had been saved before\n")
@@ -185,11 +179,9 @@ sys.exit(main({[*SMALL, "--output", "out"]}))
 
 @pytest.mark.slow
 def test_a_missing_compiler_is_one_line(tmp_path: Path) -> None:
-    without = {"CXX": str(tmp_path / "g++"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "manyhands", "train", "--model", "mlp", "--devices", "1", "--compile"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, **without}, capture_output=True, text=True, timeout=300, check=False
-    )
+    cache = str(tmp_path / "cache")
+    done = run_program(command, tmp_path, CXX=str(tmp_path / "g++"), TORCHINDUCTOR_CACHE_DIR=cache)
     assert done.returncode == 2
     assert done.stdout.splitlines()[1] == "checking that the compiler works ..."
     assert "--compile: torch.compile does not work for cpu here (InvalidCxxCompiler: No working C++" in done.stderr
@@ -259,6 +251,9 @@ def test_without_a_command_it_says_what_there_is(capsys: pytest.CaptureFixture[s
     out = capsys.readouterr().out
     assert "train an image classifier on every device" in out
     assert "compare a model of yours on one device and on several" in out
+    assert main(["--quiet"]) == 2
+    error = "manyhands: error: there is no option --quiet (manyhands --help lists the options)\n"
+    assert capsys.readouterr().err == error
 
 
 def is_running(pid: int) -> bool:
@@ -285,6 +280,14 @@ def descendants(pid: int) -> set[int]:
     return found - {pid}
 
 
+def wait_for_a_step(process: "subprocess.Popen[str]") -> set[int]:
+    """Return the processes that a run has started by its first step."""
+    assert process.stdout is not None
+    while "step 1/" not in process.stdout.readline():
+        assert process.poll() is None
+    return descendants(process.pid)
+
+
 @pytest.mark.parametrize(
     ("engine", "number", "status"),
     [("threads", signal.SIGINT, 130), ("threads", signal.SIGTERM, 143), ("processes", signal.SIGINT, 130)],
@@ -294,10 +297,7 @@ def test_a_run_that_is_stopped_saves_and_says_how_to_go_on(
 ) -> None:
     arguments = ["train", "--model", "mlp", "--devices", "cpu*2", "--epochs", "10000", "--output", "out"]
     with started(*arguments, "--engine", engine, cwd=tmp_path) as process:
-        assert process.stdout is not None
-        while "step 1/" not in process.stdout.readline():
-            assert process.poll() is None
-        others = descendants(process.pid)
+        others = wait_for_a_step(process)
         assert len(others) >= 2 or engine == "threads" or sys.platform != "linux"
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
@@ -318,11 +318,8 @@ def test_ctrl_c_twice_leaves_no_process_behind(tmp_path: Path) -> None:
     """In the middle of a step, whose replicas wait for each other at every batch norm."""
     arguments = ["train", "--devices", "cpu*2", "--engine", "processes", "--batch-size", "32", "--output", "out"]
     with started(*arguments, cwd=tmp_path) as process:
-        assert process.stdout is not None
+        others = wait_for_a_step(process)
         assert process.stderr is not None
-        while "step 1/" not in process.stdout.readline():
-            assert process.poll() is None
-        others = descendants(process.pid)
         process.send_signal(signal.SIGINT)
         while "finishing the step" not in process.stderr.readline():
             assert process.poll() is None

@@ -11,7 +11,6 @@ import re
 import threading
 import warnings
 from collections import namedtuple
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,6 @@ import pytest
 import torch
 from torch import nn
 
-import manyhands
 from manyhands import DataParallel, data_parallel
 
 CPU = torch.device("cpu")
@@ -194,9 +192,13 @@ def test_one_device_does_not_scan_parameters(monkeypatch):
 
 @pytest.mark.parametrize("what", ["parameter", "buffer"])
 def test_one_device_adds_a_note_to_the_modules_own_error(sim, what):
-    """A3: the tensor that is elsewhere, and the fix."""
+    """A3: the tensor that is elsewhere, and the fix; to errors of another kind, none."""
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval()
     model = DataParallel(module, [0])
+    with pytest.raises(RuntimeError, match="mat1 and mat2") as caught:
+        model(torch.ones(4, 7))
+    assert not hasattr(caught.value, "__notes__")
+    del caught
     if what == "parameter":
         module[0].to("sim:1")
     else:
@@ -205,13 +207,6 @@ def test_one_device_adds_a_note_to_the_modules_own_error(sim, what):
         model(torch.ones(4, 3))
     name = "0.weight" if what == "parameter" else "1.running_mean"
     assert f"'{name}' is not on sim:0, the wrapper's device: model.to('sim:0')" in "".join(caught.value.__notes__)
-
-
-def test_one_device_adds_no_note_to_errors_of_another_kind():
-    """A3."""
-    with pytest.raises(RuntimeError, match="mat1 and mat2") as caught:
-        DataParallel(mlp(), ["cpu"])(numbered(4, 7))
-    assert not hasattr(caught.value, "__notes__")
 
 
 @pytest.mark.parametrize("output_device", ["cpu", "sim:1", 1])
@@ -309,7 +304,7 @@ class WrapsItsPart(nn.Module):
     def __init__(self, part):
         super().__init__()
         self.first = nn.Linear(3, 3)
-        self.part = DataParallel(part(), ["cpu", "cpu"])
+        self.part = DataParallel(part, ["cpu", "cpu"])
 
     def forward(self, x):
         return self.part(self.first(x))
@@ -317,9 +312,6 @@ class WrapsItsPart(nn.Module):
 
 def conv_net():
     return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-
-
-parts = pytest.mark.parametrize("part", [conv_net, ChildNamedModule, ChildNamedModuleAndMore])
 
 
 def changed(module: nn.Module) -> nn.Module:
@@ -337,36 +329,33 @@ def test_state_dict_has_torchs_names():
     assert list(model.module.state_dict()) == list(mlp().state_dict())
 
 
-@pytest.mark.parametrize("device_ids", [[], ["cpu"], ["cpu", "cpu"]], ids=repr)
-@parts
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda part: DataParallel(part, []),
+        lambda part: DataParallel(part, ["cpu"]),
+        lambda part: DataParallel(part, ["cpu", "cpu"]),
+        WrapsItsPart,
+    ],
+    ids=["no device", "one device", "two devices", "a submodule"],
+)
+@pytest.mark.parametrize("part", [conv_net, ChildNamedModule, ChildNamedModuleAndMore])
 @pytest.mark.parametrize("form", ["wrapped", "clean"])
-def test_load_state_dict_takes_both_forms(no_accelerators, part, form, device_ids):
-    """A8: also where the module's own names begin with `module.`."""
-    model = DataParallel(part(), device_ids)
+def test_load_state_dict_takes_both_forms(no_accelerators, wrap, part, form):
+    """A8, A10: also where the module's own names begin with `module.`, and where the wrapper is a submodule."""
+    model = wrap(part())
     other = changed(model)
-    given = other.state_dict() if form == "wrapped" else other.module.state_dict()
+    plain = copy.deepcopy(other)
+    if isinstance(plain, WrapsItsPart):
+        plain.part = plain.part.module
+    else:
+        plain = plain.module
+    given = (other if form == "wrapped" else plain).state_dict()
     before = list(given)
     result = model.load_state_dict(given)
     assert (result.missing_keys, result.unexpected_keys) == ([], [])
     torch.testing.assert_close(model.state_dict(), other.state_dict())
     assert list(given) == before
-
-
-@parts
-@pytest.mark.parametrize("form", ["wrapped", "clean"])
-def test_load_state_dict_takes_both_forms_of_a_wrapped_part(part, form):
-    """A8 with A10: the wrapper is a submodule."""
-    model = WrapsItsPart(part)
-    other = changed(model)
-    given = other.state_dict()
-    if form == "clean":
-        plain = copy.deepcopy(other)
-        plain.part = plain.part.module
-        given = plain.state_dict()
-        assert not any(name.startswith("part.module.") for name in given) or part is not conv_net
-    result = model.load_state_dict(given)
-    assert (result.missing_keys, result.unexpected_keys) == ([], [])
-    torch.testing.assert_close(model.state_dict(), other.state_dict())
 
 
 @pytest.mark.parametrize("form", ["module.", ""])
@@ -385,11 +374,6 @@ def test_load_state_dict_of_some_names(form):
 # The class, and its verbs
 
 
-def test_it_is_an_instance_of_torchs_class():
-    """A9: so that other libraries' unwrap helpers keep working."""
-    assert isinstance(DataParallel(mlp(), ["cpu", "cpu"]), nn.DataParallel)
-
-
 def overriding(verb, called):
     """Return a subclass of DataParallel that notes the calls of one verb."""
 
@@ -400,14 +384,16 @@ def overriding(verb, called):
     return type("Mine", (DataParallel,), {verb: override})
 
 
-VERBS = ["scatter", "replicate", "parallel_apply", "gather"]
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_verb_that_a_subclass_overrides_is_used(sim, verb):
-    """A9: once a forward, with torch's arguments; the numbers stay."""
+@pytest.mark.parametrize("assigned", [False, True])
+@pytest.mark.parametrize("verb", ["scatter", "replicate", "parallel_apply", "gather"])
+def test_a_verb_that_is_overridden_is_used(sim, verb, assigned):
+    """A9: by a subclass of torch's, or on the instance; once a forward, with torch's arguments; the numbers stay."""
     called = []
-    model = overriding(verb, called)(mlp().to("sim:0"), [0, 1, 2])
+    model = (DataParallel if assigned else overriding(verb, called))(mlp().to("sim:0"), [0, 1, 2])
+    if assigned:
+        original = getattr(model, verb)
+        setattr(model, verb, lambda *args: called.append(args) or original(*args))
+    assert isinstance(model, nn.DataParallel)  # so that other libraries' unwrap helpers keep working
     assert_like_plain(model, numbered(7, 3))
     (arguments,) = called
     expected = {
@@ -419,25 +405,12 @@ def test_a_verb_that_a_subclass_overrides_is_used(sim, verb):
     assert expected[verb](*arguments)
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_verb_that_is_assigned_to_the_wrapper_is_used(verb):
-    """A9: the instance's own attribute."""
-    model = DataParallel(mlp(), ["cpu"] * 3)
-    original, called = getattr(model, verb), []
-    setattr(model, verb, lambda *args: called.append(args) or original(*args))
-    assert_like_plain(model, numbered(7, 3))
-    assert len(called) == 1
-
-
-class Sealed:
-    """A batch that only its own scatter can open."""
-
-    def __init__(self, x, rows_of_another_kind=None):
-        self.x = x
-        self.other = rows_of_another_kind
+AsksForOurs = overriding("scatter", [])  # with `super().scatter(...)`
 
 
 class OpensSealed(DataParallel):
+    """For batches that only its own scatter can open."""
+
     def scatter(self, inputs, kwargs, device_ids):
         (sealed, *_), parts = inputs, len(device_ids)
         return [(x.to(f"sim:{i}"),) for i, x in enumerate(sealed.x.chunk(parts))], [{}] * parts
@@ -447,35 +420,23 @@ class OpensSealed(DataParallel):
 def test_an_overridden_scatter_opens_what_ours_cannot(sim, n):
     """A9: it is given all the devices whatever the inputs are, as in torch; also where there is one device."""
     model = OpensSealed(Reporter().to("sim:0"), list(range(n)))
-    output = model(Sealed(torch.ones(8, 3)))
+    output = model(SimpleNamespace(x=torch.ones(8, 3)))
     assert output.shape == (8, 2)
     assert sorted(model.module.seen) == [(f"sim:{i}", 8 // n) for i in range(n)]
 
 
-def test_an_overridden_scatter_may_take_inputs_that_ours_refuses(sim):
-    """A9: such as tensors with different numbers of rows."""
-    model = DataParallel(Fn(lambda x, table: x + table.sum()).to("sim:0"), [0, 1])
-
-    def scatter(inputs, kwargs, device_ids):
-        x, table = inputs
-        return manyhands.scatter(x, device_ids), [{"table": table.to(f"sim:{i}")} for i in device_ids]
-
-    model.scatter = lambda *args: tuple(
-        [(x,) for x in part] if i == 0 else part for i, part in enumerate(scatter(*args))
-    )
-    assert model(torch.zeros(4), torch.ones(3)).tolist() == [3] * 4
-
-
 @pytest.mark.parametrize("shares", ["even", [2, 1, 1], [0, 1, 1], [1, 0, 1], [1, 1, 0]], ids=repr)
-@both
+@pytest.mark.parametrize("wrap", [DataParallel, Composed, AsksForOurs])
 def test_shares_hold_for_an_overridden_verb_too(sim, wrap, shares):
-    """S2 with A9: and a share of 0 leaves that replica idle, wherever it is."""
+    """S2, A9: a share of 0 leaves that replica idle, wherever it is; an overridden scatter fills the first devices."""
     model = wrap(Reporter().to("sim:0"), [0, 1, 2], shares=shares)
     expected = {"even": [4, 3, 3], (2, 1, 1): [5, 3, 2], (0, 1, 1): [0, 5, 5], (1, 0, 1): [5, 0, 5], (1, 1, 0): [5, 5]}
     sizes = expected[shares if isinstance(shares, str) else tuple(shares)]
     x = torch.arange(30.0).reshape(10, 3)
     torch.testing.assert_close(model(x).cpu(), copy.deepcopy(model.module).cpu().layer(x))
     where = [(i, size) for i, size in enumerate(sizes) if size]
+    if wrap is AsksForOurs:
+        where = [(i, size) for i, (_, size) in enumerate(where)]
     assert sorted(model.module.seen) == [(f"sim:{i}", size) for i, size in where]
     if wrap is DataParallel:
         assert [(t.device, t.rows) for t in model.replica_timings] == [(sim[i], size) for i, size in where]
@@ -504,28 +465,6 @@ def blocks(wrap_middle, middle=None, device="cpu") -> tuple[nn.Module, nn.Module
     return wrapped.double().to(device), plain.double()
 
 
-def test_a_wrapped_submodule_on_several_devices(sim):
-    """A10: its replicas are on all devices, its output on the first, as are the gradients."""
-    seen = []
-    middle = nn.Sequential(nn.Linear(4, 4), Fn(lambda x: seen.append(str(x.device)) or x.tanh()))
-    model, plain = blocks(DataParallel, middle, device="sim:0")
-    torch.testing.assert_close(
-        train_once(model, numbered(8, 3).to("sim:0")), train_once(plain, numbered(8, 3)), rtol=1e-9, atol=1e-9
-    )
-    assert sorted(seen)[-4:] == ["sim:0", "sim:1", "sim:2", "sim:3"]
-    assert {p.grad.device for p in model.parameters()} == {sim[0]}
-
-
-@pytest.mark.parametrize("inner", [DataParallel, Composed])
-@pytest.mark.parametrize("outer", [DataParallel, Composed])
-@pytest.mark.parametrize("rows", [2, 7])
-def test_a_wrapper_inside_a_wrapped_module(inner, outer, rows):
-    """A10: it runs its replicas one after the other; forward and backward."""
-    model, plain = blocks(lambda block: inner(block, ["cpu"] * 2))
-    model = outer(model, ["cpu"] * 3)
-    torch.testing.assert_close(train_once(model, numbered(rows, 3)), train_once(plain, numbered(rows, 3)))
-
-
 @pytest.mark.parametrize(
     "wrap_middle",
     [
@@ -538,7 +477,8 @@ def test_a_wrapper_inside_a_wrapped_module(inner, outer, rows):
     ids=["all", "one device", "output elsewhere", "twice", "overridden verb"],
 )
 @pytest.mark.parametrize("middle", ["with parameters", "without parameters", "with a buffer only"])
-def test_a_wrapper_inside_a_wrapped_module_on_several_devices(sim, wrap_middle, middle):
+@both
+def test_a_wrapper_inside_a_wrapped_module(sim, wrap, wrap_middle, middle):
     """A10: inside a replica everything stays on that replica's device."""
 
     class Shift(nn.Module):
@@ -551,26 +491,9 @@ def test_a_wrapper_inside_a_wrapped_module_on_several_devices(sim, wrap_middle, 
 
     modules = {"with parameters": nn.Linear(4, 4), "without parameters": nn.Tanh(), "with a buffer only": Shift()}
     model, plain = blocks(wrap_middle, modules[middle], device="sim:0")
-    model = DataParallel(model, [0, 1, 2])
+    model = wrap(model, [0, 1, 2])
     torch.testing.assert_close(train_once(model, numbered(8, 3)), train_once(plain, numbered(8, 3)))
     assert {p.grad.device for p in model.parameters()} == {sim[0]}
-
-
-def test_wrappers_in_threads_of_the_callers():
-    """A10: several threads, each with a wrapper of its own, all inside the forward at once."""
-    together = threading.Barrier(3, timeout=60)
-
-    def wait(x):
-        if threading.current_thread().name.startswith("caller"):
-            together.wait()
-        return x
-
-    models = [DataParallel(nn.Sequential(mlp(), Fn(wait)), ["cpu"] * 2) for _ in range(3)]
-    plain = [copy.deepcopy(model.module[0]) for model in models]
-    with ThreadPoolExecutor(3, thread_name_prefix="caller") as pool:
-        results = list(pool.map(lambda model: train_once(model, numbered(6, 3)), models))
-    for result, module in zip(results, plain, strict=True):
-        torch.testing.assert_close(result, train_once(module, numbered(6, 3)))
 
 
 class Halved(nn.Module):
@@ -587,20 +510,14 @@ class Halved(nn.Module):
 
 @both
 def test_half_of_the_model_on_the_cpu(sim, wrap):
-    """A11: outside the wrapper it works; gradients arrive on both."""
+    """A11: outside the wrapper it works, and gradients arrive on both; inside it is a clear error."""
     rest = nn.Linear(4, 2).double().to("sim:0")
     model = Halved(wrap(rest))
     plain = nn.Sequential(copy.deepcopy(model.front), copy.deepcopy(rest).cpu())
     torch.testing.assert_close(train_once(model, numbered(7, 3)), train_once(plain, numbered(7, 3)))
     assert (model.front.weight.grad.device, rest.weight.grad.device) == (CPU, sim[0])
-
-
-@both
-def test_half_of_the_model_on_the_cpu_inside_the_wrapper(sim, wrap):
-    """A11: a clear error."""
-    model = wrap(Halved(nn.Linear(4, 2).double().to("sim:0")))
     with pytest.raises(RuntimeError, match=r"on device sim:0 .* but front.weight is on cpu"):
-        model(numbered(7, 3))
+        wrap(Halved(rest))(numbered(7, 3))
 
 
 @both
@@ -674,35 +591,39 @@ def test_a_copy_of_the_wrapper_is_one_of_its_own(copied):
 
 
 @both
-def test_devices_without_rows_are_logged_once(caplog, wrap):
-    """S0: with the batch size or the shares that would use them."""
-    model = wrap(Reporter(), ["cpu"] * 4)
-    for _ in range(2):
-        model(torch.ones(2, 3))
-    assert caplog.messages == [
-        "a batch of 2 rows gives [1, 1, 0, 0] rows to the 4 devices: 2 of them (cpu) stay idle. "
-        "Use batches of 4 rows or more."
-    ]
-
-
-def test_devices_that_ceil_leaves_without_rows_are_logged(sim, caplog):
-    """S0: 9 rows on 4 devices are 3, 3, 3, 0."""
-    DataParallel(Reporter().to("sim:0"))(torch.ones(9, 3))
-    assert "[3, 3, 3, 0]" in caplog.text
-    assert '1 of them (sim:3) stay idle. Use shares="even".' in caplog.text
-
-
 @pytest.mark.parametrize(
-    ("n", "shares", "rows"),
-    [(4, "chunk", (8, 8, 1)), (3, [1, 0, 1], (8,)), (3, "chunk", (0,)), (3, "even", (3,))],
-    ids=["a short last batch", "a share of 0", "an empty batch", "a row each"],
+    ("n", "shares", "rows", "messages"),
+    [
+        (
+            4,
+            "chunk",
+            (2, 2),
+            [
+                "a batch of 2 rows gives [1, 1, 0, 0] rows to the 4 devices: 2 of them (sim:2, sim:3) stay idle. "
+                "Use batches of 4 rows or more."
+            ],
+        ),
+        (
+            4,
+            "chunk",
+            (9,),
+            [
+                "a batch of 9 rows gives [3, 3, 3, 0] rows to the 4 devices: 1 of them (sim:3) stay idle. "
+                'Use shares="even".'
+            ],
+        ),
+        (4, "chunk", (8, 8, 1), []),  # a short last batch
+        (3, [1, 0, 1], (8,), []),
+        (3, "chunk", (0,), []),
+        (3, "even", (3,), []),
+    ],
 )
-def test_idle_devices_that_are_not_logged(caplog, n, shares, rows):
-    """S0, S2: the message is about full batches and devices that should have rows."""
-    model = DataParallel(Reporter(), ["cpu"] * n, shares=shares)
+def test_devices_without_rows_are_logged_once(sim, caplog, wrap, n, shares, rows, messages):
+    """S0, S2: full batches that leave a device idle that should have rows, with what would use it."""
+    model = wrap(Reporter().to("sim:0"), list(range(n)), shares=shares)
     for number in rows:
         model(torch.ones(number, 3))
-    assert caplog.messages == []
+    assert caplog.messages == messages
 
 
 def test_a_wrapper_inside_a_replica_does_not_log_its_idle_devices(caplog):
@@ -787,18 +708,6 @@ def test_an_axis_that_an_input_does_not_have(wrap, dim):
 
 
 @both
-@pytest.mark.parametrize("where", ["cpu", "sim:0", "sim:1", "sim:3"])
-def test_the_batch_may_be_on_any_device(sim, wrap, where):
-    """S11: also on one that no replica uses; its gradient goes back there."""
-    model = wrap(mlp().to("sim:0"), [0, 1, 2])
-    plain = copy.deepcopy(model.module).cpu()
-    x, y = numbered(7, 3).to(where).requires_grad_(), numbered(7, 3).requires_grad_()
-    torch.testing.assert_close(train_once(model, x), train_once(plain, y))
-    assert x.grad.device == torch.device(where)
-    torch.testing.assert_close(x.grad.cpu(), y.grad)
-
-
-@both
 def test_the_batch_may_have_any_memory_format(wrap):
     """S11: channels_last is kept, and a batch need not be contiguous."""
     seen = []
@@ -872,19 +781,6 @@ def test_0_dim_outputs_become_a_vector(wrap):
 
 
 @both
-def test_0_dim_outputs_with_and_without_gradient(wrap):
-    """G2, N8: a loss beside a count."""
-    model = wrap(Fn(lambda x: {"loss": (x * 2).sum(), "correct": (x > 1).sum()}), ["cpu"] * 2)
-    x = torch.arange(4.0, requires_grad=True)
-    with pytest.warns(UserWarning, match="0-dim"):
-        output = model(x)
-    assert output["loss"].tolist() == [2, 10]
-    assert output["correct"].tolist() == [0, 2]
-    (output["loss"] * torch.tensor([1.0, 10.0])).sum().backward()
-    assert x.grad.tolist() == [2, 2, 20, 20]
-
-
-@both
 def test_outputs_that_are_no_plain_containers(wrap):
     """G3, G4: torch's own named tuples, objects and numbers in containers, and nothing."""
     model = wrap(
@@ -928,41 +824,6 @@ def test_outputs_that_do_not_fit_together(wrap, function, error, message):
         model(torch.arange(4.0))
     model.module.function = lambda x: x
     assert model(torch.arange(4.0)).tolist() == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("rows", [1, 5])
-def test_the_wrapper_means_its_plain_composition(rows):
-    """The four verbs one by one, `data_parallel`, and both kinds of wrapper give one and the same."""
-    module, x, devices = mlp(), numbered(rows, 3), ["cpu"] * 3
-    inputs, kwargs = manyhands.scatter_kwargs((x,), {}, devices)
-    replicas = manyhands.replicate(module, devices[: len(inputs)])
-    by_hand = manyhands.gather(manyhands.parallel_apply(replicas, inputs, kwargs), "cpu")
-    results = [
-        by_hand,
-        data_parallel(module, x, devices),
-        DataParallel(module, devices)(x),
-        Composed(module, devices)(x),
-    ]
-    gradients = [torch.autograd.grad(y.square().sum(), list(module.parameters())) for y in results]
-    for result, gradient in zip(results, gradients, strict=True):
-        assert torch.equal(result, by_hand)
-        torch.testing.assert_close(gradient, gradients[0], rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("shares", "rows"), [([1, 0], [8]), ([0, 1], [8]), ([3, 1], [6, 2]), ("even", [4, 4])], ids=str
-)
-def test_an_overridden_scatter_may_ask_for_ours(shares, rows):
-    """A9, S2: `super().scatter(...)`."""
-
-    class Own(DataParallel):
-        def scatter(self, inputs, kwargs, device_ids):
-            return super().scatter(inputs, kwargs, device_ids)
-
-    seen = []
-    model = Own(Fn(lambda x: seen.append(len(x)) or x * 2), ["cpu"] * 2, shares=shares)
-    assert model(torch.arange(8.0)).tolist() == [2.0 * i for i in range(8)]
-    assert sorted(seen, reverse=True) == rows
 
 
 # ---- attributes of the module (A7) ---------------------------------------------------------------

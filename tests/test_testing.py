@@ -5,14 +5,11 @@ import io
 import pickle
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 from helpers.garbage import no_garbage
@@ -38,73 +35,10 @@ class TiedAutoencoder(nn.Module):
         return self.decoder(torch.tanh(self.encoder(x)))
 
 
-class TokenClassifier(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 5)
-        self.lstm = nn.LSTM(5, 6, num_layers=2, batch_first=True, bidirectional=True)
-        self.head = nn.Linear(12, 3)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.lstm(self.embedding(tokens))[0][:, -1])
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(5, 8), nn.GELU(), nn.LayerNorm(8), nn.Dropout(0.3), nn.Linear(8, 3))
-
-
 def conv_net() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3)
     )
-
-
-def attention() -> nn.Module:
-    return nn.Sequential(
-        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), nn.Flatten(), nn.Linear(24, 3)
-    )
-
-
-def sgd(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3)
-
-
-def adam(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=0.01)
-
-
-# Not attention with Adam: the gradient of the key bias is rounding noise around 0; Adam scales it to full steps.
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], Callable[..., torch.optim.Optimizer]]] = {
-    "mlp": (mlp, lambda: torch.randn(6, 5), adam),
-    "conv": (conv_net, lambda: torch.randn(6, 2, 6, 6), sgd),
-    "lstm": (TokenClassifier, lambda: torch.randint(0, 11, (6, 4)), adam),
-    "attention": (attention, lambda: torch.randn(6, 3, 8), sgd),
-}
-
-
-def training(model_name: str, device: str) -> Callable[[], tuple[list[float], dict[str, torch.Tensor]]]:
-    """Make a model and a batch now, because all threads share one random generator; return what trains them.
-
-    That returns the losses and the state on the CPU.
-    """
-    make_model, make_batch, make_optimizer = MODELS[model_name]
-    torch.manual_seed(0)
-    model, batch, target = make_model().to(device), make_batch().to(device), torch.randint(0, 3, (6,)).to(device)
-    optimizer = make_optimizer(model.parameters())
-
-    def steps() -> tuple[list[float], dict[str, torch.Tensor]]:
-        losses = []
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(batch), target)
-            loss.backward()
-            assert {parameter.grad.device for parameter in model.parameters()} == {torch.device(device)}
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            losses.append(loss.item())
-        return losses, {name: value.cpu() for name, value in model.state_dict().items()}
-
-    return steps
 
 
 def run_python(code: str) -> str:
@@ -323,38 +257,6 @@ def test_data_is_read_and_replaced():
 # Autograd
 
 
-def test_backward_crosses_devices():
-    """Half of the model on the CPU, the rest on two simulated devices, moved inside forward."""
-    torch.manual_seed(0)
-    layers = [nn.Linear(3, 3) for _ in range(4)]
-    twins = copy.deepcopy(layers)
-    twins[1].to("sim:0")
-    twins[2].to("sim:1")
-    x = torch.randn(5, 3)
-    leaf = x.clone().requires_grad_()
-    plain = nn.Sequential(*layers)(x).square().mean()
-    hidden = twins[1](twins[0](leaf).to("sim:0"))
-    moved = twins[3](twins[2](hidden.to("sim:1")).cpu()).square().mean()
-    plain.backward()
-    moved.backward()
-    torch.testing.assert_close(moved, plain)
-    assert type(leaf.grad) is torch.Tensor
-    for layer, twin, device in zip(layers, twins, ["cpu", "sim:0", "sim:1", "cpu"], strict=True):
-        assert twin.weight.grad.device == torch.device(device)
-        torch.testing.assert_close(twin.weight.grad.cpu(), layer.weight.grad)
-
-
-def test_double_backward():
-    x = torch.tensor([2.0, 3.0], device="sim:0", requires_grad=True)
-    (first,) = torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)
-    first.square().sum().backward()
-    assert first.device == SIM0
-    assert x.grad.tolist() == [2 * 12 * 12.0, 2 * 27 * 18.0]  # d/dx (3x²)² = 2 · 3x² · 6x
-    points = torch.randn(3, dtype=torch.float64, device="sim:0", requires_grad=True)
-    assert torch.autograd.gradcheck(torch.sin, points)
-    assert torch.autograd.gradgradcheck(torch.sin, points)
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, for forward derivatives
 def test_derivatives_that_are_known_to_be_zero():
     """Second derivatives of a linear layer, and forward derivatives: torch makes their zeros in a way of its own."""
@@ -371,30 +273,6 @@ def test_derivatives_that_are_known_to_be_zero():
         return weight.grad.cpu(), layer.weight.grad.cpu(), tangent.cpu()
 
     torch.testing.assert_close(results("sim:0"), results("cpu"))
-
-
-def test_custom_functions_hooks_and_no_grad():
-    class Scale(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * 10, x + 1
-
-        @staticmethod
-        def backward(ctx, used, unused):
-            assert used.device == unused.device == ctx.saved_tensors[0].device == SIM1
-            return used * 10 + unused
-
-    seen = []
-    x = torch.ones(2, device="sim:1", requires_grad=True)
-    x.register_hook(lambda gradient: seen.append(gradient.device))
-    Scale.apply(x)[0].sum().backward()
-    assert x.grad.tolist() == [10.0, 10.0]
-    assert seen == [SIM1]
-    with torch.no_grad():
-        assert not (x * 2).requires_grad
-    with torch.inference_mode():
-        assert (x * 2).device == SIM1
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -415,25 +293,21 @@ def test_a_step_leaves_no_reference_cycle():
 # Modules
 
 
-@pytest.mark.parametrize("model_name", MODELS)
-def test_training_gives_the_numbers_of_the_cpu(model_name):
-    results, expected = training(model_name, "sim:3")(), training(model_name, "cpu")()
-    torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_several_threads_train_on_several_devices_at_once():
-    names = ["conv", "lstm", "attention", "conv"]
-    alone = [training(name, "cpu")() for name in names]
-    runs = [training(name, f"sim:{index}") for index, name in enumerate(names)]
-    together = threading.Barrier(len(runs))
-
-    def run(steps):
-        together.wait()
-        return steps()
-
-    with ThreadPoolExecutor(len(runs)) as pool:
-        results = list(pool.map(run, runs))
-    torch.testing.assert_close(results, alone, rtol=1e-5, atol=1e-6)
+def test_training_gives_the_numbers_of_the_cpu():
+    results = []
+    for device in ("cpu", "sim:3"):
+        torch.manual_seed(0)
+        model, batch = conv_net().to(device), torch.randn(6, 2, 6, 6).to(device)
+        target = torch.randint(0, 3, (6,)).to(device)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(batch), target).backward()
+            assert {parameter.grad.device for parameter in model.parameters()} == {torch.device(device)}
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        results.append({name: value.cpu() for name, value in model.state_dict().items()})
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
 def test_module_to_keeps_tied_weights_and_parameters():
@@ -470,22 +344,6 @@ def test_a_module_updates_its_buffers_in_place_and_moves_back_to_the_cpu():
     assert layer(torch.ones(4, 3)).shape == (4, 3)
 
 
-def test_packed_sequences():
-    torch.manual_seed(0)
-    lstm, x = nn.LSTM(3, 4, batch_first=True), torch.randn(2, 5, 3)
-    twin = copy.deepcopy(lstm).to("sim:0")
-    outputs = []
-    for module, batch in ((lstm, x), (twin, x.to("sim:0"))):
-        packed = pack_padded_sequence(batch, torch.tensor([5, 3]), batch_first=True)
-        assert packed.batch_sizes.device.type == "cpu"
-        padded, lengths = pad_packed_sequence(module(packed)[0], batch_first=True)
-        padded.sum().backward()
-        assert lengths.tolist() == [5, 3]
-        outputs.append(padded.detach().cpu())
-    torch.testing.assert_close(*outputs)
-    torch.testing.assert_close(twin.weight_ih_l0.grad.cpu(), lstm.weight_ih_l0.grad)
-
-
 def test_deepcopy_and_pickle_keep_device_values_and_ties():
     model = TiedAutoencoder().to("sim:2")
     model(torch.ones(1, 4, device="sim:2")).sum().backward()
@@ -508,10 +366,9 @@ def test_state_dict_travels_through_a_file_of_cpu_copies():
     torch.save({name: value.cpu() for name, value in model.state_dict().items()}, file)
     file.seek(0)
     other.load_state_dict(torch.load(file, weights_only=True))
-    for (name, value), (other_name, loaded) in zip(model.state_dict().items(), other.state_dict().items(), strict=True):
-        assert name == other_name
-        assert loaded.device == SIM1
-        assert torch.equal(loaded.cpu(), value.cpu())
+    loaded = other.state_dict()
+    assert all(value.device == SIM1 for value in loaded.values())
+    torch.testing.assert_close([v.cpu() for v in loaded.values()], [v.cpu() for v in model.state_dict().values()])
     other.load_state_dict(model.state_dict())  # from device to device
     assert all(value.device == SIM1 for value in other.state_dict().values())
 

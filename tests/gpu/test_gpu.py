@@ -174,12 +174,11 @@ def test_each_replica_stands_on_its_device(placed: Places) -> None:
     assert torch.accelerator.current_device_index() == before
 
 
-def test_training_equals_the_plain_module(placed: Places) -> None:
-    """N9: five steps of SGD, in float64."""
-    plain, model = wrapped(mlp(), placed)
+def assert_trains_as(plain: nn.Module, model: DataParallel, device: torch.device, sizes: tuple[int, ...]) -> None:
+    """Train both on the same batches, and compare the parameters."""
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (plain, model)]
-    for rows in (33, 64, 7, 5, 64):
-        x = torch.randn(rows, 16, dtype=torch.float64, device=placed[0])
+    for rows in sizes:
+        x = torch.randn(rows, 16, dtype=torch.float64, device=device)
         for module, optimizer in zip((plain, model), optimizers, strict=True):
             optimizer.zero_grad()
             module(x).pow(2).mean().backward()
@@ -188,19 +187,25 @@ def test_training_equals_the_plain_module(placed: Places) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
+def test_training_equals_the_plain_module(placed: Places) -> None:
+    """N9: five steps of SGD, in float64."""
+    assert_trains_as(*wrapped(mlp(), placed), placed[0], (33, 64, 7, 5, 64))
+
+
+def gradient_penalty(module: nn.Module, x: torch.Tensor) -> None:
+    """Run backward for a loss of the output and of the input's gradient."""
+    x = x.clone().requires_grad_()
+    output = module(x)
+    (grad,) = torch.autograd.grad(output.pow(2).sum(), x, create_graph=True)
+    (output.mean() + (grad.norm(dim=1) - 1).pow(2).mean()).backward()
+
+
 def test_double_backward(placed: Places) -> None:
     """N3: a gradient penalty; no deadlock on the device's one autograd thread."""
     plain, model = wrapped(mlp(), placed)
     x = torch.randn(9, 16, dtype=torch.float64, device=placed[0])
-    for module in (plain, model):
-
-        def step(module: nn.Module = module) -> None:
-            x_here = x.clone().requires_grad_()
-            output = module(x_here)
-            (grad,) = torch.autograd.grad(output.pow(2).sum(), x_here, create_graph=True)
-            (output.mean() + (grad.norm(dim=1) - 1).pow(2).mean()).backward()
-
-        in_time(step)
+    gradient_penalty(plain, x)
+    in_time(lambda: gradient_penalty(model, x))
     assert_same_gradients(model, plain)
 
 
@@ -263,20 +268,6 @@ def test_calls_from_several_threads(placed: Places) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
-def test_bf16_autocast_in_every_replica(placed: Places) -> None:
-    """R14: torch's own wrapper runs fp16 here."""
-    plain, model = wrapped(mlp(torch.float32), placed)
-    seen: list[torch.dtype] = []
-    model.module[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-    x = torch.randn(24, 16, device=placed[0])
-    for module in (plain, model):
-        with torch.autocast(placed[0].type, torch.bfloat16):
-            output = module(x)
-        output.float().pow(2).mean().backward()
-    assert seen == [torch.bfloat16] * len(placed)
-    assert_same_gradients(model, plain, 5e-2)
-
-
 def batch_norm_net(dtype: torch.dtype = torch.float64) -> nn.Module:
     block = [nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True)]
     return nn.Sequential(*block, nn.Flatten(), nn.Linear(512, 4), nn.BatchNorm1d(4, momentum=None)).to(dtype)
@@ -303,14 +294,22 @@ def test_synchronised_batch_norm(placed: Places) -> None:
             torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
-def test_synchronised_batch_norm_under_autocast(placed: Places) -> None:
-    """N5, R14: statistics in single precision."""
-    plain, model = wrapped(batch_norm_net(torch.float32), placed, sync_batch_norm=True)
-    x = torch.randn(24, 3, 8, 8, device=placed[0]).to(memory_format=torch.channels_last)
+@pytest.mark.parametrize(("make", "shape"), [(mlp, (24, 16)), (batch_norm_net, (24, 3, 8, 8))])
+def test_bf16_autocast_in_every_replica(
+    placed: Places, make: Callable[[torch.dtype], nn.Module], shape: tuple[int, ...]
+) -> None:
+    """R14, N5: torch's own wrapper runs fp16 here. Batch norm over all rows has its statistics in single precision."""
+    plain, model = wrapped(make(torch.float32), placed, sync_batch_norm=make is batch_norm_net)
+    seen: list[torch.dtype] = []
+    model.module[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    x = torch.randn(shape, device=placed[0])
+    if x.dim() == 4:
+        x = x.to(memory_format=torch.channels_last)
     for module in (plain, model):
         with torch.autocast(placed[0].type, torch.bfloat16):
             output = module(x)
         output.float().pow(3).mean().backward()
+    assert seen == [torch.bfloat16] * len(placed)
     assert_same_gradients(model, plain, 5e-2)
 
 
@@ -591,15 +590,7 @@ def test_cuda_graphs_on_one_device(first: torch.device) -> None:
     plain = mlp().to(first)
     x = torch.randn(12, 16, dtype=torch.float64, device=first)
     model = DataParallel(graphed(copy.deepcopy(plain), x), [first])
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (plain, model)]
-    for _ in range(5):
-        x = torch.randn(12, 16, dtype=torch.float64, device=first)
-        for module, optimizer in zip((plain, model), optimizers, strict=True):
-            optimizer.zero_grad()
-            module(x).pow(2).mean().backward()
-            optimizer.step()
-    for mine, theirs in zip(model.module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+    assert_trains_as(plain, model, first, (12,) * 5)
 
 
 @needs_cuda
@@ -708,14 +699,9 @@ def test_processes_see_what_is_written(spread, in_processes) -> None:
 def test_processes_double_backward(spread, in_processes) -> None:
     """N3"""
     plain, model = in_processes(mlp())
-    x = torch.randn(12, 16, dtype=torch.float64, device=spread[0], requires_grad=True)
-
-    def step(module: nn.Module) -> None:
-        (grad,) = torch.autograd.grad(module(x).pow(2).sum(), x, create_graph=True)
-        grad.pow(2).sum().backward()
-
-    step(plain)
-    in_time(lambda: step(model))
+    x = torch.randn(12, 16, dtype=torch.float64, device=spread[0])
+    gradient_penalty(plain, x)
+    in_time(lambda: gradient_penalty(model, x))
     assert_same_gradients(model, plain)
 
 
@@ -731,9 +717,9 @@ def test_processes_draw_masks_of_their_own_and_runs_repeat(spread, in_processes)
     assert len({tuple(row) for row in rows}) == len(rows)
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_processes_and_a_replica_that_fails_in_backward(spread, in_processes, failing: int) -> None:
-    """F1: the others do not wait for its gradients; the next step works."""
+@pytest.mark.parametrize(("failing", "killed"), [(0, False), (1, False), (-1, True)])
+def test_processes_and_a_replica_that_fails_in_backward(spread, in_processes, failing: int, killed: bool) -> None:
+    """F1, F4: it raises, or its process is killed; the others do not wait for its gradients; the next step works."""
 
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -742,6 +728,8 @@ def test_processes_and_a_replica_that_fails_in_backward(spread, in_processes, fa
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            if killed:
+                os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError("as asked")
 
     class Model(nn.Module):
@@ -756,39 +744,9 @@ def test_processes_and_a_replica_that_fails_in_backward(spread, in_processes, fa
     _, model = in_processes(Model())
     x = torch.zeros(len(spread), 16, device=spread[0])
     x[failing] = 7.0
-    with pytest.raises(ValueError, match="as asked"):
+    with pytest.raises(RuntimeError if killed else ValueError, match="its worker process" if killed else "as asked"):
         in_time(lambda: model(x).sum().backward())
     x[failing] = 1.0
     in_time(lambda: model(x).sum().backward())
+    assert model.module.second.bias.grad.tolist() == [float(len(spread))] * 16
     assert all(p.grad is not None for p in model.module.parameters())
-
-
-def test_processes_and_a_worker_that_is_killed(spread, in_processes) -> None:
-    """F4: in backward, while the others wait for its gradients."""
-
-    class Dies(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            os.kill(os.getpid(), signal.SIGKILL)
-            return grad
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.dies = nn.Linear(16, 16), True
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return Dies.apply(self.layer(x)) if self.dies and x[0, 0] > 0 else self.layer(x)
-
-    _, model = in_processes(Model())
-    x = torch.zeros(len(spread), 16, device=spread[0])
-    x[-1] = 1.0
-    with pytest.raises(RuntimeError, match="its worker process"):
-        in_time(lambda: model(x).sum().backward())
-    model.module.dies = False
-    in_time(lambda: model(x).sum().backward())
-    assert model.module.layer.bias.grad.tolist() == [float(len(spread))] * 16

@@ -1,4 +1,4 @@
-"""The calls of every submodule, and the first that differs."""
+"""What is kept of a submodule's calls, and how the replicas' parts are joined. `verify` shows the rest."""
 
 import gc
 import weakref
@@ -7,22 +7,17 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands import DataParallel
-from manyhands.verification.call_recorder import CallRecorder, first_divergence, match
+from manyhands.verification.call_recorder import CallRecorder, match
 from manyhands.verification.compare import Tolerance
 
 CLOSE = Tolerance(1e-6, 0.0)
 
 
-def recorded(model: nn.Module, x: torch.Tensor, module: nn.Module | None = None) -> CallRecorder:
+def recorded(model: nn.Module, x: torch.Tensor) -> CallRecorder:
     recorder = CallRecorder(lambda: False)
-    with recorder.attached(module or model):
+    with recorder.attached(model):
         model(x)
     return recorder
-
-
-def no_hooks(model: nn.Module) -> bool:
-    return not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize(
@@ -37,51 +32,17 @@ def no_hooks(model: nn.Module) -> bool:
         (torch.tensor(1.5), [torch.tensor(1.0), torch.tensor(2.0)], [3, 2], False, None),
         (torch.tensor(5), [torch.tensor(3), torch.tensor(2)], [3, 2], True, None),
         (torch.ones(3), [torch.ones(3)], [3], True, 0),
+        (torch.ones(5, 4), [torch.ones(3, 4), torch.ones(2, 3)], [3, 2], None, None),  # each padded to its own longest
+        (torch.ones(5), [torch.ones(3), torch.ones(3)], [3, 2], None, None),
+        (torch.ones(5), [torch.ones(3), torch.ones(2, dtype=torch.float64)], [3, 2], None, None),
     ],
 )
 def test_parts_are_joined_along_the_axis_that_fits(
-    one: torch.Tensor, many: list[torch.Tensor], rows: list[int], same: bool, axis: int | None
+    one: torch.Tensor, many: list[torch.Tensor], rows: list[int], same: bool | None, axis: int | None
 ) -> None:
+    """Parts that fit nowhere are not compared."""
     found = match([one], many, rows, CLOSE)
-    assert found is not None
-    assert (found.same, found.axis) == (same, axis)
-
-
-@pytest.mark.parametrize(
-    ("one", "many"),
-    [
-        (torch.ones(5, 4), [torch.ones(3, 4), torch.ones(2, 3)]),  # each padded to its own longest
-        (torch.ones(5), [torch.ones(3), torch.ones(3)]),
-        (torch.ones(5), [torch.ones(3), torch.ones(2, dtype=torch.float64)]),
-    ],
-)
-def test_parts_that_fit_nowhere_are_not_compared(one: torch.Tensor, many: list[torch.Tensor]) -> None:
-    assert match([one], many, [3, 2], CLOSE) is None
-
-
-def test_every_call_is_seen_once_a_replica_in_the_order_of_rows() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True))
-    model.append(model[0])
-    x = torch.arange(10.0).view(5, 2)
-    plain = recorded(model, x)
-    assert [(call.name, call.number) for call in plain.calls] == [("0", 0), ("1", 0), ("0", 1), ("", 0)]
-    wrapper = DataParallel(model, ["cpu"] * 3)
-    calls = recorded(wrapper, x, model).grouped()
-    assert calls.keys() == plain.grouped().keys()
-    for replicas in calls.values():
-        assert [call.path for call in replicas] == [(0,), (1,), (2,)]
-    inputs = torch.cat([call.inputs[0][1] for call in calls["", 0]])
-    assert torch.equal(inputs, x)
-    assert no_hooks(model)
-
-
-def test_replicas_of_a_wrapper_inside() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), DataParallel(nn.Linear(2, 2), ["cpu"] * 2))
-    x = torch.randn(7, 2)
-    plain, many = recorded(model, x), recorded(DataParallel(model, ["cpu"] * 2), x, model)
-    assert [call.path for call in plain.grouped()["1.module", 0]] == [(0,), (1,)]
-    assert [call.path for call in many.grouped()["1.module", 0]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert first_divergence(plain, many, [4, 3], CLOSE) is None
+    assert (found and (found.same, found.axis)) == (None if same is None else (same, axis))
 
 
 def test_copies_are_of_the_moment_and_shared_while_nothing_changes() -> None:
@@ -107,27 +68,3 @@ def test_submodules_of_compiled_modules_are_not_recorded() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh()))
     model[1].compile(backend="eager")
     assert [call.name for call in recorded(model, torch.randn(3, 2)).calls] == ["0", ""]
-
-
-def test_the_first_divergence_in_the_order_of_execution() -> None:
-    class Swapped(nn.Module):
-        """Runs its children in another order than it has them in."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.later, self.earlier = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.later(self.earlier(x))
-
-    model, x = Swapped(), torch.randn(9, 2)
-    found = first_divergence(recorded(model, x), recorded(DataParallel(model, ["cpu"] * 2), x, model), [5, 4], CLOSE)
-    assert found is not None
-    assert (found.name, found.inputs_same, found.training, found.only_numbers) == ("earlier", True, True, False)
-
-
-def test_a_forward_that_fails_leaves_no_hook() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(3, 3))
-    with pytest.raises(RuntimeError):
-        recorded(model, torch.randn(3, 2))
-    assert no_hooks(model)

@@ -18,7 +18,6 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 from manyhands import DataParallel, verify
-from manyhands.training.models import build
 from manyhands.verification.report import Cause, Kind, Report
 
 BOTH = ("training", "eval")
@@ -76,6 +75,12 @@ class Average(nn.Module):
         if self.training:
             self.mean.lerp_(x.mean(0), 0.1)
         return x
+
+
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+    loss: torch.Tensor | None = None
 
 
 def mlp() -> nn.Module:
@@ -161,6 +166,7 @@ def test_rows_that_do_not_interact_are_the_same(engine: str, num_replicas: int, 
         (Calls(lambda self, x: (self.layers[0](x), len(x), 2.5), nn.Linear(5, 2)), ROWS),
         (Calls(lambda self, x: self.layers[0](x) / 0, nn.Linear(5, 2)), ROWS),
         (Calls(lambda self, a, b: self.layers[0](a) * b, nn.Linear(5, 8)), {"b": torch.randn(9, 8), "a": ROWS}),
+        (Calls(lambda self, x: Output(self.layers[0](x)), nn.Linear(5, 2)), ROWS),
         (Calls(lambda self: torch.ones(2)), ()),
         (nn.Identity(), ROWS),
     ],
@@ -248,6 +254,14 @@ SAMPLES = torch.randn(9, 3, 5)
 TRAINING = ("training",)
 CASES = [
     Case(with_batch_norm(), ROWS, Cause.PER_SHARD_BATCH_NORM, "sync_batch_norm=True", "1", TRAINING),
+    Case(  # the first in the order of execution
+        Calls(lambda self, x: self.layers[0](self.layers[1](x)), nn.BatchNorm1d(5), nn.BatchNorm1d(5)), ROWS,
+        Cause.PER_SHARD_BATCH_NORM, "sync_batch_norm=True", "layers.1", TRAINING,
+    ),
+    Case(  # behind a wrapper, whose replicas in each replica are matched with those of the plain run
+        nn.Sequential(DataParallel(nn.Linear(5, 8), ["cpu"] * 2), nn.BatchNorm1d(8)), ROWS,
+        Cause.PER_SHARD_BATCH_NORM, "sync_batch_norm=True", "1", TRAINING,
+    ),
     Case(with_dropout(), ROWS, Cause.ACTIVE_DROPOUT, "streams of their own", "2", TRAINING, True),
     Case(
         Calls(drops_in_forward, nn.Linear(5, 2)), ROWS, Cause.RANDOM_NUMBERS, "streams of their own", "layers.0",
@@ -268,6 +282,10 @@ CASES = [
     Case(mean_loss(), (ROWS, CLASSES), Cause.ONE_NUMBER_A_SHARD, "scalars='mean'"),
     Case(mean_loss("sum"), (ROWS, CLASSES), Cause.ONE_NUMBER_A_SHARD, "scalars='sum'"),
     Case(token_loss(), (ROWS, CLASSES), Cause.ONE_NUMBER_A_SHARD, "scalars='mean:name'", "layers.1"),
+    Case(
+        Calls(lambda self, x: Output(self.layers[0](x), self.layers[0](x).mean()), LINEAR), ROWS,
+        Cause.ONE_NUMBER_A_SHARD, "scalars='mean'",
+    ),
     Case(recurrent(), SAMPLES[:8], Cause.JOINED_ON_ANOTHER_AXIS, "out_dims=(0, (1, 1))"),
     Case(recurrent(), SAMPLES, Cause.JOINED_ON_ANOTHER_AXIS, "out_dims=(0, (1, 1))"),  # uneven: it cannot be gathered
     Case(Calls(draws_another_number_each_time), ROWS, Cause.NONDETERMINISTIC, "two runs on one device"),
@@ -402,17 +420,6 @@ def test_no_gradients_where_backward_fails_in_eval_mode() -> None:
     assert report.same
     assert {row.mode for row in report.rows if row.kind is Kind.GRADIENT} == {"training"}
     assert any("can only be called in training mode" in note for note in report.notes)
-
-
-def test_resnet_18_with_uneven_shares() -> None:
-    """First at the first batch norm, because statistics are per shard; with synchronised batch norm nothing differs."""
-    model = build("resnet18", num_classes=10, image_shape=(1, 28, 28))
-    inputs, target = torch.randn(6, 1, 12, 12), torch.randint(10, (6,))
-    report = compared(model, inputs, target, F.cross_entropy, shares=[2, 1])
-    assert (report.first_module, report.cause) == ("stem.1", Cause.PER_SHARD_BATCH_NORM)
-    assert {finding.mode for finding in report.findings} == {"training"}
-    assert "first at stem.1 (BatchNorm2d)" in str(report)
-    assert compared(model, inputs, target, F.cross_entropy, shares=[2, 1], sync_batch_norm=True).same
 
 
 # ---- how it is done ------------------------------------------------------------------------------
@@ -688,29 +695,6 @@ def test_where_tensors_are(simulated_accelerators: Any) -> None:
     with simulated_accelerators(1):  # one accelerator has two replicas
         report = verify(mlp().to("sim:0"), ROWS, show=False)
     assert report.title == "Sequential on sim:0, and on 2 replicas (sim:0 5 rows, sim:0 4 rows)"
-
-
-def test_packed_sequences_in_and_out() -> None:
-    packed = pack_sequence([torch.randn(n, 5) for n in (4, 2, 3, 3, 2)], enforce_sorted=False)
-    report = compared(Calls(lambda self, x: self.layers[0](x)[0], nn.GRU(5, 4)), packed)
-    assert report.same
-    assert [row.name for row in report.rows if row.kind is Kind.OUTPUT] == [".data", ".lengths"] * 2
-
-
-def test_dataclasses_in_outputs() -> None:
-    @dataclasses.dataclass
-    class Output:
-        logits: torch.Tensor
-        loss: torch.Tensor | None = None
-
-    model = Calls(lambda self, x: Output(self.layers[0](x)), nn.Linear(5, 2))
-    report = compared(model, ROWS)
-    assert report.same
-    assert [row.name for row in report.rows if row.kind is Kind.OUTPUT] == [".logits"] * 2
-    model.function = lambda self, x: Output(self.layers[0](x), loss=self.layers[0](x).mean())
-    with no_warning_about_scalars():
-        report = compared(model, ROWS)
-    assert report.cause is Cause.ONE_NUMBER_A_SHARD
 
 
 def test_with_worker_processes_it_says_that_another_engine_tells_the_cause() -> None:
