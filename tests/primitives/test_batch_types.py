@@ -93,23 +93,16 @@ class Fn(nn.Module):
         return self.function(x, graphs)
 
 
-def test_a_batch_that_every_replica_gets_whole(registered):
-    """in_dims: None sends all of it to every replica."""
-    model = manyhands.DataParallel(Fn(lambda x, graphs: x + graphs.nodes.sum()), ["cpu"] * 2, in_dims={"graphs": None})
+def test_a_batch_that_every_replica_gets_and_returns_whole(registered):
+    """S5, G6: in_dims and out_dims None; its gradient is the sum of the replicas'."""
+    forward = Fn(lambda x, graphs: (x + graphs.nodes.sum(), graphs))
+    model = manyhands.DataParallel(forward, ["cpu"] * 2, in_dims=(0, None), out_dims=(0, None))
     nodes = torch.ones(3, requires_grad=True)
-    output = model(torch.zeros(4), Graphs(nodes, [3]))
+    output, graphs = model(torch.zeros(4), Graphs(nodes, [3]))
     assert output.tolist() == [3, 3, 3, 3]
+    assert torch.equal(graphs.nodes, nodes)
     output.sum().backward()
     assert nodes.grad.tolist() == [4, 4, 4]
-
-
-def test_a_batch_that_is_output_whole():
-    """G6: out_dims None, here for what every replica was given whole."""
-    packed = pack_sequence([torch.ones(2), torch.ones(1)])
-    model = manyhands.DataParallel(
-        Fn(lambda x, graphs: (x, graphs)), ["cpu"] * 3, in_dims=(0, None), out_dims=(0, None)
-    )
-    assert torch.equal(model(torch.zeros(6), packed)[1].data, packed.data)
 
 
 def test_what_does_not_fit_is_named(registered):

@@ -133,7 +133,6 @@ ROW, TABLE = torch.ones(2), torch.ones(2, 3)
     ("outputs", "error", "message"),
     [
         ([torch.zeros(2), None], ValueError, "cannot gather output: .* (replica 0: Tensor; replica 1: NoneType)"),
-        ([{"a": None}, {"a": torch.ones(1)}], ValueError, "cannot gather output['a']"),
         ([TABLE, TABLE, ROW], ValueError, "numbers of axes (replica 0: (2, 3); replica 1: (2, 3); replica 2: (2,))"),
         ([[ROW], [ROW.long()]], ValueError, "output[0]: .* dtypes (replica 0: torch.float32; replica 1: torch.int64)"),
         ([TABLE, TABLE.t()], ValueError, "sizes off the joined axis 0 (replica 0: (2, 3); replica 1: (3, 2))"),

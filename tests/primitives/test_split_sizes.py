@@ -20,7 +20,6 @@ from manyhands.primitives.split_sizes import check_shares, split_rows
         (11, 3, [1, 0, 1], [6, 0, 5]),  # a tie goes to the lower replica
         (1, 2, [1, 100], [0, 1]),
         (3, 3, range(3), [0, 1, 2]),
-        (0, 2, [2, 1], [0, 0]),
         (100, 3, [0.1, 0.2, 0.7], [10, 20, 70]),  # no row is lost to 0.1 + 0.2 != 0.3
         (7, 2, [5e-324, 5e-324], [4, 3]),
         (3, 3, [1, 1, 7], [1, 0, 2]),  # 1/3, 1/3 and 7/3 have the same remainder; as floats they have not
