@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import pack_sequence
 
 import manyhands
 from helpers.garbage import no_garbage
@@ -79,13 +79,9 @@ def test_a_registered_class_is_split_and_joined(registered, n):
         torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
 
 
-def test_subclasses_are_included_and_others_are_not(registered):
-    class Molecules(Graphs):
-        pass
-
-    assert batch_type_of(Molecules(torch.zeros(1), [1])) is batch_type_of(Graphs(torch.zeros(1), [1]))
-    assert batch_type_of(torch.zeros(1)) is None
-    assert batch_type_of(object()) is None
+def test_subclasses_are_included(registered):
+    graphs = type("Molecules", (Graphs,), {})(torch.zeros(1), [1])
+    assert batch_type_of(graphs) is batch_types._registered[Graphs]
 
 
 class Fn(nn.Module):
@@ -97,23 +93,16 @@ class Fn(nn.Module):
         return self.function(x, graphs)
 
 
-def test_a_batch_that_every_replica_gets_whole(registered):
-    """in_dims: None sends all of it to every replica."""
-    model = manyhands.DataParallel(Fn(lambda x, graphs: x + graphs.nodes.sum()), ["cpu"] * 2, in_dims={"graphs": None})
+def test_a_batch_that_every_replica_gets_and_returns_whole(registered):
+    """S5, G6: in_dims and out_dims None; its gradient is the sum of the replicas'."""
+    forward = Fn(lambda x, graphs: (x + graphs.nodes.sum(), graphs))
+    model = manyhands.DataParallel(forward, ["cpu"] * 2, in_dims=(0, None), out_dims=(0, None))
     nodes = torch.ones(3, requires_grad=True)
-    output = model(torch.zeros(4), Graphs(nodes, [3]))
+    output, graphs = model(torch.zeros(4), Graphs(nodes, [3]))
     assert output.tolist() == [3, 3, 3, 3]
+    assert torch.equal(graphs.nodes, nodes)
     output.sum().backward()
     assert nodes.grad.tolist() == [4, 4, 4]
-
-
-def test_a_batch_that_is_output_whole():
-    """G6: out_dims None, here for what every replica was given whole."""
-    packed = pack_sequence([torch.ones(2), torch.ones(1)])
-    model = manyhands.DataParallel(
-        Fn(lambda x, graphs: (x, graphs)), ["cpu"] * 3, in_dims=(0, None), out_dims=(0, None)
-    )
-    assert torch.equal(model(torch.zeros(6), packed)[1].data, packed.data)
 
 
 def test_what_does_not_fit_is_named(registered):
@@ -176,38 +165,13 @@ def test_a_packed_sequence_inside_a_registered_batch_keeps_its_sizes_on_the_cpu(
     assert (second.packed.data.device, second.packed.batch_sizes.device.type) == (sim[1], "cpu")
 
 
-# ---- packed sequences ----------------------------------------------------------------------------
-
-
-def sequences(lengths=(4, 2, 7, 1, 3)):
-    return [torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in lengths]
-
-
-@pytest.mark.parametrize("is_sorted", [True, False])
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
-def test_scatter_and_gather_of_a_packed_sequence(n, is_sorted):
-    """S13: by sequence, in the caller's order."""
-    given = sorted(sequences(), key=len, reverse=True) if is_sorted else sequences()
-    packed = pack_sequence(given, enforce_sorted=is_sorted)
-    shards = manyhands.scatter(packed, ["cpu"] * n)
-    assert [type(shard) for shard in shards] == [PackedSequence] * len(shards)
-    lengths = [n for shard in shards for n in pad_packed_sequence(shard)[1].tolist()]
-    assert lengths == [len(sequence) for sequence in given]
-    joined = manyhands.gather(shards, "cpu")
-    for a, b in zip(joined, packed, strict=True):
-        assert (a is None) == (b is None)
-        assert a is None or torch.equal(a, b)
-    grads = torch.autograd.grad(joined.data.square().sum(), given)
-    for sequence, grad in zip(given, grads, strict=True):
-        torch.testing.assert_close(grad, 2 * sequence, rtol=1e-14, atol=0)
-
-
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
 @pytest.mark.parametrize("is_sorted", [True, False])
 @pytest.mark.parametrize("n", [2, 3])
 def test_an_rnn_over_packed_sequences(kind, n, is_sorted):
     """S13, G6: packed sequences in and out, hidden states joined on their own axis."""
-    given = sorted(sequences(), key=len, reverse=True) if is_sorted else sequences()
+    lengths = (7, 4, 3, 2, 1) if is_sorted else (4, 2, 7, 1, 3)
+    given = [torch.randn(length, 3, dtype=torch.float64, requires_grad=True) for length in lengths]
     model = kind(3, 4, num_layers=2, bidirectional=True).double()
 
     def results(call):

@@ -1,22 +1,10 @@
 """parallel_apply: module i to input i, all at once."""
 
-import contextlib
-import weakref
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from helpers.garbage import no_garbage
-from manyhands import parallel_apply, replicate, scatter
-
-
-def test_outputs_are_in_order() -> None:
-    """Different modules, any callables."""
-    modules = [nn.Identity(), nn.Flatten(0), lambda x: -x]
-    outputs = parallel_apply(modules, [torch.ones(2), torch.ones(2, 2), torch.ones(3)])
-    assert [output.tolist() for output in outputs] == [[1.0] * 2, [1.0] * 4, [-1.0] * 3]
+from manyhands import parallel_apply
 
 
 def describe(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -47,16 +35,6 @@ def test_lengths_that_differ_are_refused(args: tuple[Any, ...], message: str) ->
         parallel_apply(*args)
 
 
-def test_gradients_flow_through_the_verbs() -> None:
-    """The verbs by hand, forward and backward, against the plain module."""
-    plain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    x = torch.randn(7, 3, dtype=torch.float64)
-    outputs = parallel_apply(replicate(plain, ["cpu"] * 3), scatter(x, ["cpu"] * 3), None, ["cpu"] * 3)
-    torch.testing.assert_close(torch.cat(outputs), plain(x))
-    grads = torch.autograd.grad(sum(output.pow(2).sum() for output in outputs), [*plain.parameters()])
-    torch.testing.assert_close(grads, torch.autograd.grad(plain(x).pow(2).sum(), [*plain.parameters()]))
-
-
 @pytest.mark.parametrize("failing", [{0}, {1, 2}])
 def test_the_error_is_the_first_calls_own(failing: set[int]) -> None:
     """F1, F2: the same object, with a note of replica and device; the others are in its notes."""
@@ -76,28 +54,3 @@ def test_the_error_is_the_first_calls_own(failing: set[int]) -> None:
         *(f"replica {other} on cpu raised too: ValueError: {errors[other]}" for other in others),
     ]
     assert parallel_apply([fails], [(3,)]) == [3]
-
-
-def test_a_failed_call_leaves_no_cycles() -> None:
-    """N10, F1: what it held is freed with the exception."""
-
-    class Held:
-        pass
-
-    held: list[weakref.ref[Held]] = []
-
-    def fails() -> None:
-        mine = Held()
-        held.append(weakref.ref(mine))
-        raise ValueError("no")
-
-    def once() -> None:
-        with contextlib.suppress(ValueError):
-            parallel_apply([fails] * 3, [()] * 3)
-        parallel_apply([describe] * 3, [()] * 3)
-
-    once()
-    held.clear()
-    with no_garbage():
-        once()
-        assert [reference() for reference in held] == [None] * 3

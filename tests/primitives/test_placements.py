@@ -29,19 +29,6 @@ def test_part_and_join_are_adjoint(placement: Placement, shape, part_shapes):
     torch.testing.assert_close((placement.join(parts) * t).sum(), right, rtol=1e-14, atol=1e-14)
 
 
-@pytest.mark.parametrize("placement", [Shard(0, (2, 0, 3)), Shard(1, (4, 1)), Single(0)], ids=str)
-def test_join_undoes_part(placement):
-    t = torch.randn(5, 5)
-    count = len(placement.sizes) if isinstance(placement, Shard) else 2
-    assert torch.equal(placement.join([placement.part(t, i) for i in range(count)]), t)
-
-
-def test_a_weight_of_zero_keeps_nan_out():
-    """The mean over a replica's tokens is NaN where it has none."""
-    joined = WeightedSum((1.0, 0.0)).join([torch.tensor(2.0), torch.tensor(float("nan"))])
-    assert joined.item() == 2
-
-
 def test_a_weight_of_one_keeps_integers():
     assert WeightedSum((1, 1)).join([torch.tensor(2), torch.tensor(3)]).dtype == torch.int64
 

@@ -1,16 +1,10 @@
-"""How many rows each replica gets."""
+"""How many rows each replica gets; tests/contract/test_properties.py compares all kinds with torch's."""
 
 import math
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from manyhands.primitives.split_sizes import check_shares, split_rows
-
-batches = st.integers(1, 8).flatmap(lambda n: st.tuples(st.integers(0, 2 * n + 1), st.just(n)))
-weights_of = st.lists(st.one_of(st.just(0), st.integers(0, 5), st.floats(0, 1e6)), min_size=1, max_size=8).filter(any)
 
 
 @pytest.mark.parametrize(
@@ -25,7 +19,7 @@ weights_of = st.lists(st.one_of(st.just(0), st.integers(0, 5), st.floats(0, 1e6)
         (10, 3, [1, 0, 1], [5, 0, 5]),
         (11, 3, [1, 0, 1], [6, 0, 5]),  # a tie goes to the lower replica
         (1, 2, [1, 100], [0, 1]),
-        (0, 2, [2, 1], [0, 0]),
+        (3, 3, range(3), [0, 1, 2]),
         (100, 3, [0.1, 0.2, 0.7], [10, 20, 70]),  # no row is lost to 0.1 + 0.2 != 0.3
         (7, 2, [5e-324, 5e-324], [4, 3]),
         (3, 3, [1, 1, 7], [1, 0, 2]),  # 1/3, 1/3 and 7/3 have the same remainder; as floats they have not
@@ -36,43 +30,6 @@ weights_of = st.lists(st.one_of(st.just(0), st.integers(0, 5), st.floats(0, 1e6)
 def test_shares(rows, devices, shares, expected):
     """S1, S2: "even" differs by one row at most; weights split in proportion; a share of 0 is idle."""
     assert split_rows(rows, devices, check_shares(shares, devices)) == expected
-
-
-@given(batches)
-def test_chunk_sizes_are_those_of_torch_chunk(batch):
-    """S1: ceil(rows / n) rows each until they are used up."""
-    rows, devices = batch
-    sizes = split_rows(rows, devices)
-    assert len(sizes) == devices
-    assert [size for size in sizes if size] == [c.size(0) for c in torch.empty(rows, 0).chunk(devices) if c.size(0)]
-
-
-@given(batches)
-def test_even_sizes_add_up_and_differ_by_one_at_most(batch):
-    """S2: the larger ones first."""
-    rows, devices = batch
-    sizes = split_rows(rows, devices, "even")
-    assert (len(sizes), sum(sizes)) == (devices, rows)
-    assert max(sizes) - min(sizes) <= 1
-    assert sizes == sorted(sizes, reverse=True)
-
-
-@given(st.integers(0, 40), weights_of)
-def test_weighted_sizes_add_up_and_stay_within_one_row_of_the_exact_share(rows, weights):
-    """S2: Hamilton's method keeps the quota, and a replica with weight 0 gets nothing."""
-    sizes = split_rows(rows, len(weights), check_shares(weights, len(weights)))
-    assert (len(sizes), sum(sizes)) == (len(weights), rows)
-    for size, weight in zip(sizes, weights, strict=True):
-        exact = rows * weight / sum(weights)
-        assert math.floor(exact - 1e-6) <= size <= math.ceil(exact + 1e-6)
-        assert size == 0 or weight > 0
-
-
-def test_check_shares_returns_the_normal_form():
-    assert check_shares("chunk", 3) == "chunk"
-    assert check_shares("even", 3) == "even"
-    assert check_shares([2, 1], 2) == (2.0, 1.0)
-    assert check_shares(range(3), 3) == (0.0, 1.0, 2.0)
 
 
 @pytest.mark.parametrize(

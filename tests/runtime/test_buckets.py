@@ -134,14 +134,6 @@ def test_a_fingerprint_sees_every_bit():
     assert len(seen) == 1 + 9 * 32
 
 
-def test_a_fingerprint_tells_signs_constants_and_permutations_apart():
-    flat = torch.cat([torch.ones(4096), -torch.ones(4096)])
-    assert not torch.equal(fingerprint(flat), fingerprint(-flat))
-    assert not torch.equal(fingerprint(torch.ones(4096)), fingerprint(torch.full((4096,), 2.0)))
-    permutations = [torch.eye(64)[torch.randperm(64, generator=torch.Generator().manual_seed(i))] for i in range(50)]
-    assert len({fingerprint(matrix.flatten()).item() for matrix in permutations}) == 50
-
-
 def test_a_fingerprint_of_several_chunks():
     flat = torch.arange((1 << 21) + 5, dtype=torch.int32)
     before = fingerprint(flat)

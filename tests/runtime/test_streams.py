@@ -1,8 +1,7 @@
 """Copies beside computation: on the host at once; on accelerators in an order that a model of streams checks.
 
-There is no accelerator here. The model knows what torch promises of streams, no more: what is queued on one runs in
-that order, `wait_event` and `wait_stream` order two of them, and the host waits for neither unless it says so. Whatever
-reads or writes memory is checked to come after what it needs, by vector clocks.
+The model knows what torch promises of streams, no more: what is queued on one runs in that order, `wait_event` and
+`wait_stream` order two of them, and the host waits for neither unless it says so. Vector clocks check the order.
 """
 
 from __future__ import annotations
@@ -280,15 +279,3 @@ def test_reads_are_queued_on_the_stream_that_computes(machine: Machine) -> None:
         with machine.using(A, [Stream(A)]), copies.read(0):
             part.read_on(machine.current[A])
             assert machine.current[A] is machine.computing[A]
-
-
-def test_on_the_host_a_copy_is_made_at_once() -> None:
-    x = torch.arange(6.0).view(2, 3)
-    with Copies([CPU]) as copies:
-        copy = copies.to(x, 0)
-        copies.record_stream(copy, 0)
-        copies.wait_compute(0)
-        with copies.on_copy_stream(0), copies.read(0):
-            copies.wait_copies(0)
-    x.zero_()
-    assert copy.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]

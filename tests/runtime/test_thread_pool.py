@@ -13,7 +13,6 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
@@ -54,33 +53,6 @@ def worker_threads() -> set[threading.Thread]:
 # ---- running ---------------------------------------------------------------------------------------
 
 
-def test_results_are_in_the_order_of_the_tasks() -> None:
-    """F2: also where later tasks end first."""
-    ended = [threading.Event() for _ in range(3)]
-
-    def wait_for_the_next(index: int) -> int:
-        if index + 1 < len(ended):
-            assert ended[index + 1].wait(WAIT_S)
-        ended[index].set()
-        return index
-
-    assert values(*(partial(wait_for_the_next, i) for i in range(3))) == [0, 1, 2]
-
-
-@pytest.mark.parametrize("count", [1, 2, 5, 8])
-def test_tasks_run_at_the_same_time_each_in_a_thread_of_its_own(count: int) -> None:
-    """R14: they may wait for each other; the first one is in the calling thread."""
-    together = threading.Barrier(count)
-
-    def task() -> int:
-        together.wait(WAIT_S)
-        return threading.get_ident()
-
-    idents = values(*[task] * count)
-    assert len(set(idents)) == count
-    assert idents[0] == threading.get_ident()
-
-
 def test_tasks_know_that_they_are_replicas_and_which() -> None:
     """A10: and of which call, where a replica calls itself."""
     assert values(*[lambda: (inside_replica(), replica_path(), values(*[replica_path] * 2))] * 3) == [
@@ -100,60 +72,7 @@ def test_workers_are_kept_and_used_again_in_the_same_order() -> None:
     assert worker_threads() == threads
 
 
-def test_nested_calls_run_in_their_own_thread_and_do_not_wait_for_workers() -> None:
-    """A10: no worker waits for itself, however deep."""
-
-    def nested(depth: int) -> Any:
-        if depth == 0:
-            return threading.get_ident()
-        return values(*[lambda: nested(depth - 1)] * 3)
-
-    outer = in_time(lambda: nested(4))
-    flat = [[ident for a in outermost for b in a for ident in b] for outermost in outer]
-    assert [len(set(idents)) for idents in flat] == [1, 1, 1]
-    assert len({idents[0] for idents in flat}) == 3
-
-
-def test_calls_from_several_threads_at_once() -> None:
-    """F5: each has workers of its own, so that tasks of one call may wait for each other."""
-    all_there = threading.Barrier(4 * 3)
-
-    def task(number: int, index: int) -> tuple[int, int]:
-        all_there.wait(WAIT_S)
-        return number, index
-
-    def call(number: int) -> list[Any]:
-        return values(*(partial(task, number, i) for i in range(3)))
-
-    with ThreadPoolExecutor(4) as callers:
-        results = list(callers.map(call, range(4)))
-    assert results == [[(number, index) for index in range(3)] for number in range(4)]
-
-
 # ---- errors ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("failing", [{0}, {1}, {2}, {0, 1, 2}])
-def test_an_exception_is_an_outcome(failing: set[int]) -> None:
-    """F1, F2: the same object; the other tasks' results are there too."""
-    errors = [KeyError("a", i) if i in failing else None for i in range(3)]
-    outcomes = run(*(raises(error) if error else lambda: "done" for error in errors))
-    assert [outcome.error for outcome in outcomes] == errors
-    assert [outcome.value for outcome in outcomes] == [None if error else "done" for error in errors]
-
-
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_interrupts_are_raised_and_the_next_call_works(kind: type[BaseException], which: int) -> None:
-    """F3: the same object, at once."""
-    error = kind("now")
-    tasks: list[Callable[[], Any]] = [lambda: "done"] * 3
-    tasks[which] = raises(error)
-    with pytest.raises(kind) as caught:
-        in_time(lambda: run(*tasks))
-    assert caught.value is error
-    assert in_time(lambda: values(*[lambda: "again"] * 3)) == ["again"] * 3
-    assert not inside_replica()
 
 
 @pytest.mark.parametrize("interrupt", [lambda: signal.raise_signal(signal.SIGINT), _thread.interrupt_main])
@@ -252,27 +171,6 @@ def test_a_worker_that_cannot_take_the_callers_state(monkeypatch: pytest.MonkeyP
     assert values(lambda: 0, lambda: 1) == [0, 1]
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_the_context_of_a_task_is_in_its_thread_and_sees_its_error(count: int) -> None:
-    seen: dict[int, tuple[int, BaseException]] = {}
-    idents: dict[int, int] = {}
-
-    @contextlib.contextmanager
-    def around(index: int) -> Any:
-        try:
-            yield
-        except ValueError as error:
-            seen[index] = (threading.get_ident(), error)
-            raise
-
-    def fail(index: int) -> None:
-        idents[index] = threading.get_ident()
-        raise ValueError(index)
-
-    outcomes = run_together([partial(fail, i) for i in range(count)], [CPU] * count, around)
-    assert seen == {i: (idents[i], outcome.error) for i, outcome in enumerate(outcomes)}
-
-
 # ---- threads of torch ------------------------------------------------------------------------------
 
 
@@ -291,7 +189,7 @@ def four_threads() -> Any:
 
 @pytest.mark.usefixtures("four_threads")
 def test_intra_op_threads_are_shared_out_and_put_back() -> None:
-    """R14: in the caller, and for threads that start later; after success, errors and interrupts."""
+    """R14, R8: in the caller, and for threads that start later; after success, errors, interrupts and a change."""
     for tasks, each in ((2, 2), (4, 1), (8, 1), (3, 1)):
         assert values(*[torch.get_num_threads] * tasks) == [each] * tasks
         assert torch.get_num_threads() == 4
@@ -302,12 +200,6 @@ def test_intra_op_threads_are_shared_out_and_put_back() -> None:
     with pytest.raises(KeyboardInterrupt):
         run(raises(KeyboardInterrupt()), lambda: 1)
     assert torch.get_num_threads() == num_threads_of_a_new_thread() == 4
-
-
-@pytest.mark.usefixtures("four_threads")
-def test_a_change_by_the_caller_is_followed() -> None:
-    """R14, R8"""
-    assert values(*[torch.get_num_threads] * 2) == [2, 2]
     torch.set_num_threads(2)
     assert values(*[torch.get_num_threads] * 2) == [1, 1]
     assert torch.get_num_threads() == 2
