@@ -5,36 +5,26 @@ The replicas are on the CPU with `separate_memory=True`; tests/contract/ runs th
 
 import copy
 import functools
-import itertools
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from helpers.late_copies import send_late
-from manyhands import DataParallel, data_parallel
+from helpers.modules import Calls
+from helpers.twins import assert_same_gradients
+from manyhands import DataParallel
 from manyhands.autograd import broadcast
-from manyhands.autograd.reducer import NOTHING_EARLY
 from manyhands.engines.threads import ThreadsEngine
 from manyhands.runtime.buckets import buckets_of
 from manyhands.runtime.streams import Copies
 
 CPU = torch.device("cpu")
-PARTS = (1e8, 1.0, -1e8)  # in float32 their sum depends on the order
 
 
 def wrap(module: nn.Module, num_replicas: int) -> DataParallel:
     return DataParallel(module, ["cpu"] * num_replicas, engine=ThreadsEngine(separate_memory=True))
-
-
-@pytest.fixture
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buckets of two of these tests' parameters."""
-    monkeypatch.setattr(broadcast, "buckets_of", functools.partial(buckets_of, full_bytes=32))
 
 
 @pytest.fixture
@@ -49,25 +39,6 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 
     monkeypatch.setattr(Copies, "to_add", noting)
     return sizes
-
-
-def leaves(num_parameters: int, num_replicas: int) -> list[list[torch.Tensor]]:
-    return [[torch.zeros(4, requires_grad=True) for _ in range(num_replicas)] for _ in range(num_parameters)]
-
-
-def add(leaf: torch.Tensor, value: float) -> None:
-    (leaf * value).sum().backward()
-
-
-def reduced_gradients(
-    of_parameters: Sequence[Sequence[torch.Tensor]], backward: Callable[[], None], emit: Any = NOTHING_EARLY
-) -> dict[int, list[float]]:
-    totals: dict[int, torch.Tensor] = {}
-    homes = [CPU] * len(of_parameters)
-    with broadcast.reduce_coalesced(of_parameters, homes, totals, *emit, separate_memory=True):
-        backward()
-    assert all(leaf.grad is None for of_parameter in of_parameters for leaf in of_parameter)
-    return {k: total.tolist() for k, total in totals.items()}
 
 
 def test_a_forward_sends_buckets_and_not_tensors(copied: list[torch.Size]) -> None:
@@ -86,31 +57,20 @@ def test_a_forward_sends_buckets_and_not_tensors(copied: list[torch.Size]) -> No
 def test_a_replicas_tensors_are_their_own(copied: list[torch.Size]) -> None:
     """R1: what a module writes into one parameter is no write into another that came in the same bucket."""
 
-    class Writes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = module.first(x)
+        with torch.no_grad():
+            module.second.bias.add_(1)
+        return module.second(y)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.first(x)
-            with torch.no_grad():
-                self.second.bias.add_(1)
-            return self.second(y)
-
-    torch.manual_seed(0)
-    model = wrap(Writes(), 2)
-    before = model.module.second.bias.detach().clone()
+    plain = Calls(forward, first=nn.Linear(4, 4), second=nn.Linear(4, 4))
+    model = wrap(copy.deepcopy(plain), 2)
     x = torch.randn(6, 4)
-    model(x).sum().backward()
+    for module in (plain, model):
+        module(x).sum().backward()
     assert copied
-    assert torch.equal(model.module.second.bias, before + 1)  # the first replica's
-    with torch.no_grad():
-        model.module.second.bias.copy_(before)
-    gradients = [p.grad for p in model.module.parameters()]
-    model.module.zero_grad()
-    model.module(x).sum().backward()
-    for mine, parameter in zip(gradients, model.module.parameters(), strict=True):
-        torch.testing.assert_close(mine, parameter.grad)
+    assert torch.equal(model.module.second.bias, plain.second.bias)  # the first replica's
+    assert_same_gradients(model.module, plain, rtol=1e-5, atol=1e-5)
 
 
 def test_a_buffer_that_the_first_replica_writes_while_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,145 +114,47 @@ def test_tensors_are_aligned(copied: list[torch.Size]) -> None:
     assert model.module.seen == [0] * 4 * 3
 
 
-@pytest.mark.usefixtures("small_buckets")
-@pytest.mark.parametrize("arrivals", list(itertools.permutations(range(3))))
-def test_the_sum_is_made_in_replica_order(arrivals: tuple[int, ...]) -> None:
-    """N1: in whatever order the replicas finish."""
-    of_parameters = leaves(3, 3)
+def test_a_bucket_leaves_while_backward_runs(copied: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
+    """N10, N2: the last parameters first, when a bucket is full; summed when it has arrived from all replicas.
 
-    def backward() -> None:
-        for replica in arrivals:
-            for of_parameter in reversed(of_parameters):
-                add(of_parameter[replica], PARTS[replica])
+    What is missing is not waited for, and is not copied.
+    """
+    monkeypatch.setattr(broadcast, "buckets_of", functools.partial(buckets_of, full_bytes=32))  # of two parameters
+    leaves = [[torch.zeros(4, requires_grad=True) for _ in range(2)] for _ in range(4)]
+    emitted: list[tuple[int, list[float]]] = []
+    totals: dict[int, torch.Tensor] = {}
 
-    expected = (torch.tensor(PARTS[0]) + PARTS[1] + PARTS[2]).item()
-    assert reduced_gradients(of_parameters, backward) == dict.fromkeys(range(3), [expected] * 4)
+    def add(parameter: int, replica: int) -> None:
+        leaves[parameter][replica].sum().backward()
 
+    def emit(parameter: int, total: torch.Tensor) -> None:
+        emitted.append((parameter, total.tolist()))
 
-@pytest.mark.usefixtures("small_buckets")
-@pytest.mark.parametrize("arrivals", sorted(set(itertools.permutations([0, 0, 1, 1, 2]))))
-def test_a_leaf_that_receives_twice(arrivals: tuple[int, ...]) -> None:
-    """N1: first contributions in replica order, then second ones."""
-    values = {0: [1e8, 3.0], 1: [1.0, -1e8], 2: [5.0]}
-    of_parameters = leaves(1, 3)
-
-    def backward() -> None:
-        for replica in arrivals:
-            add(of_parameters[0][replica], values[replica].pop(0))
-
-    expected = torch.zeros(())
-    for value in (1e8, 1.0, 5.0, 3.0, -1e8):
-        expected = expected + value
-    assert reduced_gradients(of_parameters, backward) == {0: [expected.item()] * 4}
-
-
-@pytest.mark.usefixtures("small_buckets")
-def test_a_bucket_leaves_while_backward_runs(copied: list[torch.Size]) -> None:
-    """N10: the last parameters first, when the bucket is full; and it is given away when it has come from all."""
-    of_parameters = leaves(4, 2)
-    reduced: list[tuple[int, list[float]]] = []
-
-    def backward() -> None:
-        add(of_parameters[3][1], 1.0)
+    with broadcast.reduce_coalesced(leaves, [torch.device("cpu")] * 4, totals, emit, {1, 3}, separate_memory=True):
+        add(3, replica=1)
         assert not copied
-        add(of_parameters[2][1], 1.0)
+        add(2, replica=1)
         assert copied == [(8,)]
-        add(of_parameters[3][0], 1.0)
-        assert not reduced
-        add(of_parameters[2][0], 1.0)
-        assert reduced == [(3, [2.0] * 4)]
-        add(of_parameters[0][1], 1.0)
-
-    emit = (lambda k, total: reduced.append((k, total.tolist()))), {1, 3}
-    assert reduced_gradients(of_parameters, backward, emit) == {2: [2.0] * 4, 0: [1.0] * 4}
-
-
-def test_replicas_without_a_gradient(copied: list[torch.Size]) -> None:
-    """N2: what is missing is neither waited for nor made up, and does not travel."""
-    of_parameters = leaves(3, 3)
-
-    def backward() -> None:
-        add(of_parameters[0][2], 2.0)
-        add(of_parameters[0][1], 1.0)
-        add(of_parameters[2][0], 5.0)
-
-    assert reduced_gradients(of_parameters, backward) == {0: [3.0] * 4, 2: [5.0] * 4}
-    assert copied == [(4,), (4,)]
+        add(3, replica=0)
+        assert not emitted
+        add(2, replica=0)
+        assert emitted == [(3, [2.0] * 4)]
+        add(0, replica=1)
+    assert {k: total.tolist() for k, total in totals.items()} == {2: [2.0] * 4, 0: [1.0] * 4}
+    assert copied == [(8,), (4,)]
 
 
-def test_gradients_in_the_memory_of_another_are_left_as_they_are() -> None:
-    """N1: a gradient can be what the caller has given to backward."""
-    given = torch.ones(4)
-    of_parameters = leaves(2, 2)
+def test_parameters_outside_buckets() -> None:
+    """N1, N2, R4: with sparse gradients, without entries, frozen, not used."""
 
-    def backward() -> None:
-        for replica in range(2):
-            a, b = (of_parameter[replica] for of_parameter in of_parameters)
-            (a.view(-1) + b.view(-1)).backward(given)
+    def forward(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        return module.embedding(rows) * module.frozen + module.empty.sum()
 
-    assert reduced_gradients(of_parameters, backward) == {0: [2.0] * 4, 1: [2.0] * 4}
-    assert given.tolist() == [1.0] * 4
-
-
-def test_a_backward_that_fails_leaves_nothing() -> None:
-    of_parameters = leaves(1, 2)
-
-    def backward() -> None:
-        add(of_parameters[0][1], 1.0)
-        raise ValueError("in the middle")
-
-    with pytest.raises(ValueError, match="in the middle"):
-        reduced_gradients(of_parameters, backward)
-    add(of_parameters[0][0], 1.0)
-    assert of_parameters[0][0].grad is not None  # no hook is left
-
-
-@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
-def test_layers_of_all_kinds(sparse: bool) -> None:
-    """N1, N2: reentrant checkpoints, embeddings with sparse gradients, tied weights, one that is not used."""
-
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(7, 4, sparse=sparse)
-            self.conv = nn.Conv2d(1, 4, 3, padding=1).to(memory_format=torch.channels_last)
-            self.inner = nn.Linear(4, 4)
-            self.tied = nn.Linear(4, 4)
-            self.tied.weight = self.inner.weight
-            self.unused = nn.Linear(4, 4)
-            self.empty = nn.Parameter(torch.empty(0, 3))
-            self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
-
-        def forward(self, rows: torch.Tensor) -> torch.Tensor:
-            x = self.embedding(rows) * self.frozen
-            for _ in range(2):
-                x = checkpoint(self.inner, x, use_reentrant=True).tanh()
-            x = self.conv(x[:, None, None]).mean((2, 3)) + self.empty.sum()
-            return self.tied(x)
-
-    torch.manual_seed(0)
-    plain = Mixed().double()
-    wrapped = wrap(copy.deepcopy(plain), 3)
+    frozen = nn.Parameter(torch.full((4,), 2.0), requires_grad=False)
+    embedding, empty = nn.Embedding(7, 4, sparse=True), nn.Parameter(torch.empty(0, 3))
+    plain = Calls(forward, embedding=embedding, unused=nn.Linear(4, 4), empty=empty, frozen=frozen).double()
+    model = wrap(copy.deepcopy(plain), 3)
     rows = torch.randint(7, (11,))
-    outputs = [module(rows) for module in (plain, wrapped)]
-    torch.testing.assert_close(outputs[1], outputs[0])
-    for output in outputs:
-        output.pow(2).sum().backward()
-    for (name, mine), theirs in zip(wrapped.module.named_parameters(), plain.parameters(), strict=True):
-        assert (mine.grad is None) == (theirs.grad is None), name
-        if theirs.grad is not None:
-            assert mine.grad.is_sparse == theirs.grad.is_sparse
-            torch.testing.assert_close(mine.grad.to_dense(), theirs.grad.to_dense())
-
-
-def test_simulated_accelerators(sim: list[torch.device]) -> None:
-    """A12: parameters go to the other devices, and gradients come back to the module's."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2)).double().to(sim[0])
-    wrapped = DataParallel(copy.deepcopy(plain), [0, 1, 2])
-    x = torch.randn(9, 4, dtype=torch.float64, device=sim[0])
-    data_parallel(plain, x, [0, 1, 2]).pow(2).sum().backward()
-    wrapped(x).pow(2).sum().backward()
-    for mine, theirs in zip(wrapped.module.parameters(), plain.parameters(), strict=True):
-        assert mine.grad.device == sim[0]
-        torch.testing.assert_close(mine.grad.cpu(), theirs.grad.cpu())
+    for module in (plain, model):
+        module(rows).pow(2).sum().backward()
+    assert_same_gradients(model.module, plain)

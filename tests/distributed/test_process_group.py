@@ -57,19 +57,9 @@ def last_error(end: Ended) -> str:
 # Exchanges
 
 
-def exchanges(rank: int, world_size: int) -> None:
+def broadcasts(rank: int, world_size: int) -> None:
     communicator = communicator_for()
-    assert (communicator.rank, communicator.world_size) == (rank, world_size)
-    assert communicator_for() is communicator
-    numbers = communicator.all_gather([rank, 2**52 + 1, 0.1], "testing").wait()
-    assert numbers == [[r, 2**52 + 1, 0.1] for r in range(world_size)]
-    assert (
-        communicator.all_gather_object({"rank": rank, "more": "x" * rank * 1000}, "testing")[-1]["rank"]
-        == world_size - 1
-    )
     group = communicator.group_for(torch.device("cpu"), "testing")
-    for tensor in (torch.ones(3), torch.ones(0, 4), torch.tensor(1.0), torch.ones(2, dtype=torch.complex64)):
-        assert torch.equal(communicator.all_reduce(tensor.clone(), group, "testing"), tensor * world_size)
     source = world_size - 1
 
     def mixed(rank: int) -> list[torch.Tensor]:
@@ -88,16 +78,10 @@ def exchanges(rank: int, world_size: int) -> None:
     assert versions == [tensor._version for tensor in tensors], "constants may be part of a graph"
     assert all(map(torch.equal, tensors, mixed(source)))
 
-    def sparse(rank: int) -> torch.Tensor:
-        return torch.sparse_coo_tensor(torch.tensor([[rank, 0, rank]]), torch.ones(3, 2), (5, 2)).coalesce()
 
-    total = communicator.all_reduce_sparse(sparse(rank), group, "testing")
-    assert torch.equal(total.to_dense(), sum(sparse(r).to_dense() for r in range(world_size)))
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_exchanges(world_size):
-    run_ranks(world_size, exchanges, world_size)
+def test_a_broadcast_of_tensors_of_all_kinds():
+    """C7, C8"""
+    run_ranks(3, broadcasts, 3)
 
 
 # Models that differ, and steps
@@ -119,16 +103,10 @@ def differ(rank: int, change: Callable[[nn.Module], object]) -> None:
             "parameter 0.0.weight",
         ),
         (
-            lambda module: module.__setitem__(2, nn.Linear(4, 3)),
-            "parameter 2.weight torch.float32 (2, 4)",
-            "parameter 2.weight torch.float32 (3, 4)",
-        ),
-        (
             lambda module: module[2].double(),
-            "parameter 2.weight torch.float32",
-            "parameter 2.weight torch.float64",
+            "parameter 2.weight torch.float32 (2, 4)",
+            "parameter 2.weight torch.float64 (2, 4)",
         ),
-        (lambda module: module.append(nn.Linear(2, 2)), "nothing more", "parameter 3.weight"),
         (
             lambda module: module[2].bias.requires_grad_(False),
             "parameter 2.bias torch.float32 (2,) (1,) requires_grad=True",
@@ -136,7 +114,7 @@ def differ(rank: int, change: Callable[[nn.Module], object]) -> None:
         ),
         (lambda module: module.register_buffer("extra", torch.zeros(2)), "nothing more", "buffer extra"),
     ],
-    ids=["name", "shape", "dtype", "count", "requires_grad", "buffer"],
+    ids=["name", "dtype", "requires_grad", "buffer"],
 )
 def test_models_that_differ(change, first, second):
     """C7, C11"""
@@ -195,17 +173,17 @@ def backward_and_wrapping(rank: int) -> None:
     step(model) if rank else wrapped()
 
 
-def test_other_models_at_the_same_place():
+@pytest.mark.parametrize(
+    ("function", "timeout_s", "expected"),
+    [
+        (other_classes, 10, ["wrapping Linear", "wrapping Sequential"]),
+        (backward_and_wrapping, 2, ["summing gradients over the processes", "wrapping Sequential"]),
+    ],
+)
+def test_ranks_that_wait_at_different_places(function, timeout_s, expected):
     """C11"""
-    for message in raised_by_all(2, other_classes, timeout_s=10):
-        assert all(text in message for text in ("rank 0", "rank 1", "wrapping Linear", "wrapping Sequential")), message
-
-
-def test_one_wraps_while_the_other_trains():
-    """C11"""
-    messages = raised_by_all(2, backward_and_wrapping, timeout_s=2)
-    assert any("summing gradients over the processes" in message for message in messages)
-    assert any("wrapping Sequential" in message for message in messages)
+    messages = "\n".join(raised_by_all(2, function, timeout_s=timeout_s))
+    assert all(text in messages for text in ("rank 0", "rank 1", *expected)), messages
 
 
 # Waiting for a rank that does not come

@@ -195,14 +195,9 @@ def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_two_hosts_train_as_one_process_does(hosts, of_one_process: Path, tmp_path: Path) -> None:
-    running = [host.torchrun(*RUN, "--output", "run") for host in hosts]
-    wait_until(lambda: all(process.poll() == 0 for process in running), tmp_path, *running)
-    assert_same_metrics(tmp_path / "run", of_one_process)
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["processes"] == 4
-
-
-def test_a_host_that_dies_and_comes_back(hosts, of_one_process: Path, tmp_path: Path) -> None:
+def test_two_hosts_train_as_one_process_does_also_if_one_dies_and_comes_back(
+    hosts, of_one_process: Path, tmp_path: Path
+) -> None:
     """The other host's torchrun restarts its processes, which wait; the run goes on from its last checkpoint."""
     a, b = hosts
     running = a.torchrun(*RUN, "--output", "run")
@@ -213,4 +208,5 @@ def test_a_host_that_dies_and_comes_back(hosts, of_one_process: Path, tmp_path: 
     again = b.torchrun(*RUN, "--output", "run")
     wait_until(lambda: running.poll() == again.poll() == 0, tmp_path, running, again)
     assert_same_metrics(tmp_path / "run", of_one_process)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["processes"] == 4
     assert "going on after step" in "".join((tmp_path / f"{name}.log").read_text() for name in "ab")

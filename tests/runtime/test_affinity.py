@@ -48,7 +48,7 @@ def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     ids=len,
 )
 def test_parts_are_whole_nodes_and_whole_cores(parts: list[tuple[int, ...]]) -> None:
-    assert affinity.divided(len(parts)) == parts
+    assert affinity.cores_per_replica(len(parts)) == parts
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
@@ -60,9 +60,9 @@ def test_worker_threads_run_on_their_part_and_the_caller_anywhere(monkeypatch: p
 
     caller, worker = (outcome.value for outcome in run_together([where, where], [_CPU] * 2))
     assert caller == before
-    assert worker == set(affinity.divided(2)[1]) != before
+    assert worker == set(affinity.cores_per_replica(2)[1]) != before
     monkeypatch.setenv("MANYHANDS_BIND_CORES", "0")
-    assert affinity.divided(2) == [tuple(sorted(before))] * 2
+    assert affinity.cores_per_replica(2) == [tuple(sorted(before))] * 2
     _, worker = (outcome.value for outcome in run_together([where, where], [_CPU] * 2))
     assert worker == before
     assert os.sched_getaffinity(0) == before
@@ -81,4 +81,4 @@ def test_worker_processes_run_on_their_part() -> None:
     of_caller, of_worker = (set(row.nonzero().flatten().tolist()) for row in model(torch.zeros(2, 1)))
     model.close()
     assert of_caller == os.sched_getaffinity(0)
-    assert of_worker == set(affinity.divided(2)[1])
+    assert of_worker == set(affinity.cores_per_replica(2)[1])

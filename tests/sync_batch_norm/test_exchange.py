@@ -1,7 +1,11 @@
-"""All-gathers among replicas: every replica gets all values, and none waits for ever."""
+"""All-gathers among replicas: which of those that wait goes first, and that none waits for ever.
+
+Values, failures and replicas in worker processes are in tests/contract/test_sync_batch_norm_exchange.py.
+"""
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,23 +20,20 @@ BOTH = frozenset({0, 1})
 Script = Callable[[Exchange, int], Any]
 
 
-def run(*scripts: Script, exchange: LocalExchange | None = None) -> list[Any]:
+def run(*scripts: Script) -> list[Any]:
     """Run replica i's script in a thread of its own; return what each returned or raised."""
-    exchange = exchange or LocalExchange(len(scripts))
+    exchange = LocalExchange(len(scripts))
 
-    def replica(index: int) -> Callable[[], Any]:
-        def task() -> Any:
-            failed = True
-            try:
-                result = scripts[index](exchange, index)
-                failed = False
-                return result
-            finally:
-                exchange.withdraw(index, failed=failed)
+    def replica(index: int) -> Any:
+        failed = True
+        try:
+            result = scripts[index](exchange, index)
+            failed = False
+            return result
+        finally:
+            exchange.withdraw(index, failed=failed)
 
-        return task
-
-    tasks = [replica(index) for index in range(len(scripts))]
+    tasks = [partial(replica, index) for index in range(len(scripts))]
     outcomes = in_time(lambda: run_together(tasks, [CPU] * len(tasks)))
     return [outcome.error or outcome.value for outcome in outcomes]
 
@@ -51,34 +52,8 @@ def gathers_backward(*numbers: int) -> Script:
     ]
 
 
-def test_every_replica_gets_all_values_in_order() -> None:
-    results = run(*[gathers("a", "b")] * 4)
-    assert results == [[{0: 0, 1: 1, 2: 2, 3: 3}] * 2] * 4
-    assert [list(values) for values in results[3]] == [[0, 1, 2, 3]] * 2, "in replica order"
-
-
-def test_calls_under_one_name_are_matched_in_order() -> None:
-    def script(exchange: Exchange, index: int) -> list[Any]:
-        return [exchange.all_gather(index, "a", (index, call)).values for call in range(3)]
-
-    assert run(script, script) == [[{0: (0, call), 1: (1, call)} for call in range(3)]] * 2
-
-
 def test_no_replica_waits_for_one_that_has_withdrawn() -> None:
     assert run(gathers("a", "b"), gathers("a"), gathers()) == [[{0: 0, 1: 1}, {0: 0}], [{0: 0, 1: 1}], []]
-
-
-def test_no_replica_waits_for_one_that_has_failed() -> None:
-    def fails(exchange: Exchange, index: int) -> None:
-        exchange.all_gather(index, "a", index)
-        raise ValueError("as asked")
-
-    exchange = LocalExchange(2)
-    result, error = run(gathers("a", "b"), fails, exchange=exchange)
-    assert result == [{0: 0, 1: 1}, {0: 0}]
-    assert isinstance(error, ValueError)
-    assert exchange.failed
-    assert exchange.all_withdrawn
 
 
 def test_branches_meet_again_behind_themselves() -> None:
@@ -95,11 +70,6 @@ def test_branches_meet_again_behind_themselves() -> None:
 
 def test_of_equal_ranks_the_replica_with_the_fewest_exchanges_goes_first() -> None:
     assert run(gathers("a", "c"), gathers("b", "c")) == [[{0: 0}, {0: 0, 1: 1}], [{1: 1}, {0: 0, 1: 1}]]
-
-
-def test_names_in_different_orders_do_not_hang() -> None:
-    results = run(gathers("a", "b"), gathers("b", "a"), gathers("a", "b"))
-    assert all(index in values for index, result in enumerate(results) for values in result)
 
 
 def test_backward_waits_for_the_participants_only() -> None:
@@ -129,27 +99,6 @@ def test_a_backward_request_that_comes_too_late_is_an_error() -> None:
     _, error = run(gathers_backward(4, 3), gathers_backward(3, 4))
     assert isinstance(error, RuntimeError)
     assert "different orders" in str(error)
-
-
-def test_requests_of_other_processes_are_served_while_a_replica_waits() -> None:
-    """In one thread. Their callbacks get the result before the waiting replica goes on."""
-    results: list[tuple[int, Result | None]] = []
-
-    def submit(index: int) -> None:
-        request = Request("a", index, participants=None, rank=(0, 0))
-        exchange.submit(index, request, lambda result: results.append((index, result)))
-
-    events = iter([lambda: submit(2), lambda: submit(1), lambda: exchange.withdraw(3, failed=True)])
-
-    def serve(is_enough: Callable[[], bool]) -> None:
-        while not is_enough():
-            next(events)()
-
-    exchange = LocalExchange(4, serve)
-    result = exchange.all_gather(0, "a", 0)
-    assert result.values == {0: 0, 1: 1, 2: 2}
-    assert results == [(2, result), (1, result)]
-    assert exchange.failed
 
 
 def test_a_late_request_of_another_process_gets_no_result() -> None:

@@ -1,6 +1,6 @@
 """Batch norm over all replicas: which calls are replaced, and the ways of running replicas.
 
-What every engine must do is in tests/contract/. Here are also the plain composition (a verb is overridden) and
+What every engine must do is in tests/contract. Here are also the plain composition (a verb is overridden) and
 accelerators, where one call runs backward of all replicas' graphs as one; simulated devices stand in for accelerators.
 """
 
@@ -15,11 +15,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from helpers.batch_norms import BATCH_NORMS, CheckpointedBatchNorm
 from helpers.in_time import in_time
 from helpers.modules import Calls
 from manyhands import DataParallel
 from manyhands.runtime import devices
-from manyhands.sync_batch_norm.function_mode import inside_synchronised_replica
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -44,26 +44,6 @@ def over_replicas(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]
 
 OverReplicas = Callable[..., Any]
 ROWS = torch.zeros(4, 3)
-
-
-def test_only_batch_norm_of_batch_statistics_is_replaced(over_replicas: OverReplicas) -> None:
-    x, mean, var = torch.randn(6, 3), torch.randn(3), torch.rand(3)
-
-    def with_batch_statistics(x: torch.Tensor, _: nn.Module) -> torch.Tensor:
-        return F.batch_norm(x, None, None, training=True)
-
-    def with_given_statistics(x: torch.Tensor, _: nn.Module) -> torch.Tensor:
-        return F.batch_norm(x, mean, var) + F.layer_norm(x, (3,))
-
-    for function in (with_batch_statistics, with_given_statistics):
-        whole = over_replicas(function, x)
-        torch.testing.assert_close(whole, function(x, nn.Identity()), rtol=1e-12, atol=1e-12)
-
-
-def test_a_replica_knows_that_it_is_synchronised(over_replicas: OverReplicas) -> None:
-    assert not inside_synchronised_replica()
-    assert over_replicas(lambda x, _: int(inside_synchronised_replica()), ROWS) == [1, 1]
-    assert not inside_synchronised_replica()
 
 
 @pytest.mark.parametrize(
@@ -191,45 +171,20 @@ def simulated_accelerators_with_one_graph(monkeypatch: pytest.MonkeyPatch) -> It
 Wrap = Callable[[nn.Module, int], DataParallel]
 
 
-@pytest.fixture(
-    params=["composition", "composition, simulated", "accelerators", "threads, simulated", "threads", "processes"]
-)
+@pytest.fixture(params=["composition", "accelerators", "threads, simulated"])
 def wrap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wrap]:
-    """Wrap a copy of a module, synchronised, for a number of replicas; the first three ways share one graph."""
+    """Wrap a copy of a module, synchronised, for a number of replicas; the first two ways share one graph."""
     way = request.param
-    cls = OwnGather if "composition" in way else DataParallel
-    options = {"engine": way} if way in ("threads", "processes") else {}
-    devices, one_graph = ["cpu"], contextlib.nullcontext()
-    if way not in ("composition", "threads", "processes"):
-        devices = request.getfixturevalue("sim")
-    if way == "accelerators":
-        one_graph = simulated_accelerators_with_one_graph(monkeypatch)
+    cls = OwnGather if way == "composition" else DataParallel
+    devices = ["cpu"] if way == "composition" else request.getfixturevalue("sim")
+    accelerators = way == "accelerators"
 
     def make(module: nn.Module, n: int) -> DataParallel:
         ids = [devices[i % len(devices)] for i in range(n)]
-        return cls(copy.deepcopy(module).to(ids[0]), ids, sync_batch_norm=True, **options)
+        return cls(copy.deepcopy(module).to(ids[0]), ids, sync_batch_norm=True)
 
-    with one_graph:
+    with simulated_accelerators_with_one_graph(monkeypatch) if accelerators else contextlib.nullcontext():
         yield make
-
-
-def shares_no_graph(way: str) -> bool:
-    return way in ("threads, simulated", "threads", "processes")
-
-
-class Block(nn.Module):
-    """Batch norms of several kinds, in parallel and in sequence; one is used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.long = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Tanh(), nn.Conv2d(3, 3, 1))
-        self.short = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3, affine=False, momentum=None))
-        self.twice, self.head = nn.BatchNorm2d(3), nn.Linear(3, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.twice(torch.tanh(self.twice(self.short(x) + self.long(x))))
-        logits = self.head(hidden.mean((2, 3)))
-        return F.batch_norm(logits, None, None, training=True)
 
 
 Call = Callable[[nn.Module, torch.Tensor], torch.Tensor]
@@ -258,65 +213,17 @@ def assert_like_plain(
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-11 * scale)
 
 
-@pytest.mark.parametrize(("num_replicas", "rows"), [(2, 7), (3, 3), (4, 6)])
-def test_one_graph(wrap: Wrap, num_replicas: int, rows: int) -> None:
-    """N3, N5: as the plain module, first and second derivatives, several steps."""
-    plain = Block()
-    model = wrap(plain, num_replicas)
-    for _ in range(2):
-        assert_like_plain(model, plain, torch.randn(rows, 2, 4, 4))
+@pytest.mark.parametrize("name", ["residual block", "used twice", "functional", "momentum=None"])
+def test_one_graph(wrap: Wrap, name: str) -> None:
+    """N3, N5: as the plain module, first and second derivatives, several steps; a replica without rows."""
+    make_model, make_batch = BATCH_NORMS[name]
+    plain = make_model()
+    model = wrap(plain, 4)
+    for rows in (7, 6):
+        assert_like_plain(model, plain, make_batch(rows))
     for module in (plain, model):
         module.eval()
-    assert_like_plain(model, plain, torch.randn(rows, 2, 4, 4))
-
-
-def test_one_graph_where_rows_are_selected(wrap: Wrap) -> None:
-    """N5: forward leaves some replicas no rows."""
-
-    class Selects(nn.BatchNorm1d):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x[x[:, 0] > 0])
-
-    plain = Selects(2)
-    model = wrap(plain, 3)
-    x = torch.arange(18.0).view(9, 2).sin() + torch.arange(9.0)[:, None]
-    for smallest in (-2.0, 4.0, 6.0):
-        assert_like_plain(model, plain, x - smallest)
-
-
-def test_one_graph_and_a_failure(wrap: Wrap) -> None:
-    """F1, N5: a replica that fails releases the others."""
-
-    class Fails(nn.BatchNorm1d):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if x[0, 0] > 0:
-                raise ValueError("as asked")
-            return super().forward(x)
-
-    plain = Fails(2)
-    model = wrap(plain, 3)
-    with pytest.raises(ValueError, match="as asked"):
-        in_time(lambda: model(torch.tensor([-1.0, -1.0, 1.0])[:, None].expand(3, 2)))
-    assert_like_plain(model, plain, -torch.rand(5, 2))
-
-
-class Checkpointed(nn.Module):
-    """Batch norms inside checkpoints; the second is used twice in one of them, and once more in the other."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.linear, self.norm, self.twice = nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2, momentum=None)
-        self.reentrant = reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = checkpoint(self.first, self.linear(x), use_reentrant=self.reentrant)
-        return checkpoint(self.second, hidden, use_reentrant=self.reentrant)
-
-    def first(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.twice(torch.tanh(self.norm(x) + 0.5 * x)))
-
-    def second(self, x: torch.Tensor) -> torch.Tensor:
-        return self.twice(torch.tanh(self.twice(x) + 0.5 * x))
+    assert_like_plain(model, plain, make_batch(7))
 
 
 def step_of_cubes(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -332,10 +239,10 @@ def step_of_cubes(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def test_one_graph_and_checkpoints_inside(wrap: Wrap, reentrant: bool, request: pytest.FixtureRequest) -> None:
     """N5, R13: right, or refused: a checkpoint may recompute a batch norm when the other replicas do not run."""
     way = request.node.callspec.params["wrap"]
-    plain = Checkpointed(reentrant)
+    plain = CheckpointedBatchNorm(reentrant)
     model = wrap(plain, 3)
-    x = torch.randn(7, 2)
-    if shares_no_graph(way) or (way == "accelerators" and not reentrant):
+    x = torch.randn(7, 5)
+    if way == "threads, simulated" or (way == "accelerators" and not reentrant):
         for _ in range(2):
             assert_like_plain(model, plain, x, step_of_cubes)
     else:
@@ -343,9 +250,7 @@ def test_one_graph_and_checkpoints_inside(wrap: Wrap, reentrant: bool, request: 
             in_time(lambda: model(x))
     model.module.load_state_dict(plain.state_dict())
     with torch.no_grad():  # where nothing will be run again
-        expected = plain(x)
-        output = model(x)
-    torch.testing.assert_close(output.cpu(), expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(model(x).cpu(), plain(x), rtol=1e-12, atol=1e-12)
 
 
 def test_accelerators_and_a_checkpoint_around_a_batch_norm_without_tensors(sim: Any, monkeypatch: Any) -> None:
@@ -381,7 +286,7 @@ def test_one_graph_and_a_derivative_inside_forward(wrap: Wrap, request: pytest.F
 
     plain = Calls(forward, norm=nn.BatchNorm1d(2))
     model, x = wrap(plain, 2), torch.randn(6, 2)
-    if shares_no_graph(request.node.callspec.params["wrap"]):
+    if request.node.callspec.params["wrap"] == "threads, simulated":
         torch.testing.assert_close(
             in_time(lambda: model(x)).detach().cpu(), plain(x.clone()).detach(), rtol=1e-12, atol=1e-12
         )
@@ -424,10 +329,3 @@ def test_a_replicate_of_ones_own(wrap: Wrap) -> None:
 def test_the_option_is_true_or_false(value: Any) -> None:
     with pytest.raises(TypeError, match=rf"sync_batch_norm={value!r}: expected True or False"):
         DataParallel(nn.BatchNorm1d(2), ["cpu"] * 2, sync_batch_norm=value)
-
-
-def test_the_option_survives_a_copy() -> None:
-    """A14"""
-    plain = nn.BatchNorm1d(2)
-    model = copy.deepcopy(DataParallel(copy.deepcopy(plain), ["cpu"] * 2, sync_batch_norm=True))
-    assert_like_plain(model, plain, torch.randn(5, 2))
