@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
-from manyhands.bench import contenders, workloads
-from manyhands.bench.contenders import Contender, Task, is_installed, step_of
+from manyhands.bench import contenders
+from manyhands.bench.contenders import Contender, Task, step_of
 from manyhands.bench.results import mean_over_rows
 from manyhands.verification.targets import TargetError
 
@@ -79,16 +78,6 @@ def test_the_losses_agree(target: str, tmp_path: Path):
 
 
 @pytest.mark.usefixtures("_script")
-def test_a_shard_of_a_batch():
-    task = Task.of_target("bench_script:build")
-    part = task.shard(1, 3)
-    assert (task.rows, part.rows) == (8, 3)
-    assert torch.equal(part.args[0], task.args[0][3:6])
-    assert torch.equal(part.args[1], task.args[1])  # the mask is everybody's
-    assert torch.equal(part.target, task.target[3:6])
-
-
-@pytest.mark.usefixtures("_script")
 def test_what_cannot_be_measured():
     with pytest.raises(ValueError, match="a batch of 1 rows has some for 1 replicas only, not for 2"):
         Task.of_target("bench_script:few").shard(0, 2)
@@ -97,35 +86,3 @@ def test_what_cannot_be_measured():
         task.loss(task.model(*task.args))
     with pytest.raises(TargetError, match=r"returned a int as the model: expected a torch\.nn\.Module"):
         Task.of_target("bench_script:no_model")
-
-
-def test_whether_replicas_normalise_by_themselves():
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
-    assert Task(model, (), {}, None, None).normalises_shards()
-    assert not Task(model, (), {}, None, None, {"sync_batch_norm": True}).normalises_shards()
-    assert not Task(model[0], (), {}, None, None).normalises_shards()
-
-
-def test_what_is_installed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(contenders.importlib.util, "find_spec", lambda name: name == "lightning" or None)
-    assert [name for name in contenders.CONTENDERS if not is_installed(name)] == ["accelerate"]
-
-
-def test_each_is_as_many_programs_as_its_users_start():
-    assert [Contender(name, 4).num_programs for name in contenders.CONTENDERS] == [1, 4, 4, 4, 4, 4, 1, 1]
-    assert [str(Contender("plain", 1)), str(Contender("ddp", 2))] == ["plain", "ddp, 2 replicas"]
-
-
-def test_the_transformer_predicts_from_what_came_before():
-    model = workloads.Transformer().eval()
-    tokens = torch.randint(model.VOCABULARY, (2, 9))
-    changed = tokens.clone()
-    changed[:, 5:] = 0
-    with torch.no_grad():
-        torch.testing.assert_close(model(tokens)[:, :5], model(changed)[:, :5])
-    assert model(tokens).shape == (2, 9, model.VOCABULARY)
-
-
-def test_the_perceptron_has_twenty_million_parameters():
-    count = sum(parameter.numel() for parameter in workloads.mlp()["model"].parameters())
-    assert count == pytest.approx(20e6, rel=0.01)

@@ -1,7 +1,10 @@
 """The measurement: whose turn it is, what becomes of a contender that fails, and whether the losses agree."""
 
+import contextlib
 import os
 import signal
+from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -16,33 +19,16 @@ from manyhands.console.progress import Silent
 TINY = "manyhands.bench.workloads:tiny"
 
 
-class Shown(Silent):
-    """Keeps the texts that it is to show."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def update(self, task: str, done: int, total: int | None, text: str, details: str = "") -> None:
-        self.texts.append(text)
-
-
-class Imagined:
+class Imagined(contextlib.nullcontext["Imagined"]):
     """A `ContenderProcesses` that takes no time, and may fail in its n-th turn after it was started with the others."""
 
     turns: list[str]  # of all of them, in order
     fails_in_turn: dict[str, int]
 
     def __init__(self, contender: Contender, target: str) -> None:
+        super().__init__(self)
         self.contender = contender
-        self.process_ids: list[int] = []
         self._turn = 0
-        self.closed = False
-
-    def __enter__(self) -> "Imagined":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
     def wait_until_ready(self) -> None:
         self.ready = [Ready(8, 100, False)] * self.contender.num_programs
@@ -82,42 +68,31 @@ def test_contenders_take_turns(imagined: type[Imagined]):
 def test_a_contender_that_fails_does_so_alone(imagined: type[Imagined], turn: int):
     """When it is there alone, or later, between turns that it has taken."""
     imagined.fails_in_turn["ddp"] = turn
-    progress = Shown()
+    progress = Mock()
     workload = measure.measure("name", TINY, THREE, rounds=3, seconds=0.5, progress=progress)
     assert [line.failure for line in workload.lines] == ["", "as asked", ""]
     assert [len(line.turns_s) for line in workload.lines] == [3, 0, 3]
-    assert any("ddp, 2 replicas: as asked" in text for text in progress.texts)
+    assert any("ddp, 2 replicas: as asked" in str(call) for call in progress.update.mock_calls)
 
 
-def compared(*lines: Line, rows: int = 8, normalises_shards: bool = False) -> list[str]:
-    workload = Workload("name", list(lines), rows=rows, normalises_shards=normalises_shards)
-    measure._compare_losses(workload)
-    return [line.differs for line in workload.lines]
-
-
-PLAIN = Line("plain", 1, losses=[3.0, 2.0, 1.0])
-
-
-def test_losses_that_differ_are_told():
-    wrong = Line("ddp", 2, losses=[3.0, 2.0, 1.1])
-    right = Line("threads", 2, losses=[3.0, 2.0, 1.00001])
-    assert compared(PLAIN, wrong, right) == ["", "loss 1.1 in step 3, where plain has 1", ""]
-
-
-def test_the_limit_learns_by_itself():
-    limit = Line("limit", 2, losses=[3.0, 2.5, 1.5])
-    assert compared(PLAIN, limit) == ["", ""]
-    limit.losses[0] = 3.1
-    assert compared(PLAIN, limit) == ["", "loss 3.1 in step 1, where plain has 3"]
-
-
-def test_with_batch_norm_plain_is_another_thing():
-    ddp, threads = Line("ddp", 2, losses=[3.5, 2.0, 1.0]), Line("threads", 2, losses=[3.5, 2.0, 1.2])
-    assert compared(PLAIN, ddp, threads, normalises_shards=True) == ["", "", "loss 1.2 in step 3, where ddp has 1"]
-
-
-def test_means_of_means_with_uneven_rows():
-    assert compared(PLAIN, Line("ddp", 2, losses=[3.0, 2.1, 1.1]), rows=7) == ["", ""]
+@pytest.mark.parametrize(
+    ("losses", "workload", "differs"),
+    [
+        ({"ddp": [3.0, 2.0, 1.1], "threads": [3.0, 2.0, 1.00001]}, {}, ["loss 1.1 in step 3, where plain has 1", ""]),
+        ({"limit": [3.0, 2.5, 1.5]}, {}, [""]),  # its programs learn by themselves
+        ({"limit": [3.1, 2.5, 1.5]}, {}, ["loss 3.1 in step 1, where plain has 3"]),
+        ({"ddp": [3.0, 2.1, 1.1]}, {"rows": 7}, [""]),  # means of means, with uneven rows
+        (  # with batch norm plain is another computation
+            {"ddp": [3.5, 2.0, 1.0], "threads": [3.5, 2.0, 1.2]},
+            {"normalises_shards": True},
+            ["", "loss 1.2 in step 3, where ddp has 1"],
+        ),
+    ],
+)
+def test_losses_that_differ_are_told(losses: dict[str, list[float]], workload: dict[str, Any], differs: list[str]):
+    lines = [Line("plain", 1, losses=[3.0, 2.0, 1.0]), *(Line(name, 2, losses=each) for name, each in losses.items())]
+    measure._compare_losses(Workload("name", lines, **{"rows": 8, **workload}))
+    assert [line.differs for line in lines] == ["", *differs]
 
 
 # ---- with real processes -------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Figures from figures: medians, ratios, tables, goals, advice, chart."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,6 @@ import pytest
 from manyhands.bench import chart, goals, tables
 from manyhands.bench.advice import advice
 from manyhands.bench.results import Line, Results, Workload, mean_over_rows
-from manyhands.console.tables import table
 
 MACHINE = {
     "processor": "Some $ Processor", "cores": 2, "memory_gib": 8, "system": "Linux x86_64", "python": "3.11.0",
@@ -26,27 +24,15 @@ def results(*workloads: Workload, **more: object) -> Results:
     return Results(MACHINE, {"rounds": 3, "seconds_per_turn": 2.0}, "PSS", list(workloads), **more)
 
 
-def test_median_and_ratios():
+def test_medians_ratios_and_means():
     one = Line("plain", 1, [0.1, 0.3, 0.2])
     other = Line("ddp", 2, [0.2, 0.3, 0.8])
     assert one.step_s == 0.2
     assert one.spread == pytest.approx(0.5)
     assert one.speed_of(other) == pytest.approx(2.0)  # of 2, 1 and 4, round by round
     assert Line("plain", 1, [0.1, 0.3]).spread == pytest.approx(1.0)
-
-
-def test_a_mean_over_rows():
     assert mean_over_rows([[1.0, 4.0], [4.0, 1.0]], [2, 1]) == pytest.approx([2.0, 3.0])
     assert mean_over_rows([[1.0], [4.0]], [0, 0]) == [2.5]
-
-
-def test_tables_read_as_text():
-    assert table(["name", "ms"], [["a", "1.00"], ["longer", "10.00"]]) == (
-        "| name   |    ms |\n"
-        "| ------ | ----: |\n"
-        "| a      |  1.00 |\n"
-        "| longer | 10.00 |"
-    )  # fmt: skip
 
 
 def test_speeds():
@@ -62,9 +48,7 @@ def test_speeds():
 
 
 def test_costs_of_added_replicas():
-    workload = Workload(
-        "tiny", [line(engine, ms, n) for n, ms in ((1, 2.0), (2, 3.0), (4, 9.0)) for engine in ("threads",)]
-    )
+    workload = Workload("tiny", [line("threads", ms, n) for n, ms in ((1, 2.0), (2, 3.0), (4, 9.0))])
     assert tables.added_replicas_table(workload).splitlines()[-3:] == [
         "| 1        |               2.00 |                        |",
         "| 2        |               3.00 |                   1.00 |",
@@ -89,20 +73,6 @@ def test_goals():
     assert judged["processes on mlp: memory at most 0.75 of DDP's"].word == "missed"
     assert judged["the wrapper on one device: at most 20 µs a forward"].measured == "12.0 µs"
     assert {verdict.word for verdict in goals.verdicts(results())} == {"not measured"}
-
-
-def test_the_document():
-    plain, processes = line("plain", 200), line("processes", 110)
-    text = tables.document(results(Workload("mlp", [plain, processes])), ["Take processes."], "## Notes\n\nWhy so.")
-    headings = [part for part in text.splitlines() if part.startswith("#")]
-    assert headings == ["# Benchmark", "## mlp", "## Advice", "## Notes"]
-    assert "Some $ Processor, 2 cores, 8 GiB" in text
-    assert tables.document(results(one_device_us={"a": 1.0}), []).count("![") == 0
-
-
-def test_results_as_json():
-    saved = json.loads(results(Workload("mlp", [line("plain", 200)])).to_json())
-    assert saved["workloads"][0]["lines"][0]["turns_s"] == [0.2, pytest.approx(0.18), pytest.approx(0.22)]
 
 
 MORE = ((60, 2), (40, 4), (39, 8))  # milliseconds and replicas
@@ -158,12 +128,9 @@ def test_advice(lines: list[Line], cores: int, said: list[str]):
     assert "batch norm" not in given
 
 
-def test_advice_on_batch_norm():
+def test_advice_on_batch_norm_and_none_without_both_sides():
     workload = Workload("own", [line("plain", 100), line("threads", 60)], normalises_shards=True)
     assert "sync_batch_norm=True" in advice(workload, 2)[-1]
-
-
-def test_no_advice_without_both_sides():
     assert advice(Workload("own", [line("threads", 60)]), 2) == []
     assert advice(Workload("own", [line("plain", 60), line("ddp", 50)]), 2) == []
 

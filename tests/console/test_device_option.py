@@ -25,46 +25,29 @@ def test_without_accelerators(no_accelerators: None, text: str, replicas: int, a
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("auto", ["cuda:0", "cuda:1"]),
-        ("1", ["cuda:0"]),
-        ("2", ["cuda:0", "cuda:1"]),
-        ("cuda:1,cuda:0", ["cuda:1", "cuda:0"]),
-        ("cuda:0*3", ["cuda:0"] * 3),
-        ("cpu*2", ["cpu", "cpu"]),
-    ],
-)
-def test_with_two_gpus(monkeypatch: pytest.MonkeyPatch, text: str, expected: list[str]) -> None:
-    with_gpus(monkeypatch, 2)
-    assert chosen(text) == expected
-
-
-@pytest.mark.parametrize(
     ("text", "local_rank", "expected"),
     [
-        ("auto", 0, ["cuda:0"]),
-        ("auto", 3, ["cuda:3"]),
-        ("1", 2, ["cuda:2"]),
-        ("2", 0, ["cuda:0", "cuda:1"]),
-        ("2", 1, ["cuda:2", "cuda:3"]),
-        ("cuda:1", 0, ["cuda:1"]),
+        ("auto", None, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
+        ("1", None, ["cuda:0"]),
+        ("2", None, ["cuda:0", "cuda:1"]),
+        ("cuda:1,cuda:0", None, ["cuda:1", "cuda:0"]),
+        ("cuda:0*3", None, ["cuda:0"] * 3),
+        ("cpu*2", None, ["cpu", "cpu"]),
+        ("auto", "0", ["cuda:0"]),
+        ("auto", "3", ["cuda:3"]),
+        ("1", "2", ["cuda:2"]),
+        ("2", "0", ["cuda:0", "cuda:1"]),
+        ("2", "1", ["cuda:2", "cuda:3"]),
+        ("cuda:1", "0", ["cuda:1"]),
     ],
 )
-def test_each_process_has_its_own_accelerators(
-    monkeypatch: pytest.MonkeyPatch, text: str, local_rank: int, expected: list[str]
+def test_each_of_several_processes_has_its_own_accelerators(
+    monkeypatch: pytest.MonkeyPatch, text: str, local_rank: str | None, expected: list[str]
 ) -> None:
     with_gpus(monkeypatch, 4)
-    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-    assert chosen(text, among_several=True) == expected
-
-
-@pytest.mark.parametrize(
-    "text", ["", "0", "-1", "two", "gpu", "cpu*", "cpu*0", "cpu*x", "*2", "cpu,,cpu", "meta", "1.5", "12345"]
-)
-def test_text_that_names_no_device(no_accelerators: None, text: str) -> None:
-    with pytest.raises(OptionError, match="--devices"):
-        choose_devices(text)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert chosen(text, among_several=local_rank is not None) == expected
 
 
 @pytest.mark.parametrize(
@@ -75,9 +58,11 @@ def test_text_that_names_no_device(no_accelerators: None, text: str) -> None:
         ("cpu,cuda:0", False, "one kind"),
         ("auto", True, "LOCAL_RANK=2, and this machine has 2 accelerators"),
         ("1", True, "--devices 1 for each of 3 processes"),
+        *((text, False, "--devices") for text in ("", "0", "-1", "two", "gpu", "cpu*", "cpu*0", "cpu*x", "*2")),
+        *((text, False, "--devices") for text in ("cpu,,cpu", "meta", "1.5", "12345")),
     ],
 )
-def test_more_than_the_machine_has(
+def test_what_the_machine_does_not_have(
     monkeypatch: pytest.MonkeyPatch, text: str, among_several: bool, message: str
 ) -> None:
     with_gpus(monkeypatch, 2)

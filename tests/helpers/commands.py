@@ -53,6 +53,16 @@ def steps_of(path: Path) -> list[dict[str, Any]]:
     return [line for line in metrics_of(path) if line["kind"] == "step"]
 
 
+def assert_same_metrics(path: Path, other: Path, rel: float = 1e-5) -> None:
+    """Check two metrics.jsonl of trainings on digits, whose rows may have been summed in different orders."""
+    for line, oracle in zip(metrics_of(path), metrics_of(other), strict=True):
+        assert line.pop("kind") == oracle.pop("kind")
+        # Of 360 test rows: where two answers of a row are equal within rounding, either may win.
+        accuracies = [each.pop("test_accuracy", 0.0) for each in (line, oracle)]
+        assert accuracies[0] == pytest.approx(accuracies[1], abs=1.01 / 360)
+        assert line == pytest.approx(oracle, rel=rel)
+
+
 def status_of(*arguments: str) -> int:
     """Run `manyhands` with these arguments in this process; return its exit status."""
     try:

@@ -35,27 +35,24 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path)
 
 
-def save(folder: RunFolder, trained: Trained, steps: int) -> None:
+def save(folder: RunFolder, *, steps: int) -> Trained:
+    trained = Trained(steps=steps)
     checkpoint.save(folder, trained.model, trained.optimizer, Progress(steps=steps, epochs=1), CPU)
+    return trained
 
 
-def restore(folder: RunFolder, said: list[str]) -> tuple[Trained, Progress]:
-    fresh = Trained(steps=0)
+def restore(folder: RunFolder) -> tuple[Trained, Progress, list[str]]:
+    fresh, said = Trained(steps=0), []
     state = checkpoint.read(folder, said.append)
-    return fresh, checkpoint.restore(state, folder, fresh.model, fresh.optimizer, CPU)
+    return fresh, checkpoint.restore(state, folder, fresh.model, fresh.optimizer, CPU), said
 
 
 def test_everything_comes_back(folder: RunFolder) -> None:
-    trained = Trained(steps=3)
-    save(folder, trained, steps=3)
+    trained = save(folder, steps=3)
     expected = (torch.rand(5), random.random())
-
-    said: list[str] = []
-    fresh, progress = restore(folder, said)
-    assert progress == Progress(steps=3, epochs=1)
-    assert said == []
-    for ours, theirs in zip(fresh.state(), trained.state(), strict=True):
-        assert torch.equal(ours, theirs)
+    fresh, progress, said = restore(folder)
+    assert (progress, said) == (Progress(steps=3, epochs=1), [])
+    assert all(map(torch.equal, fresh.state(), trained.state()))
     assert torch.equal(torch.rand(5), expected[0])
     assert random.random() == expected[1]
 
@@ -73,61 +70,51 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-DAMAGES = [
-    truncate,
-    flip_a_bit,
-    lambda path: path.write_bytes(b""),
-    lambda path: torch.save({"something": "else"}, path),
-    Path.unlink,
-]
+class Harmful:
+    def __reduce__(self) -> tuple[object, ...]:
+        return (pytest.fail, ("harm done",))
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=["truncated", "a flipped bit", "empty", "something else", "missing"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        truncate,
+        flip_a_bit,
+        lambda path: path.write_bytes(b""),
+        lambda path: torch.save({"something": "else"}, path),
+        lambda path: torch.save({"format": 1, "steps": Harmful()}, path),
+        Path.unlink,
+    ],
+    ids=["truncated", "a flipped bit", "empty", "something else", "code", "missing"],
+)
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(folder: RunFolder, damage: Callable[[Path], None]) -> None:
-    earlier = Trained(steps=2)
-    save(folder, earlier, steps=2)
-    save(folder, Trained(steps=3), steps=3)
+    earlier = save(folder, steps=2)
+    save(folder, steps=3)
     damage(folder.checkpoint)
 
-    said: list[str] = []
-    fresh, progress = restore(folder, said)
+    fresh, progress, said = restore(folder)
     assert progress.steps == 2
     assert torch.equal(fresh.state()[0], earlier.state()[0])
     (line,) = said
     assert line.startswith("checkpoint.pt is ")
     assert line.endswith("using checkpoint.previous.pt, of step 2")
 
-    save(folder, fresh, steps=4)
+    save(folder, steps=4)
     truncate(folder.checkpoint)
-    assert restore(folder, said)[1].steps == 2, "the good one has been kept, not the damaged one"
-
-
-def test_two_damaged_checkpoints_are_an_error(folder: RunFolder) -> None:
-    for steps in (2, 3):
-        save(folder, Trained(steps=steps), steps=steps)
+    assert restore(folder)[1].steps == 2, "the good one has been kept, not the damaged one"
+    save(folder, steps=5)
     truncate(folder.checkpoint)
     truncate(folder.previous_checkpoint)
     with pytest.raises(FolderError, match=r"no checkpoint in .* can be used: checkpoint.pt is damaged"):
-        restore(folder, [])
+        restore(folder)
 
 
 def test_a_checkpoint_of_another_model_is_an_error(folder: RunFolder) -> None:
-    save(folder, Trained(steps=1), steps=1)
+    save(folder, steps=1)
     other = nn.Linear(2, 2)
+    state = checkpoint.read(folder, print)
     with pytest.raises(FolderError, match="does not fit the run"):
-        checkpoint.restore(
-            checkpoint.read(folder, print), folder, other, torch.optim.SGD(other.parameters(), lr=0.1), CPU
-        )
-
-
-def test_a_checkpoint_cannot_run_code(folder: RunFolder) -> None:
-    class Harmful:
-        def __reduce__(self) -> tuple[object, ...]:
-            return (print, ("harm done",))
-
-    torch.save({"format": 1, "steps": Harmful()}, folder.checkpoint)
-    with pytest.raises(FolderError, match="can be used"):
-        restore(folder, [])
+        checkpoint.restore(state, folder, other, torch.optim.SGD(other.parameters(), lr=0.1), CPU)
 
 
 def test_the_optimizer_goes_on_in_its_own_way(folder: RunFolder) -> None:

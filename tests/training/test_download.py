@@ -1,6 +1,5 @@
 """Downloads against a server on loopback that behaves well, badly, and not at all."""
 
-import doctest
 import hashlib
 import os
 import random
@@ -20,8 +19,34 @@ MD5 = hashlib.md5(BODY).hexdigest()
 HALF = 150_000
 
 
+def whole_or_rest(start):
+    if start >= len(BODY):
+        return 416, b"", {}
+    return (206 if start else 200), BODY[start:], {"Content-Range": f"bytes {start}-{len(BODY) - 1}/{len(BODY)}"}
+
+
+def wrong_rest(start):
+    first = max(0, start - 1)
+    return (206 if start else 200), BODY[first:], {"Content-Range": f"bytes {first}-/{len(BODY)}"}
+
+
+CHUNK = b"%x\r\n%s\r\n" % (HALF, BODY[:HALF])
+# What a server answers: status, body and headers, by the byte that the client wants to begin at.
+MANNERS = {
+    "ranges": whole_or_rest,
+    "no_ranges": lambda start: (200, BODY, {}),
+    "wrong_range": wrong_rest,
+    "truncated": lambda start: (200, BODY[:HALF], {"Content-Length": len(BODY)}),
+    "truncated_chunks": lambda start: (200, CHUNK, {"Content-Length": None, "Transfer-Encoding": "chunked"}),
+    "without_length": lambda start: (200, BODY, {"Content-Length": None}),
+    "web_page": lambda start: (200, b"<html>Please log in</html>", {}),
+    "not_found": lambda start: (404, b"", {}),
+    "redirect": lambda start: (302, b"", {"Location": "/elsewhere"}),
+}
+
+
 class Server(ThreadingHTTPServer):
-    """Serve BODY under every name, in the manner that `manner` names, and keep the requests' Range headers."""
+    """Serve BODY under every name, in one of the manners, and keep the requests' Range headers."""
 
     manner = "ranges"
 
@@ -39,60 +64,17 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         requested = self.headers["Range"]
         self.server.requests.append((self.path, requested))
+        manner = "ranges" if self.path == "/elsewhere" else self.server.manner
+        status, body, headers = MANNERS[manner](int(requested[6:-1]) if requested else 0)
         try:
-            getattr(self, self.server.manner)(int(requested[6:-1]) if requested else 0)
+            self.send_response(status)
+            for name, value in ({"Content-Length": len(body)} | headers).items():
+                if value is not None:
+                    self.send_header(name, str(value))
+            self.end_headers()
+            self.wfile.write(body)
         except ConnectionError:
             self.close_connection = True  # the client has gone, as some of the tests make it
-
-    def ranges(self, start):
-        if start >= len(BODY):
-            self.send_error(416)
-        elif start:
-            self.answer(206, BODY[start:], **{"Content-Range": f"bytes {start}-{len(BODY) - 1}/{len(BODY)}"})
-        else:
-            self.answer(200, BODY)
-
-    def no_ranges(self, start):
-        self.answer(200, BODY)
-
-    def wrong_range(self, start):
-        if start:
-            self.answer(206, BODY[start - 1 :], **{"Content-Range": f"bytes {start - 1}-/{len(BODY)}"})
-        else:
-            self.answer(200, BODY)
-
-    def truncated(self, start):
-        self.answer(200, BODY[:HALF], **{"Content-Length": str(len(BODY))})
-
-    def truncated_chunks(self, start):
-        self.send_response(200)
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        self.wfile.write(b"%x\r\n%s\r\n" % (HALF, BODY[:HALF]))
-
-    def without_length(self, start):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(BODY)
-
-    def web_page(self, start):
-        self.answer(200, b"<html>Please log in</html>")
-
-    def not_found(self, start):
-        self.send_error(404)
-
-    def redirect(self, start):
-        if self.path == "/file.gz":
-            self.answer(302, b"", Location="/elsewhere")
-        else:
-            self.ranges(start)
-
-    def answer(self, status, body, **headers):
-        self.send_response(status)
-        for name, value in ({"Content-Length": str(len(body))} | headers).items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
 
     def log_message(self, *args):
         pass
@@ -126,9 +108,9 @@ def files(path):
     return sorted(os.listdir(path.parent))
 
 
-def leave_part(part, content):
-    part.parent.mkdir()
-    part.write_bytes(content)
+def leave(path, content):
+    path.parent.mkdir()
+    path.write_bytes(content)
 
 
 def interrupt_at(num_bytes):
@@ -139,9 +121,9 @@ def interrupt_at(num_bytes):
     return progress
 
 
-def test_examples_in_docstrings():
-    failed, attempted = doctest.testmod(download)
-    assert (failed, attempted > 0) == (0, True)
+def assert_arrived(path):
+    assert path.read_bytes() == BODY
+    assert files(path) == ["file.gz"]
 
 
 @pytest.mark.parametrize(
@@ -152,29 +134,19 @@ def test_a_file_arrives_whole_and_leaves_no_part(server, path, manner, total):
     server.manner = manner
     calls = []
     download_file(server.url, path, MD5, progress=lambda *call: calls.append(call))
-    assert path.read_bytes() == BODY
-    assert files(path) == ["file.gz"]
+    assert_arrived(path)
     assert (calls[0], calls[-1]) == (("file.gz", 0, total), ("file.gz", len(BODY), total))
     assert [done for _, done, _ in calls] == sorted({done for _, done, _ in calls})
 
 
 def test_a_verified_file_is_not_downloaded_again(server, path):
-    path.parent.mkdir()
-    path.write_bytes(BODY)
+    leave(path, BODY)
     os.chmod(path.parent, 0o500)  # a shared cache may be read-only
     try:
         download_file(server.url, path, MD5)
     finally:
         os.chmod(path.parent, 0o700)
     assert server.requests == []
-
-
-def test_a_damaged_file_is_downloaded_again_and_said_so(server, path, caplog):
-    path.parent.mkdir()
-    path.write_bytes(BODY[:-1])
-    download_file(server.url, path, MD5)
-    assert path.read_bytes() == BODY
-    assert f"{path} has the MD5" in caplog.text
 
 
 def test_an_interrupted_download_leaves_a_part_that_the_next_call_continues(server, path, part):
@@ -204,40 +176,34 @@ def assert_continued(server, path, part):
     download_file(server.url, path, MD5, progress=lambda *call: calls.append(call))
     assert server.ranges == [None, f"bytes={len(arrived)}-"]
     assert (calls[0], calls[-1]) == (("file.gz", len(arrived), len(BODY)), ("file.gz", len(BODY), len(BODY)))
-    assert path.read_bytes() == BODY
-    assert files(path) == ["file.gz"]
+    assert_arrived(path)
 
 
 @pytest.mark.parametrize(
-    ("manner", "left", "asked_again"),
+    ("name", "content", "manner", "asked"),
     [
-        ("no_ranges", BODY[:HALF], False),
-        ("wrong_range", BODY[:HALF], True),
-        ("ranges", bytes(len(BODY)), True),
-        ("ranges", bytes(len(BODY) + 7), True),
+        ("file.gz", BODY[:-1], "ranges", [None]),
+        ("file.gz.part", BODY, "ranges", []),  # the process had ended between the last byte and the rename
+        ("file.gz.part", BODY[:HALF], "no_ranges", [HALF]),
+        ("file.gz.part", BODY[:HALF], "wrong_range", [HALF, None]),
+        ("file.gz.part", bytes(len(BODY)), "ranges", [len(BODY), None]),
+        ("file.gz.part", bytes(len(BODY) + 7), "ranges", [len(BODY) + 7, None]),
     ],
-    ids=["the server ignores ranges", "it continues elsewhere", "a wrong part, as long", "a wrong part, longer"],
+    ids=["a damaged file", "a whole part", "no ranges", "continued elsewhere", "a wrong part", "a longer part"],
 )
-def test_a_part_that_cannot_be_continued_begins_again(server, path, part, manner, left, asked_again):
+def test_what_cannot_be_continued_begins_again(server, path, caplog, name, content, manner, asked):
     server.manner = manner
-    leave_part(part, left)
+    leave(path.with_name(name), content)
     calls = []
     download_file(server.url, path, MD5, progress=lambda *call: calls.append(call))
-    assert server.ranges == [f"bytes={len(left)}-"] + [None] * asked_again
-    assert calls[0] == ("file.gz", 0, len(BODY))
-    assert path.read_bytes() == BODY
-
-
-def test_a_whole_part_needs_only_its_name(server, path, part):
-    # The process had ended between the last byte and the rename.
-    leave_part(part, BODY)
-    download_file(server.url, path, MD5)
-    assert server.requests == []
-    assert files(path) == ["file.gz"]
+    assert server.ranges == [start and f"bytes={start}-" for start in asked]
+    assert calls[:1] == [("file.gz", 0, len(BODY))] * bool(asked)
+    assert_arrived(path)
+    assert (f"{path} has the MD5" in caplog.text) == (name == "file.gz")
 
 
 def test_a_continued_part_that_was_damaged_is_deleted_and_the_next_call_begins_again(server, path, part):
-    leave_part(part, bytes(HALF))
+    leave(part, bytes(HALF))
     with pytest.raises(DownloadError, match=f"is not the expected file: its MD5 is .*, not {MD5}"):
         download_file(server.url, path, MD5)
     assert files(path) == []
@@ -246,20 +212,21 @@ def test_a_continued_part_that_was_damaged_is_deleted_and_the_next_call_begins_a
     assert path.read_bytes() == BODY
 
 
-def test_another_file_under_the_address_is_deleted_and_said(server, path):
-    server.manner = "web_page"
-    with pytest.raises(DownloadError, match=f"^{server.url} is not the expected file.* was deleted$"):
+@pytest.mark.parametrize(
+    ("manner", "left", "message", "kept"),
+    [
+        ("not_found", b"", "{url}: the server answered 404 Not Found", []),
+        ("not_found", BODY[:HALF], "{url}: the server answered 404 Not Found", ["file.gz.part"]),
+        ("web_page", b"", "{url} is not the expected file.* was deleted", []),
+    ],
+    ids=["404", "404, and a part", "a web page"],
+)
+def test_another_answer_is_an_error_that_names_the_address(server, path, part, manner, left, message, kept):
+    server.manner = manner
+    leave(part, left)
+    with pytest.raises(DownloadError, match=f"^{message.format(url=server.url)}$"):
         download_file(server.url, path, MD5)
-    assert files(path) == []
-
-
-@pytest.mark.parametrize("content", [b"", BODY[:HALF]], ids=["nothing", "a part"])
-def test_404_names_the_address_and_keeps_what_was_there(server, path, part, content):
-    server.manner = "not_found"
-    leave_part(part, content)
-    with pytest.raises(DownloadError, match=f"^{server.url}: the server answered 404 Not Found$"):
-        download_file(server.url, path, MD5)
-    assert files(path) == (["file.gz.part"] if content else [])
+    assert files(path) == kept
 
 
 def test_no_server_and_no_answer_are_one_line(path):
@@ -325,8 +292,7 @@ def test_two_downloads_at_once_each_write_a_part_of_their_own(server, path, part
     download_file(server.url, path, MD5, progress=download_again)
     assert inside
     assert server.ranges == [None, None]
-    assert path.read_bytes() == BODY
-    assert files(path) == ["file.gz"]
+    assert_arrived(path)
 
 
 def test_a_second_download_that_fails_leaves_only_the_part_of_the_first(server, path, part):
@@ -334,17 +300,17 @@ def test_a_second_download_that_fails_leaves_only_the_part_of_the_first(server, 
         if done >= HALF:
             with pytest.raises(KeyboardInterrupt):
                 download_file(server.url, path, MD5, progress=interrupt_at(HALF))
-            assert files(path) == ["file.gz.part"]
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         download_file(server.url, path, MD5, progress=interrupt_a_second)
+    assert files(path) == ["file.gz.part"]
     assert BODY.startswith(part.read_bytes())
 
 
 def test_a_part_that_was_finished_and_renamed_before_we_locked_it_is_not_written(server, path, part, monkeypatch):
     # 1. we open name.part   2. the other process renames it to name and ends   3. we get the lock on `name` itself
-    leave_part(part, BODY)
+    leave(part, BODY)
     lock = download._lock
 
     def rename_then_lock(file):
@@ -354,8 +320,7 @@ def test_a_part_that_was_finished_and_renamed_before_we_locked_it_is_not_written
     monkeypatch.setattr(download, "_lock", rename_then_lock)
     download_file(server.url, path, MD5)
     assert server.requests == []
-    assert path.read_bytes() == BODY
-    assert files(path) == ["file.gz"]
+    assert_arrived(path)
 
 
 def test_a_folder_that_cannot_be_made_is_named(server, tmp_path):
@@ -386,10 +351,9 @@ def test_an_error_of_the_progress_callback_is_its_own(server, path):
         download_file(server.url, path, MD5, progress=pipe_closed)
 
 
-@pytest.mark.parametrize("slash", ["", "/"])
-def test_several_files_come_from_below_one_address(server, tmp_path, slash):
+def test_several_files_come_from_below_one_address(server, tmp_path):
     names = []
-    base_url = server.url.replace("/file.gz", "/some/where") + slash
+    base_url = server.url.replace("/file.gz", "/some/where/")
     download_files(base_url, tmp_path / "cache", {"a": MD5, "b": MD5}, progress=lambda name, *_: names.append(name))
     assert [path for path, _ in server.requests] == ["/some/where/a", "/some/where/b"]
     assert set(names) == {"a", "b"}

@@ -1,6 +1,5 @@
 """IDX files are read to the byte, and an error is one line that names the file."""
 
-import doctest
 import gzip
 
 import pytest
@@ -23,31 +22,22 @@ def path(tmp_path):
     return tmp_path / "some-idx-ubyte"
 
 
-def test_examples_in_docstrings():
-    assert doctest.testmod(idx) == (0, 4)
+def two_members(content: bytes) -> bytes:
+    return gzip.compress(content[:9]) + gzip.compress(content[9:])
 
 
 @pytest.mark.parametrize("array", [PICTURES, LABELS], ids=["pictures", "labels"])
-@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzipped"])
-def test_reads_what_was_written(path, array, pack):
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, two_members])
+@pytest.mark.parametrize("name", ["idx-ubyte", "idx-ubyte.gz"])
+def test_reads_what_was_written(tmp_path, array, pack, name):
+    """Gzip is seen from the content, not the name: a browser may unpack a download and keep its name."""
+    path = tmp_path / name
     path.write_bytes(pack(idx_bytes(array)))
     read = read_idx(path, dims=array.dim())
     assert read.dtype == torch.uint8
     assert read.equal(array)
     read += 1  # it is writable, and belongs to the caller
     assert read_idx(path, dims=array.dim()).equal(array)
-
-
-def test_gzip_is_seen_from_the_content_not_the_name(tmp_path):
-    """A browser may unpack a download and keep its name."""
-    unpacked = tmp_path / "labels-idx1-ubyte.gz"
-    unpacked.write_bytes(idx_bytes(LABELS))
-    assert read_idx(unpacked, dims=1).equal(LABELS)
-
-
-def test_gzip_in_several_members_is_one_file(path):
-    path.write_bytes(gzip.compress(GOOD[:13]) + gzip.compress(GOOD[13:]))
-    assert read_idx(path, dims=3).equal(PICTURES)
 
 
 def test_more_than_one_chunk(path):
@@ -87,8 +77,6 @@ def flip(content: bytes, position: int) -> bytes:
 
 BAD_GZIP = {
     "end cut": (ZIPPED[:-1], "is truncated: its gzip stream ends"),
-    "middle cut": (ZIPPED[:15], "is truncated: its gzip stream ends"),
-    "magic only": (ZIPPED[:2], "is truncated: its gzip stream ends"),
     "method": (flip(ZIPPED, 2), "is damaged: bad gzip data"),
     "stream": (flip(ZIPPED, 10), "is damaged: bad gzip data"),
     "checksum": (flip(ZIPPED, len(ZIPPED) - 8), "is damaged: bad gzip data .*CRC"),

@@ -3,21 +3,7 @@ import threading
 
 import pytest
 
-from manyhands.console.errors import Interrupted
 from manyhands.training.interrupts import StopRequest
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_is_a_request(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
-    before = signal.getsignal(number)
-    with StopRequest() as stop:
-        stop.check()
-        signal.raise_signal(number)
-        with pytest.raises(Interrupted) as caught:
-            stop.check()
-    assert caught.value.received == number
-    assert signal.getsignal(number) is before
-    assert "finishing the step in flight" in capfd.readouterr().err
 
 
 def test_the_second_ctrl_c_acts_at_once_and_so_does_one_afterwards() -> None:

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from manyhands.console.errors import OptionError
-from manyhands.console.options import flag
 from manyhands.training.options import Options
 
 CPU = torch.device("cpu")
@@ -37,11 +36,6 @@ def test_a_value_out_of_range_is_named_as_it_is_typed(name: str, values: list[ob
         assert str(caught.value).startswith(f"--{name.replace('_', '-')} {value}: expected ")
 
 
-def test_compiled_models_stay_in_their_process() -> None:
-    with pytest.raises(OptionError, match=r"^--compile with --engine processes: .* leave one out$"):
-        Options(compile=True, engine="processes")
-
-
 @pytest.mark.parametrize(
     ("changes", "devices_by_rank", "synchronised", "message"),
     [
@@ -62,33 +56,23 @@ def test_options_that_do_not_go_together_on_these_devices(
 
 
 @pytest.mark.parametrize(
-    ("saved", "given"),
-    [
-        ({"lr": 0.3, "data": "fashion-mnist", "mirror": "http://localhost/", "epochs": 3}, {}),
-        ({"epochs": 3}, {"epochs": 5, "devices": "cpu*3"}),
-        ({"lr": 0.3}, {"lr": 0.3}),
-        ({}, {"compile": True}),
-        ({"compile": True}, {"compile": False}),
-    ],
-    ids=["as saved", "where and how long", "repeated", "compiled", "uncompiled"],
-)
-def test_resuming_with_options_that_may_change(saved: dict[str, Any], given: dict[str, Any]) -> None:
-    assert Options.from_saved(dataclasses.asdict(Options(**saved)), given) == Options(**(saved | given))
-
-
-@pytest.mark.parametrize(
     ("saved", "given", "message"),
     [
+        ({"lr": 0.3, "data": "fashion-mnist", "mirror": "http://localhost/", "epochs": 3}, {}, None),
+        ({"epochs": 3}, {"epochs": 5, "devices": "cpu*3"}, None),
+        ({"lr": 0.3}, {"lr": 0.3}, None),
+        ({}, {"compile": True}, None),
+        ({"compile": True}, {"compile": False}, None),
         ({"lr": 0.3}, {"lr": 0.2}, r"^--lr 0.2: the run to resume has --lr 0.3; leave it"),
         ({}, {"sync_batch_norm": False}, r"^--no-sync-batch-norm: the run to resume has --sync-batch-norm; leave it"),
         ({"sync_batch_norm": False}, {"sync_batch_norm": True}, r"^--sync-batch-norm: the run to resume has --no-sync"),
     ],
 )
-def test_resuming_with_another_recipe_is_another_run(
-    saved: dict[str, Any], given: dict[str, Any], message: str
+def test_resuming_may_change_devices_and_length_but_not_the_recipe(
+    saved: dict[str, Any], given: dict[str, Any], message: str | None
 ) -> None:
-    with pytest.raises(OptionError, match=message):
-        Options.from_saved(dataclasses.asdict(Options(**saved)), given)
+    with nullcontext() if message is None else pytest.raises(OptionError, match=message):
+        assert Options.from_saved(dataclasses.asdict(Options(**saved)), given) == Options(**(saved | given))
 
 
 def test_a_run_from_before_there_was_synchronised_batch_norm_keeps_its_rule() -> None:
@@ -114,16 +98,3 @@ def test_device_order_is_that_of_nvidia_smi_by_default(monkeypatch: pytest.Monke
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     assert Options.from_given({}).device_order == "FASTEST_FIRST"
     assert Options.from_given({"device_order": "PCI_BUS_ID"}).device_order == "PCI_BUS_ID"
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({}, "resnet18 on digits"),
-        ({"precision": "tf32"}, "resnet18 on digits, in tf32"),
-        ({"precision": "bf16", "compile": True, "model": "mlp"}, "mlp on digits, in bf16, compiled"),
-    ],
-)
-def test_options_in_words(changes: dict[str, Any], words: str) -> None:
-    assert str(Options(**changes)) == words
-    assert flag("warmup_epochs") == "--warmup-epochs"
