@@ -231,3 +231,21 @@ def test_rows_that_several_replicas_shorten(kind: Any) -> None:
         x = torch.randint(0, 50, (64, 50))
         torch.testing.assert_close(manyhands.DataParallel(ours, ["cpu"] * 4)(x), plain(x), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(ours.weight, plain.weight, rtol=1e-12, atol=1e-12)
+
+
+def test_a_single_functional_call_says_nothing_of_idle_devices(caplog: pytest.LogCaptureFixture) -> None:
+    """S0: it had advised `shares="even"`, which the function does not have, also for a short last batch."""
+    manyhands.data_parallel(nn.Linear(5, 2), torch.zeros(5, 5), ["cpu"] * 4)
+    assert caplog.messages == []
+
+
+def test_the_plain_composition_knows_the_devices_of_calls_without_tensors(sim: list[torch.device]) -> None:
+    """F1: the note had named the CPU, where no input is a tensor."""
+
+    class Fails(nn.Module):
+        def forward(self, text: str) -> None:
+            raise ValueError(text)
+
+    with pytest.raises(ValueError, match="no tensor") as raised:
+        manyhands.data_parallel(Fails(), "no tensor", sim[:2])
+    assert f"replica 0 on {sim[0]}" in raised.value.__notes__[0]

@@ -112,7 +112,10 @@ def test_a_contender_that_fails_is_a_failure_of_ours(measured: list, monkeypatch
         (["--seconds-per-turn", "0"], "--seconds-per-turn 0: expected a number above 0, up to 60"),
         (["--replicas", "1,2"], "expected numbers from 2 to 256, such as 2 or 2,4,8; got '1,2'"),
         (["--output", "own.py"], "own.py is not a folder; name another one"),
-        (["own:build", "--workloads", "tiny"], "--workloads are of our own models: leave it out, or own:build"),
+        (
+            ["own:build", "--workloads", "tiny"],
+            "our own models: leave out --workloads, or own:build",
+        ),
         (["own"], "own: expected package.module:build"),
         (["missing:build"], "missing:build: there is no module missing"),
         (["own:build", "--fast"], "there is no option --fast"),

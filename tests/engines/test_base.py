@@ -8,21 +8,53 @@ import torch
 from torch import nn
 
 from manyhands import DataParallel
+from manyhands.engines.distributed import DistributedEngine
 from manyhands.engines.processes.engine import ProcessesEngine
 from manyhands.engines.threads import ThreadsEngine
 
 
-def test_an_engine_object_belongs_to_one_wrapper() -> None:
+@pytest.mark.parametrize("make", [ThreadsEngine, ProcessesEngine])
+def test_an_engine_object_belongs_to_one_wrapper_as_long_as_that_lives(make) -> None:
     """A13: it keeps what it knows about one module."""
-    engine = ThreadsEngine()
-    DataParallel(nn.Linear(4, 2), ["cpu", "cpu"], engine=engine)
-    with pytest.raises(ValueError, match="belongs to another DataParallel already"):
+    engine, x = make(), torch.randn(6, 4)
+    with pytest.raises(ValueError, match="loss='median'"):
+        DataParallel(nn.Linear(4, 2), ["cpu", "cpu"], engine=engine, loss="median")
+    first = DataParallel(nn.Linear(4, 2), ["cpu", "cpu"], engine=engine)
+    first(x).sum().backward()
+    with pytest.raises(ValueError, match="belongs to another DataParallel"):
         DataParallel(nn.Linear(4, 2), ["cpu", "cpu"], engine=engine)
+    del first
+    second = DataParallel(nn.Linear(4, 3), ["cpu", "cpu"], engine=engine)
+    torch.testing.assert_close(second(x), second.module(x))
+    second.close()
+
+
+@pytest.mark.parametrize(
+    ("engine", "error", "message"),
+    [
+        ("fibres", ValueError, r"expected one of \['threads', 'processes'\], or an Engine"),
+        (3, TypeError, "expected one of"),
+        (ThreadsEngine, TypeError, r"make one, ThreadsEngine\(\)"),
+        (DistributedEngine(ThreadsEngine(), None, []), ValueError, "DataParallel makes this engine itself"),
+    ],
+    ids=str,
+)
+def test_anything_else_is_refused(engine: object, error: type[Exception], message: str) -> None:
+    """A13"""
+    with pytest.raises(error, match=message):
+        DataParallel(nn.Linear(4, 2), ["cpu", "cpu"], engine=engine)
+
+
+def test_flags_of_engines_are_flags() -> None:
+    with pytest.raises(TypeError, match="separate_memory='no': expected True or False"):
+        ThreadsEngine(separate_memory="no")
+    with pytest.raises(TypeError, match="share_memory=0: expected True or False"):
+        ProcessesEngine(share_memory=0)
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copied_wrapper_has_an_engine_of_the_same_kind(again) -> None:
-    """A14: with the same arguments; it can be given to no other wrapper either."""
+    """A14: with the same arguments."""
     model = DataParallel(nn.Linear(4, 2), ["cpu", "cpu"], engine=ThreadsEngine(separate_memory=True))
     copied = again(model)
     assert copied._engine is not model._engine

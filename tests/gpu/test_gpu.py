@@ -449,7 +449,7 @@ def test_branches_on_streams_of_their_own(placed: Places) -> None:
 def stress(placed: Places, *, waits: bool) -> list[torch.Tensor]:
     """Take 500 steps of random sizes on ever other streams; return all losses and the final parameters.
 
-    Every tensor is given up as early as it can be, and its memory at once overwritten with NaN by whoever gets it next:
+    Every tensor is given up as early as it can be, and its memory at once overwritten with NaN by its next owner:
     what was still to be read from it, on whatever stream, would show. With `waits`, all devices are waited for after
     each part of a step, so that nothing can come too early.
     """

@@ -101,7 +101,7 @@ def test_published_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
         (["missing:build"], "missing:build: there is no module missing"),
         (["own:frozen"], "own:frozen: backward gave no parameter a gradient"),
         (["own:failing"], "own:failing could not be measured: RuntimeError: mat1 and mat2 shapes"),
-        (["own:build", "--compute", "3ms"], "own:build is measured: leave it out, or --compute"),
+        (["own:build", "--compute", "3ms"], "own:build would be measured: leave out own:build, or --compute"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]):

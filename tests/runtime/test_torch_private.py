@@ -276,7 +276,7 @@ def test_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_process_groups(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one process here, which has the others' part too; test_collectives.py has several."""
+    """A group of one process; tests/engines/processes/reducers/test_reducers.py has several."""
     store = torch.distributed.FileStore(str(tmp_path / "store"), -1)
     group = torch_private.process_group("gloo", store, 0, 1)
     assert not torch.distributed.is_initialized()

@@ -237,7 +237,7 @@ def test_a_launch_goes_on_with_its_own_run(launched: Path, arguments: list[str])
     interrupted(launched, *arguments)
     status, out, _ = run(0, launched, *SMALL, *arguments, "--warmup-epochs", "0", "--schedule", "constant")
     assert status == 0
-    assert "going on after step 12, with 1 epochs finished" in out
+    assert "going on after step 12, epochs finished: 1" in out
 
 
 def test_another_launch_does_not(launched: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ def run(given: dict[str, Any]) -> int:
     """
     target = given.get("target")
     if target is not None and "workloads" in given:
-        raise OptionError(f"--workloads are of our own models: leave it out, or {target}")
+        raise OptionError(f"--workloads are of our own models: leave out --workloads, or {target}")
     names = _known(given.get("workloads", WORKLOADS), WORKLOADS, "--workloads")
     contenders = _known(given.get("contenders", [c for c in CONTENDERS if is_installed(c)]), CONTENDERS, "--contenders")
     if missing := [name for name in contenders if not is_installed(name)]:

@@ -13,8 +13,8 @@ all-reduces while backward still runs.
 A backward that leads to no parameter, such as `torch.autograd.grad` for inputs, reduces nothing and waits for no rank.
 
 In no_sync() a rank's own gradients go into `grad`, multiplied by the number of ranks. The next backward outside of it
-takes the mean over the ranks of what is in `grad` then. What was in `grad` before no_sync() is the same on all ranks,
-and so is its own mean; what the user zeroes or scales in between is zeroed or scaled.
+takes the mean over the ranks of what is in `grad` then. What was in `grad` before no_sync() is equal on all
+ranks, so the mean leaves it unchanged; what the user zeroes or scales in between is zeroed or scaled.
 
 Sources: buckets and their order, S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
 Training", VLDB 2020.

@@ -122,7 +122,7 @@ def run(given: dict[str, Any]) -> int:
         title = f"How far will {target} scale?"
         for name in ("compute", "backward", "gradients"):
             if name in given:
-                raise OptionError(f"{target} is measured: leave it out, or --{name}")
+                raise OptionError(f"{target} would be measured: leave out {target}, or --{name}")
         print(f"measuring {target} on one device, for some seconds", flush=True)
         step, device, rows = measured_step(target, figures["bucket"])
         print(f"measured with {rows} rows on {device}; other programs that run meanwhile make it slower", flush=True)

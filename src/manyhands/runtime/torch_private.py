@@ -1,6 +1,6 @@
 """Every private call of torch that manyhands makes, each with its fallback for releases of torch that lack it.
 
-Nothing else in the package may name a `torch._C` function; tests/runtime/test_torch_private.py calls each of these.
+Nothing else in the package may name a `torch._C` function. tests/runtime/test_torch_private.py tries the fallbacks.
 """
 
 import contextlib

@@ -6,7 +6,8 @@ step is recorded at once.
 
 Guarantees
     - Steps are recorded in order, each when its loss is known to be finite; `run.progress` is the last recorded one.
-    - All steps are recorded before a checkpoint is saved: it is finite, and has the state after the step that it names.
+    - All steps are recorded before a checkpoint is saved: a checkpoint is finite, and is the state after the step that
+      it names.
     - All processes record the same steps at the same moments, so that their exchanges stay in order.
 """
 

@@ -217,7 +217,7 @@ class Run:
         if progress.epochs >= self.options.epochs:
             say(f"nothing left to do, {progress.epochs} epochs are finished; --epochs {2 * progress.epochs} goes on")
         elif progress.steps:
-            say(f"going on after step {progress.steps}, with {progress.epochs} epochs finished")
+            say(f"going on after step {progress.steps}, epochs finished: {progress.epochs}")
 
     def _num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.live.parameters())
