@@ -155,10 +155,10 @@ class ContenderProcesses:
         return f"its process {how}{f', with the message: {log[-1]}' if log else ''}"
 
 
-def close_all(started: Sequence[ContenderProcesses], patient: bool) -> None:
+def close_all(contenders: Sequence[ContenderProcesses], patient: bool) -> None:
     """Close several contenders, the connections of all first, so that they end at the same time."""
-    for one in started:
+    for one in contenders:
         for connection in one._connections:
             connection.close()
-    for one in started:
+    for one in contenders:
         one.close(patient)

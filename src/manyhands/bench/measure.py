@@ -58,7 +58,7 @@ def measure(
                 task.advance(f"round {number + 1}, {runner.contender}: {runner.last_result()}")
         patient = True
     finally:
-        close_all([runner.started for runner in runners if runner.started is not None], patient)
+        close_all([runner.processes for runner in runners if runner.processes is not None], patient)
     for line in workload.lines:
         if line.failure:
             line.turns_s = []
@@ -72,22 +72,22 @@ class Runner:
     contender: Contender
     line: Line
     step_s: float  # an estimate
-    started: ContenderProcesses | None = None
+    processes: ContenderProcesses | None = None
 
     def start(self, target: str) -> None:
-        self.started = ContenderProcesses(self.contender, target)
+        self.processes = ContenderProcesses(self.contender, target)
 
     def warm_up(self, seconds: float) -> None:
         """Take steps for about one turn, and estimate the time of a step."""
-        if self.started is not None:
-            self.started.wait_until_ready()
+        if self.processes is not None:
+            self.processes.wait_until_ready()
             num_steps = min(_LONGEST_WARM_UP, math.ceil(seconds / self.step_s))
-            self.step_s = _slowest(self.started.take(1, num_steps)) / num_steps
+            self.step_s = _slowest(self.processes.take(1, num_steps)) / num_steps
 
     def take_turn(self, seconds: float) -> None:
-        if self.started is not None and not self.line.failure:
+        if self.processes is not None and not self.line.failure:
             num_steps = max(1, round(seconds / self.step_s))
-            self.line.turns_s.append(_slowest(self.started.take(1, num_steps)) / num_steps)
+            self.line.turns_s.append(_slowest(self.processes.take(1, num_steps)) / num_steps)
 
     def last_result(self) -> str:
         return self.line.failure or f"{1000 * self.line.turns_s[-1]:.1f} ms a step"
@@ -119,15 +119,15 @@ def each_alone(workload: Workload, target: str, contenders: Sequence[Contender],
 
 def _alone(contender: Contender, target: str, line: Line, workload: Workload) -> float:
     """Take the first steps of a contender and measure its memory; return an estimate of the seconds of a step."""
-    with ContenderProcesses(contender, target) as started:
-        started.wait_until_ready()
-        first = started.ready[0]
-        rows = [ready.rows for ready in started.ready]
+    with ContenderProcesses(contender, target) as processes:
+        processes.wait_until_ready()
+        first = processes.ready[0]
+        rows = [ready.rows for ready in processes.ready]
         workload.rows, workload.num_parameters = sum(rows), first.num_parameters
         workload.normalises_shards = first.normalises_shards
-        taken = started.take(_NUM_CHECKED - 1, 1)
+        taken = processes.take(_NUM_CHECKED - 1, 1)
         line.losses = mean_over_rows([one.losses for one in taken], rows)
-        line.memory_bytes = memory.peak(started, _NUM_MEMORY_STEPS)
+        line.memory_bytes = memory.peak(processes, _NUM_MEMORY_STEPS)
         return _slowest(taken)
 
 

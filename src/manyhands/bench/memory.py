@@ -22,15 +22,15 @@ def kind() -> str:
     return "RSS" if _pss(psutil.Process().pid) is None else "PSS"
 
 
-def peak(started: ContenderProcesses, num_steps: int) -> int:
+def peak(processes: ContenderProcesses, num_steps: int) -> int:
     """Return the peak memory of a contender during some steps, in bytes, sampled."""
     most = 0
-    started.begin_turn(0, num_steps)
+    processes.begin_turn(0, num_steps)
     while True:
-        over = started.has_reply(_SAMPLE_EVERY_S)
-        most = max(most, total(started.process_ids))
+        over = processes.has_reply(_SAMPLE_EVERY_S)
+        most = max(most, total(processes.process_ids))
         if over:
-            started.end_turn()
+            processes.end_turn()
             return most
 
 

@@ -242,12 +242,12 @@ class SyncContext:
         summed = _AllReduceInBackward.apply(self, *parameters.values())  # type: ignore[no-untyped-call]
         return partial(functional_call, function, dict(zip(parameters, summed, strict=True)))
 
-    def begin(self, tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> "Reduction":
+    def begin(self, tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> "RankReduction":
         """Start the reduction of the gradients of `tensors`; `nodes` are their nodes in the running backward."""
         return (AllReduce if self.synchronised else LocalAccumulation)(self, tensors, nodes)
 
 
-class Reduction(abc.ABC):
+class RankReduction(abc.ABC):
     """The reduction of the parameters' gradients in one backward.
 
     `add` may be called from several threads. If an error ends the reduction half-way, `failed` has to be called.
@@ -297,7 +297,7 @@ class Reduction(abc.ABC):
         return [n for n, node in nodes if self._tensors[n].is_leaf and torch_private.backward_runs(node)]
 
 
-class AllReduce(Reduction):
+class AllReduce(RankReduction):
     """The sum over the ranks; None for a tensor that no rank used."""
 
     def __init__(self, sync_context: "SyncContext", tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> None:
@@ -339,7 +339,7 @@ class AllReduce(Reduction):
         self._wait_for_buffers = self._gradient_sync.broadcast_buffers(first_with_rows, module)
 
 
-class LocalAccumulation(Reduction):
+class LocalAccumulation(RankReduction):
     """In no_sync(): this rank's own gradients, multiplied by the number of ranks."""
 
     def __init__(self, sync_context: "SyncContext", tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> None:
@@ -374,11 +374,11 @@ class LocalAccumulation(Reduction):
 
 
 class _DifferentiableReduction(torch.autograd.Function):
-    """The sum of gradients that have a history; see `Reduction.differentiable`."""
+    """The sum of gradients that have a history; see `RankReduction.differentiable`."""
 
     @staticmethod
     def forward(
-        ctx: Any, reduction: Reduction, given: Sequence[int], *gradients: Any
+        ctx: Any, reduction: RankReduction, given: Sequence[int], *gradients: Any
     ) -> tuple[torch.Tensor | None, ...]:
         ctx.given = given
         ctx.set_materialize_grads(False)
