@@ -252,7 +252,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
 
     def _gradient_sync(self) -> GradientSync | None:
         """Return what sums the gradients over several processes; None where this process trains alone."""
-        return self._engine.gradient_sync(self.module) if isinstance(self._engine, DistributedEngine) else None
+        gradient_sync: GradientSync | None = self._engine.gradient_sync(self.module)
+        return gradient_sync
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
         """Split the inputs of a call for `device_ids`; override it, and forward uses yours.
@@ -427,7 +428,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         >>> manyhands.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"]).spans_processes
         False
         """
-        return isinstance(self._engine, DistributedEngine) and self._engine.spans_processes
+        return self._engine.spans_processes
 
     @property
     def replica_timings(self) -> list[ReplicaTiming]:

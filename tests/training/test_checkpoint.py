@@ -8,7 +8,7 @@ from torch import nn
 
 from manyhands.console.errors import FolderError
 from manyhands.training import checkpoint
-from manyhands.training.checkpoint import Progress
+from manyhands.training.checkpoint import StepCount
 from manyhands.training.run_folder import RunFolder
 
 CPU = [torch.device("cpu")]
@@ -37,11 +37,11 @@ def folder(tmp_path: Path) -> RunFolder:
 
 def save(folder: RunFolder, *, steps: int) -> Trained:
     trained = Trained(steps=steps)
-    checkpoint.save(folder, trained.model, trained.optimizer, Progress(steps=steps, epochs=1), CPU)
+    checkpoint.save(folder, trained.model, trained.optimizer, StepCount(steps=steps, epochs=1), CPU)
     return trained
 
 
-def restore(folder: RunFolder) -> tuple[Trained, Progress, list[str]]:
+def restore(folder: RunFolder) -> tuple[Trained, StepCount, list[str]]:
     fresh, said = Trained(steps=0), []
     state = checkpoint.read(folder, said.append)
     return fresh, checkpoint.restore(state, folder, fresh.model, fresh.optimizer, CPU), said
@@ -51,7 +51,7 @@ def test_everything_comes_back(folder: RunFolder) -> None:
     trained = save(folder, steps=3)
     expected = (torch.rand(5), random.random())
     fresh, progress, said = restore(folder)
-    assert (progress, said) == (Progress(steps=3, epochs=1), [])
+    assert (progress, said) == (StepCount(steps=3, epochs=1), [])
     assert all(map(torch.equal, fresh.state(), trained.state()))
     assert torch.equal(torch.rand(5), expected[0])
     assert random.random() == expected[1]
@@ -129,7 +129,7 @@ def test_the_optimizer_goes_on_in_its_own_way(folder: RunFolder) -> None:
         model, optimizer = conv(*saved)
         model(torch.randn(2, 3, 5, 5)).sum().backward()
         optimizer.step()
-        checkpoint.save(folder, model, optimizer, Progress(steps=1), CPU)
+        checkpoint.save(folder, model, optimizer, StepCount(steps=1), CPU)
 
         other, other_optimizer = conv(*resumed)
         checkpoint.restore(checkpoint.read(folder, print), folder, other, other_optimizer, CPU)

@@ -8,7 +8,7 @@ import abc
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,9 +17,6 @@ from manyhands.autograd.reduction import SyncContext
 from manyhands.primitives.dims import OutputRules
 from manyhands.primitives.inputs import Arguments
 from manyhands.runtime.thread_pool import ReplicaTiming
-
-# From the name of an exchange and the values of this process's replicas to the value of each process, by rank.
-CrossProcess: TypeAlias = Callable[[Hashable, dict[int, Any]], dict[int, Any]]
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class Call:
     method: str | None = None
     sync_batch_norm: bool = False
     sync_context: SyncContext | None = None
-    cross_process: CrossProcess | None = None
+    cross_process: Callable[[Hashable, dict[int, Any]], dict[int, Any]] | None = None
 
     def where(self) -> list[str]:
         """Return each replica's name in messages: its number, its device and its rows."""
@@ -110,6 +107,15 @@ class Engine(abc.ABC):
         Raises:
             ValueError: it cannot; says what was given and what to use instead.
         """
+
+    @property
+    def spans_processes(self) -> bool:
+        """Whether several processes train the module together."""
+        return False
+
+    def gradient_sync(self, module: nn.Module) -> Any:
+        """Return what sums the gradients of `module` over several processes; None if this process is alone."""
+        return None
 
     def must_run(self, module: nn.Module) -> bool:
         """Return whether a forward must go through the engine even if the plain module would give the same output."""

@@ -27,7 +27,7 @@ _FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Progress:
+class StepCount:
     """How far a run is.
 
     Args:
@@ -43,7 +43,7 @@ def save(
     folder: RunFolder,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    progress: Progress,
+    progress: StepCount,
     on: Sequence[torch.device],
 ) -> None:
     """Write checkpoint.pt; the earlier one becomes checkpoint.previous.pt."""
@@ -67,7 +67,7 @@ def restore(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     on: Sequence[torch.device],
-) -> Progress:
+) -> StepCount:
     """Load what `read` has returned into model, optimizer and generators; return how far the run was.
 
     Args:
@@ -81,7 +81,7 @@ def restore(
         model.load_state_dict(state["model"])
         _load_optimizer(optimizer, state["optimizer"])
         _set_random_state(state["random"], on)
-        return Progress(steps=state["steps"], epochs=state["epochs"])
+        return StepCount(steps=state["steps"], epochs=state["epochs"])
     except (KeyError, ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise FolderError(f"the checkpoint in {folder} does not fit the run in its config.json: {reason}") from error

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from manyhands.console.errors import CommandError
-from manyhands.training.download import DownloadError, Progress, download_files
+from manyhands.training.download import DownloadError, OnBytes, download_files
 from manyhands.training.idx import IdxError, read_idx
 
 SOURCES = {
@@ -128,7 +128,7 @@ class Dataset:
 
 
 def load(
-    source: str, *, mirror: str | None = None, cache: Path | None = None, progress: Progress | None = None
+    source: str, *, mirror: str | None = None, cache: Path | None = None, progress: OnBytes | None = None
 ) -> Dataset:
     """Load a data set by name, or from a folder.
 
@@ -193,7 +193,7 @@ def _load_digits() -> Dataset:
     return Dataset("digits", images[~is_test], labels[~is_test], images[is_test], labels[is_test], num_classes=10)
 
 
-def _load_fashion_mnist(base_url: str, cache: Path, progress: Progress | None) -> Dataset:
+def _load_fashion_mnist(base_url: str, cache: Path, progress: OnBytes | None) -> Dataset:
     folder = cache / "fashion-mnist"
     try:
         download_files(base_url, folder, FASHION_MNIST_MD5, progress=progress)

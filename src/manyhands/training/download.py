@@ -38,7 +38,7 @@ _CHUNK_BYTES = 1 << 16
 _PARTIAL_CONTENT = 206
 _RANGE_NOT_SATISFIABLE = 416
 
-Progress: TypeAlias = Callable[[str, int, int | None], None]
+OnBytes: TypeAlias = Callable[[str, int, int | None], None]
 """Called as bytes arrive with the file's name, the bytes so far, and the total (None: unknown)."""
 
 
@@ -51,7 +51,7 @@ def download_files(
     folder: Path,
     md5_by_name: Mapping[str, str],
     *,
-    progress: Progress | None = None,
+    progress: OnBytes | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> None:
     """Download the named files from below one address into a folder, except those already there.
@@ -81,7 +81,7 @@ def download_files(
 
 
 def download_file(
-    url: str, path: Path, md5: str, *, progress: Progress | None = None, timeout_s: float = TIMEOUT_S
+    url: str, path: Path, md5: str, *, progress: OnBytes | None = None, timeout_s: float = TIMEOUT_S
 ) -> None:
     """Download one file, unless it exists with the right checksum; continue an interrupted download.
 
@@ -114,7 +114,7 @@ def download_file(
             os.replace(part.name, path)
 
 
-def _transfer(url: str, part: FileIO, path: Path, progress: Progress | None, timeout_s: float) -> None:
+def _transfer(url: str, part: FileIO, path: Path, progress: OnBytes | None, timeout_s: float) -> None:
     """Append the missing bytes to `part`; if the server cannot continue it, begin again."""
     done = part.seek(0, os.SEEK_END)
     with _request(url, done, timeout_s) as response:

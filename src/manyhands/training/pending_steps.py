@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from manyhands.training.checkpoint import Progress
+from manyhands.training.checkpoint import StepCount
 from manyhands.training.display import Display
 from manyhands.training.metrics import StepRecord
 from manyhands.training.run import Run
@@ -97,7 +97,7 @@ class PendingSteps:
         now = time.perf_counter()
         seconds, self._recorded_at = now - self._recorded_at, now
         record = StepRecord(step.number + 1, step.epoch + 1, mean_loss, step.learning_rate, step.rows, seconds)
-        run.progress = Progress(steps=step.number + 1, epochs=step.epoch)
+        run.progress = StepCount(steps=step.number + 1, epochs=step.epoch)
         run.metrics.add(record)
         step_in_epoch = step.number + 1 - step.epoch * run.steps_per_epoch
         self._display.step(StepReport(record, run.options.epochs, step_in_epoch, run.steps_per_epoch, step.shares))

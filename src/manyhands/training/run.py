@@ -16,7 +16,7 @@ from manyhands.console.errors import DivergedError, FolderError, OptionError
 from manyhands.data_parallel import DataParallel
 from manyhands.runtime import devices as _devices
 from manyhands.training import checkpoint, data, models
-from manyhands.training.checkpoint import Progress
+from manyhands.training.checkpoint import StepCount
 from manyhands.training.compiling import compiled, expect_compiler
 from manyhands.training.display import Display
 from manyhands.training.metrics import Metrics, Record
@@ -55,8 +55,8 @@ class Run:
     model: DataParallel
     optimizer: torch.optim.Optimizer
     metrics: Metrics
-    progress: Progress
-    saved: Progress | None
+    progress: StepCount
+    saved: StepCount | None
     sizes_compiled: set[int] = field(default_factory=set)
 
     @classmethod
@@ -108,7 +108,7 @@ class Run:
         )
 
         records: list[Record] = []
-        progress = Progress()
+        progress = StepCount()
         if resume:
             state, records = ranks.from_first(lambda: _read_run(folder, dataset, display))
             progress = checkpoint.restore(state, folder, live, optimizer, devices)
