@@ -37,7 +37,7 @@ def test_an_engine_object_belongs_to_one_wrapper_as_long_as_that_lives(make) -> 
         (ThreadsEngine, TypeError, r"make one, ThreadsEngine\(\)"),
         (DistributedEngine(ThreadsEngine(), None, []), ValueError, "DataParallel makes this engine itself"),
     ],
-    ids=str,
+    ids=["another name", "a number", "a class", "an engine of DataParallel's own"],
 )
 def test_anything_else_is_refused(engine: object, error: type[Exception], message: str) -> None:
     """A13"""
