@@ -243,7 +243,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
     def _run(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.devices:
             return called(self.module, method)(*inputs, **kwargs)
-        must_run = self._engine.must_run(self.module)
+        module: Any = self._modules["module"]  # `self.module` takes a microsecond
+        must_run = self._engine.must_run(module)
         if not must_run and (len(self.devices) == 1 or self._runs_whole()):
             return self._run_on_one_device(method, inputs, kwargs)
         if torch.compiler.is_compiling():  # the wrapper, or a model around it: replicas stay out of its graph
