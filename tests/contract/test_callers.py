@@ -1,9 +1,5 @@
 """Several threads that call, and programs that end."""
 
-import subprocess
-import sys
-import textwrap
-
 import torch
 
 from helpers.contract import (
@@ -18,6 +14,7 @@ from helpers.contract import (
     over_gloo_too,
     twins,
 )
+from helpers.programs import run_script
 
 
 @over_gloo_too
@@ -38,16 +35,6 @@ def test_calls_from_several_threads_at_once(wrap: Wrap) -> None:
 
 # A program of its own does not see what a test sets here, so that gloo would be no case of its own.
 in_a_program_of_its_own = on_engines(["threads", "processes"] if ON_CPU else ["threads"])
-
-
-def run_script(script: str, timeout_s: float = 100.0) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
 
 
 @in_a_program_of_its_own

@@ -5,9 +5,7 @@ import contextlib
 import gc
 import os
 import signal
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 import weakref
@@ -22,6 +20,7 @@ import torch
 
 from helpers.garbage import no_garbage
 from helpers.in_time import WAIT_S, in_time
+from helpers.programs import run_script
 from manyhands.runtime import thread_pool
 from manyhands.runtime.thread_pool import Outcome, inside_replica, replica_path, run_together
 from manyhands.runtime.thread_state import ThreadState
@@ -322,16 +321,6 @@ def test_errors_leave_no_cycles(kind: type[BaseException], nested: bool) -> None
 
 
 # ---- processes -------------------------------------------------------------------------------------
-
-
-def run_script(script: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
