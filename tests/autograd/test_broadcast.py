@@ -16,6 +16,7 @@ from helpers.modules import Calls
 from helpers.twins import assert_same_gradients
 from manyhands import DataParallel
 from manyhands.autograd import broadcast
+from manyhands.autograd.reducer import LeafHooks
 from manyhands.engines.threads import ThreadsEngine
 from manyhands.runtime.buckets import buckets_of
 from manyhands.runtime.streams import Copies
@@ -122,7 +123,6 @@ def test_a_bucket_leaves_while_backward_runs(copied: list[torch.Size], monkeypat
     monkeypatch.setattr(broadcast, "buckets_of", functools.partial(buckets_of, full_bytes=32))  # of two parameters
     leaves = [[torch.zeros(4, requires_grad=True) for _ in range(2)] for _ in range(4)]
     emitted: list[tuple[int, list[float]]] = []
-    totals: dict[int, torch.Tensor] = {}
 
     def add(parameter: int, replica: int) -> None:
         leaves[parameter][replica].sum().backward()
@@ -130,7 +130,10 @@ def test_a_bucket_leaves_while_backward_runs(copied: list[torch.Size], monkeypat
     def emit(parameter: int, total: torch.Tensor) -> None:
         emitted.append((parameter, total.tolist()))
 
-    with broadcast.reduce_coalesced(leaves, [torch.device("cpu")] * 4, totals, emit, {1, 3}, separate_memory=True):
+    plan = broadcast.ReduceBuckets([first for first, _ in leaves])
+    hooks = [LeafHooks(dict(enumerate(of_replica))) for of_replica in zip(*leaves, strict=True)]
+    reduce = broadcast.CoalescedReduce(plan, [CPU] * 2, emit, {1, 3}, separate_memory=True)
+    with reduce, hooks[0].handing_to(reduce.of(0)), hooks[1].handing_to(reduce.of(1)):
         add(3, replica=1)
         assert not copied
         add(2, replica=1)
@@ -140,6 +143,7 @@ def test_a_bucket_leaves_while_backward_runs(copied: list[torch.Size], monkeypat
         add(2, replica=0)
         assert emitted == [(3, [2.0] * 4)]
         add(0, replica=1)
+        totals = reduce.end()
     assert {k: total.tolist() for k, total in totals.items()} == {2: [2.0] * 4, 0: [1.0] * 4}
     assert copied == [(8,), (4,)]
 

@@ -6,7 +6,9 @@ Replicas share the parameters' memory, or have memory of their own, in buckets (
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from manyhands import DataParallel
 from manyhands.autograd import broadcast
-from manyhands.autograd.reducer import NOTHING_EARLY, reduce_early
+from manyhands.autograd.reducer import LeafHooks, RunningSums, sums_of
 from manyhands.runtime.buckets import buckets_of
 
 LARGE = 1 << 14  # this many float32 numbers are worth summing early
@@ -36,23 +38,28 @@ def give(leaf: torch.Tensor, value: float) -> None:
 # ---- in one memory, and in several ---------------------------------------------------------------
 
 
-@pytest.fixture(params=["early", "coalesced"])
+def summed(leaves: Leaves, sums: AbstractContextManager[Any], backward: Callable[[], None]) -> dict[int, torch.Tensor]:
+    """Return the sums of what a backward adds to `leaves[k][replica]`, by k."""
+    with sums as reducers, ExitStack() as stack:
+        for i, of_replica in enumerate(zip(*leaves, strict=True)):
+            stack.enter_context(LeafHooks(dict(enumerate(of_replica))).handing_to(reducers.of(i)))
+        backward()
+        return reducers.end()
+
+
+@pytest.fixture(params=["running", "coalesced"])
 def reduce(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Reduce:
     """Sum what a backward adds to `leaves[k][replica]`; return the different entries of each sum, by k."""
     monkeypatch.setattr(broadcast, "buckets_of", partial(buckets_of, full_bytes=2 * 4 * LARGE))
 
     def reduce(leaves: Leaves, backward: Callable[[], None]) -> dict[int, list[float]]:
-        totals: dict[int, torch.Tensor] = {}
-        if request.param == "early":
-            with reduce_early(leaves):
-                backward()
-            for k, (first, *_) in enumerate(leaves):
-                totals |= {k: first.grad} if first.grad is not None else {}
-                first.grad = None
+        num_replicas = len(leaves[0])
+        if request.param == "running":
+            totals = summed(leaves, nullcontext(RunningSums(num_replicas, range(len(leaves)))), backward)
         else:
-            homes = [CPU] * len(leaves)
-            with broadcast.reduce_coalesced(leaves, homes, totals, *NOTHING_EARLY, separate_memory=True):
-                backward()
+            plan = broadcast.ReduceBuckets([of_tensor[0] for of_tensor in leaves])
+            reduce = broadcast.CoalescedReduce(plan, [CPU] * num_replicas, separate_memory=True)
+            totals = summed(leaves, reduce, backward)
         assert all(leaf.grad is None for of_tensor in leaves for leaf in of_tensor)
         return {k: total.unique().tolist() for k, total in totals.items()}
 
@@ -143,24 +150,49 @@ def test_gradients_go_as_soon_as_they_are_added() -> None:
     gone: list[weakref.ref[torch.Tensor]] = []
     for leaf in of_tensor:
         leaf.register_post_accumulate_grad_hook(lambda leaf: gone.append(weakref.ref(leaf.grad)))
-    with reduce_early([of_tensor]):
+
+    def backward() -> None:
         give(of_tensor[0], 1.0)
         give(of_tensor[2], 1.0)
         assert [reference() is None for reference in gone] == [False, False]  # the sum; one that waits for the second
         give(of_tensor[1], 1.0)
         assert [reference() is None for reference in gone] == [False, True, True]
-    assert of_tensor[0].grad is gone[0]()
+
+    totals = summed([of_tensor], nullcontext(RunningSums(3, [0])), backward)
+    assert totals[0] is gone[0]()
 
 
 def test_what_is_left_alone() -> None:
-    """Small tensors, tensors that one replica has, and leaves on several devices."""
-    small, single = leaves(2, size=3), [*leaves(1), None]
-    elsewhere = [torch.zeros(LARGE, device=device, requires_grad=True) for device in ("cpu", "meta")]
-    with reduce_early([small, single, elsewhere]):
-        for leaf in (*small, single[0], *elsewhere):
+    """Small gradients stay in `.grad` until they are summed all at once."""
+    small, large = leaves(2, size=3), leaves(2)
+
+    def backward() -> None:
+        for leaf in (*small, *large):
             give(leaf, 1.0)
-            assert leaf.grad is not None
-    assert all(leaf.grad is not None for leaf in (*small, single[0], *elsewhere))
+            assert (leaf.grad is None) == (len(leaf) == LARGE)
+
+    assert list(summed([small, large], nullcontext(RunningSums(2, [1])), backward)) == [1]
+    (total,) = sums_of([[leaf.grad] for leaf in small])
+    assert torch.equal(total, torch.full((3,), 2.0))
+
+
+def test_sums_in_bulk() -> None:
+    """N1, N2: in replica order, whatever is missing or sparse; nothing that was given is written into."""
+    sparse = torch.eye(2).to_sparse()
+    given = [
+        [torch.full((2,), 1e8), None, torch.ones(2, 2), sparse, None],
+        [torch.ones(2), torch.ones(1), sparse, sparse, None],
+        [torch.full((2,), -1e8), None, None, torch.ones(2, 2), None],
+    ]
+    before = [[grad if grad is None else grad.clone() for grad in of_replica] for of_replica in given]
+    totals = sums_of([[*of_replica] for of_replica in given])
+    expected = [torch.zeros(2), torch.ones(1), torch.ones(2, 2) + torch.eye(2), torch.ones(2, 2) + 2 * torch.eye(2)]
+    assert totals.pop() is None
+    for total, value in zip(totals, expected, strict=True):
+        torch.testing.assert_close(total, value, rtol=0, atol=0)
+    for of_replica, as_before in zip(given, before, strict=True):
+        for grad, value in zip(of_replica, as_before, strict=True):
+            assert grad is value is None or torch.equal(grad.to_dense(), value.to_dense())
 
 
 class Wide(nn.Module):

@@ -43,8 +43,8 @@ class Alias(torch.autograd.Function):
         return grad
 
 
-class Boundary(torch.autograd.Function):
-    """The node of the caller's graph; `Boundary.apply(graphs, *live_inputs)` returns the joined outputs."""
+class _Boundary(torch.autograd.Function):
+    """The node of the caller's graph; `_apply(graphs, *live_inputs)` returns the joined outputs."""
 
     @staticmethod
     def forward(ctx: Any, graphs: ReplicaGraphs, *live_inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -55,10 +55,10 @@ class Boundary(torch.autograd.Function):
         constant = []
         for edge in graphs.outputs:
             result = edge.join(edge.tensors)
-            if any(result is tensor for tensor in edge.tensors):
+            if [tensor for tensor in edge.tensors if tensor is result]:
                 result = result.clone()  # it would be a replica's own tensor, and the caller may write into it
             joined.append(result)
-            if not any(tensor is not None and tensor.requires_grad for tensor in edge.tensors):
+            if not edge.requires_grad:
                 constant.append(result)
         ctx.mark_non_differentiable(*constant)
         return tuple(joined)
@@ -73,26 +73,22 @@ class Boundary(torch.autograd.Function):
             )
         reduction = graphs.begin_sum(ctx)
         if reduction is None and all(grad is None for grad in grads):
-            return (None, *(None for _ in graphs.inputs))
+            return (None,) * (1 + len(graphs.live_inputs))
         keep = graphs.keep or torch_private.backward_keeps_graph()
-        of_parameters = slice(graphs.parameters.start, graphs.parameters.stop)
+        first = graphs.first_parameter
         try:
             if torch.is_grad_enabled():
                 joined = _differentiable_backward(graphs, grads)
                 if reduction is not None:
-                    joined[of_parameters] = reduction.differentiable(joined[of_parameters])
+                    joined[first:] = reduction.differentiable(joined[first:])
                 return (None, *joined)
-            parts = graphs.backward(grads, keep, reduction)
-            joined = []
-            for edge, of_edge in zip(graphs.inputs, parts, strict=True):
-                joined.append(edge.join_gradients(of_edge))
-                of_edge.clear()  # frees the replicas' gradients as soon as their sum is known
+            joined = graphs.backward(grads, keep, reduction)
             if reduction is not None:
-                rest = {k: grad for k, grad in enumerate(joined[of_parameters]) if grad is not None}
-                joined[of_parameters] = reduction.finish(rest)
+                rest = {k: grad for k, grad in enumerate(joined[first:]) if grad is not None}
+                joined[first:] = reduction.finish(rest)
         except BaseException as error:
             if not torch.is_grad_enabled():
-                graphs.release()  # half done: another backward must not count what the leaves hold now
+                graphs.release(failed=True)  # another backward must not count what the leaves hold now
             if reduction is not None:
                 reduction.failed(error)
             raise
@@ -100,6 +96,30 @@ class Boundary(torch.autograd.Function):
         if not keep:
             graphs.release()
         return (None, *joined)
+
+
+# `apply` without its search for torch.func's tensors, which is a call for each parameter: under a transform the plain
+# composition runs.
+_apply: Any = super(torch.autograd.Function, _Boundary).apply
+
+
+def join(
+    graphs: ReplicaGraphs, live_inputs: Sequence[torch.Tensor], own_leaves: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    """Return the joined outputs, linked to the caller's tensors if any of them needs a gradient.
+
+    Args:
+        live_inputs: the caller's tensors behind `graphs.inputs`.
+        own_leaves: the replicas' leaves, without those that are the caller's own tensors.
+    """
+    live = [*live_inputs, *graphs.live_parameters]
+    if [leaf for leaf in own_leaves if leaf.grad is not None]:
+        graphs.pass_on_gradients(live)
+    if not [edge for edge in graphs.outputs if edge.requires_grad]:
+        return graphs.joined_outputs()
+    aliases = [tensor if tensor.is_leaf else Alias.apply(tensor) for tensor in live]  # type: ignore[no-untyped-call]
+    joined: tuple[torch.Tensor, ...] = _apply(graphs, *aliases)
+    return joined
 
 
 def _differentiable_backward(graphs: ReplicaGraphs, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -110,11 +130,13 @@ def _differentiable_backward(graphs: ReplicaGraphs, grads: Sequence[torch.Tensor
         BoundaryTensor(edge.placement, edge.device, edge.with_every_part(of_edge))
         if any(p is not None for p in of_edge)
         else None
-        for edge, of_edge in zip(graphs.inputs, parts, strict=True)
+        for edge, of_edge in zip(graphs.all_inputs, parts, strict=True)
     ]
     higher.outputs = [edge for edge in gradients if edge is not None]
     if not higher.outputs:
         return [None] * len(gradients)
-    live_inputs = (*graphs.live_inputs, *(grad for grad in grads if grad is not None))
-    results = iter(Boundary.apply(higher, *live_inputs))  # type: ignore[no-untyped-call]
+    first = graphs.first_parameter
+    incoming = [grad for grad in grads if grad is not None]
+    live_inputs = (*graphs.live_inputs[:first], *incoming, *graphs.live_inputs[first:])
+    results = iter(_apply(higher, *live_inputs))
     return [next(results) if edge is not None else None for edge in gradients]

@@ -14,17 +14,15 @@ second gradients of a leaf (backward inside backward, as in reentrant activation
 buckets that never become full.
 """
 
-import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence, Set
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
-from manyhands.autograd.reducer import Emit, sum_in_place
+from manyhands.autograd.reducer import Emit, Reducer, sum_in_place, sums_of
 from manyhands.runtime import devices as _devices
-from manyhands.runtime import torch_private
-from manyhands.runtime.buckets import Form, buckets_of, is_plain
+from manyhands.runtime.buckets import Bucket, Form, buckets_of, is_plain
 from manyhands.runtime.streams import Copies, current_stream, join_streams
 
 _ALIGNED_BYTES = 16  # kernels that load several entries at once need this alignment
@@ -35,134 +33,140 @@ def _is_remote(replica: int, device: torch.device, home: torch.device, separate_
     return not _devices.same_device(device, home) or (separate_memory and replica > 0)
 
 
-def broadcast_coalesced(
-    tensors: Mapping[int, torch.Tensor],
-    devices: Sequence[torch.device],
-    copies: Copies,
-    *,
-    separate_memory: bool = False,
-) -> list[dict[int, torch.Tensor]]:
-    """Return, for each replica, copies of those tensors that are not on its device already; they may be in flight.
+class CoalescedBroadcast:
+    """Copies tensors to those replicas that are not on the tensors' device, in flat buckets that are planned once.
 
     Args:
         tensors: by number.
         devices: one a replica.
-        copies: with the replicas as readers.
         separate_memory: copy to every replica but the first, even on the tensors' own device.
     """
-    found: list[dict[int, torch.Tensor]] = [{} for _ in devices]
-    homes = {tensor.device for tensor in tensors.values()}
-    remote = {
-        home: [i for i, device in enumerate(devices) if _is_remote(i, device, home, separate_memory)] for home in homes
-    }
-    if not any(remote.values()):
+
+    def __init__(
+        self, tensors: Mapping[int, torch.Tensor], devices: Sequence[torch.device], *, separate_memory: bool = False
+    ) -> None:
+        self._num_replicas = len(devices)
+        homes = {tensor.device for tensor in tensors.values()}
+        self._remote = {
+            home: [i for i, device in enumerate(devices) if _is_remote(i, device, home, separate_memory)]
+            for home in homes
+        }
+        self._buckets: list[Bucket] = []
+        self._others: list[int] = []
+        self._tensors: dict[int, torch.Tensor] = {}
+        if any(self._remote.values()):
+            self._tensors = {number: tensor.detach() for number, tensor in tensors.items()}
+            plain = {n: tensor for n, tensor in self._tensors.items() if is_plain(tensor) and tensor.numel()}
+            forms = {n: Form.of(tensor, tensor.device) for n, tensor in plain.items()}
+            self._buckets = [replace(bucket, aligned_bytes=_ALIGNED_BYTES) for bucket in buckets_of(forms)]
+            self._others = [n for n in self._tensors if n not in forms]
+
+    def __call__(self, copies: Copies) -> list[dict[int, torch.Tensor]]:
+        """Return each replica's copies, by number; they may be in flight. `copies` has the replicas as readers."""
+        found: list[dict[int, torch.Tensor]] = [{} for _ in range(self._num_replicas)]
+        for bucket in self._buckets:
+            flat = bucket.flat(self._tensors)  # of one tensor too: the replica at home may write into it meanwhile
+            for i in self._remote[flat.device]:
+                # `data` makes each view a tensor of its own: a write into one would otherwise count as one into all.
+                views = [view.data for view in bucket.views(copies.to(flat, i))]
+                found[i].update(zip(bucket.numbers, views, strict=True))
+        for number in self._others:
+            for i in self._remote[self._tensors[number].device]:
+                found[i][number] = copies.to(self._tensors[number], i)
         return found
-    tensors = {number: tensor.detach() for number, tensor in tensors.items()}
-    forms = {n: Form.of(tensor, tensor.device) for n, tensor in tensors.items() if is_plain(tensor) and tensor.numel()}
-    for bucket in buckets_of(forms):
-        bucket = bucket._replace(aligned_bytes=_ALIGNED_BYTES)
-        flat = bucket.flat(tensors)  # of a single tensor too: the replica at home may write into it during the copy
-        for i in remote[flat.device]:
-            # `data` makes each piece a tensor of its own: a write into one would otherwise count as a write into all.
-            found[i].update((n, piece.data) for n, piece in bucket.pieces(copies.to(flat, i)).items())
-    for number in tensors.keys() - forms.keys():
-        for i in remote[tensors[number].device]:
-            found[i][number] = copies.to(tensors[number], i)
-    return found
 
 
-@contextlib.contextmanager
-def reduce_coalesced(
-    leaves: Sequence[Sequence[torch.Tensor | None]],
-    homes: Sequence[torch.device],
-    totals: dict[int, torch.Tensor],
-    emit: Emit,
-    reduced: Set[int],
-    *,
-    separate_memory: bool = False,
-) -> Iterator[None]:
-    """Within the block, copy gradients home and sum them: `leaves[k]` are the replicas' leaves for parameter k.
+class ReduceBuckets:
+    """The buckets in which the gradients of some parameters are reduced, planned once.
 
-    When the block ends, the sums are in `totals`, by k, and every leaf's `.grad` is None.
+    Attributes:
+        homes: the devices of the parameters, each once.
+        bucket_of: each parameter's bucket; -1 for one that is copied by itself.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.homes = list(dict.fromkeys([parameter.device for parameter in parameters]))
+        self.home_of = [parameter.device for parameter in parameters]
+        # Backward computes the last parameters' gradients first.
+        plain = [(k, p.detach()) for k, p in reversed(list(enumerate(parameters))) if is_plain(p)]
+        self.buckets = buckets_of({k: Form.of(parameter, parameter.device) for k, parameter in plain})
+        self.bucket_of = [-1] * len(parameters)
+        for b, bucket in enumerate(self.buckets):
+            for k in bucket.numbers:
+                self.bucket_of[k] = b
+
+
+class CoalescedReduce:
+    """Copies the gradients of one backward home and sums them. A context; the parts may add from several threads.
 
     Args:
-        homes: each parameter's device.
+        plan: the parameters' buckets.
+        devices: one a replica.
         emit: called with k and the sum of one gradient from each replica, as soon as it is complete, for every k in
-            `reduced`; `totals` then has only what was not emitted.
-        separate_memory: as in `broadcast_coalesced`.
+            `emitted`; `end` then returns only what was not emitted.
+        separate_memory: as in `CoalescedBroadcast`.
     """
-    with Copies(list(dict.fromkeys(homes))) as copies:
-        reduce = _CoalescedReduce(leaves, homes, copies, emit, reduced, separate_memory)
-        handles = [
-            leaf.register_post_accumulate_grad_hook(partial(reduce.take, k, i))  # type: ignore[no-untyped-call]
-            for k, of_parameter in enumerate(leaves)
-            for i, leaf in enumerate(of_parameter)
-            if leaf is not None
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-        reduce.end()
-    totals.update(reduce.totals)
-
-
-class _CoalescedReduce:
-    """Copies the gradients of one backward home and sums them. `take` may be called from several threads."""
 
     def __init__(
         self,
-        leaves: Sequence[Sequence[torch.Tensor | None]],
-        homes: Sequence[torch.device],
-        copies: Copies,
-        emit: Emit,
-        reduced: Set[int],
-        separate_memory: bool,
+        plan: ReduceBuckets,
+        devices: Sequence[torch.device],
+        emit: Emit | None = None,
+        emitted: Collection[int] = (),
+        *,
+        separate_memory: bool = False,
     ) -> None:
-        self._homes, self._copies, self._emit, self._reduced = homes, copies, emit, reduced
-        self._separate_memory = separate_memory
-        self.totals: dict[int, torch.Tensor] = {}
-        # Backward computes the last parameters' gradients first.
-        plain = [
-            (k, leaf) for k, (leaf, *_) in reversed(list(enumerate(leaves))) if leaf is not None and is_plain(leaf)
+        self._plan, self._emit, self._emitted = plan, emit, emitted
+        self._copies = Copies(plan.homes)
+        self._reader = {home: reader for reader, home in enumerate(plan.homes)}
+        self._streams = {device: _devices.has_streams(device) for device in (*devices, *plan.homes)}
+        self._is_remote = [
+            {home: _is_remote(i, device, home, separate_memory) for home in plan.homes}
+            for i, device in enumerate(devices)
         ]
-        self._buckets = buckets_of({k: Form.of(leaf.detach(), homes[k]) for k, leaf in plain})
-        self._bucket_of = {k: b for b, bucket in enumerate(self._buckets) for k, _ in bucket.items}
-        self._reader = {home: reader for reader, home in enumerate(dict.fromkeys(homes))}
-        self._num_replicas = len(leaves[0]) if leaves else 0
+        self._num_replicas = len(devices)
         self._lock = threading.Lock()
-        self._taken: set[tuple[int, int]] = set()  # (parameter, replica) whose gradient is in a bucket
-        self._waiting: dict[tuple[int, int], dict[int, torch.Tensor]] = {}  # by bucket and replica
+        # By bucket and replica: the gradients that were added, None once they are on their way home.
+        self._waiting: dict[tuple[int, int], dict[int, torch.Tensor] | None] = {}
         self._made_on: dict[tuple[int, int], list[torch.Stream | None]] = {}  # the streams that computed them
-        self._at_home: dict[int, dict[int, dict[int, torch.Tensor]]] = {}  # by bucket, then by replica
+        self._at_home: dict[int, dict[int, list[torch.Tensor | None]]] = {}  # by bucket, then by replica
         # By parameter, then by replica: gradients outside buckets, and the streams that computed them.
         self._beside: dict[int, dict[int, list[tuple[torch.Tensor, torch.Stream | None]]]] = {}
+        self._totals: dict[int, torch.Tensor] = {}
         self._ending = False
 
-    def take(self, k: int, replica: int, leaf: torch.Tensor) -> None:
-        """Take the gradient that a leaf has just received; copy its bucket home if that is full now."""
-        gradient, leaf.grad = leaf.grad, None
-        if gradient is None:  # a user's hook has taken it
-            return
-        with self._lock, torch.no_grad():
-            b = self._bucket_of.get(k)
-            if b is None or (k, replica) in self._taken or not is_plain(gradient):
-                self._beside.setdefault(k, {}).setdefault(replica, []).append((gradient, current_stream(leaf.device)))
+    def of(self, replica: int) -> Reducer:
+        """Return a replica's part."""
+        return _PartOfReduce(self, replica, range(len(self._plan.bucket_of)))
+
+    def __enter__(self) -> "CoalescedReduce":
+        self._copies.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._copies.__exit__(*error)
+
+    def take(self, k: int, replica: int, gradient: torch.Tensor) -> None:
+        """Take a replica's gradient of parameter k; copy its bucket home if that is full now."""
+        b = self._plan.bucket_of[k]
+        stream = current_stream(gradient.device) if self._streams[gradient.device] else None
+        with self._lock:
+            waiting = self._waiting.setdefault((b, replica), {}) if b >= 0 else None
+            if waiting is None or k in waiting or not is_plain(gradient):
+                self._beside.setdefault(k, {}).setdefault(replica, []).append((gradient, stream))
                 return
-            self._taken.add((k, replica))
-            waiting = self._waiting.setdefault((b, replica), {})
             waiting[k] = gradient
-            del gradient  # so that the sum may be made in its memory
-            self._made_on.setdefault((b, replica), []).append(current_stream(leaf.device))
-            if len(waiting) == len(self._buckets[b].items):
+            del gradient
+            if stream is not None:
+                self._made_on.setdefault((b, replica), []).append(stream)
+            if len(waiting) == len(self._plan.buckets[b].items):
                 self._copy_home(b, replica)
 
-    def end(self) -> None:
-        """Copy what still waits, and make the calling thread's streams wait for all sums."""
+    def end(self) -> dict[int, torch.Tensor]:
+        """Copy what still waits, make the calling thread's streams wait for all sums, and return them."""
         with self._lock, torch.no_grad():
             self._ending = True
-            for b, replica in sorted(self._waiting):
+            for b, replica in sorted([place for place, waiting in self._waiting.items() if waiting]):
                 self._copy_home(b, replica)
             for b in sorted(self._at_home):
                 self._sum(b)
@@ -170,51 +174,47 @@ class _CoalescedReduce:
                 self._copies.wait_copies(reader)
             for k, of_parameter in sorted(self._beside.items()):
                 self._add_beside(k, of_parameter)
+        return self._totals
 
     def _copy_home(self, b: int, replica: int) -> None:
         """Copy a replica's gradients of one bucket home."""
-        gradients = self._waiting.pop((b, replica))
-        bucket, home = self._buckets[b], self._home(b)
+        gradients, self._waiting[b, replica] = self._waiting[b, replica], None
+        assert gradients is not None
+        bucket = self._plan.buckets[b]
+        home = self._plan.home_of[bucket.numbers[0]]
         if len(gradients) < len(bucket.items):
-            bucket = bucket._replace(items=tuple(item for item in bucket.items if item[0] in gradients))
+            bucket = replace(bucket, items=tuple([item for item in bucket.items if item[0] in gradients]))
         device = next(iter(gradients.values())).device
-        join_streams(self._made_on.pop((b, replica)), gradients.values(), device)
-        if _is_remote(replica, device, home, self._separate_memory):
-            parts = bucket.pieces(self._copies.to_add(bucket.flat(gradients), self._reader[home]))
+        join_streams(self._made_on.pop((b, replica), ()), gradients.values(), device)
+        reader = self._reader[home]
+        if self._is_remote[replica][home]:
+            gradients.update(bucket.pieces(self._copies.to_add(bucket.flat(gradients), reader)))
         else:
-            parts = {}
-            for k in list(gradients):
-                gradient = gradients.pop(k)
-                # A gradient can be in memory that is not its own: see `sum_in_place`.
-                parts[k] = gradient if torch_private.owns_its_memory(gradient) else gradient.clone()
-                self._copies.record_stream(parts[k], self._reader[home])
-            self._copies.wait_compute(self._reader[home])
+            for gradient in gradients.values() if self._streams[home] else ():
+                self._copies.record_stream(gradient, reader)
+            self._copies.wait_compute(reader)
         here = self._at_home.setdefault(b, {})
-        here[replica] = parts
+        here[replica] = [gradients.get(k) for k in self._plan.buckets[b].numbers]
+        gradients.clear()
         if len(here) == self._num_replicas and not self._ending:
             self._sum(b)
 
     def _sum(self, b: int) -> None:
         """Sum the parts of a bucket that are at home, in replica order."""
         at_home = self._at_home.pop(b)
-        totals: dict[int, torch.Tensor] = {}
-        reader = self._reader[self._home(b)]
-        with self._copies.on_copy_stream(reader):
-            for replica in sorted(at_home):
-                parts = at_home.pop(replica)
-                both = [k for k in parts if k in totals]
-                torch_private.add_all_in_place([totals[k] for k in both], [parts[k] for k in both])
-                totals.update((k, part) for k, part in parts.items() if k not in totals)
-        for total in totals.values():
+        numbers = self._plan.buckets[b].numbers
+        reader = self._reader[self._plan.home_of[numbers[0]]]
+        with self._copies.on_copy_stream(reader), torch.no_grad():
+            totals = sums_of([at_home.pop(replica) for replica in sorted(at_home)])
+        found = {k: total for k, total in zip(numbers, totals, strict=True) if total is not None}
+        del totals
+        for total in found.values() if self._streams[self._plan.home_of[numbers[0]]] else ():
             self._copies.record_stream(total, reader)
-        reduced = [] if self._ending else [k for k in totals if k in self._reduced]
-        with self._copies.read(reader) if reduced else contextlib.nullcontext():
-            for k in reduced:
-                self._emit(k, totals.pop(k))
-        self.totals.update(totals)
-
-    def _home(self, b: int) -> torch.device:
-        return self._homes[self._buckets[b].items[0][0]]
+        if self._emit is not None and not self._ending:
+            with self._copies.read(reader):
+                for k in [k for k in found if k in self._emitted]:
+                    self._emit(k, found.pop(k))
+        self._totals.update(found)
 
     def _add_beside(
         self, k: int, of_parameter: Mapping[int, Sequence[tuple[torch.Tensor, torch.Stream | None]]]
@@ -225,5 +225,20 @@ class _CoalescedReduce:
                 if number < len(of_parameter[replica]):
                     gradient, stream = of_parameter[replica][number]
                     join_streams([stream], [gradient] if is_plain(gradient) else [], gradient.device)
-                    part = _devices.copied_to(gradient, self._homes[k])
-                    self.totals[k] = sum_in_place([self.totals[k], part]) if k in self.totals else part
+                    part = _devices.copied_to(gradient, self._plan.home_of[k])
+                    self._totals[k] = sum_in_place([self._totals[k], part]) if k in self._totals else part
+
+
+class _PartOfReduce(Reducer):
+    """One replica's part in a `CoalescedReduce`."""
+
+    def __init__(self, reduce: CoalescedReduce, replica: int, numbers: Collection[int]) -> None:
+        self._reduce, self._replica, self._numbers = reduce, replica, numbers
+
+    @property
+    def numbers(self) -> Collection[int]:
+        return self._numbers
+
+    def add(self, number: int, gradient: torch.Tensor) -> bool:
+        self._reduce.take(number, self._replica, gradient)
+        return True

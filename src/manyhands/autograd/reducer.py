@@ -1,64 +1,133 @@
-"""Gradients reduced early: summed over the replicas while their backward still runs.
+"""Gradients that are reduced while backward still runs: what takes them off the leaves, and their sum in this process.
 
 Each replica computes a gradient of its own for every parameter. Kept until the last replica is done, these gradients
 would take the parameters' memory once more for each further replica, while most activations are still alive. So a large
-gradient is added to the sum, and freed, as soon as those before it in replica order have arrived.
-
-Guarantees
-    - The order of additions does not depend on which replica is faster: first every replica's first contribution in
-      replica order, then every second one, and so on. So runs repeat bit for bit. (A leaf receives several
-      contributions where backward is called inside backward, as reentrant activation checkpointing does.)
-    - A replica that contributes nothing delays the sum until backward ends, and no longer.
+gradient is handed to the replica's `Reducer` as soon as it is computed. Reducers differ in what is behind them: a sum
+in this process (`RunningSums`), buckets on another device (broadcast.py), memory that processes share, gloo or NCCL
+(engines/processes/reducers/), the processes of a launcher (distributed/).
 """
 
+import abc
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
 
 import torch
 
 from manyhands.runtime import torch_private
-from manyhands.runtime.buckets import LARGE_BYTES
 
 Emit: TypeAlias = Callable[[int, torch.Tensor], None]
-NOTHING_EARLY: tuple[Emit, Set[int]] = (lambda k, total: None, frozenset())
 
 
-@contextlib.contextmanager
-def reduce_early(
-    tensors: Sequence[Sequence[torch.Tensor | None]],
-    emit: Emit = NOTHING_EARLY[0],
-    reduced: Set[int] = NOTHING_EARLY[1],
-) -> Iterator[None]:
-    """Within the block, sum the gradients of large leaves: `tensors[k]` are the replicas' leaves for one tensor.
+class Reducer(abc.ABC):
+    """One replica's part in reducing the gradients of one backward."""
 
-    When the block ends, the first leaf of each has the sum in `.grad`, and the others have None there. Leaves on
-    several devices are left alone.
+    @property
+    @abc.abstractmethod
+    def numbers(self) -> Collection[int]:
+        """The numbers of the leaves whose gradients are reduced."""
+
+    @abc.abstractmethod
+    def add(self, number: int, gradient: torch.Tensor) -> bool:
+        """Add a leaf's gradient; return False, and do nothing, if it cannot be reduced, such as a second one."""
+
+
+class LeafHooks:
+    """Hands the gradients of one replica's leaves to a reducer, each as soon as backward has computed it.
 
     Args:
-        emit: called with k and the sum of one gradient from each replica, as soon as it is complete, for every k in
-            `reduced`, small leaves included. When the block ends, `.grad` holds only what was not emitted.
+        leaves: by the numbers that reducers have for them. A leaf gets its hook when it first needs one, and keeps it.
     """
-    sums: list[tuple[list[torch.Tensor], _RunningSum]] = []
-    handles = []
-    for k, of_tensor in enumerate(tensors):
-        leaves = [leaf for leaf in of_tensor if leaf is not None]
-        worth_it = k in reduced or (len(leaves) > 1 and leaves[0].nbytes >= LARGE_BYTES)
-        if leaves and worth_it and len({leaf.device for leaf in leaves}) == 1:
-            running = _RunningSum(len(leaves), partial(emit, k) if k in reduced else None)
-            sums.append((leaves, running))
-            for i, leaf in enumerate(leaves):
-                handles.append(leaf.register_post_accumulate_grad_hook(running.taking(i)))  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-    for leaves, running in sums:
-        leaves[0].grad = running.end()
+
+    def __init__(self, leaves: Mapping[int, torch.Tensor]) -> None:
+        self._leaves = leaves
+        self._installed: set[int] = set()
+        self._active: list[Reducer] = []  # the hooks refer to this list only: no reference cycle leads to the leaves
+
+    @property
+    def num_installed(self) -> int:
+        return len(self._installed)
+
+    @contextlib.contextmanager
+    def handing_to(self, reducer: Reducer | None) -> Iterator[None]:
+        """Within the context, hand the gradients to `reducer`; a gradient that it takes is not left in `.grad`."""
+        if reducer is None:
+            yield
+            return
+        for number in reducer.numbers:
+            leaf = None if number in self._installed else self._leaves.get(number)
+            if leaf is not None and leaf.is_leaf and leaf.requires_grad:
+                self._installed.add(number)
+                leaf.register_post_accumulate_grad_hook(partial(_hand_over, self._active, number))  # type: ignore[no-untyped-call]
+        self._active.append(reducer)
+        try:
+            yield
+        finally:
+            self._active.clear()
+
+
+def _hand_over(active: list[Reducer], number: int, leaf: torch.Tensor) -> None:
+    if active and leaf.grad is not None and active[0].add(number, leaf.grad):
+        leaf.grad = None
+
+
+class RunningSums:
+    """The sums of the replicas' gradients, in this process. Each replica adds from a thread of its own.
+
+    Guarantees
+        - The order of additions does not depend on which replica is faster: first every replica's first contribution
+          in replica order, then every second one, and so on. So runs repeat bit for bit. (A leaf receives several
+          contributions where backward is called inside backward, as reentrant activation checkpointing does.)
+        - A replica that contributes nothing delays the sum until backward ends, and no longer.
+
+    Args:
+        numbers: the tensors' numbers.
+        emit: called with a number and the sum of one gradient from each replica, as soon as it is complete, for every
+            number in `emitted`; `end` then returns only what was not emitted.
+    """
+
+    def __init__(
+        self,
+        num_replicas: int,
+        numbers: Collection[int],
+        emit: Emit | None = None,
+        emitted: Collection[int] = (),
+    ) -> None:
+        self.numbers = numbers
+        self._sums = {
+            number: _RunningSum(num_replicas, partial(emit, number) if emit and number in emitted else None)
+            for number in numbers
+        }
+
+    def of(self, replica: int) -> Reducer:
+        """Return a replica's part."""
+        return _PartOfSums(self._sums, replica)
+
+    def end(self) -> dict[int, torch.Tensor]:
+        """Add the gradients that still wait; return the sums, by number."""
+        sums = {number: running.end() for number, running in self._sums.items()}
+        return {number: total for number, total in sums.items() if total is not None}
+
+
+class _PartOfSums(Reducer):
+    """One replica's part in `RunningSums`."""
+
+    def __init__(self, sums: Mapping[int, "_RunningSum"], replica: int) -> None:
+        self._sums, self._replica = sums, replica
+
+    @property
+    def numbers(self) -> Collection[int]:
+        return self._sums.keys()
+
+    def add(self, number: int, gradient: torch.Tensor) -> bool:
+        running = self._sums.get(number)
+        if running is None:
+            return False
+        running.add(self._replica, gradient)
+        return True
 
 
 def sum_in_place(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -69,6 +138,36 @@ def sum_in_place(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         # (a.view(-1) + b.view(-1)).backward(g) leaves a.grad and b.grad in the memory of g.
         total = total.add_(gradient) if torch_private.owns_its_memory(total) else total + gradient
     return total
+
+
+def sums_of(gradients: Sequence[list[torch.Tensor | None]]) -> list[torch.Tensor | None]:
+    """Return the sum of each parameter's gradients in replica order; None where no replica has one. Frees them.
+
+    Args:
+        gradients: `gradients[i][k]` is replica i's gradient of parameter k.
+    """
+    totals, *others = gradients
+    is_own = False  # whether the sums are in memory of their own
+    for of_replica in others:
+        both = [
+            k
+            for k, (total, grad) in enumerate(zip(totals, of_replica, strict=True))
+            if total is not None and grad is not None and not total.is_sparse and not grad.is_sparse
+        ]
+        if len(both) == len(totals) and is_own:
+            torch_private.add_all_in_place(totals, of_replica)  # type: ignore[arg-type]
+        elif both:
+            sums = torch_private.add_all([totals[k] for k in both], [of_replica[k] for k in both])  # type: ignore[misc]
+            for k, both_added in zip(both, sums, strict=True):
+                totals[k], of_replica[k] = both_added, None
+            is_own = len(both) == len(totals)
+        if len(both) < len(totals):
+            for k, grad in enumerate(of_replica):
+                total = totals[k]
+                if grad is not None:
+                    totals[k] = grad if total is None else grad + total if total.is_sparse else total + grad
+        of_replica.clear()
+    return totals
 
 
 class _RunningSum:
@@ -82,20 +181,13 @@ class _RunningSum:
         self._total: torch.Tensor | None = None
         self._ending = False
 
-    def taking(self, replica: int) -> Callable[[torch.Tensor], None]:
-        """Return a hook that takes the gradient that the replica's leaf has just received, and adds what it can."""
-
-        def take(leaf: torch.Tensor) -> None:
-            gradient, leaf.grad = leaf.grad, None
-            if gradient is None:  # a user's hook has taken it
-                return
-            with self._lock:
-                self._waiting[replica].append(gradient)
-                del gradient  # so that the sum may be made in its memory
-                while self._waiting[self._turn]:
-                    self._add_next()
-
-        return take
+    def add(self, replica: int, gradient: torch.Tensor) -> None:
+        """Take a gradient that a replica's leaf has just received, and add what can be added."""
+        with self._lock, torch.no_grad():
+            self._waiting[replica].append(gradient)
+            del gradient  # so that the sum may be made in its memory
+            while self._waiting[self._turn]:
+                self._add_next()
 
     def end(self) -> torch.Tensor | None:
         """Add the gradients that still wait; return the sum, None if there was none."""

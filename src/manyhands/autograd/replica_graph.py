@@ -1,30 +1,35 @@
 """The replica graphs of one forward: what goes into them, what comes out, and the backward through all of them.
 
-Each replica has a graph of its own, from leaves for its shard and its parameters to its outputs. The boundary
-(boundary.py) is what the caller's graph sees of them.
+Each replica has a graph of its own, from leaves for its shard and its parameters to its outputs (`ReplicaGraph`). The
+boundary (boundary.py) is what the caller's graph sees of them (`ReplicaGraphs`).
 
 Which thread runs the backward of a replica graph: on the CPU each worker thread runs its own, so that backward is
 parallel (torch's engine would run a CPU graph in the thread that called it). On accelerators one call runs all of them:
 torch's engine has one thread a device, the boundary's backward runs on such a thread, and a wait in it for another
 backward on the same device would never end.
+
+The parameters are many, and go through in bulk: as one list a replica, without an object or a call for each.
 """
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 
-from manyhands.autograd.broadcast import reduce_coalesced
-from manyhands.autograd.reducer import NOTHING_EARLY, reduce_early, sum_in_place
+from manyhands.autograd.broadcast import CoalescedReduce, ReduceBuckets
+from manyhands.autograd.reducer import LeafHooks, Reducer, RunningSums, sum_in_place, sums_of
 from manyhands.autograd.reduction import Reduction, SyncContext
 from manyhands.primitives.parallel_apply import values_or_raise
 from manyhands.primitives.placements import Placement, Replicate
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
+from manyhands.runtime.buckets import LARGE_BYTES
 from manyhands.runtime.streams import wait_for_streams
 from manyhands.runtime.thread_pool import PassContext, ReplicaTiming, one_pass, run_together
 from manyhands.runtime.thread_state import modes_that_stay
@@ -49,6 +54,10 @@ class BoundaryTensor(NamedTuple):
     placement: Placement
     device: torch.device
     tensors: Sequence[torch.Tensor | None]
+
+    @property
+    def requires_grad(self) -> bool:
+        return bool([tensor for tensor in self.tensors if tensor is not None and tensor.requires_grad])
 
     def part(self, tensor: torch.Tensor, index: int, device: torch.device) -> torch.Tensor | None:
         part = self.placement.part(tensor, index)
@@ -77,48 +86,174 @@ class BoundaryTensor(NamedTuple):
         return [None if part is None else _devices.copy_to(part, self.device) for part in parts]
 
 
+@dataclass(slots=True)
+class ReplicaGraph:
+    """One replica's graph.
+
+    Attributes:
+        inputs: its leaves for the inputs of the call, and for tensors from outside the module; None where it has none.
+        parameters: its leaves for the module's parameters.
+        outputs: its outputs; None where it has none.
+        hooks: on its leaves, one object for those of the parameters, perhaps another for those of the inputs.
+    """
+
+    inputs: Sequence[torch.Tensor | None]
+    parameters: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor | None]
+    hooks: Sequence[LeafHooks] = ()
+
+    @property
+    def leaves(self) -> list[torch.Tensor | None]:
+        return [*self.inputs, *self.parameters]
+
+    def ends(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the outputs from which a backward starts, each with its gradient."""
+        pairs = zip(self.outputs, grads, strict=True)
+        return [(end, grad) for end, grad in pairs if end is not None and grad is not None and end.requires_grad]
+
+    def backward(self, grads: Sequence[torch.Tensor | None], keep: bool, reducer: Reducer | None = None) -> None:
+        """Run backward; the gradients are in the leaves' `.grad` then, except those that `reducer` took."""
+        backward_of([self], [grads], keep, [reducer])
+
+    def take_gradients(self) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+        """Return the `.grad` of the leaves of inputs, and of parameters, and set it to None."""
+        gradients = (
+            [None if leaf is None else leaf.grad for leaf in self.inputs],
+            [leaf.grad for leaf in self.parameters],
+        )
+        for leaf in self.inputs:
+            if leaf is not None:
+                leaf.grad = None
+        for leaf in self.parameters:
+            leaf.grad = None
+        return gradients
+
+
+def backward_of(
+    graphs: Sequence[ReplicaGraph],
+    grads: Sequence[Sequence[torch.Tensor | None]],
+    keep: bool,
+    reducers: Sequence[Reducer | None],
+) -> None:
+    """Run the backward of several graphs in one call; `grads[i]` are the gradients of the outputs of graph i."""
+    ends = [end for graph, of_graph in zip(graphs, grads, strict=True) for end in graph.ends(of_graph)]
+    if not ends:
+        return
+    with contextlib.ExitStack() as stack:
+        for graph, reducer in zip(graphs, reducers, strict=True):
+            for hooks in graph.hooks if reducer is not None else ():
+                stack.enter_context(hooks.handing_to(reducer))
+        torch.autograd.backward([end for end, _ in ends], [grad for _, grad in ends], retain_graph=keep)
+
+
+def gradients_of(
+    graphs: Sequence[ReplicaGraph], grads: Sequence[Sequence[torch.Tensor | None]], **options: bool
+) -> list[list[torch.Tensor | None]]:
+    """Return the gradients of each graph's `leaves`, from one call, without writing any `.grad`.
+
+    A leaf that several graphs share has its gradient in the first.
+    """
+    ends = [end for graph, of_graph in zip(graphs, grads, strict=True) for end in graph.ends(of_graph)]
+    leaves = {id(leaf): leaf for graph in graphs for leaf in graph.leaves if leaf is not None}
+    found: dict[int, torch.Tensor | None] = {}
+    if ends and leaves:
+        results = torch.autograd.grad(
+            [end for end, _ in ends], list(leaves.values()), [grad for _, grad in ends], allow_unused=True, **options
+        )
+        found = dict(zip(leaves, results, strict=True))
+    return [[found.pop(id(leaf), None) for leaf in graph.leaves] for graph in graphs]
+
+
 @dataclass
 class ReplicaGraphs:
     """The replica graphs of one forward, and the boundary's inputs and outputs.
 
+    The boundary's inputs are `inputs` and, behind them, the live parameters.
+
     Attributes:
         timings: one a replica; `timings[i].device` is its device.
         where: each replica's name in messages.
-        inputs, outputs: the boundary's tensors.
+        inputs, outputs: the boundary's tensors, without the parameters.
+        live_parameters: those that need a gradient.
+        leaves: `leaves[i]` are replica i's leaves for the live parameters.
+        hooks: on these leaves, one a replica.
+        large: the numbers of the parameters whose gradients are summed while backward runs.
         shared_leaves: whether the graphs share leaves that are the caller's own tensors.
         keep: whether graphs of a higher order share nodes with these, so that a backward must not free them.
-        keep_alive: objects that must live as long as the graphs.
+        on_release: called when a backward has freed the graphs; keeps alive what they need.
         pass_contexts: entered around a backward in which each replica graph has a thread of its own.
         backward_context: entered around a backward that runs all replica graphs in one call.
-        live_inputs: the caller's tensors, one for each of `inputs`.
+        live_inputs: the caller's tensors, one for each of the boundary's inputs.
         sync_context: what these graphs count for when several processes sum the parameters' gradients; None: they do
             not.
-        parameters: which of `inputs` are the module's parameters.
-        remote_parameters: whether any replica's parameters are copies in memory of their own.
+        buckets: those in which gradients come home; None where no replica's parameters are in memory of their own.
         separate_memory: as in `ThreadsEngine`.
     """
 
     timings: list[ReplicaTiming]
     where: list[str]
-    inputs: list[BoundaryTensor]
-    outputs: list[BoundaryTensor]
+    inputs: list[BoundaryTensor] = field(default_factory=list)
+    outputs: list[BoundaryTensor] = field(default_factory=list)
+    live_parameters: Sequence[torch.Tensor] = ()
+    leaves: Sequence[Sequence[torch.Tensor]] = ()
+    hooks: Sequence[LeafHooks] = ()
+    large: Collection[int] = ()
     shared_leaves: bool = False
     keep: bool = False
-    keep_alive: Any = None
+    on_release: Callable[[], object] = lambda: None
     pass_contexts: Sequence[PassContext] = ()
     backward_context: BackwardContext = nullcontext
     live_inputs: tuple[torch.Tensor, ...] = ()
     sync_context: SyncContext | None = None
-    parameters: range = range(0)
-    remote_parameters: bool = False
+    buckets: ReduceBuckets | None = None
     separate_memory: bool = False
     released: bool = field(default=False, init=False)
     _grad_is_free: threading.Lock = field(default_factory=threading.Lock, init=False)
 
-    def release(self) -> None:
-        """Drop the replica graphs; this frees what only they referred to."""
-        self.inputs, self.outputs, self.live_inputs = [], [], ()
-        self.keep_alive, self.pass_contexts, self.backward_context, self.released = None, (), nullcontext, True
+    def release(self, failed: bool = False) -> None:
+        """Drop the replica graphs; this frees what only they referred to.
+
+        Args:
+            failed: whether a backward was left half done, so that the replicas are not as they were.
+        """
+        if not (failed or self.keep):
+            self.on_release()
+        self.inputs, self.outputs, self.live_inputs, self.leaves, self.hooks = [], [], (), (), ()
+        self.pass_contexts, self.backward_context, self.released = (), nullcontext, True
+        self.on_release = lambda: None
+
+    @property
+    def first_parameter(self) -> int:
+        """The place of the first parameter among the boundary's inputs."""
+        return len(self.inputs)
+
+    @property
+    def all_inputs(self) -> list[BoundaryTensor]:
+        """The boundary's inputs, with one object for each parameter too: for what is not done in bulk."""
+        pairs = zip(self.live_parameters, zip(*self.leaves, strict=True), strict=True)
+        return [*self.inputs, *(BoundaryTensor(Replicate(), live.device, of_live) for live, of_live in pairs)]
+
+    def graph(self, index: int) -> ReplicaGraph:
+        """Return the graph of a replica in this process."""
+        inputs = [edge.tensors[index] for edge in self.inputs]
+        hooks = [self.hooks[index]] if self.hooks else []
+        if replicated := self._replicated_inputs():
+            hooks.append(LeafHooks({~k: leaf for k in replicated if (leaf := inputs[k]) is not None}))
+        outputs = [edge.tensors[index] for edge in self.outputs]
+        return ReplicaGraph(inputs, self.leaves[index] if self.leaves else [], outputs, hooks)
+
+    def graphs(self) -> list[ReplicaGraph]:
+        """Return the graphs of all replicas in this process."""
+        return [self.graph(index) for index in range(len(self.timings))]
+
+    def _replicated_inputs(self) -> list[int]:
+        """Return the places of the large inputs that every replica has whole."""
+        return [
+            k
+            for k, edge in enumerate(self.inputs)
+            if isinstance(edge.placement, Replicate)
+            and any(t is not None and t.nbytes >= LARGE_BYTES for t in edge.tensors)
+        ]
 
     def check_backward_inside_forward(self) -> None:
         """Raise RuntimeError if gradients are summed over processes: the module itself has called backward."""
@@ -133,16 +268,29 @@ class ReplicaGraphs:
         """
         if self.sync_context is None:
             return None
-        following = boundary.next_functions  # the nodes that receive the inputs' gradients
-        nodes = [following[k][0] for k in self.parameters]
+        # The nodes that receive the gradients of the parameters.
+        nodes = [node for node, _ in boundary.next_functions[self.first_parameter :]]
         if not any(map(torch_private.backward_reaches, nodes)):
             return None
-        return self.sync_context.begin([self.live_inputs[k] for k in self.parameters], nodes)
+        return self.sync_context.begin(self.live_parameters, nodes)
+
+    def joined_outputs(self) -> list[torch.Tensor]:
+        """Return the joined outputs where no backward will follow."""
+        return [edge.join(edge.tensors) for edge in self.outputs]
+
+    def pass_on_gradients(self, live: Sequence[torch.Tensor]) -> None:
+        """Pass on gradients that the module's own call of backward, inside forward, has left in the replicas' leaves.
+
+        Raises:
+            RuntimeError: gradients are to be summed over processes.
+        """
+        self.check_backward_inside_forward()
+        pass_on(live, self._joined([graph.take_gradients() for graph in self.graphs()]))
 
     def backward(
         self, output_grads: Sequence[torch.Tensor | None], keep: bool, reduction: Reduction | None = None
-    ) -> list[list[torch.Tensor | None]]:
-        """Run backward in every replica graph; return the gradients of each input, one a replica.
+    ) -> list[torch.Tensor | None]:
+        """Run backward in every replica graph; return the gradient of each of the boundary's inputs.
 
         Gradients that `reduction` has taken meanwhile are missing.
         """
@@ -152,7 +300,8 @@ class ReplicaGraphs:
             # backward of the same graphs may be writing it now. Graphs that share a leaf may share nodes, which the
             # first replica's backward must not free.
             keep = keep or (self._one_backward_each() and not together)
-            return self._gradients(*self._ends(output_grads), together=together, retain_graph=keep)
+            parts = self._gradients(self._parts_of(output_grads), together=together, retain_graph=keep)
+            return [edge.join_gradients(of) for edge, of in zip(self.all_inputs, parts, strict=True)]
         try:
             return self._backward_into_grad(output_grads, keep, reduction)
         finally:
@@ -160,129 +309,115 @@ class ReplicaGraphs:
 
     def _backward_into_grad(
         self, output_grads: Sequence[torch.Tensor | None], keep: bool, reduction: Reduction | None
-    ) -> list[list[torch.Tensor | None]]:
-        ends, grads = self._ends(output_grads)
+    ) -> list[torch.Tensor | None]:
+        graphs, grads = self.graphs(), self._parts_of(output_grads)
 
         def backward_some(replicas: Sequence[int]) -> None:
             started = time.perf_counter()
-            some_ends = [end for i in replicas for end in ends[i]]
-            if some_ends:
-                torch.autograd.backward(some_ends, [g for i in replicas for g in grads[i]], retain_graph=keep)
+            some = [graphs[i] for i in replicas]
+            backward_of(some, [grads[i] for i in replicas], keep, [parts[i] for i in replicas])
             for i in replicas:
                 self.timings[i].backward_s = time.perf_counter() - started
 
-        totals: dict[int, torch.Tensor] = {}
-        with self._reduced_early(reduction, totals):
+        with self._sums(reduction) as sums:
+            parts = [None if sums is None else sums.of(i) for i in range(len(graphs))]
             if self._one_backward_each():
                 self._run_together(lambda index: backward_some([index]))
             else:
                 with self.backward_context():
-                    backward_some(range(len(self.timings)))
-        found = self.take_leaf_gradients()
-        for k, total in totals.items():
-            found[self.parameters[k]] = [total]
-        return found
+                    backward_some(range(len(graphs)))
+            totals = {} if sums is None else sums.end()
+        joined = self._joined([graph.take_gradients() for graph in graphs])
+        for number, total in totals.items():
+            joined[number if number < 0 else self.first_parameter + number] = total
+        return joined
 
-    def _reduced_early(
-        self, reduction: Reduction | None, totals: dict[int, torch.Tensor]
-    ) -> AbstractContextManager[None]:
-        """Return a context that sums the leaves' gradients during backward: into `.grad` of the first, or `totals`."""
-        leaves = [self.inputs[k].tensors for k in self.parameters]
-        emit, reduced = (reduction.add, reduction.early) if reduction is not None else NOTHING_EARLY
-        if self.remote_parameters:
-            homes = [self.inputs[k].device for k in self.parameters]
-            return reduce_coalesced(leaves, homes, totals, emit, reduced, separate_memory=self.separate_memory)
-        if reduction is not None:
-            return reduce_early(leaves, emit, reduced)
-        if self._one_backward_each():
-            return reduce_early([edge.tensors for edge in self.inputs if isinstance(edge.placement, Replicate)])
-        return nullcontext()
+    def _joined(
+        self, gradients: Sequence[tuple[list[torch.Tensor | None], list[torch.Tensor | None]]]
+    ) -> list[torch.Tensor | None]:
+        """Return the gradient of each of the boundary's inputs, from those of each replica's leaves."""
+        of_inputs = zip(*(of_inputs for of_inputs, _ in gradients), strict=True)
+        joined = [edge.join_gradients(of) for edge, of in zip(self.inputs, of_inputs, strict=True)]
+        return joined + sums_of([of_parameters for _, of_parameters in gradients])
+
+    def _sums(self, reduction: Reduction | None) -> AbstractContextManager[RunningSums | CoalescedReduce | None]:
+        """Return the context in which gradients are summed while backward runs."""
+        emit, emitted = (reduction.add, reduction.early) if reduction is not None else (None, ())
+        if self.buckets is not None:
+            devices = [timing.device for timing in self.timings]
+            return CoalescedReduce(self.buckets, devices, emit, emitted, separate_memory=self.separate_memory)
+        numbers = set(emitted)
+        if self._one_backward_each() and len(self.timings) > 1 and reduction is None:
+            numbers.update(self.large, [~k for k in self._replicated_inputs()])
+        return nullcontext(RunningSums(len(self.timings), numbers, emit, emitted) if numbers else None)
 
     def let_outputs_stream_wait(self) -> None:
         """Make the stream of the boundary's first output, which autograd uses, wait for the inputs' gradients."""
         if not self._one_backward_each():
-            wait_for_streams(self.outputs[0].device, [edge.device for edge in self.inputs])
-
-    def take_leaf_gradients(self) -> list[list[torch.Tensor | None]]:
-        """Return the leaves' `.grad`, by input and replica, and set it to None."""
-        return [[take_grad(leaf) for leaf in edge.tensors] for edge in self.inputs]
+            wait_for_streams(self.outputs[0].device, [edge.device for edge in self.all_inputs])
 
     def differentiable_backward(
         self, output_grads: Sequence[torch.Tensor | None]
-    ) -> tuple["ReplicaGraphs", list[list[torch.Tensor | None]]]:
-        """Run backward with create_graph=True; return its graphs, without outputs yet, and what `backward` returns."""
+    ) -> tuple[Self, list[list[torch.Tensor | None]]]:
+        """Run backward with create_graph=True; return its graphs, without outputs yet, and each input's gradients."""
         replicas = range(len(self.timings))
         incoming: list[BoundaryTensor] = []
-        ends: list[list[torch.Tensor]] = [[] for _ in replicas]
-        end_grads: list[list[torch.Tensor]] = [[] for _ in replicas]
+        end_grads: list[list[torch.Tensor | None]] = [[] for _ in replicas]
         for edge, grad in zip(self.outputs, output_grads, strict=True):
-            if grad is None:
-                continue
-            parts = [edge.part(grad.detach(), i, self.timings[i].device) for i in replicas]
-            parts = [None if p is None else p.detach().requires_grad_(grad.requires_grad) for p in parts]
-            incoming.append(
-                BoundaryTensor(edge.placement, grad.device, parts if grad.requires_grad else [None] * len(parts))
-            )
-            for i, (end, part) in enumerate(zip(edge.tensors, parts, strict=True)):
-                if end is not None and end.requires_grad and part is not None:
-                    ends[i].append(end)
-                    end_grads[i].append(part)
+            parts: list[torch.Tensor | None] = [None for _ in replicas]
+            if grad is not None:
+                parts = [edge.part(grad.detach(), i, self.timings[i].device) for i in replicas]
+                parts = [None if p is None else p.detach().requires_grad_(grad.requires_grad) for p in parts]
+                incoming.append(
+                    BoundaryTensor(edge.placement, grad.device, parts if grad.requires_grad else [None] * len(parts))
+                )
+            for i, part in enumerate(parts):
+                end_grads[i].append(part)
         together = any_batched(output_grads) or modes_that_stay()
-        higher = replace(self, inputs=[*self.inputs, *incoming], outputs=[], live_inputs=(), keep=True)
-        return higher, self._gradients(ends, end_grads, together=together, create_graph=True)
+        return self._higher(incoming), self._gradients(end_grads, together=together, create_graph=True)
 
-    def _ends(
-        self, output_grads: Sequence[torch.Tensor | None]
-    ) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
-        """Return the tensors from which backward starts in each replica graph, and their gradients."""
-        ends: list[list[torch.Tensor]] = [[] for _ in self.timings]
-        grads: list[list[torch.Tensor]] = [[] for _ in self.timings]
-        for edge, grad in zip(self.outputs, output_grads, strict=True):
-            for i, end in enumerate(edge.tensors):
-                if grad is None or end is None or not end.requires_grad:
-                    continue
-                part = edge.part(grad, i, end.device)
-                if part is not None:
-                    ends[i].append(end)
-                    grads[i].append(part)
-        return ends, grads
+    def _higher(self, incoming: Sequence[BoundaryTensor], **changes: Any) -> Self:
+        """Return the graphs of these graphs' gradients, without outputs yet; `incoming` are their further inputs."""
+        inputs = [*self.inputs, *incoming]
+        return replace(self, inputs=inputs, outputs=[], live_inputs=(), keep=True, **changes)
+
+    def _part_of(self, index: int, output_grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Return a replica's part of the output gradients; None for an output that needs none."""
+        return [
+            edge.part(grad, index, end.device) if grad is not None and end is not None and end.requires_grad else None
+            for edge, grad in zip(self.outputs, output_grads, strict=True)
+            for end in (edge.tensors[index],)
+        ]
+
+    def _parts_of(self, output_grads: Sequence[torch.Tensor | None]) -> list[list[torch.Tensor | None]]:
+        """Return each replica's part of the output gradients."""
+        return [self._part_of(index, output_grads) for index in range(len(self.timings))]
 
     def _gradients(
-        self, ends: list[list[torch.Tensor]], grads: list[list[torch.Tensor]], *, together: bool, **options: bool
+        self, grads: Sequence[Sequence[torch.Tensor | None]], *, together: bool, **options: bool
     ) -> list[list[torch.Tensor | None]]:
         """Return the gradients of each input without writing any `.grad`: one call a replica, or one for all."""
-        replicas = range(len(self.timings))
-        found: list[dict[int, torch.Tensor | None]] = [{}] * len(replicas)  # id of a leaf -> its gradient
-
-        def gradients(some: Sequence[int]) -> dict[int, torch.Tensor | None]:
-            some_leaves = [edge.tensors[i] for edge in self.inputs for i in some]
-            leaves = {id(leaf): leaf for leaf in some_leaves if leaf is not None}
-            some_ends = [end for i in some for end in ends[i]]
-            if not some_ends or not leaves:
-                return {}
-            some_grads = [grad for i in some for grad in grads[i]]
-            results = torch.autograd.grad(some_ends, list(leaves.values()), some_grads, allow_unused=True, **options)
-            return dict(zip(leaves, results, strict=True))
+        graphs = self.graphs()
+        found: list[list[torch.Tensor | None]] = [[] for _ in graphs]
 
         def backward_one(index: int) -> None:
-            found[index] = gradients([index])
+            (found[index],) = gradients_of([graphs[index]], [grads[index]], **options)
 
         if together or not self._one_backward_each():
             with self.backward_context():
-                found = [gradients(replicas)] * len(replicas)
+                found = gradients_of(graphs, grads, **options)
         else:
             self._run_together(backward_one)
-        # If one call has computed all gradients, they are in one dictionary, and a shared leaf's counts once.
-        return [[found[i].pop(id(leaf), None) for i, leaf in enumerate(edge.tensors)] for edge in self.inputs]
+        return [list(of_input) for of_input in zip(*found, strict=True)]
 
     def _one_backward_each(self) -> bool:
         """Return whether each replica graph's backward has a thread of its own."""
-        return all(_devices.computes_on_host(timing.device) for timing in self.timings)
+        return all([_devices.computes_on_host(timing.device) for timing in self.timings])
 
     def _run_together(self, backward_one: Callable[[int], None]) -> None:
         """Run each replica graph's backward in a thread of its own."""
         torch_private.import_what_backward_imports()
-        tasks = [lambda i=i: backward_one(i) for i in range(len(self.timings))]
+        tasks = [partial(backward_one, i) for i in range(len(self.timings))]
         devices = [timing.device for timing in self.timings]
         where = [f"the backward of {place}" for place in self.where]
         with one_pass(self.pass_contexts) as contexts:
@@ -290,13 +425,11 @@ class ReplicaGraphs:
             values_or_raise(run_together(tasks, devices, contexts), where)
 
 
+def pass_on(live: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+    """Pass gradients on to the live tensors."""
+    reached = [(tensor, grad) for tensor, grad in zip(live, gradients, strict=True) if grad is not None]
+    torch.autograd.backward([tensor for tensor, _ in reached], [grad for _, grad in reached])
+
+
 def any_batched(grads: Sequence[torch.Tensor | None]) -> bool:
     return any(grad is not None and torch_private.is_batched(grad) for grad in grads)
-
-
-def take_grad(leaf: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a leaf's `.grad`, and set it to None."""
-    if leaf is None:
-        return None
-    grad, leaf.grad = leaf.grad, None
-    return grad

@@ -1,26 +1,33 @@
 """A replica's inputs, its parameters, and a search of its graph; for every engine.
 
-`Inputs` splits the caller's inputs into shards, with leaves where a gradient is needed. `Stamp` is one replica with
-leaves of its own for the parameters. `look_for_live_tensors` finds tensors in a replica's graph that are not its own.
+`Inputs` splits the caller's inputs into shards, with leaves where a gradient is needed. A `ReplicaPool` has replicas,
+each with leaves of its own for the parameters. `look_for_live_tensors` finds tensors in a replica's graph that are not
+its own.
 Copies to other devices may still be in flight when these objects exist: see `streams.py`.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
-from manyhands.autograd.broadcast import broadcast_coalesced
-from manyhands.autograd.replica_graph import BoundaryTensor, ReplicaGraphs
+from manyhands.autograd.broadcast import CoalescedBroadcast, ReduceBuckets
+from manyhands.autograd.reducer import LeafHooks
+from manyhands.autograd.replica_graph import BoundaryTensor
 from manyhands.engines.base import Call
 from manyhands.primitives.batch_types import batch_type_of
-from manyhands.primitives.blueprint import Blueprint
+from manyhands.primitives.blueprint import Blueprint, Links
+from manyhands.primitives.change_tracking import DictSnapshot, TensorSnapshot
 from manyhands.primitives.outputs import Group
-from manyhands.primitives.placements import Placement, Replicate
+from manyhands.primitives.placements import Placement
 from manyhands.primitives.references import INERT
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
+from manyhands.runtime.buckets import LARGE_BYTES
 from manyhands.runtime.streams import Copies
 
 
@@ -65,72 +72,194 @@ def _copied(part: torch.Tensor, replica: int, device: torch.device, copies: Copi
     return copies.to(part, replica)
 
 
-def stamped(
-    blueprint: Blueprint,
-    source: torch.device,
-    devices: Sequence[torch.device],
-    tracked: bool,
-    copies: Copies,
-    *,
-    with_live_buffers: bool = True,
-    separate_memory: bool = False,
-) -> list["Stamp"]:
-    """Return a replica for each device, the first with the live module's buffers unless these are elsewhere."""
-    # A plain tensor in an attribute is copied with the module if it is on the module's device.
-    constants = {key: c for key, c in blueprint.constants.items() if _devices.same_device(c.device, source)}
-    tensors = {**blueprint.parameters, **blueprint.buffers, **constants}
-    copied = broadcast_coalesced(tensors, devices, copies, separate_memory=separate_memory)
-    return [Stamp(blueprint, own, tracked, with_live_buffers and i == 0) for i, own in enumerate(copied)]
-
-
-class Stamp:
-    """One replica, and its leaves in place of the live parameters.
+class Replica:
+    """One replica: its modules, its own leaves in place of the live parameters, and its own buffers.
 
     Args:
         blueprint: of the live module.
         copied: by id, copies of the tensors that are not on the replica's device already.
         tracked: whether a graph is built.
         shares_buffers: whether the replica has the live buffers themselves.
+
+    Attributes:
+        leaves: one for each live parameter that needs a gradient; empty where no graph is built.
+        hooks: on these leaves.
     """
 
     def __init__(
         self, blueprint: Blueprint, copied: Mapping[int, torch.Tensor], tracked: bool, shares_buffers: bool
     ) -> None:
-        self.live_parameters: list[torch.Tensor] = []
         self.leaves: list[torch.Tensor] = []
-        self.is_remote = bool(copied)
         tensors: dict[int, torch.Tensor] = {}
         for key, parameter in blueprint.parameters.items():
             if tracked and parameter.requires_grad:
                 tensors[key] = leaf = own_leaf(parameter, copied.get(key, parameter))
-                self.live_parameters.append(parameter)
                 self.leaves.append(leaf)
             elif key in copied:
                 tensors[key] = own_leaf(parameter, copied[key])
         own_buffers = blueprint.buffers_for(copied, shared=shares_buffers)
-        self._buffers = [(blueprint.buffers[key], own) for key, own in own_buffers.items()]
+        self._own_buffers = list(own_buffers.values())
+        self._live_buffers = [blueprint.buffers[key] for key in own_buffers]
         tensors.update(own_buffers)
         for key, constant in blueprint.constants.items():
             tensors[key] = copied.get(key, constant)
+        self.hooks = LeafHooks(dict(enumerate(self.leaves)))
+        self._copied = [(key, tensors[key]) for key in copied]
         self._stamped = blueprint.stamp(tensors)
+        self._links = Links(self._stamped.links) if self._stamped.links else None
+        if blueprint.is_reusable:
+            self._take_snapshots([tensor for key, tensor in tensors.items() if key not in copied])
 
     @property
-    def replica(self) -> nn.Module:
+    def root(self) -> nn.Module:
         return self._stamped.root
 
-    def __del__(self) -> None:
-        if hasattr(self, "_stamped"):  # else it was never made
-            self._stamped.unlink()
+    @property
+    def is_remote(self) -> bool:
+        """Whether its parameters are copies in memory of their own."""
+        return bool(self._copied)
+
+    def _take_snapshots(self, in_place: Sequence[torch.Tensor]) -> None:
+        modules = self._stamped.modules
+        registries = [module.__dict__[name] for name in _STAMPED_REGISTRIES for module in modules]
+        self._dicts = DictSnapshot([*(module.__dict__ for module in modules), *registries])
+        self._tensors = TensorSnapshot(in_place)
+        self._num_references = [*map(sys.getrefcount, modules)]
+
+    def is_unchanged(self) -> bool:
+        """Return whether the replica is as it was made, and nothing outside refers to its modules.
+
+        Hooks of a user's on its tensors are a change, too.
+        """
+        return (
+            self._dicts.is_current()
+            and self._tensors.is_current()
+            and [*map(sys.getrefcount, self._stamped.modules)] == self._num_references
+            and torch_private.num_hooks(self.leaves) == self.hooks.num_installed
+            and not [leaf for leaf in self.leaves if leaf.grad is not None]
+        )
+
+    def renew(self, copied: Mapping[int, torch.Tensor]) -> None:
+        """Take what the live module's tensors are now: new copies of those elsewhere, and the buffers' values."""
+        for key, own in self._copied:
+            own.data = copied[key]
+        if not copied:
+            self.renew_buffers()
 
     def renew_buffers(self) -> None:
         """Write the live buffers into this replica's copies."""
         with torch.no_grad():
-            torch_private.copy_all_in_place([own for _, own in self._buffers], [live for live, _ in self._buffers])
+            torch_private.copy_all_in_place(self._own_buffers, self._live_buffers)
 
     def commit_buffers(self) -> None:
         """Write this replica's buffers into the live ones, unless it uses the live ones themselves."""
-        for live, own in self._buffers:
+        for live, own in zip(self._live_buffers, self._own_buffers, strict=True):
             live.data.copy_(own)
+
+    def rest(self) -> None:
+        """Undo what forward has assigned, and free memory of its own, until the next forward."""
+        if not self._dicts.is_current():
+            self._dicts.restore()
+        for _, own in self._copied:
+            own.data = own.data.new_empty(0)
+
+
+_STAMPED_REGISTRIES = ("_parameters", "_buffers", "_modules")  # those that each replica has of its own
+
+
+@dataclass
+class Replicas:
+    """The replicas of one forward, and of the backward passes that belong to it: nothing else uses them meanwhile.
+
+    Attributes:
+        each: one a device.
+        broadcast: what copies the live module's tensors to them.
+    """
+
+    each: list[Replica]
+    broadcast: CoalescedBroadcast
+    _returns_to: "list[Replicas] | None" = None
+
+    @property
+    def leaves(self) -> list[list[torch.Tensor]]:
+        return [replica.leaves for replica in self.each]
+
+    @property
+    def hooks(self) -> list[LeafHooks]:
+        return [replica.hooks for replica in self.each]
+
+    def give_back(self) -> None:
+        """Let a later forward use them. To be called when no graph of theirs is left."""
+        free, self._returns_to = self._returns_to, None
+        if free is not None and len(free) < _MOST_IDLE:
+            for replica in self.each:
+                replica.rest()
+            free.append(self)
+
+
+_MOST_IDLE = 2  # sets of replicas that are kept for a kind of call: forwards may follow each other before a backward
+
+
+class ReplicaPool:
+    """The replicas of one blueprint: stamped when there are none, and used again as long as they are as they were.
+
+    Overlapping forwards have replicas of their own. What forward changed in a replica is undone when it is given back;
+    a replica that cannot be as it was is dropped.
+
+    Attributes:
+        source: the live module's device.
+        live_parameters: those that need a gradient.
+        large: which of them have large gradients.
+        buffers: the live buffers.
+        self_contained: the methods of which the replicas' graphs have been searched and lead to their own leaves only.
+    """
+
+    def __init__(self, blueprint: Blueprint, source: torch.device) -> None:
+        self.blueprint, self.source = blueprint, source
+        blueprint.keep()
+        self.live_parameters = [parameter for parameter in blueprint.parameters.values() if parameter.requires_grad]
+        self.large = [k for k, parameter in enumerate(self.live_parameters) if parameter.nbytes >= LARGE_BYTES]
+        self.buffers = list(blueprint.buffers.values())
+        self.self_contained: set[str | None] = set()
+        self._idle: dict[Any, list[Replicas]] = {}
+
+    @cached_property
+    def reduce_buckets(self) -> ReduceBuckets:
+        """The buckets in which gradients of replicas in memory of their own come home."""
+        return ReduceBuckets(self.live_parameters)
+
+    def take(
+        self,
+        devices: Sequence[torch.device],
+        tracked: bool,
+        copies: Copies,
+        *,
+        with_live_buffers: bool = True,
+        separate_memory: bool = False,
+    ) -> Replicas:
+        """Return a replica for each device, the first with the live module's buffers unless these are elsewhere."""
+        kind = (tracked, torch.is_inference_mode_enabled(), *devices)
+        idle = self._idle.setdefault(kind, []) if self.blueprint.is_reusable else None
+        while idle:
+            try:
+                replicas = idle.pop()
+            except IndexError:  # another thread has taken it
+                break
+            if all([replica.is_unchanged() for replica in replicas.each]):
+                for replica, copied in zip(replicas.each, replicas.broadcast(copies), strict=True):
+                    replica.renew(copied)
+                replicas._returns_to = idle
+                return replicas
+        blueprint = self.blueprint
+        # A plain tensor in an attribute is copied with the module if it is on the module's device.
+        constants = {key: c for key, c in blueprint.constants.items() if _devices.same_device(c.device, self.source)}
+        tensors = {**blueprint.parameters, **blueprint.buffers, **constants}
+        broadcast = CoalescedBroadcast(tensors, devices, separate_memory=separate_memory)
+        each = [
+            Replica(blueprint, copied, tracked, with_live_buffers and i == 0)
+            for i, copied in enumerate(broadcast(copies))
+        ]
+        return Replicas(each, broadcast, idle)
 
 
 def own_leaf(parameter: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
@@ -157,25 +286,6 @@ def carries_objects(call: Call) -> bool:
         not isinstance(leaf, torch.Tensor) and type(leaf) not in INERT and batch_type_of(leaf) is None
         for leaf in call.arguments.leaves
     )
-
-
-def parameter_edges(live: Sequence[torch.Tensor], leaves: Sequence[Sequence[torch.Tensor]]) -> Iterator[BoundaryTensor]:
-    """Yield the boundary's inputs for parameters: `leaves[i][k]` is replica i's leaf for live tensor k."""
-    for tensor, of_edge in zip(live, zip(*leaves, strict=True), strict=True):
-        yield BoundaryTensor(Replicate(), tensor.device, of_edge)
-
-
-def pass_on_gradients(graphs: ReplicaGraphs, live: Sequence[torch.Tensor]) -> None:
-    """Pass on gradients that the module's own call of backward, inside forward, has left in the replicas' leaves.
-
-    Raises:
-        RuntimeError: gradients are to be summed over processes.
-    """
-    graphs.check_backward_inside_forward()
-    parts = zip(graphs.inputs, graphs.take_leaf_gradients(), strict=True)
-    gradients = [edge.join_gradients(of_edge) for edge, of_edge in parts]
-    reached = [(tensor, grad) for tensor, grad in zip(live, gradients, strict=True) if grad is not None]
-    torch.autograd.backward([tensor for tensor, _ in reached], [grad for _, grad in reached])
 
 
 def look_for_live_tensors(

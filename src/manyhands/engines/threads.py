@@ -17,27 +17,20 @@ of its own.
 """
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from manyhands.autograd.boundary import Alias, Boundary
+from manyhands.autograd.boundary import join
 from manyhands.autograd.replica_graph import BackwardContext, BoundaryTensor, ReplicaGraphs
 from manyhands.engines.base import Call, Engine, called, check_flag
 from manyhands.engines.compile_lock import CompileLock
-from manyhands.engines.replica import (
-    Inputs,
-    Stamp,
-    carries_objects,
-    look_for_live_tensors,
-    parameter_edges,
-    pass_on_gradients,
-    stamped,
-)
+from manyhands.engines.replica import Inputs, ReplicaPool, carries_objects, look_for_live_tensors
 from manyhands.primitives import pytree
 from manyhands.primitives.blueprint import Blueprint, collector_paused
 from manyhands.primitives.outputs import Outputs
@@ -70,6 +63,7 @@ class ThreadsEngine(Engine):
         self._separate_memory = check_flag(separate_memory, "separate_memory")
         # Structures whose replica graphs have been searched and lead to the replicas' own leaves only.
         self._self_contained: set[tuple[Any, ...]] = set()
+        self._pool: ReplicaPool | None = None
         self._timings: list[ReplicaTiming] = []
         self._compile_lock = CompileLock()
 
@@ -82,128 +76,131 @@ class ThreadsEngine(Engine):
         where = call.where()
         timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
         with collector_paused:  # steps 1 to 3
-            blueprint = Blueprint(module)
-            check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], call.source)
+            pool = self._pool_for(module, call.source)
             inputs = Inputs(call, tracked, copies)
-            stamps = stamped(
-                blueprint, call.source, call.devices, tracked, copies, separate_memory=self._separate_memory
-            )
-        structure = (call.method, *blueprint.signature()) if tracked else None
-        with_objects = carries_objects(call)
+            replicas = pool.take(call.devices, tracked, copies, separate_memory=self._separate_memory)
+        blueprint, roots = pool.blueprint, [replica.root for replica in replicas.each]
         if not inside_replica():
             self._timings = timings
 
         contexts: list[PassContext] = [partial(own_streams, type(module).__name__, call.devices)]
         backward_context: BackwardContext = nullcontext
         if call.sync_batch_norm:
-            begin_batch_norm, backward_context = _batch_norm_over_replicas(call, stamps)
+            begin_batch_norm, backward_context = _batch_norm_over_replicas(call, roots)
             contexts += begin_batch_norm
         elif blueprint.compiled:  # not with sync_batch_norm: then replicas wait for each other, and not for a lock
             contexts += self._compile_lock.if_new(
                 [(tracked, module.training, *_kind(shard)) for shard in inputs.shards]
             )
 
-        def task(index: int) -> Callable[[], Any]:
-            def run() -> Any:
-                started = time.perf_counter()
-                copies.wait_copies(index)
-                args, kwargs = inputs.shards[index]
-                output = called(stamps[index].replica, call.method)(*args, **kwargs)
-                timings[index].forward_s = time.perf_counter() - started
-                return output
+        def run(index: int) -> Any:
+            started = time.perf_counter()
+            copies.wait_copies(index)
+            args, kwargs = inputs.shards[index]
+            output = called(roots[index], call.method)(*args, **kwargs)
+            timings[index].forward_s = time.perf_counter() - started
+            return output
 
-            return run
-
-        own_leaves = [leaf for edge in inputs.edges for leaf in edge.tensors if leaf is not None]
-        own_leaves += [leaf for stamp in stamps for leaf in stamp.leaves]
-        with unchanged_on_failure(blueprint.buffers.values()), one_pass(contexts) as replica_context:
-            tasks = [task(i) for i in range(len(call.devices))]  # step 4
+        with unchanged_on_failure(pool.buffers), one_pass(contexts) as replica_context:
+            tasks = [partial(run, i) for i in range(len(call.devices))]  # step 4
             outputs = values_or_raise(run_together(tasks, call.devices, replica_context), where)
             matched = Outputs(outputs, call.rules, call.sizes)  # step 5
-            edges = [BoundaryTensor(group.placement, call.output_device, group.tensors) for group in matched.groups]
-            if structure is None:
-                joined: Sequence[torch.Tensor] = [edge.join(edge.tensors) for edge in edges]
+            del outputs
+            graphs = ReplicaGraphs(
+                timings=timings,
+                where=where,
+                outputs=[
+                    BoundaryTensor(group.placement, call.output_device, group.tensors) for group in matched.groups
+                ],
+            )
+            if tracked:
+                own_leaves = [leaf for edge in inputs.edges for leaf in edge.tensors if leaf is not None]
+                own_leaves += chain.from_iterable(replicas.leaves)
+                outside = self._outside_leaves(pool, call, matched, own_leaves)
+                graphs.inputs = inputs.edges + [
+                    BoundaryTensor(Replicate(), leaf.device, [leaf] * len(roots)) for leaf in outside
+                ]
+                graphs.live_parameters, graphs.large = pool.live_parameters, pool.large
+                graphs.leaves, graphs.hooks = replicas.leaves, replicas.hooks
+                graphs.shared_leaves, graphs.keep = bool(outside), carries_objects(call)
+                graphs.on_release = replicas.give_back
+                graphs.pass_contexts, graphs.backward_context = contexts, backward_context
+                graphs.sync_context = call.sync_context
+                graphs.separate_memory = self._separate_memory
+                if any([replica.is_remote for replica in replicas.each]):
+                    graphs.buckets = pool.reduce_buckets
+                joined = join(graphs, [*inputs.live, *outside], own_leaves)  # step 6
             else:
-                outside: list[torch.Tensor] = []
-                if with_objects or structure not in self._self_contained:
-                    outside = look_for_live_tensors(blueprint, matched.groups, where, own_leaves)
-                    if not outside and not with_objects:
-                        self._remember(structure)
-                live_parameters = stamps[0].live_parameters
-                graphs = ReplicaGraphs(
-                    timings=timings,
-                    where=where,
-                    inputs=[
-                        *inputs.edges,
-                        *parameter_edges(live_parameters, [stamp.leaves for stamp in stamps]),
-                        *(BoundaryTensor(Replicate(), leaf.device, [leaf] * len(stamps)) for leaf in outside),
-                    ],
-                    outputs=edges,
-                    shared_leaves=bool(outside),
-                    keep=with_objects,
-                    keep_alive=stamps,
-                    pass_contexts=contexts,
-                    backward_context=backward_context,
-                    sync_context=call.sync_context,
-                    parameters=range(len(inputs.edges), len(inputs.edges) + len(live_parameters)),
-                    remote_parameters=any(stamp.is_remote for stamp in stamps),
-                    separate_memory=self._separate_memory,
-                )
-                joined = _join(graphs, [*inputs.live, *live_parameters, *outside], own_leaves)  # step 6
+                joined = graphs.joined_outputs()
             output = matched.put_together(joined)
-        stamps[0].commit_buffers()
+        replicas.each[0].commit_buffers()
+        if not tracked:
+            del roots
+            replicas.give_back()
         return output
 
-    def _remember(self, structure: tuple[Any, ...]) -> None:
-        if len(self._self_contained) >= _MOST_STRUCTURES:
-            self._self_contained.clear()
-        self._self_contained.add(structure)
+    def _pool_for(self, module: nn.Module, source: torch.device) -> ReplicaPool:
+        """Return the replicas of `module` as it is now: those of the last forward, if nothing has changed."""
+        pool = self._pool
+        if pool is None or pool.source != source or not pool.blueprint.is_current(module):
+            blueprint = Blueprint(module)
+            check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], source)
+            pool = ReplicaPool(blueprint, source)
+            if not inside_replica():  # there, each replica of an outer module has this engine
+                self._pool = pool
+        return pool
+
+    def _outside_leaves(
+        self, pool: ReplicaPool, call: Call, matched: Outputs, own_leaves: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return the leaves in the replicas' graphs that belong neither to the module nor to a replica."""
+        with_objects = carries_objects(call)
+        if not with_objects and call.method in pool.self_contained:
+            return []
+        structure = (call.method, *pool.blueprint.signature)
+        if not with_objects and structure in self._self_contained:
+            pool.self_contained.add(call.method)
+            return []
+        outside = look_for_live_tensors(pool.blueprint, matched.groups, call.where(), own_leaves)
+        if not outside and not with_objects:
+            pool.self_contained.add(call.method)
+            if len(self._self_contained) >= _MOST_STRUCTURES:
+                self._self_contained.clear()
+            self._self_contained.add(structure)
+        return outside
 
     def timings(self) -> list[ReplicaTiming]:
         return self._timings
 
     def refresh(self) -> None:
-        self._self_contained.clear()  # nothing else is remembered: each forward stamps new replicas
+        self._self_contained.clear()
+        self._pool = None
 
     def close(self) -> None:
         self._timings = []
+        self._pool = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(type(self), separate_memory=self._separate_memory), ()
 
 
-def _batch_norm_over_replicas(call: Call, stamps: Sequence[Stamp]) -> tuple[list[PassContext], BackwardContext]:
+def _batch_norm_over_replicas(call: Call, roots: Sequence[nn.Module]) -> tuple[list[PassContext], BackwardContext]:
     """Return the contexts in which batch norm sees all rows: of each pass, and of one backward through all graphs.
 
     Raises:
         RuntimeError: replicas on accelerators would have to wait for other processes in backward.
     """
-    if len(stamps) == 1 and call.cross_process is None:
+    if len(roots) == 1 and call.cross_process is None:
         return [], nullcontext
     on_host = all(map(_devices.computes_on_host, call.devices))
-    if call.cross_process is not None and len(stamps) > 1 and not on_host:
+    if call.cross_process is not None and len(roots) > 1 and not on_host:
         raise RuntimeError(_TOO_MANY_ACCELERATORS)
-    backward_mode = BackwardMode.PER_REPLICA if on_host or len(stamps) == 1 else BackwardMode.ONE_CALL
-    batch_norm = BatchNormOverReplicas(
-        [stamp.replica for stamp in stamps], backward_mode, partial(LocalExchange, cross_process=call.cross_process)
-    )
+    backward_mode = BackwardMode.PER_REPLICA if on_host or len(roots) == 1 else BackwardMode.ONE_CALL
+    batch_norm = BatchNormOverReplicas(roots, backward_mode, partial(LocalExchange, cross_process=call.cross_process))
     if on_host:
         return [batch_norm.one_pass], nullcontext
     one_call = backward_mode is BackwardMode.ONE_CALL
     return [batch_norm.one_pass], batch_norm.recomputation if one_call else batch_norm.single_replica
-
-
-def _join(
-    graphs: ReplicaGraphs, live: Sequence[torch.Tensor], own_leaves: Sequence[torch.Tensor]
-) -> Sequence[torch.Tensor]:
-    """Return the joined outputs, linked to the `live` tensors through the boundary if any of them needs a gradient."""
-    if any(leaf.grad is not None for leaf in own_leaves):
-        pass_on_gradients(graphs, live)
-    if not any(t is not None and t.requires_grad for edge in graphs.outputs for t in edge.tensors):
-        return [edge.join(edge.tensors) for edge in graphs.outputs]
-    aliases = [t if t.is_leaf else Alias.apply(t) for t in live]  # type: ignore[no-untyped-call]
-    joined: tuple[torch.Tensor, ...] = Boundary.apply(graphs, *aliases)  # type: ignore[no-untyped-call]
-    return joined
 
 
 def _kind(shard: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[Hashable]:

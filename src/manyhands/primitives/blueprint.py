@@ -1,10 +1,10 @@
 """Blueprint: the structure of a live module, from which replicas of it are stamped.
 
 A `Blueprint` is a snapshot of a live module's structure: its modules (each once, also if shared), the parameters and
-buffers in them, and the attributes that refer to the live module. A new one is made for every use, so it is never
-stale: one pass, a microsecond or so a module. From it replicas are *stamped*: new objects of the same classes whose
-`__dict__` is a copy of the live one, with children, parameters, buffers and those attributes replaced by the
-replica's own. No method of the class runs, `__setattr__` included, so no class can interfere.
+buffers in them, and the attributes that refer to the live module. To make one takes a microsecond or so a module. It is
+valid as long as `is_current` says so. From it replicas are *stamped*: new objects of the same classes whose `__dict__`
+is a copy of the live one, with children, parameters, buffers and those attributes replaced by the replica's own. No
+method of the class runs, `__setattr__` included, so no class can interfere.
 
 A replica is complete: `parameters()`, `state_dict()`, the `len()` of a ParameterList, ties and sharing are those of the
 original. Attributes that a replica assigns are its own and are freed with it; lists and dicts that it changes in place
@@ -23,9 +23,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.primitives.references import is_inert, rebind, references
+from manyhands.primitives.change_tracking import ChangeTracker, TensorSnapshot
+from manyhands.primitives.references import is_inert, may_refer_later, rebind, references
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
+from manyhands.runtime.buckets import is_plain
 
 # What nn.Module itself keeps in `__dict__`, in the order in which its __init__ puts it there.
 _OWN_ATTRIBUTES = list(nn.Module().__dict__)
@@ -98,6 +100,7 @@ class Blueprint:
         self._script_classes: set[type] = set()
         self._script_attributes: list[tuple[int, str, Any]] = []  # id of a module, name, and value that refers
         self.compiled = False
+        self._to_search: list[tuple[dict[str, Any], str]] = []  # attributes that may refer to live objects later
         self._num_registered = 0
         parameters: list[torch.Tensor] = []
         buffers: list[torch.Tensor] = []
@@ -158,26 +161,57 @@ class Blueprint:
         """
         return not (self._to_rebind or self._slots or self._script_classes or self.compiled)
 
-    def signature(self) -> list[Any]:
-        """Return a list that is equal for two blueprints of one root if they have the same structure.
+    @cached_property
+    def is_reusable(self) -> bool:
+        """Whether `is_current` can ever be True: what the blueprint follows from can be compared."""
+        return self.follows_from_attributes and all(map(is_plain, self.tensors))
+
+    @cached_property
+    def tracker(self) -> ChangeTracker:
+        """What finds changes since its first use."""
+        return ChangeTracker(self.modules)
+
+    @cached_property
+    def tensors(self) -> list[torch.Tensor]:
+        """The parameters, buffers and constants."""
+        return [*self.parameters.values(), *self.buffers.values(), *self.constants.values()]
+
+    @cached_property
+    def _tensor_snapshot(self) -> TensorSnapshot:
+        return TensorSnapshot(self.tensors)
+
+    def keep(self) -> None:
+        """Take the module as it is now for what `is_current` compares with."""
+        if self.is_reusable:
+            self.tracker, self._tensor_snapshot  # noqa: B018 - made on first use
+
+    def is_current(self, module: nn.Module) -> bool:
+        """Return whether a blueprint of `module` would be the same as this one."""
+        return module is self.root and self.is_reusable and self.tracker.is_current() and self.tensors_are_current()
+
+    def tensors_are_current(self) -> bool:
+        """Return whether tensors' memory and flags are as they were, and no attribute has come to refer to any."""
+        if not self._tensor_snapshot.is_current():
+            return False
+        return not (self._to_search and any(references(attributes[name]) for attributes, name in self._to_search))
+
+    @cached_property
+    def signature(self) -> tuple[Any, ...]:
+        """What is equal for two blueprints of one root if they have the same structure.
 
         That is: no module and no attribute that refers to one was replaced, no mode was switched, and the same
         parameters need gradients.
         """
-        return [*self.need_gradients(), *self._structure]
+        return (
+            *self.need_gradients(),
+            *map(id, self.modules),
+            *[module.training for module in self.modules],
+            *[(module, name, id(value)) for module, name, value in self._referring_attributes()],
+        )
 
     def need_gradients(self) -> list[bool]:
         """Return for each of the parameters whether it needs a gradient now."""
         return [parameter.requires_grad for parameter in self.parameters.values()]
-
-    @cached_property
-    def _structure(self) -> list[Any]:
-        """The part of `signature` that does not depend on which parameters need gradients."""
-        return [
-            *map(id, self.modules),
-            *[module.training for module in self.modules],
-            *[(module, name, id(value)) for module, name, value in self._referring_attributes()],
-        ]
 
     def stamp(self, tensors: Mapping[int, torch.Tensor]) -> "Stamped":
         """Return a new replica of `root` that has `tensors[id(t)]` where the live module has tensor t.
@@ -207,19 +241,18 @@ class Blueprint:
                 for name, child in inside.items():
                     inside[name] = own.get(id(child), child)
             _set_dict(replica, attributes)
-        root: nn.Module = replicas[0]
         links: list[tuple[nn.Module, str, Any]] = []
         if self._to_rebind or self._slots or self._script_attributes:
             links = [(own[key], name, value) for key, name, value in self._referring_attributes()]
             # The live tensors too, where they are the replica's own: a list that holds any is each replica's own.
             self._rebind_attributes({**self.parameters, **self.buffers, **own})
         if len(self.modules) > self._num_registered:  # weak references keep none of them alive
-            links.append((root, "_hidden_replicas", None))
-            root.__dict__["_hidden_replicas"] = replicas[self._num_registered :]
+            links.append((replicas[0], "_hidden_replicas", None))
+            replicas[0].__dict__["_hidden_replicas"] = replicas[self._num_registered :]
         for replica in replicas if self._script_classes else ():
             if type(replica) in self._script_classes:
                 torch_private.script_from_parts(replica)
-        return Stamped(root, links)
+        return Stamped(replicas, links)
 
     def buffers_for(self, copies: Mapping[int, torch.Tensor], *, shared: bool) -> dict[int, torch.Tensor]:
         """Return a replica's tensors in place of the live buffers, for `stamp`.
@@ -277,6 +310,8 @@ class Blueprint:
         if referred:
             self._to_rebind.setdefault(id(module), []).append(name)
             found.update((id(reference), reference) for reference in referred)
+        elif may_refer_later(value):
+            self._to_search.append((module.__dict__, name))
 
     def _sort_tensors(self, found: dict[int, nn.Module | torch.Tensor]) -> None:
         if any(buffer.requires_grad for buffer in self.buffers.values()):
@@ -308,14 +343,28 @@ class Blueprint:
 
 @dataclass(frozen=True)
 class Stamped:
-    """A replica, and the attributes by which it may refer to itself: (module of the replica, name, the live value)."""
+    """A replica's modules, the root first.
 
-    root: nn.Module
+    Attributes:
+        links: attributes by which it may refer to itself: (module of the replica, name, the live value).
+    """
+
+    modules: list[nn.Module]
     links: list[tuple[nn.Module, str, Any]]
 
-    def unlink(self) -> None:
-        """Set these attributes to the live values, so that the replica is freed with the last reference to it."""
-        for module, name, value in self.links:
+    @property
+    def root(self) -> nn.Module:
+        return self.modules[0]
+
+
+class Links:
+    """Sets attributes to the live values when it goes, so that a replica is freed with the last reference to it."""
+
+    def __init__(self, links: list[tuple[nn.Module, str, Any]]) -> None:
+        self._links = links
+
+    def __del__(self) -> None:
+        for module, name, value in self._links:
             module.__dict__[name] = value
 
 

@@ -39,6 +39,9 @@ INERT = frozenset(
     | {types.BuiltinFunctionType, types.ModuleType}
 )
 
+_CHANGING = frozenset(
+    {types.FunctionType, types.MethodType, functools.partial, weakref.ref, weakref.ProxyType, weakref.CallableProxyType}
+)
 PROXIES = frozenset({weakref.ProxyType, weakref.CallableProxyType})
 
 
@@ -58,7 +61,20 @@ def is_inert(value: Any) -> bool:
 
 def references(value: Any) -> list[nn.Module | torch.Tensor]:
     """Return every module and tensor that `value` is or refers to, each once."""
-    found: list[nn.Module | torch.Tensor] = []
+    return [part for part in _reachable(value) if _is_live(part)]
+
+
+def may_refer_later(value: Any) -> bool:
+    """Return whether `value` may come to refer to another object although no container in it changes.
+
+    A variable that a function closes over can be assigned; a weak reference can die.
+    """
+    return not _CHANGING.isdisjoint(map(type, _reachable(value)))
+
+
+def _reachable(value: Any) -> list[Any]:
+    """Return what is found in `value`, each object once, but no plain values; what is live is not searched."""
+    found: list[Any] = []
     seen: set[int] = set()
     level = [value]
     for _ in range(_DEEP):
@@ -67,9 +83,8 @@ def references(value: Any) -> list[nn.Module | torch.Tensor]:
             if type(part) in INERT or id(part) in seen:
                 continue
             seen.add(id(part))
-            if _is_live(part):
-                found.append(part)
-            else:
+            found.append(part)
+            if not _is_live(part):
                 below.extend(_parts(part))
         if not below:
             break

@@ -1,7 +1,6 @@
 """replicate: copies of a module on several devices, linked to it for autograd."""
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -9,6 +8,7 @@ from torch import nn
 
 from manyhands.primitives.blueprint import Blueprint, check_initialized, collector_paused, constant_for
 from manyhands.runtime import devices as _devices
+from manyhands.runtime import torch_private
 from manyhands.runtime.devices import DeviceLike
 
 M = TypeVar("M", bound=nn.Module)
@@ -81,13 +81,16 @@ def check_device(root: nn.Module, tensors: Iterable[torch.Tensor], device: torch
             )
 
 
-@contextlib.contextmanager
-def unchanged_on_failure(buffers: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Restore the buffers if the block raises: a step that fails changes nothing."""
-    before = [(buffer, buffer.clone()) for buffer in buffers]
-    try:
-        yield
-    except BaseException:
-        for buffer, held in before:
-            buffer.data.copy_(held)
-        raise
+class unchanged_on_failure:  # noqa: N801 - a context manager, as a class because a step enters it each time
+    """Restores the buffers if the block raises: a step that fails changes nothing."""
+
+    def __init__(self, buffers: Iterable[torch.Tensor]) -> None:
+        self._buffers = list(buffers)
+
+    def __enter__(self) -> None:
+        self._before = torch_private.clones(self._buffers)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            for buffer, before in zip(self._buffers, self._before, strict=True):
+                buffer.data.copy_(before)

@@ -11,6 +11,8 @@ Tensors are identified by numbers that the caller chooses. They have to be plain
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -44,7 +46,8 @@ class Form(NamedTuple):
         return math.prod(self.size) * self.dtype.itemsize
 
 
-class Bucket(NamedTuple):
+@dataclass(frozen=True)
+class Bucket:
     """Tensors of one dtype, on one device, that are sent together.
 
     Attributes:
@@ -60,27 +63,38 @@ class Bucket(NamedTuple):
 
     @property
     def num_entries(self) -> int:
-        return sum(self._num_entries_of(form) for _, form in self.items)
+        return self._layout[1]
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers of the tensors, in their order."""
+        return tuple([number for number, _ in self.items])
+
+    @cached_property
+    def _layout(self) -> tuple[tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...], int]:
+        """Size, strides and offset of each tensor, and the number of entries of all."""
+        layout, offset = [], 0
+        unit = max(1, self.aligned_bytes // self.dtype.itemsize)
+        for _, form in self.items:
+            layout.append((form.size, form.stride, offset))
+            offset += -(-math.prod(form.size) // unit) * unit
+        return tuple(layout), offset
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors as views of `flat`, in their order."""
+        view, start = flat.as_strided, flat.storage_offset()
+        return [view(size, stride, start + offset) for size, stride, offset in self._layout[0]]
 
     def pieces(self, flat: torch.Tensor) -> dict[int, torch.Tensor]:
         """Return the tensors as views of `flat`, by number."""
-        pieces, offset = {}, 0
-        for number, form in self.items:
-            pieces[number] = flat.as_strided(form.size, form.stride, flat.storage_offset() + offset)
-            offset += self._num_entries_of(form)
-        return pieces
-
-    def _num_entries_of(self, form: Form) -> int:
-        """Return the number of entries from the start of a tensor to the start of the next one."""
-        unit = max(1, self.aligned_bytes // self.dtype.itemsize)
-        return -(-math.prod(form.size) // unit) * unit
+        return dict(zip(self.numbers, self.views(flat), strict=True))
 
     def flat(self, tensors: Sequence[torch.Tensor] | Mapping[int, torch.Tensor]) -> torch.Tensor:
         """Return one flat tensor with copies of its tensors, which are looked up in `tensors` by number."""
-        flat = torch.empty(self.num_entries, dtype=self.dtype, device=tensors[self.items[0][0]].device)
+        sources = [tensors[number] for number in self.numbers]
+        flat = torch.empty(self.num_entries, dtype=self.dtype, device=sources[0].device)
         with torch.no_grad():
-            pieces = self.pieces(flat)
-            torch_private.copy_all_in_place([*pieces.values()], [tensors[number].detach() for number in pieces])
+            torch_private.copy_all_in_place(self.views(flat), sources)
         return flat
 
 

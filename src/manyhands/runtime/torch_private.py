@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import importlib
+import operator
 import os
 import sys
 import threading
@@ -14,6 +15,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch
@@ -91,6 +93,20 @@ def without_post_accumulate_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[N
     finally:
         for hooks, before in zip(registered, held, strict=True):
             hooks.update(before)
+
+
+def num_hooks(tensors: Iterable[torch.Tensor]) -> int:
+    """Return how many hooks are on tensors: of `register_hook`, and of `register_post_accumulate_grad_hook`.
+
+    Fallback: 0.
+    """
+    try:
+        return sum(map(len, filter(None, chain.from_iterable(map(_hooks_of, tensors)))))
+    except AttributeError:
+        return 0
+
+
+_hooks_of = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
@@ -437,6 +453,14 @@ def add_all_in_place(targets: list[torch.Tensor], others: list[torch.Tensor]) ->
     except (AttributeError, NotImplementedError):
         for target, other in zip(targets, others, strict=True):
             target.add_(other)
+
+
+def add_all(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the sum of each pair, in memory of its own. Fallback, as above: one after the other."""
+    try:
+        return list(torch._foreach_add(tensors, others))
+    except (AttributeError, NotImplementedError):
+        return [tensor + other for tensor, other in zip(tensors, others, strict=True)]
 
 
 def copy_all_in_place(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

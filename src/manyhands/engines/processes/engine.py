@@ -31,16 +31,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.autograd.boundary import Alias, Boundary
+from manyhands.autograd.boundary import join
 from manyhands.autograd.replica_graph import BoundaryTensor
 from manyhands.engines.base import Call, Engine, called, check_flag
 from manyhands.engines.processes.messages import Forward, Reply, TensorRef
 from manyhands.engines.processes.module_sync import ModuleSync
 from manyhands.engines.processes.pickling import dumps
+from manyhands.engines.processes.reducers.base import ModuleLeaves
 from manyhands.engines.processes.remote_graph import RemoteGraphs
 from manyhands.engines.processes.shared_memory import SendBuffer
 from manyhands.engines.processes.worker_group import StepLock, WorkerGroup
-from manyhands.engines.replica import Inputs, Stamp, carries_objects, look_for_live_tensors, stamped
+from manyhands.engines.replica import Inputs, ReplicaPool, Replicas, carries_objects, look_for_live_tensors
 from manyhands.engines.threads import ThreadsEngine
 from manyhands.primitives.blueprint import HOOKS, Blueprint
 from manyhands.primitives.outputs import Outputs
@@ -84,7 +85,10 @@ class ProcessesEngine(Engine):
         self._module_sync = ModuleSync()
         self._worker_group: WorkerGroup | None = None
         self._timings: list[ReplicaTiming] = []
-        self._checked: list[Any] = []  # signature of the blueprint whose first replica's graph has been checked
+        self._pool: ReplicaPool | None = None  # of the first replica
+        self._module_leaves: ModuleLeaves | None = None  # of the pool's replicas
+        self._remote_leaves: dict[int, torch.Tensor] = {}
+        self._checked: tuple[str | None, ReplicaPool] | None = None  # whose first replica's graph has been checked
         self._outside: list[torch.Tensor] = []  # leaves found there that are not the module's: globals, say
 
     def forward(self, module: nn.Module, call: Call) -> Any:
@@ -107,14 +111,11 @@ class ProcessesEngine(Engine):
         if len(where) - 1 > worker_group.num_in_sync:
             self._module_sync.invalidate()  # some workers have missed an update
         blueprint = self._module_sync.diff(module)  # step 1
-        check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], call.source)
-        structure = [call.method, *blueprint.signature()] if tracked else None
+        pool = self._pool_of(blueprint, call.source)
         number = next(worker_group.graph_numbers)
         graphs = RemoteGraphs(
             timings,
             where,
-            [],
-            [],
             worker_group=worker_group,
             step_lock=self._step_lock,
             module_sync=self._module_sync,
@@ -122,27 +123,28 @@ class ProcessesEngine(Engine):
         )
         with (
             divided_intra_op_threads(call.devices) as num_threads,
-            unchanged_on_failure(blueprint.buffers.values()),
+            unchanged_on_failure(pool.buffers),
             worker_group.ended_on_failure(),
             Copies(call.devices[:1]) as copies,
         ):
             inputs = Inputs(call, tracked, copies, num_here=1)  # step 2
             streams = SeededStreams(len(where))
             objects = self._send(graphs, blueprint, call, inputs, num_threads, streams.seeds)
-            (stamp,) = stamped(blueprint, call.source, call.devices[:1], tracked, copies)  # step 3
-            graphs.keep_alive = stamp
+            replicas = pool.take(call.devices[:1], tracked, copies)  # step 3
+            root = replicas.each[0].root
+            graphs.on_release = replicas.give_back
             graphs.sync_context = call.sync_context
             if call.sync_batch_norm:
                 new_exchange = partial(worker_group.open_exchange, cross_process=call.cross_process)
-                replicas = [stamp.replica, *[None] * (len(where) - 1)]
-                batch_norm = BatchNormOverReplicas(replicas, BackwardMode.PER_REPLICA, new_exchange)
+                roots = [root, *[None] * (len(where) - 1)]
+                batch_norm = BatchNormOverReplicas(roots, BackwardMode.PER_REPLICA, new_exchange)
                 graphs.pass_contexts = [batch_norm.one_pass]
 
             def run() -> Any:
                 started = time.perf_counter()
                 copies.wait_copies(0)
                 args, kwargs = inputs.shards[0]
-                output = called(stamp.replica, call.method)(*args, **kwargs)
+                output = called(root, call.method)(*args, **kwargs)
                 timings[0].forward_s = time.perf_counter() - started
                 return output
 
@@ -161,47 +163,55 @@ class ProcessesEngine(Engine):
                     outcomes.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
             matched = Outputs(outputs, call.rules, call.sizes)  # step 5
             del outputs
-            if structure is not None:
-                own_leaves = [edge.tensors[0] for edge in inputs.edges if edge.tensors[0] is not None] + stamp.leaves
-                self._check_first_graph(structure, blueprint, call, matched, own_leaves)
+            if tracked:
+                own_leaves = [edge.tensors[0] for edge in inputs.edges if edge.tensors[0] is not None]
+                self._check_first_graph(pool, call, matched, [*own_leaves, *replicas.each[0].leaves])
             graphs.outputs = [
                 BoundaryTensor(group.placement, call.output_device, group.tensors) for group in matched.groups
             ]
-            output = matched.put_together(self._joined(graphs, inputs, objects, stamp, replies, tracked))
-        stamp.commit_buffers()
+            output = matched.put_together(self._joined(graphs, inputs, objects, pool, replicas, replies, tracked))
+        replicas.each[0].commit_buffers()
+        if not tracked:
+            del root, run
+            graphs.release()
         return output
 
+    def _pool_of(self, blueprint: Blueprint, source: torch.device) -> ReplicaPool:
+        """Return the pool of the first replicas; those of other blueprints are dropped, with what they refer to."""
+        if self._pool is None or self._pool.blueprint is not blueprint or self._pool.source != source:
+            check_device(blueprint.root, [*blueprint.parameters.values(), *blueprint.buffers.values()], source)
+            self._pool = ReplicaPool(blueprint, source)
+            self._threads_engine.refresh()
+            self._module_leaves = None
+        return self._pool
+
     def _check_first_graph(
-        self, structure: list[Any], blueprint: Blueprint, call: Call, matched: Outputs, own_leaves: list[torch.Tensor]
+        self, pool: ReplicaPool, call: Call, matched: Outputs, own_leaves: list[torch.Tensor]
     ) -> None:
         """Find the leaves in the first replica's graph that are not its own, unless they are known."""
         with_objects = carries_objects(call)
-        if with_objects or self._checked != structure:
+        if with_objects or self._checked != (call.method, pool):
             of_first = [replace(group, tensors=group.tensors[:1]) for group in matched.groups]
-            self._outside = look_for_live_tensors(blueprint, of_first, call.where()[:1], own_leaves)
-            self._checked = [] if with_objects else structure  # the next call may have other objects
+            self._outside = look_for_live_tensors(pool.blueprint, of_first, call.where()[:1], own_leaves)
+            # The next call may have other objects.
+            self._checked = None if with_objects else (call.method, pool)
 
     def _joined(
         self,
         graphs: RemoteGraphs,
         inputs: Inputs,
         objects: list[torch.Tensor],
-        stamp: Stamp,
+        pool: ReplicaPool,
+        replicas: Replicas,
         replies: dict[int, Reply],
         tracked: bool,
     ) -> Sequence[torch.Tensor]:
         """Return the joined outputs, linked to the caller's tensors through the boundary if any needs a gradient."""
         if not tracked:
             return graphs.joined_outputs()
-        live = self._link(graphs, inputs, objects, stamp)
-        graphs.pass_on_gradients_of_forward(live, replies)
-        if not any(t is not None and t.requires_grad for edge in graphs.outputs for t in edge.tensors):
-            return graphs.joined_outputs()
-        joined: tuple[torch.Tensor, ...] = Boundary.apply(  # type: ignore[no-untyped-call]
-            graphs,
-            *(t if t.is_leaf else Alias.apply(t) for t in live),  # type: ignore[no-untyped-call]
-        )
-        return joined
+        live = self._link(graphs, inputs, objects, pool, replicas)
+        graphs.pass_on_gradients_of_forward([*live, *pool.live_parameters], replies)
+        return join(graphs, live, ())
 
     def _send(
         self, graphs: RemoteGraphs, blueprint: Blueprint, call: Call, inputs: Inputs, num_threads: int, seeds: list[int]
@@ -213,7 +223,7 @@ class ProcessesEngine(Engine):
         if update.module is not None:
             _log_if_hooks(blueprint)
             for worker in worker_group.workers:
-                worker.gradients = None
+                worker.placed = None
         if update.has_content:
             worker_group.num_in_sync = num_workers
         thread, process = ThreadState.capture(), ProcessState.capture()
@@ -264,9 +274,9 @@ class ProcessesEngine(Engine):
         return objects
 
     def _link(
-        self, graphs: RemoteGraphs, inputs: Inputs, objects: list[torch.Tensor], stamp: Stamp
+        self, graphs: RemoteGraphs, inputs: Inputs, objects: list[torch.Tensor], pool: ReplicaPool, replicas: Replicas
     ) -> list[torch.Tensor]:
-        """Give the boundary its input edges; return the live tensors behind them.
+        """Give the boundary its inputs; return the live tensors behind them, without the parameters.
 
         A worker's leaf cannot be seen from here, only that there is one: any tensor of its size represents it.
         """
@@ -276,11 +286,7 @@ class ProcessesEngine(Engine):
         edges = [*inputs.edges]
         for tensor in objects:  # the first replica's graph contains it already
             edges.append(BoundaryTensor(replicate, tensor.device, [None, *[tensor.detach()] * num_workers]))
-        graphs.parameters = range(len(edges), len(edges) + len(stamp.leaves))
-        numbers = module_sync.numbers(stamp.live_parameters)
-        graphs.keys = [*(~k for k in range(len(edges))), *numbers]
-        for tensor, leaf in zip(stamp.live_parameters, stamp.leaves, strict=True):
-            edges.append(BoundaryTensor(replicate, tensor.device, [leaf] * (1 + num_workers)))
+        graphs.keys = [~k for k in range(len(edges))]
         in_workers = {id(module_sync.tensors[number]): number for number in module_sync.outside}
         in_first = set(map(id, self._outside))
         outside = {
@@ -291,12 +297,16 @@ class ProcessesEngine(Engine):
             of_first = tensor if key in in_first else None
             edges.append(BoundaryTensor(replicate, tensor.device, [of_first, *[of_workers] * num_workers]))
             graphs.keys.append(in_workers.get(key))
-        own_numbers = [*zip(numbers, stamp.live_parameters, strict=True)]
-        graphs.remote_leaves = dict(own_numbers + [(n, module_sync.tensors[n]) for n in module_sync.outside])
-        graphs.inputs = edges
+        if self._module_leaves is None:
+            self._module_leaves = ModuleLeaves(module_sync.numbers(pool.live_parameters))
+            self._remote_leaves = dict(zip(self._module_leaves.numbers, pool.live_parameters, strict=True))
+            self._remote_leaves.update((n, module_sync.tensors[n]) for n in module_sync.outside)
+        graphs.module_leaves, graphs.remote_leaves = self._module_leaves, self._remote_leaves
+        graphs.inputs, graphs.live_parameters = edges, pool.live_parameters
+        graphs.leaves, graphs.hooks = replicas.leaves, replicas.hooks
         graphs.shared_leaves = bool(self._outside)
         graphs.keep = bool(objects)
-        return [*inputs.live, *objects, *stamp.live_parameters, *outside.values()]
+        return [*inputs.live, *objects, *outside.values()]
 
     def check(self, devices: Sequence[torch.device], *, sync_batch_norm: bool) -> None:
         named = ", ".join(map(str, devices))
@@ -322,7 +332,7 @@ class ProcessesEngine(Engine):
     def refresh(self) -> None:
         with self._step_lock.acquire():
             self._module_sync.invalidate()
-            self._checked = []
+            self._checked = None
 
     def close(self) -> None:
         with self._step_lock.acquire():

@@ -103,7 +103,7 @@ class Backward(Message):
     Attributes:
         grads: (number of the output, its gradient, the leaf of that gradient if it needs a gradient itself).
         create_graph_as: the number under which to keep the gradients' own graph; None: they have none.
-        gradients: a spec for the gradient of each of the module's tensors that has a small one; None if unchanged.
+        placed: a place for the gradient of each of the module's tensors that has a small one; None if unchanged.
         reducer_config: what the worker's reducer is made of; None if no gradient is reduced.
     """
 
@@ -111,7 +111,7 @@ class Backward(Message):
     keep: bool
     grads: list[tuple[int, TensorRef]]
     create_graph_as: int | None
-    gradients: dict[int, TensorSpec] | None
+    placed: dict[int, TensorSpec] | None
     reducer_config: SharedMemoryConfig | CollectiveConfig | None
 
 
@@ -121,7 +121,8 @@ class Reply:
 
     Attributes:
         value: of a forward: the output, pickled. Of a backward: None.
-        gradients: (leaf, its gradient); None for one that is at its own spec.
+        gradients: (leaf, its gradient), of those that are not at their places.
+        all_placed: whether all parameters that have a place have their gradients there.
         seconds: how long it took.
         error: what the worker raised, if it did.
         specs, segments: as in `Message`.
@@ -132,7 +133,8 @@ class Reply:
     """
 
     value: bytes | None = None
-    gradients: list[tuple[int, TensorRef | None]] = field(default_factory=list)
+    gradients: list[tuple[int, TensorRef]] = field(default_factory=list)
+    all_placed: bool = False
     seconds: float = 0.0
     error: "RemoteError | None" = None
     specs: list[TensorSpec] = field(default_factory=list)

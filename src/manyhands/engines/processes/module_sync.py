@@ -32,7 +32,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.engines.processes.change_tracking import ChangeTracker
 from manyhands.engines.processes.pickling import dumps
 from manyhands.engines.processes.shared_memory import (
     BumpAllocator,
@@ -43,6 +42,7 @@ from manyhands.engines.processes.shared_memory import (
     move_to_shared_memory,
 )
 from manyhands.primitives.blueprint import Blueprint, collector_paused
+from manyhands.primitives.change_tracking import ChangeTracker
 from manyhands.primitives.references import INERT, is_inert
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
@@ -152,15 +152,11 @@ class ModuleSync:
         self._is_committed = False
         known = self._blueprint
         self._changes = self._tracker.changes() if known is not None and known.root is root else None
-        if known is None or self._changes != [] or not self._is_current(known):
+        if known is None or self._changes != [] or not (known.is_reusable and known.tensors_are_current()):
             with collector_paused:
                 self._blueprint = known = Blueprint(root)
+                known.keep()
         return known
-
-    def _is_current(self, blueprint: Blueprint) -> bool:
-        """Return whether a blueprint of modules in which nothing was rebound is still valid."""
-        without_gradients = (*blueprint.buffers.values(), *blueprint.constants.values())
-        return blueprint.follows_from_attributes and not any(t.requires_grad for t in without_gradients)
 
     def pack(self, blueprint: Blueprint, source: torch.device, shares_parameters: bool) -> Update:
         """Return what has to be sent so that the workers have what `diff` found, and take it as sent.

@@ -16,18 +16,26 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self, TypeAlias, TypeVar
 
 import torch
 
+from manyhands.autograd.reducer import sums_of
 from manyhands.autograd.reduction import Reduction
-from manyhands.autograd.replica_graph import BoundaryTensor, ReplicaGraphs, take_grad
+from manyhands.autograd.replica_graph import (
+    BoundaryTensor,
+    ReplicaGraph,
+    ReplicaGraphs,
+    any_batched,
+    gradients_of,
+    pass_on,
+)
 from manyhands.engines.processes.messages import Backward, Reply, TensorRef
 from manyhands.engines.processes.module_sync import ModuleSync
 from manyhands.engines.processes.pickling import loads
-from manyhands.engines.processes.reducers.base import Reducer
+from manyhands.engines.processes.reducers.base import ModuleLeaves, PlacedGradients, WorkerReducer
 from manyhands.engines.processes.reducers.collectives import CollectiveConfig
 from manyhands.engines.processes.reducers.shared_memory import SharedMemoryConfig
 from manyhands.engines.processes.shared_memory import BumpAllocator, Segment, is_plain_strided
@@ -42,6 +50,9 @@ from manyhands.runtime.rng import SeededStreams
 from manyhands.runtime.thread_pool import Outcome, divided_intra_op_threads, one_pass, run_together
 from manyhands.runtime.thread_state import ProcessState, ThreadState, modes_that_stay
 
+T = TypeVar("T")
+Gradients: TypeAlias = list[torch.Tensor | None]
+
 _registry: dict[Any, Any] = {}  # of the workers' warnings that were given; the warnings module fills it
 
 
@@ -55,7 +66,8 @@ class RemoteGraphs(ReplicaGraphs):
     Attributes:
         worker_group, step_lock, module_sync: the engine's.
         number: the workers' number of this graph.
-        keys: the number of each input edge's leaf in the workers; None where they have none.
+        keys: the number in the workers of the leaf of each of `inputs`; None where they have none.
+        module_leaves: the numbers of the parameters' leaves.
         remote_leaves: a tensor of the size of each of the module's tensors that workers have leaves for, by number.
     """
 
@@ -64,17 +76,34 @@ class RemoteGraphs(ReplicaGraphs):
     module_sync: ModuleSync = field(kw_only=True)
     number: int = field(kw_only=True)
     keys: list[int | None] = field(default_factory=list, kw_only=True)
+    module_leaves: ModuleLeaves = field(default_factory=lambda: ModuleLeaves(()), kw_only=True)
     remote_leaves: Mapping[int, torch.Tensor] = field(default_factory=dict, kw_only=True)
     _output_numbers: dict[int, int] = field(default_factory=dict, init=False)  # by id of an output edge's tensor
 
     def __del__(self) -> None:
-        self.release()
+        if not self.released:
+            self.release(failed=True)
 
-    def release(self) -> None:
+    def release(self, failed: bool = False) -> None:
         if not self.released:
             self.worker_group.release_graph(self.number)
         self.remote_leaves = {}
-        ReplicaGraphs.release(self)
+        ReplicaGraphs.release(self, failed)
+
+    @property
+    def all_inputs(self) -> list[BoundaryTensor]:
+        num_replicas = len(self.where)
+        pairs = zip(self.live_parameters, self.leaves[0] if self.leaves else (), strict=True)
+        replicate = Replicate()
+        return [*self.inputs, *(BoundaryTensor(replicate, live.device, [leaf] * num_replicas) for live, leaf in pairs)]
+
+    @property
+    def all_keys(self) -> list[int | None]:
+        """The number of the leaf of each of `all_inputs` in the workers."""
+        return [*self.keys, *self.module_leaves.numbers] if self.leaves else self.keys
+
+    def graphs(self) -> list[ReplicaGraph]:
+        return [self.graph(0)]
 
     def take_replies(self, streams: SeededStreams) -> dict[int, Reply]:
         """Wait for the workers' replies; repeat their warnings and log messages; note if they drew random numbers."""
@@ -100,17 +129,14 @@ class RemoteGraphs(ReplicaGraphs):
 
     def pass_on_gradients_of_forward(self, live: Sequence[torch.Tensor], replies: dict[int, Reply]) -> None:
         """Pass on the gradients that a backward inside the module's forward has left in the replicas' leaves."""
-        own = [
-            take_grad(edge.tensors[0]) if edge.tensors[0] is not t else None
-            for edge, t in zip(self.inputs, live, strict=True)
-        ]
-        if all(grad is None for grad in own) and not any(reply.gradients for reply in replies.values()):
+        of_caller = set(map(id, live))
+        own = [edge.tensors[0] for edge in self.inputs if id(edge.tensors[0]) not in of_caller]
+        gradients = [leaf for leaf in (*own, *self.leaves[0]) if leaf is not None and leaf.grad is not None]
+        if not gradients and not any([reply.gradients or reply.all_placed for reply in replies.values()]):
             return
         self.check_backward_inside_forward()
-        parts = zip(self.inputs, self._with_replies(own, replies), strict=True)
-        gradients = [edge.join_gradients(of_edge) for edge, of_edge in parts]
-        reached = [(tensor, grad) for tensor, grad in zip(live, gradients, strict=True) if grad is not None]
-        torch.autograd.backward([tensor for tensor, _ in reached], [grad for _, grad in reached])
+        of_inputs, of_parameters = self.graph(0).take_gradients()
+        pass_on(live, self._with_replies(of_inputs, of_parameters, replies))
 
     def _outcome(self, index: int, reply: Reply) -> Outcome[Any]:
         if reply.error is not None:
@@ -133,15 +159,15 @@ class RemoteGraphs(ReplicaGraphs):
 
     def backward(
         self, output_grads: Sequence[torch.Tensor | None], keep: bool, reduction: Reduction | None = None
-    ) -> list[list[torch.Tensor | None]]:
+    ) -> list[torch.Tensor | None]:
         # No gradient goes to the sum over processes early: this process's sums are known only at the end.
-        if any(grad is not None and torch_private.is_batched(grad) for grad in output_grads):
+        if any_batched(output_grads):
             return self._backward_batch(output_grads)
         return self._backward(output_grads, keep, into_grad=not self.shared_leaves and not modes_that_stay())
 
     def _backward(
         self, output_grads: Sequence[torch.Tensor | None], keep: bool, into_grad: bool
-    ) -> list[list[torch.Tensor | None]]:
+    ) -> list[torch.Tensor | None]:
         torch_private.import_what_backward_imports()
         with self._step() as num_threads:
             state = ThreadState.capture(), ProcessState.capture()
@@ -155,23 +181,22 @@ class RemoteGraphs(ReplicaGraphs):
                 self._send_backward(i, parts, keep, None, num_threads, state, streams.seeds[i + 1], config)
             with self.worker_group.collective():
                 reducer = transport.reducer(self._poll_workers) if has_work else None
+            graph, own_grads = self.graph(0), self._part_of(0, output_grads)
 
-            def backward_own() -> list[torch.Tensor | None]:
+            def backward_own() -> tuple[Gradients, Gradients]:
                 started = time.perf_counter()
-                grads = self._backward_own(output_grads, keep, into_grad, reducer)
-                if not keep:
-                    self.keep_alive = None  # now, while the workers' backward still runs
+                gradients = self._backward_own(graph, own_grads, keep, into_grad, reducer)
                 self.timings[0].backward_s = time.perf_counter() - started
-                return grads
+                return gradients
 
-            own, replies = self._run_backward(backward_own, streams, reducer)
+            (of_inputs, of_parameters), replies = self._run_backward(backward_own, streams, reducer)
             for i, reply in replies.items():
                 self.timings[i + 1].backward_s = reply.seconds
-            return self._with_replies(own, replies, transport.results() if has_work else {})
+            return self._with_replies(of_inputs, of_parameters, replies, transport.results() if has_work else {})
 
     def differentiable_backward(
         self, output_grads: Sequence[torch.Tensor | None]
-    ) -> tuple[ReplicaGraphs, list[list[torch.Tensor | None]]]:
+    ) -> tuple[Self, list[list[torch.Tensor | None]]]:
         incoming: list[BoundaryTensor] = []
         keys: list[int | None] = []
         own_grads: list[torch.Tensor | None] = []
@@ -181,7 +206,7 @@ class RemoteGraphs(ReplicaGraphs):
                 own_grads.append(None)
                 sent_grads.append((None, None))
                 continue
-            key = ~(len(self.inputs) + len(incoming)) if grad.requires_grad else None
+            key = ~(len(self.keys) + len(incoming)) if grad.requires_grad else None
             parts: list[torch.Tensor | None] = [None] * len(self.where)
             own = edge.part(grad.detach(), 0, self.timings[0].device)
             if grad.requires_grad:
@@ -191,29 +216,12 @@ class RemoteGraphs(ReplicaGraphs):
             keys.append(key)
             own_grads.append(own)
             sent_grads.append((grad.detach(), key))
-        higher = replace(
-            self,
-            inputs=[*self.inputs, *incoming],
-            outputs=[],
-            live_inputs=(),
-            keep=True,
-            number=next(self.worker_group.graph_numbers),
-            keys=[*self.keys, *keys],
-        )
+        higher = self._higher(incoming, number=next(self.worker_group.graph_numbers), keys=[*self.keys, *keys])
+        graph = self.graph(0)
 
-        def backward_own() -> list[torch.Tensor | None]:
-            pairs = [
-                (edge.tensors[0], grad)
-                for edge, grad in zip(self.outputs, own_grads, strict=True)
-                if grad is not None and edge.tensors[0] is not None and edge.tensors[0].requires_grad
-            ]
-            leaves = [edge.tensors[0] for edge in self.inputs]
-            if not pairs:
-                return [None] * len(leaves)
-            wanted = [leaf for leaf in leaves if leaf is not None]
-            ends, grads = zip(*pairs, strict=True)
-            results = iter(torch.autograd.grad(ends, wanted, grads, create_graph=True, allow_unused=True))
-            return [None if leaf is None else next(results) for leaf in leaves]
+        def backward_own() -> Gradients:
+            (gradients,) = gradients_of([graph], [own_grads], create_graph=True)
+            return gradients
 
         with self._step() as num_threads:
             state = ThreadState.capture(), ProcessState.capture()
@@ -224,10 +232,9 @@ class RemoteGraphs(ReplicaGraphs):
                     self._send_backward(i, own_parts, True, higher.number, num_threads, state, seed, None)
             own_results, replies = self._run_backward(backward_own, streams)
             parts_by_edge = [[grad, *[None] * (len(self.where) - 1)] for grad in own_results]
-            edge_of = {key: e for e, key in enumerate(self.keys) if key is not None}
+            edge_of = {key: e for e, key in enumerate(self.all_keys) if key is not None}
             for i, reply in replies.items():
                 for key, tensor_ref in reply.gradients:
-                    assert tensor_ref is not None
                     tensor = self._received(i, tensor_ref, reply).clone()
                     higher._output_numbers[id(tensor)] = tensor_ref.output
                     parts_by_edge[edge_of[key]][i + 1] = tensor.requires_grad_(tensor_ref.requires_grad)
@@ -268,13 +275,13 @@ class RemoteGraphs(ReplicaGraphs):
         worker = self.worker_group.workers[index]
         segments = [*self.worker_group.transport.segments] if reducer_config is not None else []
         specs = None
-        if worker.gradients is None and self.worker_group.transport.shares_parameters:
+        if worker.placed is None and self.worker_group.transport.shares_parameters:
             allocator = BumpAllocator()
             tensors = {n: t.detach() for n, t in self.module_sync.with_gradients().items() if t.nbytes < LARGE_BYTES}
             offsets = {n: allocator.allocate(t) for n, t in tensors.items() if is_plain_strided(t)}
             segment = Segment.create(allocator.num_bytes)
             specs = {n: spec._replace(segment=segment.number) for n, spec in offsets.items()}
-            worker.gradients = {n: segment.view(spec) for n, spec in specs.items()}
+            worker.placed = PlacedGradients({n: segment.view(spec) for n, spec in specs.items()})
             segments.append(segment)
         message = Backward(
             specs=worker.send_buffer.flush(),
@@ -284,18 +291,15 @@ class RemoteGraphs(ReplicaGraphs):
             keep=keep,
             grads=parts,
             create_graph_as=create_graph_as,
-            gradients=specs,
+            placed=specs,
             num_threads=num_threads,
             reducer_config=reducer_config,
         )
         self.worker_group.send(index, message, segments, process, self.where[index + 1])
 
     def _run_backward(
-        self,
-        backward_own: Callable[[], list[torch.Tensor | None]],
-        streams: SeededStreams,
-        reducer: Reducer | None = None,
-    ) -> tuple[list[torch.Tensor | None], dict[int, Reply]]:
+        self, backward_own: Callable[[], T], streams: SeededStreams, reducer: WorkerReducer | None = None
+    ) -> tuple[T, dict[int, Reply]]:
         """Run the first replica's backward, and wait for the workers; raise what one of them raised."""
         with streams, one_pass(self.pass_contexts) as replica_context:
             outcomes: list[Outcome[Any]] = [*run_together([backward_own], [self.timings[0].device], replica_context)]
@@ -308,49 +312,42 @@ class RemoteGraphs(ReplicaGraphs):
                 for i, reply in replies.items():
                     if reply.error is not None:
                         outcomes[i + 1] = Outcome(error=reply.error.exception())
-                grads, *_ = values_or_raise(outcomes, [f"the backward of {replica}" for replica in self.where])
-                return grads, replies
+                own, *_ = values_or_raise(outcomes, [f"the backward of {replica}" for replica in self.where])
+                return own, replies
             finally:
                 outcomes.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
 
     def _backward_own(
-        self, output_grads: Sequence[torch.Tensor | None], keep: bool, into_grad: bool, reducer: Reducer | None
-    ) -> list[torch.Tensor | None]:
-        """Run the first replica's backward; return its gradient of each input edge, except those that `reducer` took.
+        self,
+        graph: ReplicaGraph,
+        grads: Sequence[torch.Tensor | None],
+        keep: bool,
+        into_grad: bool,
+        reducer: WorkerReducer | None,
+    ) -> tuple[Gradients, Gradients]:
+        """Run the first replica's backward; return the gradients of its leaves, except those that `reducer` took.
 
         Args:
             into_grad: whether gradients go through the leaves' `.grad`, as a module may expect; not where the leaves
                 are the caller's own, nor under a mode.
         """
-        ends, grads = [], []
-        for edge, grad in zip(self.outputs, output_grads, strict=True):
-            end = edge.tensors[0]
-            own = None if grad is None or end is None or not end.requires_grad else edge.part(grad, 0, end.device)
-            if end is not None and own is not None:
-                ends.append(end)
-                grads.append(own)
-        leaves = [edge.tensors[0] for edge in self.inputs]
-        if not ends:
-            return [None] * len(leaves)
-        if not into_grad:
-            wanted = [leaf for leaf in leaves if leaf is not None]
-            results = iter(torch.autograd.grad(ends, wanted, grads, retain_graph=keep, allow_unused=True))
-            return self._without_reduced([None if leaf is None else next(results) for leaf in leaves], reducer)
-        keyed = {key: leaf for key, leaf in zip(self.keys, leaves, strict=True) if key is not None and leaf is not None}
-        with reducer.hooked(keyed) if reducer is not None else contextlib.nullcontext():
-            torch.autograd.backward(ends, grads, retain_graph=keep)
-        return self._without_reduced([take_grad(leaf) for leaf in leaves], reducer)
+        part = self.module_leaves.part(reducer)
+        if into_grad:
+            graph.backward(grads, keep, part)
+            of_inputs, of_parameters = graph.take_gradients()
+        else:
+            (gradients,) = gradients_of([graph], [grads], retain_graph=keep)
+            of_inputs, of_parameters = gradients[: len(self.inputs)], gradients[len(self.inputs) :]
+        if reducer is not None and part is not None:  # what the hooks could not hand over
+            for k in part.numbers:
+                if (grad := of_parameters[k]) is not None and part.add(k, grad):
+                    of_parameters[k] = None
+            for e, key in enumerate(self.keys):
+                if key is not None and (grad := of_inputs[e]) is not None and reducer.add(key, grad):
+                    of_inputs[e] = None
+        return of_inputs, of_parameters
 
-    def _without_reduced(self, grads: list[torch.Tensor | None], reducer: Reducer | None) -> list[torch.Tensor | None]:
-        """Return the gradients of the input edges, except those that `reducer` took."""
-        if reducer is None:
-            return grads
-        return [
-            None if grad is not None and key is not None and reducer.add(key, grad) else grad
-            for key, grad in zip(self.keys, grads, strict=True)
-        ]
-
-    def _backward_batch(self, output_grads: Sequence[torch.Tensor | None]) -> list[list[torch.Tensor | None]]:
+    def _backward_batch(self, output_grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Run one backward for each entry of the axis that vmap hides; hide it again in the results."""
         plain = [None if grad is None else torch_private.without_batch(grad) for grad in output_grads]
         num_passes = next(len(grad) for grad in plain if grad is not None)
@@ -359,57 +356,54 @@ class RemoteGraphs(ReplicaGraphs):
             for b in range(num_passes)
         ]
         return [
-            [
-                None if parts[0] is None else torch_private.with_batch(torch.stack(parts))
-                for parts in zip(*of_edge, strict=True)
-            ]
-            for of_edge in zip(*passes, strict=True)
+            None if parts[0] is None else torch_private.with_batch(torch.stack(parts))
+            for parts in zip(*passes, strict=True)
         ]
 
     def _with_replies(
         self,
-        own: Sequence[torch.Tensor | None],
+        of_inputs: Gradients,
+        of_parameters: Gradients,
         replies: dict[int, Reply],
         sums: Mapping[int, torch.Tensor] = MappingProxyType({}),
-    ) -> list[list[torch.Tensor | None]]:
-        """Return each input edge's gradients, one a replica; those of replicated tensors summed in replica order.
+    ) -> list[torch.Tensor | None]:
+        """Return the gradient of each of the boundary's inputs.
 
         Args:
+            of_inputs, of_parameters: the first replica's; these lists are used up.
             sums: those that the reducers have summed, by the leaf's number.
         """
-        parts: list[list[torch.Tensor | None]] = [[grad, *[None] * (len(self.where) - 1)] for grad in own]
+        num_parameters = len(of_parameters)
+        parts: list[Gradients] = [[grad, *[None] * (len(self.where) - 1)] for grad in of_inputs]
         edge_of = {key: e for e, key in enumerate(self.keys) if key is not None}
-        for key, summed in sums.items():
-            of_edge = parts[edge_of[key]]
-            of_edge[0] = summed if of_edge[0] is None else summed.add_(of_edge[0])
+        position_of = self.module_leaves.position_of
+        of_replicas: list[Gradients] = [of_parameters]
         for i, reply in sorted(replies.items()):
-            views = self.worker_group.workers[i].gradients
-            totals, others = [], []
+            of_worker: Gradients = [None] * num_parameters
+            if reply.all_placed:
+                placed = self.worker_group.workers[i].placed
+                assert placed is not None
+                places, views = placed.of(self.module_leaves)
+                for k, view in zip(places, views, strict=True):
+                    of_worker[k] = view
             for key, tensor_ref in reply.gradients:
-                number = edge_of.get(key)
-                if number is None:
-                    continue
-                if tensor_ref is None:
-                    assert views is not None
-                    grad = views[key]
-                else:
-                    grad = self._received(i, tensor_ref, reply)
-                of_edge = parts[number]
-                if not isinstance(self.inputs[number].placement, Replicate):
-                    of_edge[i + 1] = grad.clone()
-                    continue
-                total = of_edge[0]
-                grad = grad if total is None else _devices.copy_to(grad, total.device)
-                if total is None:
-                    of_edge[0] = grad.clone()
-                elif not grad.is_sparse and torch_private.owns_its_memory(total):
-                    totals.append(total)
-                    others.append(grad)
-                else:
-                    of_edge[0] = total + grad
-            with torch.no_grad():
-                torch_private.add_all_in_place(totals, others)
-        return parts
+                # What is received is in memory that the next message overwrites.
+                grad = self._received(i, tensor_ref, reply)
+                if key in edge_of:
+                    parts[edge_of[key]][i + 1] = grad.clone()
+                elif (k := position_of.get(key, -1)) >= 0:
+                    of_worker[k] = _devices.copy_to(grad, self.live_parameters[k].device)
+            for k in [k for k, grad in enumerate(of_worker) if grad is not None and of_parameters[k] is None]:
+                of_worker[k] = of_worker[k].clone()  # type: ignore[union-attr]
+            of_replicas.append(of_worker)
+        with torch.no_grad():
+            totals = sums_of(of_replicas)
+            joined = [edge.join_gradients(of) for edge, of in zip(self.inputs, parts, strict=True)]
+            for key, summed in sums.items():
+                gradients, place = (joined, edge_of[key]) if key in edge_of else (totals, position_of[key])
+                before = gradients[place]
+                gradients[place] = summed if before is None else summed.add_(before)
+        return joined + totals
 
     def _poll_workers(self) -> None:
         self.worker_group.poll(self.where)

@@ -11,7 +11,6 @@ It replies to each message before it reads the next:
 Its module (worker_module.py) has parameters in shared memory, or its own. fork_server.py starts and ends the process.
 """
 
-import contextlib
 import importlib
 import logging
 import pickle
@@ -20,25 +19,27 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
+from manyhands.autograd.replica_graph import ReplicaGraph, gradients_of
 from manyhands.engines.base import called
 from manyhands.engines.processes.channel import Channel
 from manyhands.engines.processes.messages import Backward, Forward, Message, RemoteError, Reply, TensorRef
 from manyhands.engines.processes.pickling import classes_by_value, dumps, loads
-from manyhands.engines.processes.reducers.base import Reducer
+from manyhands.engines.processes.reducers.base import ModuleLeaves, PlacedGradients, WorkerReducer
 from manyhands.engines.processes.reducers.collectives import CollectiveReducer, ProcessGroups, Rendezvous
 from manyhands.engines.processes.reducers.shared_memory import ReduceBuffers, SharedMemoryConfig, SharedMemoryReducer
 from manyhands.engines.processes.remote_exchange import RemoteExchange
-from manyhands.engines.processes.shared_memory import Segment, SendBuffer, is_plain_strided
+from manyhands.engines.processes.shared_memory import Segment, SendBuffer
 from manyhands.engines.processes.worker_module import WorkerModule
-from manyhands.engines.replica import Stamp, look_for_live_tensors
+from manyhands.engines.replica import Replicas, look_for_live_tensors
 from manyhands.primitives.outputs import Group
 from manyhands.primitives.placements import Single
 from manyhands.runtime import devices as _devices
@@ -53,12 +54,22 @@ _SPIN_S = 0.0002
 
 @dataclass(slots=True)
 class Graph:
-    """A replica's graph: its leaves, its outputs, what must outlive it, and the context of each pass."""
+    """A replica's graph as the worker keeps it.
 
-    leaves: dict[int, torch.Tensor]
-    outputs: list[torch.Tensor]
-    keep_alive: Any
+    Attributes:
+        keys: the numbers of its inputs' leaves.
+        module_leaves: those of its parameters' leaves.
+        replica_context: the context of each pass.
+        replicas: what it needs.
+        has_higher: whether a graph of its gradients shares nodes with it.
+    """
+
+    graph: ReplicaGraph
+    keys: list[int]
+    module_leaves: ModuleLeaves
     replica_context: ReplicaContext
+    replicas: Replicas
+    has_higher: bool = False
 
 
 class Worker:
@@ -70,15 +81,16 @@ class Worker:
         self._send_buffer = SendBuffer()
         self._known_segment = -1
         self._graphs: dict[int, Graph] = {}
+        self._idle: Replicas | None = None  # to be given back after the reply
         self._module: WorkerModule | None = None
-        self._gradients: dict[int, torch.Tensor] = {}
+        self._placed = PlacedGradients({})
         self._device = torch.device("cpu")
         self._reduce_buffers: ReduceBuffers | None = None
         self._groups: ProcessGroups | None = None
         self._parameter_buckets: Sequence[Bucket] = ()
         self._gradient_buckets: Sequence[Bucket] = ()
         self._in_collective = False  # whether the other replicas wait for this one's part in a collective
-        self._checked_signature: list[Any] = []  # of the module whose replicas' graphs have been checked
+        self._checked_signature: tuple[Any, ...] = ()  # of the module whose replicas' graphs have been checked
         self._num_checks = 0
         self._outside_leaves: list[weakref.ref[torch.Tensor]] = []  # leaves in those graphs that are not the module's
         self._log_messages: list[str] = []
@@ -109,6 +121,10 @@ class Worker:
             self._channel.send(body, [segment.fd] if new else [])
             failed = reply.error is not None
             del reply, body
+            idle, self._idle = self._idle, None
+            if idle is not None and not failed:
+                idle.give_back()
+            del idle
             if self._module is not None and not failed:
                 self._module.prepare(tracked)
 
@@ -117,8 +133,11 @@ class Worker:
             self._segments[number] = Segment(fd, num_bytes, number)
         for number in message.freed:
             del self._segments[number]
-        for graph in message.released_graphs:
-            self._graphs.pop(graph, None)
+        for number in message.released_graphs:
+            kept = self._graphs.pop(number, None)
+            if kept is not None and not kept.has_higher:
+                kept.graph.outputs = ()
+                kept.replicas.give_back()
         if message.process is not None:
             message.process.set()
 
@@ -144,7 +163,7 @@ class Worker:
             reply.specs = self._send_buffer.flush()
         except BaseException as error:  # noqa: BLE001 - the caller handles it
             self._send_buffer.clear()
-            reply.value, reply.gradients = None, []
+            reply.value, reply.gradients, reply.all_placed = None, [], False
             reply.error = self._remote_error(error)
             reply.missed_collective = self._in_collective
             traceback.clear_frames(error.__traceback__)
@@ -161,7 +180,7 @@ class Worker:
         if update.module is not None:
             sys.path[:] = update.path
             importlib.invalidate_caches()
-            self._module, self._checked_signature, self._gradients = None, [], {}
+            self._module, self._checked_signature, self._placed = None, (), PlacedGradients({})
             self._module = WorkerModule(update.module, self._segments, self._device)
         assert self._module is not None
         self._module.apply(update)
@@ -170,13 +189,16 @@ class Worker:
         tracked = message.thread.grad_enabled
         module = self._module
         with message.thread.applied():
-            stamp, leaves = module.stamp(tracked)
+            replicas = module.take(tracked)
+            root = replicas.each[0].root
+            leaves: dict[int, torch.Tensor] = {}  # of the inputs, and of tensors from outside the module
             call = [self._shard(message, leaves)]
-            replica_context = self._replica_context(message, stamp)
+            leaves.update((number, module.tensors[number]) for number in module.outside if tracked)
+            replica_context = self._replica_context(message, root)
 
             def run() -> Any:
                 args, kwargs = call.pop()
-                return called(stamp.replica, message.method)(*args, **kwargs)
+                return called(root, message.method)(*args, **kwargs)
 
             output = _run(run, self._device, replica_context)
         outputs: list[torch.Tensor] = []
@@ -198,31 +220,36 @@ class Worker:
             ) from error
         del output
         if not tracked:
+            del root, run
+            self._idle = replicas
             return
-        self._check_for_outside_leaves(message, outputs, leaves)
-        self._graphs[message.graph] = Graph(leaves, outputs, stamp, replica_context)
-        if any(leaf.grad is not None for leaf in leaves.values()):  # forward has called backward
-            self._take_gradients(leaves, reply)
+        replica = replicas.each[0]
+        self._check_for_outside_leaves(message, outputs, [*leaves.values(), *replica.leaves])
+        graph = ReplicaGraph(list(leaves.values()), replica.leaves, outputs, [replica.hooks])
+        kept = Graph(graph, list(leaves), module.leaves, replica_context, replicas)
+        self._graphs[message.graph] = kept
+        if [leaf for leaf in graph.leaves if leaf is not None and leaf.grad is not None]:  # forward has called backward
+            self._reply_with_gradients(kept, reply)
 
-    def _replica_context(self, message: Forward, stamp: Stamp) -> ReplicaContext:
+    def _replica_context(self, message: Forward, root: nn.Module) -> ReplicaContext:
         """Return the context of the replica in each pass: batch norm over all replicas, or none."""
         if message.exchange_rank is None:
             return lambda _: nullcontext()
         index, num_replicas = message.exchange_rank
-        replicas = [stamp.replica if i == index else None for i in range(num_replicas)]
+        replicas = [root if i == index else None for i in range(num_replicas)]
         channel = self._channel
         batch_norm = BatchNormOverReplicas(replicas, BackwardMode.PER_REPLICA, lambda _: RemoteExchange(channel))
         return lambda _: batch_norm.begin()(index)
 
     def _check_for_outside_leaves(
-        self, message: Forward, outputs: list[torch.Tensor], leaves: dict[int, torch.Tensor]
+        self, message: Forward, outputs: list[torch.Tensor], leaves: list[torch.Tensor]
     ) -> None:
         """Check that no gradient is lost in a leaf that is not the module's.
 
         A leaf that forward itself made is gone with its graph; a leaf that two forwards reach is a global.
         """
         assert self._module is not None
-        signature = [message.method, *self._module.blueprint.signature()]
+        signature = (message.method, self._module.blueprint)
         if self._checked_signature != signature:
             self._checked_signature, self._num_checks = signature, 0
         if self._num_checks == 2:
@@ -230,7 +257,7 @@ class Worker:
         self._num_checks += 1
         groups = [Group((tensor,), Single(0)) for tensor in outputs]
         known = self._outside_leaves
-        outside = look_for_live_tensors(self._module.blueprint, groups, [message.where], list(leaves.values()))
+        outside = look_for_live_tensors(self._module.blueprint, groups, [message.where], leaves)
         self._outside_leaves = [weakref.ref(tensor) for tensor in outside]
         for tensor in outside:
             if any(reference() is tensor for reference in known):
@@ -253,76 +280,87 @@ class Worker:
         return loads(message.shard, from_reference)
 
     def _backward(self, message: Backward, reply: Reply) -> None:
-        graph = self._graphs[message.graph]
-        if message.gradients is not None:
-            specs = message.gradients.items()
-            self._gradients = {number: self._segments[spec.segment].view(spec) for number, spec in specs}
-        received = []
+        kept = self._graphs[message.graph]
+        if message.placed is not None:
+            specs = message.placed.items()
+            self._placed = PlacedGradients({n: self._segments[spec.segment].view(spec) for n, spec in specs})
+        ends: list[torch.Tensor | None] = []
+        grads: list[torch.Tensor | None] = []
+        incoming: dict[int, torch.Tensor] = {}
         for output, tensor_ref in message.grads:
-            grad = self._received(tensor_ref, message).to(graph.outputs[output].device, copy=True)
-            received.append((output, grad, tensor_ref.leaf))
+            end = kept.graph.outputs[output]
+            assert end is not None
+            ends.append(end)
+            grads.append(grad := self._received(tensor_ref, message).to(end.device, copy=True))
+            if tensor_ref.leaf is not None:
+                incoming[tensor_ref.leaf] = grad.requires_grad_()
+        graph = replace(kept.graph, outputs=ends)
+        del end, ends
         if message.create_graph_as is not None:
-            self._differentiate(message.create_graph_as, graph, received, message, reply)
+            self._differentiate(message.create_graph_as, kept, graph, grads, incoming, message, reply)
             return
         if not message.keep:
             del self._graphs[message.graph]
-        leaves, keep_alive, replica_context = graph.leaves, graph.keep_alive, graph.replica_context
-        ends, grads = [graph.outputs[output] for output, _, _ in received], [grad for _, grad, _ in received]
-        run_backward = partial(torch.autograd.backward, ends, grads, retain_graph=message.keep)
-        del graph, received, ends, grads
         reducer = self._new_reducer(message)
+        run = partial(graph.backward, grads, message.keep, kept.module_leaves.part(reducer))
+        del graph, grads
         try:
-            with message.thread.applied(), reducer.hooked(leaves) if reducer else contextlib.nullcontext():
-                _run(run_backward, self._device, replica_context)
+            with message.thread.applied():
+                _run(run, self._device, kept.replica_context)
         except BaseException:
             if reducer:
                 reducer.fail()
                 self._in_collective = False
             raise
-        del run_backward, keep_alive, replica_context
+        del run
         if reducer:
+            for key, leaf in zip(kept.keys, kept.graph.inputs, strict=True):
+                if leaf is not None and leaf.grad is not None and reducer.add(key, leaf.grad):
+                    leaf.grad = None
             reply.seconds -= reducer.end()
             self._in_collective = False
-        self._take_gradients(leaves, reply)
+        self._reply_with_gradients(kept, reply)
+        if not message.keep and not kept.has_higher:
+            kept.graph.outputs = ()
+            self._idle = kept.replicas
 
     def _differentiate(
         self,
         number: int,
-        graph: Graph,
-        received: Sequence[tuple[int, torch.Tensor, int | None]],
+        kept: Graph,
+        graph: ReplicaGraph,
+        grads: Sequence[torch.Tensor | None],
+        incoming: Mapping[int, torch.Tensor],
         message: Backward,
         reply: Reply,
     ) -> None:
         """Run a graph's backward so that the gradients have a graph, and keep that as `number`.
 
         Args:
-            received: (number of the output, its gradient, the leaf of that gradient or None).
+            grads: of the outputs of `graph`; `incoming` are those that need a gradient themselves, by the numbers of
+                their leaves.
         """
-        leaves = dict(graph.leaves)
-        for _, grad, leaf in received:
-            if leaf is not None:
-                leaves[leaf] = grad.requires_grad_()
-        keys, inputs = list(graph.leaves), list(graph.leaves.values())
-        ends = [graph.outputs[output] for output, _, _ in received]
-        grads = [grad for _, grad, _ in received]
-        results: list[torch.Tensor | None] = []
+        found: list[list[torch.Tensor | None]] = []
 
         def differentiate() -> None:
-            results.extend(torch.autograd.grad(ends, inputs, grads, create_graph=True, allow_unused=True))
+            found.extend(gradients_of([graph], [grads], create_graph=True))
 
         with message.thread.applied(), torch.enable_grad():
-            _run(differentiate, self._device, graph.replica_context)
+            _run(differentiate, self._device, kept.replica_context)
         outputs: list[torch.Tensor] = []
-        for key, result in zip(keys, results, strict=True):
+        for key, result in zip([*kept.keys, *kept.module_leaves.numbers], found[0], strict=True):
             if result is not None:
                 tensor_ref = TensorRef.put(self._send_buffer, result)
                 reply.gradients.append(
                     (key, tensor_ref._replace(output=len(outputs), requires_grad=result.requires_grad))
                 )
                 outputs.append(result)
-        self._graphs[number] = Graph(leaves, outputs, graph.keep_alive, graph.replica_context)
+        inputs = [*graph.inputs, *incoming.values()]
+        higher = ReplicaGraph(inputs, graph.parameters, outputs, graph.hooks)
+        kept.has_higher = True
+        self._graphs[number] = replace(kept, graph=higher, keys=[*kept.keys, *incoming])
 
-    def _new_reducer(self, message: Backward) -> Reducer | None:
+    def _new_reducer(self, message: Backward) -> WorkerReducer | None:
         """Return this replica's reducer for one backward; None if no gradient is reduced."""
         config = message.reducer_config
         if config is None:
@@ -346,22 +384,20 @@ class Worker:
             self._groups = ProcessGroups(self._segments[rendezvous.store], rendezvous, self._device)
         return self._groups
 
-    def _take_gradients(self, leaves: dict[int, torch.Tensor], reply: Reply) -> None:
-        """Move the leaves' gradients to their specs or into the send buffer."""
-        targets, sources = [], []
-        for number, leaf in leaves.items():
-            grad, leaf.grad = leaf.grad, None
-            if grad is None:
-                continue
-            own = self._gradients.get(number)
-            if own is not None and own.dtype == grad.dtype and own.shape == grad.shape and is_plain_strided(grad):
-                targets.append(own)
-                sources.append(grad)
-                reply.gradients.append((number, None))
-            else:
-                reply.gradients.append((number, TensorRef.put(self._send_buffer, grad)))
-        with torch.no_grad():
-            torch_private.copy_all_in_place(targets, sources)
+    def _reply_with_gradients(self, kept: Graph, reply: Reply) -> None:
+        """Move the leaves' gradients to their places or into the send buffer."""
+        of_inputs, of_parameters = kept.graph.take_gradients()
+        places, views = self._placed.of(kept.module_leaves)
+        found = [of_parameters[k] for k in places]
+        plain = [grad for grad in found if grad is not None and grad.layout is torch.strided]
+        if places and len(plain) == len(places) and {torch.Tensor}.issuperset(map(type, plain)):
+            with torch.no_grad():
+                torch_private.copy_all_in_place(views, plain)
+            reply.all_placed = True
+            for k in places:
+                of_parameters[k] = None
+        keyed = zip([*kept.keys, *kept.module_leaves.numbers], [*of_inputs, *of_parameters], strict=True)
+        reply.gradients = [(key, TensorRef.put(self._send_buffer, grad)) for key, grad in keyed if grad is not None]
 
     def _received(self, sent: TensorRef, message: Message) -> torch.Tensor:
         if sent.inline is not None:

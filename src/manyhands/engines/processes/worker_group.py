@@ -22,7 +22,7 @@ import torch
 from manyhands.engines.processes import fork_server
 from manyhands.engines.processes.channel import Channel, ChannelClosedError, ready
 from manyhands.engines.processes.messages import Forward, Message, Reply
-from manyhands.engines.processes.reducers.base import Transport
+from manyhands.engines.processes.reducers.base import PlacedGradients, Transport
 from manyhands.engines.processes.reducers.collectives import CollectiveTransport
 from manyhands.engines.processes.reducers.shared_memory import SharedMemoryTransport
 from manyhands.engines.processes.remote_exchange import Withdrawal, packed
@@ -51,7 +51,7 @@ class WorkerHandle:
         known_segments: numbers of the segments that it has mapped.
         received_segments: the segments that came from it, by number.
         released_graphs: graphs that it is to drop.
-        gradients: views of its small gradients, by the number of the tensor; None until the first backward.
+        placed: the places of its small gradients; None until the first backward.
     """
 
     def __init__(self, pid: int, channel: Channel) -> None:
@@ -60,7 +60,7 @@ class WorkerHandle:
         self.known_segments: set[int] = set()
         self.released_graphs: list[int] = []
         self.received_segments: dict[int, Segment] = {}
-        self.gradients: dict[int, torch.Tensor] | None = None
+        self.placed: PlacedGradients | None = None
         self._process: ProcessState | None = None
 
     def send(

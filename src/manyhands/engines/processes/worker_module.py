@@ -1,6 +1,6 @@
 """The worker's own module: made from the caller's updates (module_sync.py), kept equal to the live one.
 
-As the threads engine stamps replicas from the live module, a worker stamps one from its own for every forward.
+As the threads engine has replicas of the live module, a worker has some of its own.
 """
 
 import pickle
@@ -9,23 +9,30 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from manyhands.engines.processes.change_tracking import GONE
 from manyhands.engines.processes.module_sync import TensorRecipe, Update
 from manyhands.engines.processes.pickling import loads
+from manyhands.engines.processes.reducers.base import ModuleLeaves
 from manyhands.engines.processes.shared_memory import Segment
-from manyhands.engines.replica import Stamp, stamped
+from manyhands.engines.replica import ReplicaPool, Replicas
 from manyhands.primitives.blueprint import Blueprint
+from manyhands.primitives.change_tracking import GONE
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import Bucket
 from manyhands.runtime.streams import Copies
 
 
 class WorkerModule:
-    """The worker's own module, from which its replicas are stamped."""
+    """The worker's own module, from which its replicas are stamped.
+
+    Attributes:
+        tensors: the module's tensors, by number.
+        outside: the numbers of those that need gradients and are not the module's.
+        leaves: the numbers of its replicas' leaves.
+    """
 
     def __init__(self, update: bytes, segments: dict[int, Segment], device: torch.device) -> None:
         self._device = device
-        tensors, pickled, self._outside = pickle.loads(update)
+        tensors, pickled, self.outside = pickle.loads(update)
         recipes: list[TensorRecipe] = pickle.loads(tensors)
         self.tensors = [_tensor(recipe, segments, device) for recipe in recipes]
         # Tensors that were copied from shared memory, each with its source: copied again when that is rewritten.
@@ -40,9 +47,18 @@ class WorkerModule:
             for name, value in attributes.items():
                 if cls.__dict__.get(name) != value:
                     type.__setattr__(cls, name, value)
-        self.blueprint = Blueprint(self.modules[0])
         self._number = {id(tensor): number for number, tensor in enumerate(self.tensors)}
-        self._prepared: tuple[bool, Stamp] | None = None
+        self._renew_pool()
+
+    def _renew_pool(self) -> None:
+        blueprint = Blueprint(self.modules[0])
+        self._pool = ReplicaPool(blueprint, self._device)
+        self.leaves = ModuleLeaves([self._number[id(parameter)] for parameter in self._pool.live_parameters])
+        self._prepared: tuple[bool, Replicas] | None = None
+
+    @property
+    def blueprint(self) -> Blueprint:
+        return self._pool.blueprint
 
     def apply(self, update: Update) -> None:
         """Apply an update."""
@@ -59,17 +75,16 @@ class WorkerModule:
             for tensor, source in self._copied:
                 tensor.data = source.to(tensor.device, copy=True)
         if update.changes or update.requires_grad is not None:
-            self.blueprint = Blueprint(self.blueprint.root)
-            self._prepared = None
+            self._renew_pool()
         if update.rewritten and self._prepared is not None:
-            self._prepared[1].renew_buffers()
+            self._prepared[1].each[0].renew_buffers()
 
     def prepare(self, tracked: bool) -> None:
-        """Stamp the next replica, while the caller is busy."""
+        """Make the next replica ready, while the caller is busy."""
         with Copies([self._device]) as copies:
-            (stamp,) = stamped(self.blueprint, self._device, [self._device], tracked, copies, with_live_buffers=False)
+            replicas = self._pool.take([self._device], tracked, copies, with_live_buffers=False)
             copies.wait_copies(0)
-        self._prepared = tracked, stamp
+        self._prepared = tracked, replicas
 
     def load_parameters(self, buckets: Sequence[Bucket], flats: Sequence[torch.Tensor]) -> None:
         """Load parameters that were sent.
@@ -81,16 +96,13 @@ class WorkerModule:
             pieces = bucket.pieces(flat)
             torch_private.copy_all_in_place([self.tensors[number].data for number in pieces], [*pieces.values()])
 
-    def stamp(self, tracked: bool) -> tuple[Stamp, dict[int, torch.Tensor]]:
-        """Return a new replica, and its leaves by number."""
+    def take(self, tracked: bool) -> Replicas:
+        """Return a replica for a forward."""
         if self._prepared is None or self._prepared[0] != tracked:
             self.prepare(tracked)
         assert self._prepared is not None
-        (_, stamp), self._prepared = self._prepared, None
-        pairs = zip(stamp.live_parameters, stamp.leaves, strict=True)
-        leaves = {self._number[id(parameter)]: leaf for parameter, leaf in pairs}
-        leaves.update((number, self.tensors[number]) for number in self._outside if tracked)
-        return stamp, leaves
+        (_, replicas), self._prepared = self._prepared, None
+        return replicas
 
 
 def _tensor(recipe: TensorRecipe, segments: dict[int, Segment], device: torch.device) -> torch.Tensor:

@@ -6,14 +6,13 @@ reduces gradients (collectives.py). In each backward every replica has a `Reduce
 """
 
 import abc
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
+from manyhands.autograd.reducer import Reducer
 from manyhands.engines.processes.shared_memory import Segment
 
 _SPIN_S = 0.0002
@@ -23,17 +22,8 @@ _SLEEP_S = (0.0001, 0.001)  # the first sleep, and the longest
 OnWait: TypeAlias = Callable[[], None]
 
 
-class Reducer(abc.ABC):
-    """One replica's part in reducing the gradients of one backward."""
-
-    @property
-    @abc.abstractmethod
-    def numbers(self) -> Sequence[int]:
-        """The numbers of the tensors whose gradients are reduced."""
-
-    @abc.abstractmethod
-    def add(self, number: int, gradient: torch.Tensor) -> bool:
-        """Add a tensor's gradient; return False, and do nothing, if it is not its first or not of the expected form."""
+class WorkerReducer(Reducer):
+    """One replica's part, in a process of its own or the caller's; it numbers leaves as the workers do."""
 
     @abc.abstractmethod
     def end(self, on_wait: OnWait = lambda: None) -> float:
@@ -43,24 +33,50 @@ class Reducer(abc.ABC):
     def fail(self, on_wait: OnWait = lambda: None) -> None:
         """Let the other replicas go on without this one, which has failed; there will be no results."""
 
-    @contextlib.contextmanager
-    def hooked(self, leaves: Mapping[int, torch.Tensor]) -> Iterator[None]:
-        """Within the context, add leaves' gradients, by number, as soon as backward has made them."""
-        found = [(number, leaf) for number in self.numbers if (leaf := leaves.get(number)) is not None]
-        handles = [
-            leaf.register_post_accumulate_grad_hook(partial(self._take, number))  # type: ignore[no-untyped-call]
-            for number, leaf in found
-            if leaf.is_leaf and leaf.requires_grad
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
-    def _take(self, number: int, leaf: torch.Tensor) -> None:
-        if leaf.grad is not None and self.add(number, leaf.grad):
-            leaf.grad = None
+class ModuleLeaves:
+    """The leaves of a replica's parameters, by their places in the replica and by their numbers in messages.
+
+    Attributes:
+        numbers: the number of each, in the order of the replica.
+        position_of: the place of each, by number.
+    """
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.numbers = numbers
+        self.position_of = {number: k for k, number in enumerate(numbers)}
+
+    def part(self, reducer: WorkerReducer | None) -> Reducer | None:
+        """Return a reducer that counts these leaves by their places."""
+        return None if reducer is None else _ByPlace(self, reducer)
+
+
+class _ByPlace(Reducer):
+    def __init__(self, leaves: ModuleLeaves, reducer: WorkerReducer) -> None:
+        self._leaves, self._reducer = leaves, reducer
+
+    @property
+    def numbers(self) -> Collection[int]:
+        position_of = self._leaves.position_of
+        return [position_of[number] for number in self._reducer.numbers if number in position_of]
+
+    def add(self, number: int, gradient: torch.Tensor) -> bool:
+        return self._reducer.add(self._leaves.numbers[number], gradient)
+
+
+class PlacedGradients:
+    """The places of a worker's small gradients, in memory that the caller and the worker share; by number."""
+
+    def __init__(self, views: Mapping[int, torch.Tensor]) -> None:
+        self._views = views
+        self._found: tuple[ModuleLeaves, list[int], list[torch.Tensor]] | None = None
+
+    def of(self, leaves: ModuleLeaves) -> tuple[list[int], list[torch.Tensor]]:
+        """Return which of the leaves have a place (by their places in the replica), and the tensors there."""
+        if self._found is None or self._found[0] is not leaves:
+            pairs = [(k, self._views[number]) for k, number in enumerate(leaves.numbers) if number in self._views]
+            self._found = leaves, [k for k, _ in pairs], [view for _, view in pairs]
+        return self._found[1:]
 
 
 class Transport(abc.ABC):
@@ -79,7 +95,8 @@ class Transport(abc.ABC):
         """Begin a backward; return whether any gradient is to be reduced. If not, no other method is called for it.
 
         Args:
-            leaves: by number, a tensor of the form of each tensor that has a leaf.
+            leaves: by number, a tensor of the form of each tensor that has a leaf; the same object as long as they
+                are the same tensors of the same forms.
             replicas: those that take part, in replica order.
         """
 
@@ -88,7 +105,7 @@ class Transport(abc.ABC):
         """Return the configuration of a worker's reducer for this backward, and take it as sent."""
 
     @abc.abstractmethod
-    def reducer(self, on_wait: OnWait) -> Reducer:
+    def reducer(self, on_wait: OnWait) -> WorkerReducer:
         """Return the first replica's reducer, after all workers have been sent theirs."""
 
     @abc.abstractmethod

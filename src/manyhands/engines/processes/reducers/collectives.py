@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from manyhands.engines.processes.reducers.base import OnWait, Reducer, Transport, wait_until
+from manyhands.engines.processes.reducers.base import OnWait, Transport, WorkerReducer, wait_until
 from manyhands.engines.processes.shared_memory import Segment, is_plain_strided
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
@@ -116,7 +116,7 @@ class ProcessGroups:
         self._groups = {}
 
 
-class CollectiveReducer(Reducer):
+class CollectiveReducer(WorkerReducer):
     """One replica's part in reducing the gradients of one backward."""
 
     def __init__(
@@ -192,7 +192,7 @@ class CollectiveTransport(Transport):
         backend = _devices.collective_backend(devices)
         self._rendezvous = Rendezvous(_store().number, secrets.token_hex(8), backend, 0)
         self._groups = ProcessGroups(_store(), self._rendezvous, self._device)
-        self._signature: list[Any] = []  # the form of the tensors in the buckets
+        self._leaves: Mapping[int, torch.Tensor] | None = None  # whose gradients the buckets are for
         self._forms: dict[int, Form] = {}
         self._order_is_known = False
         self._buckets: tuple[Bucket, ...] = ()
@@ -203,11 +203,10 @@ class CollectiveTransport(Transport):
 
     def begin_backward(self, leaves: Mapping[int, torch.Tensor], replicas: tuple[int, ...]) -> bool:
         self._replicas = replicas
-        signature = [(number, t.dtype, t.size(), t.stride(), t.layout, type(t)) for number, t in leaves.items()]
-        if signature != self._signature:
+        if leaves is not self._leaves:
             plain = {number: t.detach() for number, t in leaves.items()}
             self._forms = {number: Form.of(t) for number, t in plain.items() if is_plain_strided(t)}
-            self._signature, self._order_is_known = signature, False
+            self._leaves, self._order_is_known = leaves, False
             # The first time in the usual order: backward begins with the last layer.
             self._buckets = buckets_of({number: self._forms[number] for number in reversed(self._forms)})
         return bool(self._forms)
@@ -217,7 +216,7 @@ class CollectiveTransport(Transport):
         self._configured[replica] = self._buckets
         return CollectiveConfig(None if known else self._buckets, self.rendezvous(replica), self._replicas)
 
-    def reducer(self, on_wait: OnWait) -> Reducer:
+    def reducer(self, on_wait: OnWait) -> WorkerReducer:
         group = self._groups.of(self._replicas, on_wait)
         self._reducer = CollectiveReducer(self._buckets, group, self._groups.bucket_device(), self._device)
         return self._reducer

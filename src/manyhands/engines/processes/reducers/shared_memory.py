@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from manyhands.engines.processes.reducers.base import OnWait, Reducer, Transport, wait_until
+from manyhands.engines.processes.reducers.base import OnWait, Transport, WorkerReducer, wait_until
 from manyhands.engines.processes.shared_memory import BumpAllocator, Segment, TensorSpec, is_plain_strided, num_bytes
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import LARGE_BYTES, dense_stride
@@ -92,7 +92,7 @@ class ReduceBuffers:
         return bool(self.turns[first_chunk] & 1)
 
 
-class SharedMemoryReducer(Reducer):
+class SharedMemoryReducer(WorkerReducer):
     """One replica's part in the sums of one backward."""
 
     def __init__(self, buffers: ReduceBuffers, replica: int, replicas: Sequence[int]) -> None:
@@ -217,6 +217,8 @@ class SharedMemoryTransport(Transport):
         self._turns = Segment.create(0)
         self.segments = [self._turns]
         self.is_possible = torch_private.num_references(self._turns.storage(0, 1)) is not None
+        self._leaves: Mapping[int, torch.Tensor] | None = None  # for which `_wanted` holds
+        self._wanted: dict[int, tuple[Any, ...]] = {}  # dtype, size and strides of the sums, by number
         self._slots: dict[tuple[Any, ...], list[_Slot]] = {}  # by dtype, size and stride
         self._idle: dict[int, int] = {}  # by segment: for how many backwards it has held no sum
         self._used: dict[int, _Slot] = {}  # by number of the tensor
@@ -227,8 +229,11 @@ class SharedMemoryTransport(Transport):
 
     def begin_backward(self, leaves: Mapping[int, torch.Tensor], replicas: tuple[int, ...]) -> bool:
         self._replicas = replicas
-        large = [(n, t.detach()) for n, t in leaves.items() if t.nbytes >= LARGE_BYTES]
-        wanted = {n: (t.dtype, tuple(t.size()), dense_stride(t)) for n, t in large if is_plain_strided(t)}
+        if leaves is not self._leaves:
+            large = [(n, t.detach()) for n, t in leaves.items() if t.nbytes >= LARGE_BYTES]
+            self._wanted = {n: (t.dtype, tuple(t.size()), dense_stride(t)) for n, t in large if is_plain_strided(t)}
+            self._leaves = leaves
+        wanted = self._wanted
         if not wanted or not self.is_possible:
             return False
         free = {kind: [slot for slot in self._slots.get(kind, ()) if slot.is_free()] for kind in wanted.values()}
@@ -249,7 +254,7 @@ class SharedMemoryTransport(Transport):
         self._buffers.begin()
         return True
 
-    def reducer(self, on_wait: OnWait) -> Reducer:
+    def reducer(self, on_wait: OnWait) -> WorkerReducer:
         assert self._buffers is not None
         return SharedMemoryReducer(self._buffers, 0, self._replicas)
 

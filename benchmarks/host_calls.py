@@ -1,0 +1,117 @@
+"""How many Python calls a training step makes in the caller's thread, for each parameter and fixed.
+
+    python benchmarks/host_calls.py
+
+A step is forward, loss, backward, foreach SGD, gradients set to None, of many small layers: nothing in it takes long
+but the calls themselves. Steps of a short and of a long model are counted; the difference, divided by that of their
+parameters, is the number of calls for each parameter, and the rest is fixed. The plain module's are subtracted. Calls
+do not depend on the clock, so the figures repeat exactly; calls of functions that wait are left out.
+"""
+
+import argparse
+import cProfile
+import functools
+import pstats
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+import manyhands
+from manyhands.engines.base import Engine
+from manyhands.engines.processes.engine import ProcessesEngine
+from manyhands.engines.threads import ThreadsEngine
+
+ENGINES: dict[str, Callable[[], Engine]] = {
+    "threads": ThreadsEngine,
+    "separate memory": functools.partial(ThreadsEngine, separate_memory=True),
+    "processes": ProcessesEngine,
+}
+REPLICAS = (1, 2, 4, 8)
+_NUM_LAYERS = (20, 120)
+_ROWS, _WIDTH = 16, 4
+_WARM_UP, _COUNTED = 4, 3
+_WAITING = ("poll", "sched_yield", "perf_counter", "monotonic", "sleep")  # how often they are called depends on time
+
+
+class Calls(NamedTuple):
+    """Calls in one step of a model, and the model's number of parameters."""
+
+    calls: float
+    parameters: int
+
+
+class Cost(NamedTuple):
+    """What a wrapped model's step costs beyond the plain module's, in calls: for each parameter, and the rest."""
+
+    per_parameter: float
+    fixed: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    print("Python calls of the caller's thread in one step, beyond the plain module's")
+    print(f"{'engine':<18}{'layers':<22}{'replicas':>9}{'a parameter':>13}{'fixed':>8}")
+    for name in ENGINES:
+        for batch_norm in (False, True):
+            for replicas in REPLICAS:
+                found = cost(name, replicas, batch_norm=batch_norm)
+                layers = "Linear, BatchNorm1d" if batch_norm else "Linear"
+                print(f"{name:<18}{layers:<22}{replicas:>9}{found.per_parameter:>13.2f}{found.fixed:>8.0f}")
+
+
+def cost(engine: str, replicas: int, *, batch_norm: bool) -> Cost:
+    """Return what `replicas` replicas on the CPU with one of `ENGINES` cost."""
+    differences = []
+    for num_layers in _NUM_LAYERS:
+        plain = calls_of(layers(num_layers, batch_norm=batch_norm))
+        wrapped = manyhands.DataParallel(
+            layers(num_layers, batch_norm=batch_norm), ["cpu"] * replicas, engine=ENGINES[engine]()
+        )
+        try:
+            ours = calls_of(wrapped)
+        finally:
+            wrapped.close()
+        differences.append(Calls(ours.calls - plain.calls, plain.parameters))
+    short, long = differences
+    slope = (long.calls - short.calls) / (long.parameters - short.parameters)
+    return Cost(slope, short.calls - slope * short.parameters)
+
+
+def layers(number: int, *, batch_norm: bool) -> nn.Sequential:
+    """Return a model of small layers."""
+    torch.manual_seed(0)
+    pairs = [(nn.Linear(_WIDTH, _WIDTH), nn.BatchNorm1d(_WIDTH)) for _ in range(number)]
+    return nn.Sequential(*(layer for pair in pairs for layer in pair[: 1 + batch_norm]))
+
+
+def calls_of(model: nn.Module) -> Calls:
+    """Return the calls of a steady step of a model."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=True)
+    inputs = torch.randn(_ROWS, _WIDTH)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(_WARM_UP):
+        step()
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(_COUNTED):
+        step()
+    profile.disable()
+    entries = pstats.Stats(profile).stats.items()  # type: ignore[attr-defined]
+    total = sum(num_calls for (_, _, name), (_, num_calls, *_) in entries if not _waits(name))
+    return Calls(total / _COUNTED, sum(1 for _ in model.parameters()))
+
+
+def _waits(name: str) -> bool:
+    return any(f" {waiting}>" in name or f"'{waiting}'" in name or f".{waiting}>" in name for waiting in _WAITING)
+
+
+if __name__ == "__main__":
+    main()
