@@ -137,7 +137,7 @@ def identity(device: torch.device) -> str:
 
 def same_device(a: torch.device, b: torch.device) -> bool:
     """Return whether two devices are one; the CPU is one device, with an index or without."""
-    return a == b or (is_cpu(a) and is_cpu(b))
+    return a == b or a.type == b.type == "cpu"
 
 
 def is_cpu(device: torch.device) -> bool:
@@ -209,10 +209,16 @@ def _known_numbers(device: torch.device) -> torch.Tensor:
 
 def computes_on_host(device: torch.device) -> bool:
     """Return whether work on `device` runs in the calling thread rather than on an accelerator's streams."""
-    if is_cpu(device):
+    if device.type == "cpu":
         return True
     kind = torch.accelerator.current_accelerator(check_available=True)
     return kind is None or device.type != kind.type
+
+
+def all_on_host(devices: Sequence[torch.device]) -> bool:
+    """Return whether work on all of `devices` runs in the calling threads."""
+    kinds = {device.type for device in devices}
+    return kinds == {"cpu"} or all([computes_on_host(device) for device in devices])
 
 
 def has_streams(device: torch.device) -> bool:
@@ -255,7 +261,8 @@ def begin_copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[bo
 
 def current_streams(devices: Sequence[torch.device]) -> list[torch.Stream]:
     """Return the calling thread's current stream on each accelerator among `devices`."""
-    return [torch.accelerator.current_stream(d) for d in dict.fromkeys(devices) if not computes_on_host(d)]
+    different = dict.fromkeys(devices)
+    return [torch.accelerator.current_stream(d) for d in different if d.type != "cpu" and not computes_on_host(d)]
 
 
 @contextlib.contextmanager

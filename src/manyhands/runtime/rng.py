@@ -79,35 +79,50 @@ _ONE_DEVICE = (
 )
 
 
-@contextlib.contextmanager
-def own_streams(name: str, devices: Sequence[torch.device]) -> Iterator[Callable[[int], AbstractContextManager[None]]]:
-    """Surround one pass over replicas on `devices`; yield the context that gives replica i its stream in its thread.
+def own_streams(
+    name: str, devices: Sequence[torch.device]
+) -> AbstractContextManager[Callable[[int], AbstractContextManager[None]]]:
+    """Return the context of one pass over replicas on `devices`; it gives the context of replica i in its thread.
 
     Args:
         name: what messages call the model.
         devices: one a replica.
     """
     if len(devices) < 2 or inside_replica() or modes_that_stay():
-        yield lambda index: contextlib.nullcontext()
-        return
-    on_host = all(map(_devices.computes_on_host, devices))
-    caught = _process.catch_draws() if on_host else None
-    if not on_host:
-        _devices.seed_differently(devices)
-    on_accelerators = {} if on_host else _devices.shared_random_states(devices)
-    last_move, state = _process.last_move, _state_of(torch.default_generator)
-    streams = [_Stream(state, index) for index in range(len(devices))]
+        return contextlib.nullcontext(lambda index: contextlib.nullcontext())
+    return _OwnStreams(name, devices)
 
-    yield lambda index: _drawing_from(streams[index], caught) if caught else contextlib.nullcontext()
 
-    if _state_of(torch.default_generator) != state and _process.last_move is last_move:
-        what = _WHAT_IS_NOT_CAUGHT if caught else _NOTHING_IS_CAUGHT if on_host else _ON_ACCELERATORS
-        log_once(_SHARED.format(name=name, what=what))
-    if any(stream.has_moved() for stream in streams):
-        _process.move_on()
-    for device, before in on_accelerators.items():
-        if not torch.equal(before, _devices.shared_random_states([device, device])[device]):
-            log_once(_ONE_DEVICE.format(name=name, device=device))
+class _OwnStreams:
+    """See `own_streams`."""
+
+    def __init__(self, name: str, devices: Sequence[torch.device]) -> None:
+        self._name, self._devices = name, devices
+
+    def __enter__(self) -> Callable[[int], AbstractContextManager[None]]:
+        self._on_host = _devices.all_on_host(self._devices)
+        self._on_accelerators: dict[torch.device, torch.Tensor] = {}
+        if not self._on_host:
+            _devices.seed_differently(self._devices)
+            self._on_accelerators = _devices.shared_random_states(self._devices)
+        self._last_move, self._state = _process.last_move, _state_of(torch.default_generator)
+        self._streams = [_Stream(self._state, index) for index in range(len(self._devices))]
+        caught = self._caught = _process.catch_draws() if self._on_host else None
+        if caught is None:
+            return lambda index: contextlib.nullcontext()
+        return lambda index: _DrawingFrom(self._streams[index], caught)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            return
+        if _state_of(torch.default_generator) != self._state and _process.last_move is self._last_move:
+            on_host = _WHAT_IS_NOT_CAUGHT if self._caught else _NOTHING_IS_CAUGHT
+            log_once(_SHARED.format(name=self._name, what=on_host if self._on_host else _ON_ACCELERATORS))
+        if [stream for stream in self._streams if stream.has_moved()]:
+            _process.move_on()
+        for device, before in self._on_accelerators.items():
+            if not torch.equal(before, _devices.shared_random_states([device, device])[device]):
+                log_once(_ONE_DEVICE.format(name=self._name, device=device))
 
 
 class _Stream:
@@ -170,15 +185,25 @@ def _state_of(generator: torch.Generator) -> bytes:
     return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
-@contextlib.contextmanager
-def _drawing_from(stream: _Stream, caught: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Let the thread draw from `stream` within the context."""
-    _thread.stream = stream
-    try:
-        with caught():
-            yield
-    finally:
-        _thread.stream = None
+class _DrawingFrom:
+    """The context in which the calling thread draws from a stream."""
+
+    def __init__(self, stream: _Stream, caught: Callable[[], AbstractContextManager[None]]) -> None:
+        self._stream, self._catching = stream, caught()
+
+    def __enter__(self) -> None:
+        _thread.stream = self._stream
+        try:
+            self._catching.__enter__()
+        except BaseException:
+            _thread.stream = None
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._catching.__exit__(*error)
+        finally:
+            _thread.stream = None
 
 
 def _generator_of_thread() -> torch.Generator:

@@ -61,11 +61,21 @@ ReplicaContext: TypeAlias = Callable[[int], AbstractContextManager[None]]
 PassContext: TypeAlias = Callable[[], AbstractContextManager[ReplicaContext]]
 
 
-@contextlib.contextmanager
-def one_pass(contexts: Sequence[PassContext]) -> Iterator[ReplicaContext]:
-    """Enter every context of one pass over all replicas; yield each replica's context in it, the first outermost."""
-    with contextlib.ExitStack() as stack:
-        yield partial(_all_of, [stack.enter_context(context()) for context in contexts])
+class one_pass:  # noqa: N801 - a context manager, as a class because a step enters it each time
+    """Enters every context of one pass over all replicas; gives each replica's context in it, the first outermost."""
+
+    def __init__(self, contexts: Sequence[PassContext]) -> None:
+        self._contexts = contexts
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> ReplicaContext:
+        with self._stack:
+            of_replicas = [self._stack.enter_context(context()) for context in self._contexts]
+            self._stack = self._stack.pop_all()
+        return of_replicas[0] if len(of_replicas) == 1 else partial(_all_of, of_replicas)
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
 
 @contextlib.contextmanager
@@ -116,8 +126,7 @@ def run_together(
 
     state = ThreadState.capture()
     streams = _devices.current_streams(devices)
-    on_host = all(map(_devices.computes_on_host, devices))
-    own_cores = affinity.cores_per_replica(len(tasks)) if on_host else [()] * len(tasks)
+    own_cores = affinity.cores_per_replica(len(tasks)) if _devices.all_on_host(devices) else [()] * len(tasks)
     threads_before, threads_each = _thread_counts.begin(devices)
     done: SimpleQueue[tuple[int, Outcome[T]]] = SimpleQueue()
 
@@ -126,24 +135,13 @@ def run_together(
 
         def run() -> T:
             affinity.bind(own_cores[index])
-            with (
-                around(index),
-                _intra_op_threads(threads_each),
-                state.applied(),
-                _devices.using(devices[index], streams),
-                _marked_as_replica(devices[index], index),
-            ):
+            with around(index), _AsReplica(devices[index], index, threads_each, streams), state.applied():
                 return context.run(tasks[index])
 
         return lambda: _outcome(run)
 
     def first() -> T:
-        with (
-            around(0),
-            _intra_op_threads(threads_each),
-            _devices.using(devices[0], streams),
-            _marked_as_replica(devices[0], 0),
-        ):
+        with around(0), _AsReplica(devices[0], 0, threads_each, streams):
             return tasks[0]()
 
     workers = _pool.borrow(len(tasks) - 1)
@@ -176,15 +174,15 @@ def divided_intra_op_threads(devices: Sequence[torch.device]) -> Iterator[int]:
     """
     before, each = _thread_counts.begin(devices)
     try:
-        with _intra_op_threads(each):
-            yield each
+        _set_intra_op_threads(each)
+        yield each
     finally:
         _thread_counts.end(before, each)
 
 
 def inside_replica() -> bool:
     """Return whether the calling thread is running a replica's task."""
-    return replica_device() is not None
+    return getattr(_thread, "replica_device", None) is not None
 
 
 def replica_device() -> torch.device | None:
@@ -211,7 +209,7 @@ def _run_here(
     task: Callable[[], T], device: torch.device, index: int, around: AbstractContextManager[None]
 ) -> Outcome[T]:
     def run() -> T:
-        with around, _devices.using(device, []), _marked_as_replica(device, index):
+        with around, _AsReplica(device, index, None, []):
             return task()
 
     outcome = _outcome(run)
@@ -230,11 +228,9 @@ def _raise_if_urgent(outcome: Outcome[T]) -> None:
         del outcome  # as above
 
 
-@contextlib.contextmanager
-def _intra_op_threads(count: int) -> Iterator[None]:
+def _set_intra_op_threads(count: int) -> None:
     if torch.get_num_threads() != count:
         torch.set_num_threads(count)
-    yield
 
 
 class _ThreadCounts:
@@ -258,7 +254,7 @@ class _ThreadCounts:
                 self._default = before
             elif before in self._running and not hasattr(_thread, "num_threads"):
                 before = self._default
-            on_host = sum(_devices.computes_on_host(device) for device in devices)
+            on_host = len([device for device in devices if _devices.computes_on_host(device)])
             each = max(1, before // on_host) if on_host else before
             self._running.append(each)
         return before, each
@@ -276,14 +272,33 @@ class _ThreadCounts:
             setter.join()
 
 
-@contextlib.contextmanager
-def _marked_as_replica(device: torch.device, index: int) -> Iterator[None]:
-    device_before, path_before = replica_device(), replica_path()
-    _thread.replica_device, _thread.replica_path = device, (*path_before, index)
-    try:
-        yield
-    finally:
-        _thread.replica_device, _thread.replica_path = device_before, path_before
+class _AsReplica:
+    """The context of a replica's task in its thread: the number of intra-op threads, device, streams, and its mark.
+
+    The number is not restored: whoever divides the threads does that (`_ThreadCounts`).
+    """
+
+    __slots__ = ("_before", "_device", "_index", "_num_threads", "_streams", "_using")
+
+    def __init__(
+        self, device: torch.device, index: int, num_threads: int | None, streams: Sequence[torch.Stream]
+    ) -> None:
+        self._device, self._index, self._num_threads, self._streams = device, index, num_threads, streams
+
+    def __enter__(self) -> None:
+        if self._num_threads is not None:
+            _set_intra_op_threads(self._num_threads)
+        self._using = None
+        if self._device.type != "cpu":
+            self._using = _devices.using(self._device, self._streams)
+            self._using.__enter__()
+        self._before = replica_device(), replica_path()
+        _thread.replica_device, _thread.replica_path = self._device, (*self._before[1], self._index)
+
+    def __exit__(self, *error: Any) -> None:
+        _thread.replica_device, _thread.replica_path = self._before
+        if self._using is not None:
+            self._using.__exit__(*error)
 
 
 @dataclass(slots=True)

@@ -41,16 +41,22 @@ class ThreadState:
         return cls(
             grad_enabled=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
-            autocast=tuple((t, torch.get_autocast_dtype(t)) for t in _AUTOCAST_TYPES if torch.is_autocast_enabled(t)),
+            autocast=_autocast() if torch_private.any_autocast() else (),
             autocast_cache=torch.is_autocast_cache_enabled(),
             saved_tensor_hooks_disabled=torch_private.saved_tensor_hooks_disabled(),
             default_device=torch_private.default_device(),
             flush_denormal=_flushes_denormals(),
         )
 
+    def applied(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which this state is the calling thread's."""
+        is_usual = self.default_device is None and self.saved_tensor_hooks_disabled is None
+        if is_usual and not (self.inference or self.autocast or self.flush_denormal or _flushes_denormals()):
+            return torch.set_grad_enabled(self.grad_enabled) if self.grad_enabled else torch.no_grad()
+        return self._applied()
+
     @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        """Set this state in the calling thread, within the context."""
+    def _applied(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if self.inference:
                 stack.enter_context(torch.inference_mode())
@@ -114,12 +120,16 @@ def _deterministic() -> tuple[bool, bool, bool]:
 
 def modes_that_stay() -> bool:
     """Return whether this thread is under a mode or transform that no other thread can join."""
-    return (
+    return torch_private.any_mode() and (
         torch_private.has_dispatch_modes()
         or torch_private.has_transforms()
         or torch_private.has_saved_tensor_hooks()
         or any(not torch_private.is_default_device(mode) for mode in torch_private.function_modes())
     )
+
+
+def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
+    return tuple([(t, torch.get_autocast_dtype(t)) for t in _AUTOCAST_TYPES if torch.is_autocast_enabled(t)])
 
 
 _smallest_denormal = 5e-324

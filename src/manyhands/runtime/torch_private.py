@@ -151,6 +151,32 @@ def _vmap_level() -> int:
 # ---- modes that are active in a thread -----------------------------------------------------------
 
 
+def any_mode() -> bool:
+    """Return whether any of the states below may be active in this thread: they are asked only if so.
+
+    Fallback: True.
+    """
+    c: Any = torch._C
+    try:
+        return bool(
+            c._len_torch_function_stack()
+            or c._len_torch_dispatch_stack()
+            or c._functorch.maybe_current_level() is not None
+            or torch.autograd.forward_ad._current_level >= 0
+            or c._autograd._top_saved_tensors_default_hooks(True) is not None
+        )
+    except AttributeError:
+        return True
+
+
+def any_autocast() -> bool:
+    """Return whether autocast is on for any kind of device in this thread. Fallback: True."""
+    try:
+        return bool(torch._C._is_any_autocast_enabled())
+    except AttributeError:
+        return True
+
+
 def has_saved_tensor_hooks() -> bool:
     """Return whether default saved-tensor hooks (activation checkpointing, save_on_cpu) are active in this thread.
 
