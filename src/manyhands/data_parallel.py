@@ -186,7 +186,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         self.out_dims = out_dims
         self.sync_batch_norm = check_flag(sync_batch_norm, "sync_batch_norm")
         self._engine.check(self.devices, sync_batch_norm=sync_batch_norm)
-        self._most_rows = 0.0  # of the batches so far
+        self._most_rows = [0.0]  # of the batches so far
         if self.devices:
             self._gather_on = _devices.resolve_output(output_device, self.devices)
             self.output_device = _devices.public_id(self._gather_on)
@@ -486,9 +486,12 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
 
     def _say_if_idle(self, rows: int, sizes: Sequence[int]) -> None:
         """Say once if full batches leave a device without rows; a short last batch may."""
-        full, self._most_rows = rows >= self._most_rows, max(rows, self._most_rows)
+        most_rows: list[float] = self._most_rows
+        full, most_rows[0] = rows >= most_rows[0], max(rows, most_rows[0])
+        if not full or all(sizes):
+            return
         idle = [str(d) for d, size, share in zip(self.devices, sizes, self._has_share(), strict=True) if share > size]
-        if full and idle:
+        if idle:
             better = 'shares="even"' if rows >= len(sizes) else f"batches of {len(sizes)} rows or more"
             log_once(
                 f"a batch of {rows} rows gives {list(sizes)} rows to the {len(sizes)} devices: {len(idle)} of them "
@@ -550,6 +553,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         return verb in self.__dict__ or getattr(type(self), verb) is not getattr(DataParallel, verb)
 
     def _overridden_verb(self) -> str | None:
+        if type(self) is DataParallel and self.__dict__.keys().isdisjoint(_VERBS):
+            return None
         return next(filter(self._overrides, _VERBS), None)
 
     def _run_plain_composition(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -628,7 +633,7 @@ def data_parallel(
         log_once(_NO_ACCELERATOR)
         return module(*inputs, **kwargs)
     wrapper = DataParallel(module, devices, output_device, dim, process_group=False)
-    wrapper._most_rows = math.inf  # a single call cannot tell a short last batch from a full one
+    wrapper._most_rows = [math.inf]  # a single call cannot tell a short last batch from a full one
     return wrapper(*inputs, **kwargs) if len(devices) == 1 else wrapper._run_plain_composition(None, inputs, kwargs)
 
 

@@ -8,7 +8,6 @@ Copies to other devices may still be in flight when these objects exist: see `st
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -42,22 +41,30 @@ class Inputs:
     """
 
     def __init__(self, call: Call, tracked: bool, copies: Copies, num_here: int | None = None) -> None:
-        here = range(len(call.devices) if num_here is None else num_here)
+        num_replicas = len(call.devices)
+        num_here = num_replicas if num_here is None else num_here
         self.live: list[torch.Tensor] = []
         self.edges: list[BoundaryTensor] = []
         self.parts_elsewhere: set[int] = set()
+        on_cpu = {device.type for device in call.devices} == {"cpu"}
 
         def place(tensor: torch.Tensor, placement: Placement) -> list[torch.Tensor | None]:
-            parts = [placement.part(tensor.detach(), i) for i in range(len(call.devices))]
+            data = tensor.detach()
+            parts = [placement.part(data, i) for i in range(num_replicas)]
             if tracked and tensor.requires_grad:
                 parts = [part if part is None else part.detach().requires_grad_() for part in parts]
                 self.live.append(tensor)
                 self.edges.append(BoundaryTensor(placement, tensor.device, parts))
             # A copy even on the same device, so that a module that writes into its input writes into its own; and
             # made in the replica's graph, because writing into a leaf is forbidden.
-            numbered = enumerate(zip(parts, call.devices, strict=True))
-            self.parts_elsewhere.update(id(part) for i, part in enumerate(parts) if i not in here)
-            placed = [p if p is None or i not in here else _copied(p, i, d, copies) for i, (p, d) in numbered]
+            if num_here < num_replicas:
+                self.parts_elsewhere.update([id(part) for part in parts[num_here:]])
+            here = parts[:num_here]
+            if on_cpu and tensor.device.type == "cpu":  # the common case, with few calls
+                placed = [None if part is None else part.to("cpu", copy=True) for part in here]
+            else:
+                placed = [None if p is None else _copied(p, i, call.devices[i], copies) for i, p in enumerate(here)]
+            placed += parts[num_here:]
             if tensor.requires_grad and not tracked:  # a module may switch gradients on for what it does inside
                 placed = [copy if copy is None else copy.requires_grad_() for copy in placed]
             return placed
@@ -84,6 +91,8 @@ class Replica:
     Attributes:
         leaves: one for each live parameter that needs a gradient; empty where no graph is built.
         hooks: on these leaves.
+        own_buffers, live_buffers: its own buffers, and the live ones that they are copies of.
+        tensors_in_place: its tensors that are not copies on another device.
     """
 
     def __init__(
@@ -98,8 +107,8 @@ class Replica:
             elif key in copied:
                 tensors[key] = own_leaf(parameter, copied[key])
         own_buffers = blueprint.buffers_for(copied, shared=shares_buffers)
-        self._own_buffers = list(own_buffers.values())
-        self._live_buffers = [blueprint.buffers[key] for key in own_buffers]
+        self.own_buffers = list(own_buffers.values())
+        self.live_buffers = [blueprint.buffers[key] for key in own_buffers]
         tensors.update(own_buffers)
         for key, constant in blueprint.constants.items():
             tensors[key] = copied.get(key, constant)
@@ -107,8 +116,11 @@ class Replica:
         self._copied = [(key, tensors[key]) for key in copied]
         self._stamped = blueprint.stamp(tensors)
         self._links = Links(self._stamped.links) if self._stamped.links else None
-        if blueprint.is_reusable:
-            self._take_snapshots([tensor for key, tensor in tensors.items() if key not in copied])
+        self.tensors_in_place = [tensor for key, tensor in tensors.items() if key not in copied]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return self._stamped.modules
 
     @property
     def root(self) -> nn.Module:
@@ -119,47 +131,18 @@ class Replica:
         """Whether its parameters are copies in memory of their own."""
         return bool(self._copied)
 
-    def _take_snapshots(self, in_place: Sequence[torch.Tensor]) -> None:
-        modules = self._stamped.modules
-        registries = [module.__dict__[name] for name in _STAMPED_REGISTRIES for module in modules]
-        self._dicts = DictSnapshot([*(module.__dict__ for module in modules), *registries])
-        self._tensors = TensorSnapshot(in_place)
-        self._num_references = [*map(sys.getrefcount, modules)]
-
-    def is_unchanged(self) -> bool:
-        """Return whether the replica is as it was made, and nothing outside refers to its modules.
-
-        Hooks of a user's on its tensors are a change, too.
-        """
-        return (
-            self._dicts.is_current()
-            and self._tensors.is_current()
-            and [*map(sys.getrefcount, self._stamped.modules)] == self._num_references
-            and torch_private.num_hooks(self.leaves) == self.hooks.num_installed
-            and not [leaf for leaf in self.leaves if leaf.grad is not None]
-        )
-
-    def renew(self, copied: Mapping[int, torch.Tensor]) -> None:
-        """Take what the live module's tensors are now: new copies of those elsewhere, and the buffers' values."""
+    def renew_copies(self, copied: Mapping[int, torch.Tensor]) -> None:
+        """Use new copies of what is not on the replica's device."""
         for key, own in self._copied:
             own.data = copied[key]
-        if not copied:
-            self.renew_buffers()
-
-    def renew_buffers(self) -> None:
-        """Write the live buffers into this replica's copies."""
-        with torch.no_grad():
-            torch_private.copy_all_in_place(self._own_buffers, self._live_buffers)
 
     def commit_buffers(self) -> None:
         """Write this replica's buffers into the live ones, unless it uses the live ones themselves."""
-        for live, own in zip(self._live_buffers, self._own_buffers, strict=True):
+        for live, own in zip(self.live_buffers, self.own_buffers, strict=True):
             live.data.copy_(own)
 
-    def rest(self) -> None:
-        """Undo what forward has assigned, and free memory of its own, until the next forward."""
-        if not self._dicts.is_current():
-            self._dicts.restore()
+    def drop_copies(self) -> None:
+        """Free memory of its own, until the next forward."""
         for _, own in self._copied:
             own.data = own.data.new_empty(0)
 
@@ -167,33 +150,73 @@ class Replica:
 _STAMPED_REGISTRIES = ("_parameters", "_buffers", "_modules")  # those that each replica has of its own
 
 
-@dataclass
 class Replicas:
     """The replicas of one forward, and of the backward passes that belong to it: nothing else uses them meanwhile.
 
-    Attributes:
+    Args:
         each: one a device.
         broadcast: what copies the live module's tensors to them.
+        returns_to: where to put them when they are given back; None: nowhere.
     """
 
-    each: list[Replica]
-    broadcast: CoalescedBroadcast
-    _returns_to: "list[Replicas] | None" = None
+    def __init__(
+        self, each: Sequence[Replica], broadcast: CoalescedBroadcast, returns_to: "list[Replicas] | None"
+    ) -> None:
+        self.each = each
+        self.roots = [replica.root for replica in each]
+        self.leaves = [replica.leaves for replica in each]
+        self.hooks = [replica.hooks for replica in each]
+        self.is_remote = any([replica.is_remote for replica in each])
+        self._broadcast, self._returns_to = broadcast, returns_to
+        self._own_buffers = [own for replica in each if not replica.is_remote for own in replica.own_buffers]
+        self._live_buffers = [live for replica in each if not replica.is_remote for live in replica.live_buffers]
+        if returns_to is None:
+            return
+        self._modules = [module for replica in each for module in replica.modules]
+        registries = [module.__dict__[name] for name in _STAMPED_REGISTRIES for module in self._modules]
+        self._dicts = DictSnapshot([*[module.__dict__ for module in self._modules], *registries])
+        self._tensors = TensorSnapshot([tensor for replica in each for tensor in replica.tensors_in_place])
+        self._num_references = self._count_references()
+        self._all_leaves = [leaf for leaves in self.leaves for leaf in leaves]
 
-    @property
-    def leaves(self) -> list[list[torch.Tensor]]:
-        return [replica.leaves for replica in self.each]
+    def are_unchanged(self) -> bool:
+        """Return whether the replicas are as they were made, and nothing outside refers to their modules.
 
-    @property
-    def hooks(self) -> list[LeafHooks]:
-        return [replica.hooks for replica in self.each]
+        Hooks of a user's on their tensors are a change, too.
+        """
+        return (
+            self._dicts.is_current()
+            and self._tensors.is_current()
+            and self._count_references() == self._num_references
+            and torch_private.num_hooks(self._all_leaves) == sum([hooks.num_installed for hooks in self.hooks])
+            and not [leaf for leaf in self._all_leaves if leaf.grad is not None]
+        )
+
+    def _count_references(self) -> list[int]:
+        return [*map(sys.getrefcount, self._modules)]
+
+    def renew(self, copies: Copies, returns_to: "list[Replicas]") -> None:
+        """Take what the live module's tensors are now: new copies of those elsewhere, and the buffers' values."""
+        self._returns_to = returns_to
+        if self.is_remote:
+            for replica, copied in zip(self.each, self._broadcast(copies), strict=True):
+                replica.renew_copies(copied)
+        self.renew_buffers()
+
+    def renew_buffers(self) -> None:
+        """Write the live buffers into the replicas' copies."""
+        with torch.no_grad():
+            torch_private.copy_all_in_place(self._own_buffers, self._live_buffers)
 
     def give_back(self) -> None:
         """Let a later forward use them. To be called when no graph of theirs is left."""
         free, self._returns_to = self._returns_to, None
         if free is not None and len(free) < _MOST_IDLE:
-            for replica in self.each:
-                replica.rest()
+            if not self._dicts.is_current():
+                self._dicts.restore()  # undo what forward has assigned
+            if self.is_remote:
+                for replica in self.each:
+                    replica.drop_copies()
             free.append(self)
 
 
@@ -245,10 +268,8 @@ class ReplicaPool:
                 replicas = idle.pop()
             except IndexError:  # another thread has taken it
                 break
-            if all([replica.is_unchanged() for replica in replicas.each]):
-                for replica, copied in zip(replicas.each, replicas.broadcast(copies), strict=True):
-                    replica.renew(copied)
-                replicas._returns_to = idle
+            if replicas.are_unchanged():
+                replicas.renew(copies, idle)
                 return replicas
         blueprint = self.blueprint
         # A plain tensor in an attribute is copied with the module if it is on the module's device.

@@ -79,7 +79,7 @@ class ThreadsEngine(Engine):
             pool = self._pool_for(module, call.source)
             inputs = Inputs(call, tracked, copies)
             replicas = pool.take(call.devices, tracked, copies, separate_memory=self._separate_memory)
-        blueprint, roots = pool.blueprint, [replica.root for replica in replicas.each]
+        blueprint, roots = pool.blueprint, replicas.roots
         if not inside_replica():
             self._timings = timings
 
@@ -127,7 +127,7 @@ class ThreadsEngine(Engine):
                 graphs.pass_contexts, graphs.backward_context = contexts, backward_context
                 graphs.sync_context = call.sync_context
                 graphs.separate_memory = self._separate_memory
-                if any([replica.is_remote for replica in replicas.each]):
+                if replicas.is_remote:
                     graphs.buckets = pool.reduce_buckets
                 joined = join(graphs, [*inputs.live, *outside], own_leaves)  # step 6
             else:
@@ -135,7 +135,6 @@ class ThreadsEngine(Engine):
             output = matched.put_together(joined)
         replicas.each[0].commit_buffers()
         if not tracked:
-            del roots
             replicas.give_back()
         return output
 

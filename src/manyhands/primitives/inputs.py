@@ -37,34 +37,57 @@ class Arguments:
         function: Callable[..., Any] | None = None,
     ) -> None:
         self._inputs, self._kwargs = inputs, kwargs
-        named = [*pytree.leaves(inputs, "inputs"), *pytree.leaves(kwargs, "kwargs")]
-        self.leaves = [leaf for _, leaf in named]
-        self._axes = spread_inputs(in_dims, inputs, kwargs, dim, function)
-        counts: dict[str, int] = {}
-        for (path, leaf), axis in zip(named, self._axes, strict=True):
+        self._is_flat = pytree.is_flat(inputs) and (not kwargs or pytree.is_flat(kwargs))
+        if self._is_flat:  # the common case, without pytree's cost
+            self.leaves = [*inputs, *kwargs.values()]
+        else:
+            self.leaves = [leaf for _, leaf in self._named()]
+        self._axes = (
+            [dim] * len(self.leaves)
+            if in_dims is ... and self._is_flat
+            else spread_inputs(in_dims, inputs, kwargs, dim, function)
+        )
+        counts: list[int] = []
+        for number, (leaf, axis) in enumerate(zip(self.leaves, self._axes, strict=True)):
             if axis is None:
                 continue
-            if (batch_type := batch_type_of(leaf)) is not None:
-                counts[path] = batch_type.rows(leaf)
-            elif isinstance(leaf, torch.Tensor) and leaf.dim():
-                if leaf.is_nested:
-                    raise TypeError(
-                        f"cannot scatter {path}, a nested tensor: it has no axis along which it could be split. Give "
-                        "it padded (torch.nested.to_padded_tensor) with its lengths, or as a PackedSequence."
-                    )
-                if not -leaf.dim() <= axis < leaf.dim():
-                    raise ValueError(
-                        f"cannot scatter {path} of shape {tuple(leaf.shape)} along dim={axis}: it has no such axis"
-                    )
-                counts[path] = leaf.size(axis)
-        if len(set(counts.values())) > 1:
-            each = ", ".join(f"{path} has {count}" for path, count in counts.items())
-            raise ValueError(
-                f"cannot scatter tensors with different numbers of rows: {each}. Give every tensor the rows of the "
-                "batch (tensor.expand), or name the axis of the rows, and None for what every replica gets whole: "
-                "DataParallel(..., in_dims={'x': 0, 'table': None})."
+            if isinstance(leaf, torch.Tensor):
+                if leaf.is_nested or (leaf.ndim and not -leaf.ndim <= axis < leaf.ndim):
+                    raise self._cannot_be_split(number, leaf, axis)
+                if leaf.ndim:
+                    counts.append(leaf.shape[axis])
+            elif (batch_type := batch_type_of(leaf)) is not None:
+                counts.append(batch_type.rows(leaf))
+        if counts and counts.count(counts[0]) < len(counts):
+            raise self._different_rows()
+        self.rows = counts[0] if counts else None
+
+    def _named(self) -> list[tuple[str, Any]]:
+        return [*pytree.leaves(self._inputs, "inputs"), *pytree.leaves(self._kwargs, "kwargs")]
+
+    def _cannot_be_split(self, number: int, leaf: torch.Tensor, axis: int) -> TypeError | ValueError:
+        path, _ = self._named()[number]
+        if leaf.is_nested:
+            return TypeError(
+                f"cannot scatter {path}, a nested tensor: it has no axis along which it could be split. Give it padded "
+                "(torch.nested.to_padded_tensor) with its lengths, or as a PackedSequence."
             )
-        self.rows = next(iter(counts.values()), None)
+        shape = tuple(leaf.shape)
+        return ValueError(f"cannot scatter {path} of shape {shape} along dim={axis}: it has no such axis")
+
+    def _different_rows(self) -> ValueError:
+        counts = []
+        for (path, leaf), axis in zip(self._named(), self._axes, strict=True):
+            batch_type = batch_type_of(leaf)
+            if axis is not None and batch_type is not None:
+                counts.append(f"{path} has {batch_type.rows(leaf)}")
+            elif axis is not None and isinstance(leaf, torch.Tensor) and leaf.dim():
+                counts.append(f"{path} has {leaf.size(axis)}")
+        return ValueError(
+            f"cannot scatter tensors with different numbers of rows: {', '.join(counts)}. Give every tensor the rows "
+            "of the batch (tensor.expand), or name the axis of the rows, and None for what every replica gets whole: "
+            "DataParallel(..., in_dims={'x': 0, 'table': None})."
+        )
 
     def deal(self, sizes: Sequence[int], place: Place) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Return each replica's positional and keyword inputs: `sizes[i]` rows for replica i; other values unchanged.
@@ -73,7 +96,12 @@ class Arguments:
             sizes: one a replica.
             place: makes each replica's part from a tensor and its placement.
         """
+        sizes = tuple(sizes)
         dealt = [self._parts(leaf, axis, sizes, place) for leaf, axis in zip(self.leaves, self._axes, strict=True)]
+        if self._is_flat:
+            num, names = len(self._inputs), list(self._kwargs)
+            of_replicas = zip(*dealt, strict=True) if dealt else [()] * len(sizes)
+            return [(parts[:num], dict(zip(names, parts[num:], strict=True))) for parts in of_replicas]
         return [self._with_leaves([parts[index] for parts in dealt]) for index in range(len(sizes))]
 
     def first_rows(self, rows: int) -> "Arguments | None":
@@ -113,10 +141,10 @@ class Arguments:
         other.rows = rows
         return other
 
-    def _parts(self, leaf: Any, axis: int | None, sizes: Sequence[int], place: Place) -> Sequence[Any]:
+    def _parts(self, leaf: Any, axis: int | None, sizes: tuple[int, ...], place: Place) -> Sequence[Any]:
         """Return what each replica gets for a leaf."""
         if isinstance(leaf, torch.Tensor):
-            return place(leaf, Shard(axis, tuple(sizes)) if axis is not None and leaf.dim() else Replicate())
+            return place(leaf, Shard(axis, sizes) if axis is not None and leaf.dim() else Replicate())
         batch_type = batch_type_of(leaf)
         if batch_type is None:
             return [leaf] * len(sizes)

@@ -40,10 +40,15 @@ class Outputs:
         self.groups: list[Group] = []
         self._first = outputs[0]
         self._sizes = sizes
-        self._paths, self._given = [], []
-        for path, given in pytree.leaves_together(outputs, "output"):
-            self._paths.append(path)
-            self._given.append(given)
+        self._paths, self._given = ["output"], [tuple(outputs)]
+        self._is_tensor = _TENSOR.issuperset(map(type, outputs))
+        if self._is_tensor and isinstance(rules.scalars, str) and (rules.out_dims is ... or _is_axis(rules.out_dims)):
+            axis = rules.dim if rules.out_dims is ... else rules.out_dims  # the common case, without pytree's cost
+            self._makers = [self._joined(self._tensors("output", self._given[0], axis, rules.scalars))]
+            return
+        self._is_tensor = False
+        pairs = [*pytree.leaves_together(outputs, "output")]
+        self._paths, self._given = [path for path, _ in pairs], [given for _, given in pairs]
         axes = spread(rules.out_dims, self._first, rules.dim, "out_dims")
         scalars = spread(rules.scalars, self._first, "stack", "scalars")
         leaves = zip(self._paths, self._given, axes, scalars, strict=True)
@@ -52,6 +57,8 @@ class Outputs:
 
     def put_together(self, joined: Sequence[torch.Tensor]) -> Any:
         """Return the gathered output, from one joined tensor a group."""
+        if self._is_tensor:
+            return joined[0]
         makers = iter(self._makers)
         return pytree.map_leaves(lambda _: next(makers)(joined), self._first)
 
@@ -78,7 +85,7 @@ class Outputs:
         if axis is None:
             _check_agree(path, given)
             return Group((first, *[None] * (len(given) - 1)), Single(0))
-        if first.dim() == 0:
+        if first.ndim == 0:
             if rule != "stack":
                 return Group(given, WeightedSum(self._weights(path, rule, len(given))))
             warn_once(
@@ -86,11 +93,11 @@ class Outputs:
                 'or sum before backward(), or have it done exactly: DataParallel(..., scalars="mean").'
             )
             return Group(given, Stack())
-        if not -first.dim() <= axis < first.dim():
+        if not -first.ndim <= axis < first.ndim:
             raise ValueError(
                 f"cannot gather {path} of shape {tuple(first.shape)} along dim={axis}: it has no such axis"
             )
-        axis %= first.dim()
+        axis %= first.ndim
         if len({tensor.shape[:axis] + tensor.shape[axis + 1 :] for tensor in given}) > 1:
             error = pytree.disagreement(path, f"sizes off the joined axis {axis}", [tuple(t.shape) for t in given])
             error.add_note(
@@ -98,7 +105,7 @@ class Outputs:
                 "give total_length=. If the rows are on another axis, say so: DataParallel(..., out_dims=...)."
             )
             raise error
-        return Group(given, Shard(axis, tuple(tensor.size(axis) for tensor in given)))
+        return Group(given, Shard(axis, tuple([tensor.shape[axis] for tensor in given])))
 
     def _batches(self, path: str, given: tuple[Any, ...], num_counting: int) -> Callable[[Sequence[Any]], Any]:
         """Join batches of a registered class: their tensors are returned one by one, then the class's `gather` joins.
@@ -170,15 +177,22 @@ def gathered(
     return matched.put_together(joined)
 
 
+_TENSOR = frozenset({torch.Tensor})
+
+
+def _is_axis(value: object) -> bool:
+    return value is None or type(value) is int
+
+
 def _check_alike(path: str, given: tuple[Any, ...]) -> None:
-    if not all(isinstance(value, torch.Tensor) for value in given):
+    if not _TENSOR.issuperset(map(type, given)) and not all(isinstance(value, torch.Tensor) for value in given):
         raise pytree.disagreement(path, "types", [type(value).__name__ for value in given])
-    if any(tensor.is_nested for tensor in given):
+    if [tensor for tensor in given if tensor.is_nested]:
         raise TypeError(
             f"cannot gather {path}, a nested tensor: it has no axis along which the replicas' could be joined. Return "
             "it padded (torch.nested.to_padded_tensor) with its lengths, or as a PackedSequence."
         )
-    if len({tensor.dim() for tensor in given}) > 1:
+    if len({tensor.ndim for tensor in given}) > 1:
         raise pytree.disagreement(path, "numbers of axes", [tuple(tensor.shape) for tensor in given])
     if len({tensor.dtype for tensor in given}) > 1:
         raise pytree.disagreement(path, "dtypes", [tensor.dtype for tensor in given])

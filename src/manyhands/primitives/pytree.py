@@ -16,6 +16,13 @@ import torch
 from manyhands.primitives.batch_types import batch_type_of
 from manyhands.runtime import torch_private
 
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)})
+
+
+def is_flat(value: tuple[Any, ...] | dict[str, Any]) -> bool:
+    """Return whether everything in a tuple or dict is a leaf of the usual kinds: tensors and plain values."""
+    return _PLAIN.issuperset(map(type, value.values() if isinstance(value, dict) else value))
+
 
 def children(value: object) -> dict[Any, Any] | None:
     """Return the children of a container by index, key or field name; None for a leaf.

@@ -106,11 +106,16 @@ class _OwnStreams:
             _devices.seed_differently(self._devices)
             self._on_accelerators = _devices.shared_random_states(self._devices)
         self._last_move, self._state = _process.last_move, _state_of(torch.default_generator)
-        self._streams = [_Stream(self._state, index) for index in range(len(self._devices))]
-        caught = self._caught = _process.catch_draws() if self._on_host else None
-        if caught is None:
-            return lambda index: contextlib.nullcontext()
-        return lambda index: _DrawingFrom(self._streams[index], caught)
+        self._streams: list[_Stream] = []  # of the replicas that have begun
+        self._caught = _process.catch_draws() if self._on_host else None
+        return self._context_of
+
+    def _context_of(self, index: int) -> AbstractContextManager[None]:
+        if self._caught is None:
+            return contextlib.nullcontext()
+        stream = _Stream(self._state, index)
+        self._streams.append(stream)
+        return _DrawingFrom(stream, self._caught)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
@@ -118,7 +123,7 @@ class _OwnStreams:
         if _state_of(torch.default_generator) != self._state and _process.last_move is self._last_move:
             on_host = _WHAT_IS_NOT_CAUGHT if self._caught else _NOTHING_IS_CAUGHT
             log_once(_SHARED.format(name=self._name, what=on_host if self._on_host else _ON_ACCELERATORS))
-        if [stream for stream in self._streams if stream.has_moved()]:
+        if [stream for stream in self._streams if stream.generator_or_none is not None and stream.has_moved()]:
             _process.move_on()
         for device, before in self._on_accelerators.items():
             if not torch.equal(before, _devices.shared_random_states([device, device])[device]):
@@ -134,18 +139,18 @@ class _Stream:
     def __init__(self, state: bytes, index: int) -> None:
         self._origin = state, index
         self._first_state = b""
-        self._generator: torch.Generator | None = None
+        self.generator_or_none: torch.Generator | None = None
 
     @property
     def generator(self) -> torch.Generator:
-        if self._generator is None:
-            self._generator = torch.Generator("cpu").manual_seed(_seed(*self._origin))
-            self._first_state = _state_of(self._generator)
-        return self._generator
+        if self.generator_or_none is None:
+            self.generator_or_none = torch.Generator("cpu").manual_seed(_seed(*self._origin))
+            self._first_state = _state_of(self.generator_or_none)
+        return self.generator_or_none
 
     def has_moved(self) -> bool:
         """Return whether the random state has advanced; False if it was restored after draws, as checkpointing does."""
-        return self._generator is not None and _state_of(self._generator) != self._first_state
+        return self.generator_or_none is not None and _state_of(self.generator_or_none) != self._first_state
 
 
 class SeededStreams:

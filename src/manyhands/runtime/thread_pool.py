@@ -66,16 +66,19 @@ class one_pass:  # noqa: N801 - a context manager, as a class because a step ent
 
     def __init__(self, contexts: Sequence[PassContext]) -> None:
         self._contexts = contexts
-        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> ReplicaContext:
-        with self._stack:
-            of_replicas = [self._stack.enter_context(context()) for context in self._contexts]
-            self._stack = self._stack.pop_all()
-        return of_replicas[0] if len(of_replicas) == 1 else partial(_all_of, of_replicas)
+        if len(self._contexts) == 1:
+            self._entered: AbstractContextManager[Any] = self._contexts[0]()
+            only: ReplicaContext = self._entered.__enter__()
+            return only
+        with contextlib.ExitStack() as stack:
+            of_replicas = [stack.enter_context(context()) for context in self._contexts]
+            self._entered = stack.pop_all()
+        return partial(_all_of, of_replicas)
 
     def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+        self._entered.__exit__(*error)
 
 
 @contextlib.contextmanager
@@ -102,7 +105,6 @@ class ReplicaTiming:
     backward_s: float = 0.0
 
 
-@torch_private.parametrizations_not_cached()
 def run_together(
     tasks: Sequence[Callable[[], T]],
     devices: Sequence[torch.device],
@@ -121,24 +123,33 @@ def run_together(
     Raises:
         BaseException: what a task (or Ctrl-C) raised, where that is not an `Exception`.
     """
+    if torch_private.caches_parametrizations():
+        with torch_private.parametrizations_not_cached():
+            return run_together(tasks, devices, around)
     if len(tasks) == 1 or inside_replica() or modes_that_stay():
         return [_run_here(tasks[i], devices[i], i, around(i)) for i in range(len(tasks))]
+    return _run_in_threads(tasks, devices, around)
 
+
+def _run_in_threads(
+    tasks: Sequence[Callable[[], T]], devices: Sequence[torch.device], around: ReplicaContext
+) -> list[Outcome[T]]:
     state = ThreadState.capture()
     streams = _devices.current_streams(devices)
     own_cores = affinity.cores_per_replica(len(tasks)) if _devices.all_on_host(devices) else [()] * len(tasks)
     threads_before, threads_each = _thread_counts.begin(devices)
     done: SimpleQueue[tuple[int, Outcome[T]]] = SimpleQueue()
+    context = contextvars.copy_context()
 
-    def job(index: int) -> Callable[[], Outcome[T]]:
-        context = contextvars.copy_context()
+    def run(index: int) -> Outcome[T]:
+        own_context = context.copy()
 
-        def run() -> T:
+        def in_context() -> T:
             affinity.bind(own_cores[index])
             with around(index), _AsReplica(devices[index], index, threads_each, streams), state.applied():
-                return context.run(tasks[index])
+                return own_context.run(tasks[index])
 
-        return lambda: _outcome(run)
+        return _outcome(in_context)
 
     def first() -> T:
         with around(0), _AsReplica(devices[0], 0, threads_each, streams):
@@ -148,7 +159,7 @@ def run_together(
     ended: dict[int, Outcome[T]] = {}
     try:
         for i, worker in enumerate(workers, 1):
-            worker.inbox.put(_Order(i, [job(i)], done))
+            worker.inbox.put(_Order(i, [run], done))
         ended[0] = _outcome(first)
         _raise_if_urgent(ended[0])
         while len(ended) < len(tasks):
@@ -303,10 +314,10 @@ class _AsReplica:
 
 @dataclass(slots=True)
 class _Order:
-    """An order to a worker: call the one job in the list, and put (index, its outcome) into `done`."""
+    """An order to a worker: call the one job in the list with the index, and put (index, its outcome) into `done`."""
 
     index: int
-    jobs: list[Callable[[], Outcome[Any]]]
+    jobs: list[Callable[[int], Outcome[Any]]]
     done: SimpleQueue[tuple[int, Outcome[Any]]]
 
 
@@ -323,7 +334,7 @@ class _Worker:
             while (order := self.inbox.get()) is not None:
                 # Once the caller has the outcome, no reference to the call may be left here: what the caller then drops
                 # is to be freed at once. So no variable holds the outcome, and the job is popped.
-                order.done.put((order.index, order.jobs.pop()()))
+                order.done.put((order.index, order.jobs.pop()(order.index)))
                 del order
 
 

@@ -334,6 +334,11 @@ def hooks_of_every_module() -> bool:
     return any(getattr(torch.nn.modules.module, registry, None) for registry in registries)
 
 
+def caches_parametrizations() -> bool:
+    """Return whether `torch.nn.utils.parametrize.cached()` is on. Fallback: False."""
+    return bool(getattr(torch.nn.utils.parametrize, "_cache_enabled", 0))
+
+
 @contextlib.contextmanager
 def parametrizations_not_cached() -> Iterator[None]:
     """Switch `torch.nn.utils.parametrize.cached()` off: its cache is keyed by the live module, for all replicas alike.

@@ -172,7 +172,6 @@ class ProcessesEngine(Engine):
             output = matched.put_together(self._joined(graphs, inputs, objects, pool, replicas, replies, tracked))
         replicas.each[0].commit_buffers()
         if not tracked:
-            del root, run
             graphs.release()
         return output
 

@@ -77,7 +77,7 @@ class WorkerModule:
         if update.changes or update.requires_grad is not None:
             self._renew_pool()
         if update.rewritten and self._prepared is not None:
-            self._prepared[1].each[0].renew_buffers()
+            self._prepared[1].renew_buffers()
 
     def prepare(self, tracked: bool) -> None:
         """Make the next replica ready, while the caller is busy."""
