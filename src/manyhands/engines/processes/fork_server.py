@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from manyhands.engines.processes.channel import Channel, ChannelClosedError
 from manyhands.engines.processes.worker import Worker
 from manyhands.runtime import affinity, torch_private
+from manyhands.runtime.malloc import keep_freed_memory
 
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
@@ -231,6 +232,7 @@ def _run_worker(fds: Sequence[int], environment: dict[str, str], own_cores: Sequ
         os.environ.update(environment)
         random.seed(seed)
         affinity.bind(own_cores)
+        keep_freed_memory()
         Worker(Channel(socket.socket(fileno=connection))).serve()
     except ChannelClosedError:
         status = 0
