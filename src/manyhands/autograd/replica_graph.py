@@ -152,7 +152,7 @@ class ReplicaGraphs:
             # backward of the same graphs may be writing it now. Graphs that share a leaf may share nodes, which the
             # first replica's backward must not free.
             keep = keep or (self._one_backward_each() and not together)
-            return self._gradients(*self._ends(output_grads), together=together, retain_graph=keep)
+            return self._gradients(*self._ends(output_grads), together=together, keep=keep)
         try:
             return self._backward_into_grad(output_grads, keep, reduction)
         finally:
@@ -167,7 +167,7 @@ class ReplicaGraphs:
             started = time.perf_counter()
             some_ends = [end for i in replicas for end in ends[i]]
             if some_ends:
-                torch.autograd.backward(some_ends, [g for i in replicas for g in grads[i]], retain_graph=keep)
+                torch_private.run_backward(some_ends, [g for i in replicas for g in grads[i]], keep=keep)
             for i in replicas:
                 self.timings[i].backward_s = time.perf_counter() - started
 
@@ -261,7 +261,7 @@ class ReplicaGraphs:
             if not some_ends or not leaves:
                 return {}
             some_grads = [grad for i in some for grad in grads[i]]
-            results = torch.autograd.grad(some_ends, list(leaves.values()), some_grads, allow_unused=True, **options)
+            results = torch_private.gradients(some_ends, list(leaves.values()), some_grads, **options)
             return dict(zip(leaves, results, strict=True))
 
         def backward_one(index: int) -> None:
@@ -281,7 +281,6 @@ class ReplicaGraphs:
 
     def _run_together(self, backward_one: Callable[[int], None]) -> None:
         """Run each replica graph's backward in a thread of its own."""
-        torch_private.import_what_backward_imports()
         tasks = [lambda i=i: backward_one(i) for i in range(len(self.timings))]
         devices = [timing.device for timing in self.timings]
         where = [f"the backward of {place}" for place in self.where]

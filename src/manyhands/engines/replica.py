@@ -175,7 +175,7 @@ def pass_on_gradients(graphs: ReplicaGraphs, live: Sequence[torch.Tensor]) -> No
     parts = zip(graphs.inputs, graphs.take_leaf_gradients(), strict=True)
     gradients = [edge.join_gradients(of_edge) for edge, of_edge in parts]
     reached = [(tensor, grad) for tensor, grad in zip(live, gradients, strict=True) if grad is not None]
-    torch.autograd.backward([tensor for tensor, _ in reached], [grad for _, grad in reached])
+    torch_private.run_backward([tensor for tensor, _ in reached], [grad for _, grad in reached], keep=False)
 
 
 def look_for_live_tensors(

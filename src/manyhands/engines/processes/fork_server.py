@@ -29,7 +29,7 @@ from collections.abc import Sequence
 
 from manyhands.engines.processes.channel import Channel, ChannelClosedError
 from manyhands.engines.processes.worker import Worker
-from manyhands.runtime import affinity, torch_private
+from manyhands.runtime import affinity
 from manyhands.runtime.malloc import keep_freed_memory
 
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
@@ -170,7 +170,6 @@ def serve_forks(fd: int) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=fd))
-    torch_private.import_what_backward_imports()
     gc.collect()
     gc.freeze()  # workers share these objects' pages until one writes to them
     statuses: dict[int, int] = {}

@@ -110,7 +110,7 @@ class RemoteGraphs(ReplicaGraphs):
         parts = zip(self.inputs, self._with_replies(own, replies), strict=True)
         gradients = [edge.join_gradients(of_edge) for edge, of_edge in parts]
         reached = [(tensor, grad) for tensor, grad in zip(live, gradients, strict=True) if grad is not None]
-        torch.autograd.backward([tensor for tensor, _ in reached], [grad for _, grad in reached])
+        torch_private.run_backward([tensor for tensor, _ in reached], [grad for _, grad in reached], keep=False)
 
     def _outcome(self, index: int, reply: Reply) -> Outcome[Any]:
         if reply.error is not None:
@@ -142,7 +142,6 @@ class RemoteGraphs(ReplicaGraphs):
     def _backward(
         self, output_grads: Sequence[torch.Tensor | None], keep: bool, into_grad: bool
     ) -> list[list[torch.Tensor | None]]:
-        torch_private.import_what_backward_imports()
         with self._step() as num_threads:
             state = ThreadState.capture(), ProcessState.capture()
             streams = SeededStreams(len(self.where))
@@ -212,7 +211,7 @@ class RemoteGraphs(ReplicaGraphs):
                 return [None] * len(leaves)
             wanted = [leaf for leaf in leaves if leaf is not None]
             ends, grads = zip(*pairs, strict=True)
-            results = iter(torch.autograd.grad(ends, wanted, grads, create_graph=True, allow_unused=True))
+            results = iter(torch_private.gradients(ends, wanted, grads, create_graph=True))
             return [None if leaf is None else next(results) for leaf in leaves]
 
         with self._step() as num_threads:
@@ -334,11 +333,11 @@ class RemoteGraphs(ReplicaGraphs):
             return [None] * len(leaves)
         if not into_grad:
             wanted = [leaf for leaf in leaves if leaf is not None]
-            results = iter(torch.autograd.grad(ends, wanted, grads, retain_graph=keep, allow_unused=True))
+            results = iter(torch_private.gradients(ends, wanted, grads, keep=keep))
             return self._without_reduced([None if leaf is None else next(results) for leaf in leaves], reducer)
         keyed = {key: leaf for key, leaf in zip(self.keys, leaves, strict=True) if key is not None and leaf is not None}
         with reducer.hooked(keyed) if reducer is not None else contextlib.nullcontext():
-            torch.autograd.backward(ends, grads, retain_graph=keep)
+            torch_private.run_backward(ends, grads, keep=keep)
         return self._without_reduced([take_grad(leaf) for leaf in leaves], reducer)
 
     def _without_reduced(self, grads: list[torch.Tensor | None], reducer: Reducer | None) -> list[torch.Tensor | None]:

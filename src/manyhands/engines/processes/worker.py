@@ -268,7 +268,7 @@ class Worker:
             del self._graphs[message.graph]
         leaves, keep_alive, replica_context = graph.leaves, graph.keep_alive, graph.replica_context
         ends, grads = [graph.outputs[output] for output, _, _ in received], [grad for _, grad, _ in received]
-        run_backward = partial(torch.autograd.backward, ends, grads, retain_graph=message.keep)
+        run_backward = partial(torch_private.run_backward, ends, grads, keep=message.keep)
         del graph, received, ends, grads
         reducer = self._new_reducer(message)
         try:
@@ -308,7 +308,7 @@ class Worker:
         results: list[torch.Tensor | None] = []
 
         def differentiate() -> None:
-            results.extend(torch.autograd.grad(ends, inputs, grads, create_graph=True, allow_unused=True))
+            results.extend(torch_private.gradients(ends, inputs, grads, create_graph=True))
 
         with message.thread.applied(), torch.enable_grad():
             _run(differentiate, self._device, graph.replica_context)
