@@ -1,5 +1,6 @@
 """Synchronised batch norm where replicas branch, fail, are nested, or are called from several threads."""
 
+import copy
 import gc
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ from helpers.contract import (
     FailureError,
     Watched,
     Wrap,
+    assert_all_same,
     assert_is_the_replicas,
     assert_same,
     assert_unchanged,
@@ -54,43 +56,101 @@ def test_a_leaf_from_outside_with_synchronised_batch_norm(wrap: Wrap) -> None:
 
 
 class Branches(nn.Module):
-    """Takes one branch or the other, by the first number of the first row."""
+    """Takes different ways through its batch norms, by the first number of the first row."""
 
-    def __init__(self, *, crossing: bool = False) -> None:
+    def __init__(self, way: str) -> None:
         super().__init__()
+        self.linear = nn.Linear(2, 2)
         self.left, self.right, self.both = nn.BatchNorm1d(2), nn.BatchNorm1d(2), nn.BatchNorm1d(2)
-        self.crossing = crossing
+        self.way = way
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first, second = (self.left, self.right) if x[0, 0] < 3 else (self.right, self.left)
-        return self.both(torch.tanh(second(torch.tanh(first(x))) if self.crossing else first(x)))
+        x = self.linear(x)
+        if self.way == "one of two":
+            x = first(x)
+        elif self.way == "another order":
+            x = second(torch.tanh(first(x)))
+        elif self.way == "one more, last":
+            return self.both(x) if first is self.left else self.left(torch.tanh(self.both(x)))
+        elif self.way == "checkpoint":
+            x = checkpoint(first, x, use_reentrant=False)
+        elif self.way == "unused" and first is self.right:
+            return x + 0 * self.both(x).detach()
+        elif self.way == "unused in part":
+            x = x + (1 if first is self.left else 0) * self.left(x)
+        return self.both(torch.tanh(x))
 
 
-def test_branches_that_the_data_decides(wrap: Wrap, caplog: pytest.LogCaptureFixture) -> None:
-    """N5: each batch norm is over the rows that reach it, forward and backward; the log says so, and nothing hangs."""
-    plain, model = twins(wrap, Branches(), 3, sync_batch_norm=True)
-    x_model, x_plain = fresh(numbered_rows().sin()), fresh(numbered_rows().sin())
-    x_model.data[[0, 3, 6], 0] = x_plain.data[[0, 3, 6], 0] = torch.tensor([5.0, 1.0, 5.0])  # right, left, right
-    output = in_time(lambda: model(x_model))
-    in_time(lambda: loss_of(output).backward())
-    right = plain.right(torch.cat([x_plain[:3], x_plain[6:]]))
-    parts = [right[:3], plain.left(x_plain[3:6]), right[3:]]
-    loss_of(plain.both(torch.tanh(torch.cat(parts)))).backward()
+def branching_rows(*firsts: float) -> torch.Tensor:
+    """Rows for `Branches` on three replicas: below 3, a replica goes left."""
+    x = numbered_rows().sin()
+    x[[0, 3, 6], 0] = torch.tensor(firsts)
+    return x
+
+
+WAYS = {
+    "one of two": "replicas 0 and 2 called the batch norm of right.running_mean, replica 1 called the batch norm of l",
+    "another order": "replicas 0 and 2 called the batch norm of right.running_mean, replica 1 called the batch norm of",
+    "one more, last": "replicas 0 and 2 called the batch norm of left.running_mean, replica 1 called no further one",
+    "checkpoint": "replicas 0 and 2 called the batch norm of right.running_mean, replica 1 called the batch norm of l",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_replicas_that_the_data_leads_different_ways_are_an_error(wrap: Wrap, way: str) -> None:
+    """N5, N11: it says where each replica is; nothing hangs, buffers are as before, and the next call is right."""
+    plain, model = twins(wrap, Branches(way), 3, sync_batch_norm=True)
+    compare_with_plain(model, plain, branching_rows(1.0, 1.0, 1.0))
+    before = copy.deepcopy(model.module.state_dict())
+    with pytest.raises(RuntimeError, match=r"sync_batch_norm=True.* the replicas went different ways") as caught:
+        in_time(lambda: model(branching_rows(5.0, 1.0, 5.0)))
+    assert WAYS[way] in str(caught.value)
+    assert any(note.startswith("raised in replica 0") for note in caught.value.__notes__)
+    assert len(caught.value.__notes__) == 1
+    with pytest.raises(RuntimeError, match="the replicas went different ways") as caught:
+        in_time(lambda: model(branching_rows(1.0, 1.0, 5.0)))
+    assert_unchanged(model.module, before)
+    compare_with_plain(model, plain, branching_rows(5.0, 5.0, 5.0))
+
+
+def test_replicas_of_which_some_have_no_backward_of_a_batch_norm_are_an_error(wrap: Wrap) -> None:
+    """N5: their rows would miss the gradient that reaches them through the mean and the variance."""
+    plain, model = twins(wrap, Branches("unused"), 3, sync_batch_norm=True)
+    for firsts, ways in (
+        ((5.0, 1.0, 5.0), "replica 1 called the backward of the batch norm of both.running_mean, replicas 0 and 2 "),
+        ((1.0, 5.0, 1.0), "replicas 0 and 2 called the backward of the batch norm of both.running_mean, replica 1 "),
+    ):
+        for loss in (lambda x: loss_of(model(x)), lambda x: penalty_loss(model, x)):
+            before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+            with pytest.raises(RuntimeError, match="the replicas went different ways") as caught:
+                in_time(lambda loss=loss, firsts=firsts: loss(branching_rows(*firsts)).backward())
+            assert ways + "called no further one" in str(caught.value)
+            assert_all_same([p.grad for p in model.parameters()], before, 0)
+        plain.load_state_dict(model.module.state_dict())
+        compare_with_plain(model, plain, branching_rows(1.0, 1.0, 1.0))
+
+
+def test_replicas_without_any_backward_of_a_batch_norm(wrap: Wrap) -> None:
+    """N5: what no output depends on has no gradient, in no replica, as in the plain module."""
+    plain, model = twins(wrap, Branches("unused"), 3, sync_batch_norm=True)
+    x = branching_rows(5.0, 5.0, 5.0)
+    for module in (plain, model):
+        in_time(lambda module=module: loss_of(module(x)).backward())
+    assert model.module.both.weight.grad is None
+    assert_gradients_and_buffers_near(model.module, plain)
+
+
+def test_replicas_that_use_a_batch_norm_with_a_weight_of_zero(wrap: Wrap) -> None:
+    """N5: the remedy that the error names: a gradient of zeros is one, and the rows get their part of the others'."""
+    plain, model = twins(wrap, Branches("unused in part"), 3, sync_batch_norm=True)
+    x_model, x_plain = fresh(branching_rows(5.0, 1.0, 5.0)), fresh(branching_rows(5.0, 1.0, 5.0))
+    in_time(lambda: loss_of(model(x_model)).backward())
+    hidden = plain.linear(x_plain)
+    used = torch.tensor([0.0, 1.0, 0.0]).repeat_interleave(torch.tensor([3, 3, 2]))[:, None]
+    loss_of(plain.both(torch.tanh(hidden + used * plain.left(hidden)))).backward()
     assert_near(x_model.grad, x_plain.grad)
-    for mine, theirs in zip(model.module.parameters(), plain.parameters(), strict=True):
-        assert_near(mine.grad, theirs.grad)
-    assert "the batch norm of right.running_mean saw the rows of some replicas only" in caplog.text
-    assert "both" not in caplog.text
-
-
-def test_batch_norms_in_different_orders_do_not_hang(wrap: Wrap) -> None:
-    """N5: where replicas wait for each other in a circle, one goes on with the rows that are at its batch norm."""
-    model = wrap(Branches(crossing=True), 3, sync_batch_norm=True)
-    for first_rows in ((0.0, 5.0, 0.0), (5.0, 0.0, 5.0), (5.0, 5.0, 0.0)):
-        x = fresh(numbered_rows().cos())
-        x.data[[0, 3, 6], 0] = torch.tensor(first_rows)
-        in_time(lambda x=x: loss_of(model(x)).backward())
-        assert x.grad.isfinite().all()
+    assert_gradients_and_buffers_near(model.module, plain)
 
 
 class FailsBetween(FailsOn):

@@ -18,6 +18,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.programs import run_script
 from manyhands.runtime import torch_private
 
 
@@ -181,14 +182,59 @@ def test_many_tensors_in_one_call(monkeypatch: pytest.MonkeyPatch, lacks: list[s
     torch_private.copy_all_in_place([], [])
 
 
-def test_what_backward_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", ["engine", "no engine", "mode"])
+def test_backward_and_gradients(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do what torch's functions do."""
+    if way == "no engine":
+        monkeypatch.setattr(torch.autograd.graph, "_engine_run_backward", None)  # torch's functions have it by then
+    a, b, unused = (torch.linspace(1, 2, 3).requires_grad_() for _ in range(3))
+    ends, grads = [a * b, (a * a).sum()], [torch.tensor([1.0, 2.0, 3.0]), torch.tensor(2.0)]
+    expected = torch.tensor([1.0, 2.0, 3.0]) * b.detach() + 4 * a.detach()
+    with torch.device("cpu") if way == "mode" else contextlib.nullcontext():
+        found = torch_private.gradients(ends, [a, unused], grads, create_graph=True)
+        assert found[1] is None
+        torch.testing.assert_close(found[0], expected)
+        (second,) = torch_private.gradients(found[:1], [a], [torch.ones(3)], keep=True)
+        torch.testing.assert_close(second, torch.full((3,), 4.0))
+        torch_private.run_backward(ends, grads, keep=True)
+        torch_private.run_backward(ends, grads, keep=False)
+        torch.testing.assert_close(a.grad, 2 * expected)
+        with pytest.raises(RuntimeError, match="second time"):
+            torch_private.run_backward(ends, grads, keep=False)
+        with pytest.raises(RuntimeError, match="shape"):
+            torch_private.run_backward([a * b], [torch.ones(2)], keep=False)
+
+
+def test_what_torchs_check_of_gradients_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     """F3: it is there afterwards; where torch has no such module, nothing happens."""
-    torch_private.import_what_backward_imports.cache_clear()
-    torch_private.import_what_backward_imports()
+    torch_private._import_what_backward_imports.cache_clear()
+    torch_private._import_what_backward_imports()
     assert "torch.fx.experimental.symbolic_shapes" in sys.modules
-    torch_private.import_what_backward_imports.cache_clear()
+    torch_private._import_what_backward_imports.cache_clear()
     monkeypatch.setitem(sys.modules, "torch.fx.experimental.symbolic_shapes", None)  # importing it raises ImportError
-    torch_private.import_what_backward_imports()
+    torch_private._import_what_backward_imports()
+
+
+def test_a_step_imports_no_sympy() -> None:
+    """It takes 33 MiB of each process. An optimizer, where there is one, imports it in the caller's process."""
+    run = run_script("""
+        import sys
+        import torch
+        import manyhands
+
+        class Imported(torch.nn.Linear):
+            def forward(self, x):
+                return super().forward(x), torch.full((len(x),), float("sympy" in sys.modules))
+
+        for engine in ("threads", "processes"):
+            model = manyhands.DataParallel(Imported(2, 2), ["cpu"] * 2, engine=engine)
+            for _ in range(2):
+                output, imported = model(torch.ones(4, 2))
+                output.sum().backward()
+            assert not imported.any()
+            assert "sympy" not in sys.modules
+    """)
+    assert run.returncode == 0, run.stderr
 
 
 def test_catch_operations() -> None:

@@ -1,21 +1,20 @@
-"""All-gathers among replicas: which of those that wait goes first, and that none waits for ever.
+"""All-gathers among replicas: all take part in all of them, or one raises an error, and none waits for ever.
 
 Values, failures and replicas in worker processes are in tests/contract/test_sync_batch_norm_exchange.py.
 """
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 
-from helpers.in_time import WAIT_S, in_time
+from helpers.in_time import in_time
 from manyhands.runtime.thread_pool import run_together
-from manyhands.sync_batch_norm.exchange import Exchange, LocalExchange, Request, Result
+from manyhands.sync_batch_norm.exchange import Exchange, LocalExchange, Request, Response
 
 CPU = torch.device("cpu")
-BOTH = frozenset({0, 1})
 
 Script = Callable[[Exchange, int], Any]
 
@@ -38,72 +37,85 @@ def run(*scripts: Script) -> list[Any]:
     return [outcome.error or outcome.value for outcome in outcomes]
 
 
-def gathers(*names: str, places: dict[str, int] | None = None) -> Script:
-    """A replica that all-gathers its own number under these names, one after the other."""
-    places = places or {}
+def gathers(*names: str | tuple[str, int]) -> Script:
+    """A replica that all-gathers its own number, for batch norms or (name, number) their backward, one by one."""
+    pairs = [(name, None) if isinstance(name, str) else name for name in names]
     return lambda exchange, index: [
-        exchange.all_gather(index, name, index, places.get(name, 0)).values for name in names
+        exchange.all_gather(index, Request(name, index, forward)).values for name, forward in pairs
     ]
 
 
-def gathers_backward(*numbers: int) -> Script:
-    return lambda exchange, index: [
-        exchange.all_gather_backward(index, number, BOTH, index).values for number in numbers
-    ]
+def test_all_get_the_values_of_all_in_replica_order() -> None:
+    same = gathers("a", "b", "a", ("a", 2), ("b", 1))
+    assert run(same, same, same) == [[{0: 0, 1: 1, 2: 2}] * 5] * 3
 
 
-def test_no_replica_waits_for_one_that_has_withdrawn() -> None:
-    assert run(gathers("a", "b"), gathers("a"), gathers()) == [[{0: 0, 1: 1}, {0: 0}], [{0: 0, 1: 1}], []]
-
-
-def test_branches_meet_again_behind_themselves() -> None:
-    """The lowest rank goes first in the deadlock tie-break, so that the longer branch reaches the common name."""
-    places = {"left 1": 0, "left 2": 1, "left 3": 2, "right": 3, "both": 4}
-    left = gathers("left 1", "left 2", "left 3", "both", places=places)
-    right = gathers("right", "both", places=places)
-    for scripts in ((left, right), (right, left), (right, left, right, left)):
-        results = run(*scripts)
-        assert [result[-1] for result in results] == [{i: i for i in range(len(scripts))}] * len(scripts)
-        for index, (script, result) in enumerate(zip(scripts, results, strict=True)):
-            assert result[0] == {i: i for i, other in enumerate(scripts) if other is script}, index
-
-
-def test_of_equal_ranks_the_replica_with_the_fewest_exchanges_goes_first() -> None:
-    assert run(gathers("a", "c"), gathers("b", "c")) == [[{0: 0}, {0: 0, 1: 1}], [{1: 1}, {0: 0, 1: 1}]]
-
-
-def test_backward_waits_for_the_participants_only() -> None:
-    """Of three replicas, two were participants in forward; the third is busy with something else."""
-    together = threading.Barrier(3)
-
-    def participates(exchange: Exchange, index: int) -> dict[int, Any]:
-        values = exchange.all_gather_backward(index, 7, frozenset({0, 2}), index).values
-        together.wait(WAIT_S)
-        return values
-
-    def is_busy(exchange: Exchange, index: int) -> None:
-        together.wait(WAIT_S)
-
-    assert run(participates, is_busy, participates) == [{0: 0, 2: 2}, None, {0: 0, 2: 2}]
-
-
-def test_backward_goes_from_the_latest_to_the_earliest() -> None:
-    """No replica waits, at the later number, for one that has only the earlier."""
-    both, only_early = gathers_backward(4, 3), gathers_backward(3)
-    assert run(both, only_early) == [[{0: 0}, {0: 0, 1: 1}], [{0: 0, 1: 1}]]
-    assert run(only_early, both) == [[{0: 0, 1: 1}], [{1: 1}, {0: 0, 1: 1}]]
-
-
-def test_a_backward_request_that_comes_too_late_is_an_error() -> None:
-    """Else a part of a gradient would be lost in silence."""
-    _, error = run(gathers_backward(4, 3), gathers_backward(3, 4))
+@pytest.mark.parametrize(
+    ("scripts", "raises", "ways"),
+    [
+        (
+            (gathers("a"), gathers("b"), gathers("a")),
+            0,
+            "replicas 0 and 2 called the batch norm of a, replica 1 called the batch norm of b.",
+        ),
+        (
+            (gathers(), gathers("a", "b"), gathers("a", "b")),
+            1,
+            "replicas 1 and 2 called the batch norm of a, replica 0 called no further one.",
+        ),
+        (
+            (gathers("a", "b"), gathers("a"), gathers("a", "c"), gathers("a")),
+            0,
+            "replica 0 called the batch norm of b, replica 2 called the batch norm of c, replicas 1 and 3 called no "
+            "further one.",
+        ),
+        (
+            (gathers("a"), gathers("a"), gathers("a", "a")),
+            2,
+            "replica 2 called the batch norm of a, replicas 0 and 1 called no further one.",
+        ),
+        (
+            (gathers(("a", 4), ("a", 3)), gathers(("a", 3), ("a", 4))),
+            0,
+            "replica 0 called the backward of the batch norm of a, replica 1 called the backward of the batch norm of "
+            "a.",
+        ),
+        (
+            (gathers(("a", 4)), gathers()),
+            0,
+            "replica 0 called the backward of the batch norm of a, replica 1 called no further one.",
+        ),
+    ],
+    ids=["another", "none at all", "another, and none", "once more", "backward in another order", "no backward"],
+)
+def test_where_replicas_go_different_ways_one_raises_an_error_and_the_others_go_on(
+    scripts: tuple[Script, ...], raises: int, ways: str
+) -> None:
+    results = run(*scripts)
+    error = results.pop(raises)
     assert isinstance(error, RuntimeError)
-    assert "different orders" in str(error)
+    assert f"the replicas went different ways: {ways} Let all replicas call the same batch norms" in str(error)
+    assert all(isinstance(result, list) for result in results)
 
 
-def test_a_late_request_of_another_process_gets_no_result() -> None:
-    results: list[Result | None] = []
-    exchange = LocalExchange(2)
-    for index, number in ((0, 4), (1, 3), (1, 4)):  # 4 completes without 1, which waits at 3
-        exchange.submit(index, Request(number, index, BOTH, rank=(1, -number)), results.append)
-    assert [result and result.values for result in results] == [{0: 0}, None]
+def test_after_a_failure_the_others_go_on_with_their_own_values() -> None:
+    """Those that wait, and those that come later."""
+
+    def fails(exchange: Exchange, index: int) -> None:
+        exchange.all_gather(index, Request("a", index))
+        raise MemoryError
+
+    first, failure, last = run(gathers("a", "b", "c"), fails, gathers("a", "d"))
+    assert (first, last) == ([{0: 0, 1: 1, 2: 2}, {0: 0}, {0: 0}], [{0: 0, 1: 1, 2: 2}, {2: 2}])
+    assert isinstance(failure, MemoryError)
+
+
+def test_a_replica_that_ends_while_it_waits_submits_nothing() -> None:
+    """Ctrl-C interrupts replica 0; its request must not complete an all-gather."""
+    responses: list[Response] = []
+    exchange = LocalExchange(3)
+    exchange.submit(0, Request("a", 0), responses.append)
+    exchange.withdraw(0, failed=True)
+    exchange.submit(1, Request("a", 1), responses.append)
+    assert exchange.failed
+    assert [response.values for response in responses if not isinstance(response, str)] == [{1: 1}]

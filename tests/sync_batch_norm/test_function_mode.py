@@ -295,6 +295,25 @@ def test_one_graph_and_a_derivative_inside_forward(wrap: Wrap, request: pytest.F
             in_time(lambda: model(x))
 
 
+def test_replicas_that_go_different_ways(wrap: Wrap) -> None:
+    """N5: an error, and the next call is right."""
+
+    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        hidden = module.linear(x)
+        if x[0, 0] > 5:
+            return hidden
+        return module.left(hidden) if x[0, 0] < 3 else module.right(hidden)
+
+    plain = Calls(forward, linear=nn.Linear(2, 2), left=nn.BatchNorm1d(2), right=nn.BatchNorm1d(2))
+    model = wrap(plain, 2)
+    for last, at in ((4.0, "replica 1 called the batch norm of right"), (6.0, "replica 1 called no further one")):
+        x = torch.tensor([[1.0, 0.0], [1.0, 1.0], [last, 2.0], [last, 0.0]])
+        with pytest.raises(RuntimeError, match=f"replica 0 called the batch norm of left.running_mean, {at}"):
+            in_time(lambda x=x: model(x))
+    x = torch.tensor([[1.0, 0.0], [2.0, 1.0], [0.0, 2.0], [1.0, -3.0]])
+    torch.testing.assert_close(in_time(lambda: model(x)).cpu(), plain(x), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("how", ["subclass", "attribute"])
 def test_a_parallel_apply_of_ones_own_is_refused(how: str) -> None:
     """A9, N5: it may run replicas one after the other, and the first would wait for ever."""

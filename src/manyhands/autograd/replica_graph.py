@@ -143,7 +143,7 @@ def backward_of(
         for graph, reducer in zip(graphs, reducers, strict=True):
             for hooks in graph.hooks if reducer is not None else ():
                 stack.enter_context(hooks.handing_to(reducer))
-        torch.autograd.backward([end for end, _ in ends], [grad for _, grad in ends], retain_graph=keep)
+        torch_private.run_backward([end for end, _ in ends], [grad for _, grad in ends], keep=keep)
 
 
 def gradients_of(
@@ -157,8 +157,8 @@ def gradients_of(
     leaves = {id(leaf): leaf for graph in graphs for leaf in graph.leaves if leaf is not None}
     found: dict[int, torch.Tensor | None] = {}
     if ends and leaves:
-        results = torch.autograd.grad(
-            [end for end, _ in ends], list(leaves.values()), [grad for _, grad in ends], allow_unused=True, **options
+        results = torch_private.gradients(
+            [end for end, _ in ends], list(leaves.values()), [grad for _, grad in ends], **options
         )
         found = dict(zip(leaves, results, strict=True))
     return [[found.pop(id(leaf), None) for leaf in graph.leaves] for graph in graphs]
@@ -300,7 +300,7 @@ class ReplicaGraphs:
             # backward of the same graphs may be writing it now. Graphs that share a leaf may share nodes, which the
             # first replica's backward must not free.
             keep = keep or (self._one_backward_each() and not together)
-            parts = self._gradients(self._parts_of(output_grads), together=together, retain_graph=keep)
+            parts = self._gradients(self._parts_of(output_grads), together=together, keep=keep)
             return [edge.join_gradients(of) for edge, of in zip(self.all_inputs, parts, strict=True)]
         try:
             return self._backward_into_grad(output_grads, keep, reduction)
@@ -416,7 +416,6 @@ class ReplicaGraphs:
 
     def _run_together(self, backward_one: Callable[[int], None]) -> None:
         """Run each replica graph's backward in a thread of its own."""
-        torch_private.import_what_backward_imports()
         tasks = [partial(backward_one, i) for i in range(len(self.timings))]
         devices = [timing.device for timing in self.timings]
         where = [f"the backward of {place}" for place in self.where]
@@ -428,7 +427,7 @@ class ReplicaGraphs:
 def pass_on(live: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
     """Pass gradients on to the live tensors."""
     reached = [(tensor, grad) for tensor, grad in zip(live, gradients, strict=True) if grad is not None]
-    torch.autograd.backward([tensor for tensor, _ in reached], [grad for _, grad in reached])
+    torch_private.run_backward([tensor for tensor, _ in reached], [grad for _, grad in reached], keep=False)
 
 
 def any_batched(grads: Sequence[torch.Tensor | None]) -> bool:

@@ -6,7 +6,7 @@ graph; nothing calls it. tests/contract/ is the contract's test suite, and runs 
 
 import abc
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ class Call:
     method: str | None = None
     sync_batch_norm: bool = False
     sync_context: SyncContext | None = None
-    cross_process: Callable[[Hashable, dict[int, Any]], dict[int, Any]] | None = None
+    cross_process: Callable[[str, dict[int, Any]], dict[int, Any]] | None = None
 
     def where(self) -> list[str]:
         """Return each replica's name in messages: its number, its device and its rows."""

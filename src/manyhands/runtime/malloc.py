@@ -8,8 +8,8 @@ Threads other than the first have arenas of their own, with heaps of 64 MiB; a b
 returned to the kernel whatever the settings. So all threads use the first arena; the time that they wait for its lock
 is negligible beside a tensor operation.
 
-The setting belongs to the process and cannot be undone: malloc's default depends on what was freed before. Workers of
-the processes engine do the same as their caller (`thread_state.ProcessState`).
+The setting belongs to the process and cannot be undone: malloc's default depends on what was freed before. So a user's
+process keeps it unless the user asks. A worker process is ours, and always has it.
 """
 
 import ctypes
@@ -26,8 +26,6 @@ _ARENA_MAX = -8  # number of arenas; threads that have one already keep it
 _LARGE = 2**30
 _LARGEST_IN_OLD_GLIBC = 2**25  # up to 2.34, mallopt refuses a larger mmap threshold
 
-_kept = False
-
 
 def keep_freed_memory() -> bool:
     """Keep freed memory in this process instead of giving it back to the system after every step.
@@ -37,24 +35,18 @@ def keep_freed_memory() -> bool:
         True
 
     Training steps get faster by 5 to 25 % on the CPU, with and without `DataParallel`: each step uses the memory of the
-    last one. The process stays as large as its largest step so far. Call it once, before the first step; the worker
-    processes of `engine="processes"` do the same from their next step on. `manyhands train` calls it.
+    last one. The process stays as large as its largest step so far. Call it once, before the first step. A plain
+    `import manyhands` does not: it changes no setting of your process. The worker processes of `engine="processes"`
+    keep their freed memory in any case, and `manyhands train` calls this.
 
     Returns:
         Whether anything was done: it needs glibc, the C library of most Linux systems. Elsewhere nothing happens.
     """
-    global _kept  # noqa: PLW0603  # the setting is the process's
     mallopt = _mallopt()
     if mallopt is None:
         return False
     own_mappings = mallopt(_MMAP_THRESHOLD, _LARGE) or mallopt(_MMAP_THRESHOLD, _LARGEST_IN_OLD_GLIBC)
-    _kept = bool(own_mappings and mallopt(_TRIM_THRESHOLD, _LARGE) and mallopt(_ARENA_MAX, 1))
-    return _kept
-
-
-def keeps_freed_memory() -> bool:
-    """Return whether `keep_freed_memory` has had an effect in this process."""
-    return _kept
+    return bool(own_mappings and mallopt(_TRIM_THRESHOLD, _LARGE) and mallopt(_ARENA_MAX, 1))
 
 
 @functools.cache

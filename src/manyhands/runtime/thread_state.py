@@ -17,7 +17,6 @@ import torch
 
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
-from manyhands.runtime.malloc import keep_freed_memory, keeps_freed_memory
 
 # Device types that autocast knows; asking about one that this build of torch lacks is harmless.
 _AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "ipu", "privateuseone")
@@ -81,7 +80,6 @@ class ProcessState:
     deterministic: tuple[bool, bool, bool]
     anomaly: tuple[bool, bool]
     product_flags: tuple[str | None, str, str]
-    keeps_freed_memory: bool
     convolution_flags: tuple[Any, ...]
 
     @classmethod
@@ -92,7 +90,6 @@ class ProcessState:
             deterministic=_deterministic(),
             anomaly=(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
             product_flags=_devices.product_flags(),
-            keeps_freed_memory=keeps_freed_memory(),
             convolution_flags=_devices.convolution_flags(),
         )
 
@@ -105,8 +102,6 @@ class ProcessState:
             torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         torch.autograd.set_detect_anomaly(*self.anomaly)
         _devices.set_product_flags(self.product_flags)
-        if self.keeps_freed_memory and not keeps_freed_memory():
-            keep_freed_memory()
         _devices.set_convolution_flags(self.convolution_flags)
 
 

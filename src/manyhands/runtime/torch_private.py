@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import chain
@@ -61,12 +61,45 @@ def backward_runs(node: Any) -> bool:
         return False
 
 
+def run_backward(ends: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], *, keep: bool) -> None:
+    """Run `torch.autograd.backward(ends, grads, retain_graph=keep)`, without its check of the gradients in Python.
+
+    The check imports sympy, which takes a second and 33 MiB of each process. The engine, in C++, checks shapes again.
+    Fallback, also under function modes and for tensors that handle functions of torch themselves: torch's function.
+    """
+    engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
+    if engine is None or torch.overrides.has_torch_function(tuple(ends)):
+        _import_what_backward_imports()
+        torch.autograd.backward(ends, grads, retain_graph=keep)
+    else:
+        engine(tuple(ends), tuple(grads), keep, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def gradients(
+    ends: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    *,
+    keep: bool = False,
+    create_graph: bool = False,
+) -> tuple[torch.Tensor | None, ...]:
+    """Return `torch.autograd.grad(ends, inputs, grads, allow_unused=True)`, as `run_backward` runs backward."""
+    engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
+    if engine is None or torch.overrides.has_torch_function((*ends, *inputs)):
+        _import_what_backward_imports()
+        options = {"retain_graph": keep or create_graph, "create_graph": create_graph, "allow_unused": True}
+        found = torch.autograd.grad(ends, inputs, grads, **options)
+    else:
+        given = tuple(ends), tuple(grads), keep or create_graph, create_graph, tuple(inputs)
+        found = engine(*given, allow_unreachable=True, accumulate_grad=False)
+    return tuple(found)
+
+
 @functools.cache
-def import_what_backward_imports() -> None:
-    """Import, once, what the first backward of a process imports, so that workers do not import it at the same time.
+def _import_what_backward_imports() -> None:
+    """Import, once, what torch's check imports.
 
     A thread of its own does it, because Ctrl-C in the middle of an import leaves half a module behind.
-    Fallback: nothing; workers import it.
     """
 
     def run() -> None:

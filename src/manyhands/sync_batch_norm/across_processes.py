@@ -12,7 +12,7 @@ what each call is, so that a difference becomes an error that names it.
 """
 
 import itertools
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -44,11 +44,11 @@ class CrossProcessAllGather:
         self._group = communicator.group_for(device, "batch norm")
         self._numbers = itertools.count()
 
-    def __call__(self, name: Hashable, values: Mapping[int, Any]) -> dict[int, Any]:
+    def __call__(self, name: str, values: Mapping[int, Any]) -> dict[int, Any]:
         """Return each process's combined values, by rank, from the values of this process's replicas.
 
         Args:
-            name: of the all-gather. It is compared between the processes if it is a string.
+            name: of the batch norm. It is compared between the processes.
         """
         first = next(iter(values.values()))
         if isinstance(first, ReplicaStatistics):
@@ -67,15 +67,14 @@ class CrossProcessAllGather:
         return {rank: Gradients(tensor, first.weighted) for rank, tensor in enumerate(tensors)}
 
     def _all_gather(
-        self, name: Hashable, direction: str, mine: torch.Tensor, count: int = 0, rows: int = 0
+        self, name: str, direction: str, mine: torch.Tensor, count: int = 0, rows: int = 0
     ) -> tuple[list[list[float]], list[torch.Tensor]]:
         """Return the (weight, count, rows, ...) and the tensor of every process, in rank order."""
         if not self._weight:
             count, rows, mine = 0, 0, torch.zeros_like(mine)
         mine = mine.contiguous()
         number = next(self._numbers)
-        digest = digest_of(name) if isinstance(name, str) else 0
-        step = [self._weight, count, rows, number, direction == "forward", mine.size(-1), digest]
+        step = [self._weight, count, rows, number, direction == "forward", mine.size(-1), digest_of(name)]
         step_work = self._communicator.all_gather(step, _DOING)
         tensors = [torch.empty_like(mine) for _ in range(self._communicator.world_size)]
         work = self._communicator.start(lambda: distributed.all_gather(tensors, mine, group=self._group, async_op=True))

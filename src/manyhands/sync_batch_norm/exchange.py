@@ -1,35 +1,35 @@
 """All-gathers among replicas that run at the same time.
 
-`LocalExchange` decides, in one place, which requests complete and when. Its replicas run in threads of this process, or
+`LocalExchange` decides, in one place, when an all-gather is complete. Its replicas run in threads of this process, or
 in other processes, whose requests arrive as messages; `Exchange` is what a replica sees of it, wherever it runs.
 
-    replica i:   submit a request (name, value) ──► wait ──► result: the values of all participants
+    replica i:   submit a request (name, value) ──► wait ──► result: the values of all replicas
                  withdraw, at the end of its pass
 
 Guarantees
-    - Every participant of an all-gather gets the values of all participants, in replica order.
-    - No replica waits for one that has withdrawn, because it is done or because it failed.
-    - No replica waits for ever. If every replica waits, and no request has all its participants (the data led the
-      replicas into different branches), one request completes without the missing ones.
-      Deadlock tie-break: lowest rank first, then the replica with the fewest exchanges.
+    - Every replica gets the values of all replicas, in replica order.
+    - The replicas request the same all-gathers in the same order. Where the data leads them different ways, the lowest
+      replica that waits raises an error that says where each replica is.
+    - No replica waits for ever. When a replica has failed, every other one goes on to its own end with its own values:
+      the caller gets the error, and what the others compute is dropped.
 
 Assumes that every replica withdraws, however it ends, and that the replicas do run at the same time.
 """
 
 import abc
 import itertools
-import math
 import threading
-from collections import Counter
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 _WAKE_S = 0.1  # a waiting replica checks for Ctrl-C this often: Ctrl-C cannot always wake it
 
-_TOO_LATE = (
-    "the replicas' backward passes reached the same exchanges in different orders, so that the parts of a gradient "
-    "cannot be summed. Let every replica take the same way through the module."
+_DIFFERENT_WAYS = (
+    "batch norm over all replicas (sync_batch_norm=True) needs every replica, and the replicas went different ways: "
+    "{ways}. Let all replicas call the same batch norms in the same order, whatever their rows and random numbers are, "
+    "and let the output of each depend on all of them (output + 0 * unused.sum() does). Or make the wrapper with "
+    "sync_batch_norm=False."
 )
 
 
@@ -38,91 +38,77 @@ class Result:
     """The result of an all-gather.
 
     Attributes:
-        values: the participants' values, in replica order. With a cross-process all-gather: each process's value, by
-            rank.
-        number: identifies this all-gather, for the one in backward. A later all-gather has a higher number.
-        participants: the replicas that submitted a value.
+        values: the replicas' values, in replica order. With a cross-process all-gather: each process's value, by rank.
+        number: identifies this all-gather, for the one in backward.
     """
 
     values: dict[int, Any]
     number: int
-    participants: frozenset[int]
 
 
-# From the name of an all-gather and the values of this process's replicas to the value of each process, by rank.
-CrossProcess: TypeAlias = Callable[[Hashable, dict[int, Any]], dict[int, Any]]
+# From the name of a batch norm and the values of this process's replicas to the value of each process, by rank.
+CrossProcess: TypeAlias = Callable[[str, dict[int, Any]], dict[int, Any]]
 
 
 class Request(NamedTuple):
     """What a replica submits to take part in an all-gather.
 
     Attributes:
-        name: of the all-gather.
+        name: of the batch norm.
         value: the replica's value.
-        participants: the replicas that take part; None: all.
-        rank: the priority in the deadlock tie-break, lowest first.
+        forward: in backward, the number of the all-gather in forward that this is the backward of.
     """
 
-    name: Hashable
+    name: str
     value: Any
-    participants: frozenset[int] | None
-    rank: tuple[int, float]
+    forward: int | None = None
+
+    @property
+    def key(self) -> tuple[str, int | None]:
+        """What the requests of all replicas have in common."""
+        return self.name, self.forward
+
+    def __str__(self) -> str:
+        return (
+            f"the batch norm of {self.name}"
+            if self.forward is None
+            else f"the backward of the batch norm of {self.name}"
+        )
+
+
+# What a request gets: its result, or why the replicas cannot go on.
+Response: TypeAlias = Result | str
 
 
 class Exchange(abc.ABC):
     """A replica's view of the all-gathers of one pass.
 
     Attributes:
-        failed: whether some replica is known to have withdrawn because of an exception.
+        failed: whether some replica is known to have failed, so that results are of the replica's own values.
         all_withdrawn: whether all replicas are known to have withdrawn.
     """
 
     failed = False
     all_withdrawn = False
 
-    def all_gather(self, index: int, name: str, value: Any, place: float = math.inf) -> Result:
-        """Submit replica `index`'s value under a name; wait for the other replicas' values and return all.
-
-        A name may be used again: the n-th call of one replica belongs to the n-th call of each other.
-
-        Args:
-            index, name, value: the replica, the name of the all-gather, the replica's value.
-            place: the position of the name in the order in which replicas usually use the names: the rank in the
-                deadlock tie-break.
-        """
-        result = self.submit_and_wait(index, Request(name, value, participants=None, rank=(0, place)))
-        assert result is not None
-        return result
-
-    def all_gather_backward(self, index: int, number: int, participants: frozenset[int], value: Any) -> Result:
-        """All-gather again among the participants of all-gather `number`, of this exchange or of an earlier one.
+    def all_gather(self, index: int, request: Request) -> Result:
+        """Submit replica `index`'s request; wait for the other replicas' and return all values.
 
         Raises:
-            RuntimeError: the deadlock tie-break has completed it without this replica.
+            RuntimeError: another replica is at another all-gather, or has ended.
         """
-        # Backward reaches the all-gathers of forward in reverse order: the latest first.
-        result = self.submit_and_wait(index, Request(number, value, participants, rank=(1, -number)))
-        if result is None:
-            raise RuntimeError(_TOO_LATE)
-        return result
+        response = self.submit_and_wait(index, request)
+        if isinstance(response, str):
+            raise RuntimeError(response)
+        return response
 
     @abc.abstractmethod
-    def submit_and_wait(self, index: int, request: Request) -> Result | None:
-        """Submit a request; wait for its result. None: a backward request that completed without this replica."""
+    def submit_and_wait(self, index: int, request: Request) -> Response:
+        """Submit a request; wait for the response."""
 
     @abc.abstractmethod
     def withdraw(self, index: int, *, failed: bool) -> None:
         """Let no other replica wait for replica `index` any more."""
-
-
-@dataclass
-class _Pending:
-    """An all-gather that waits for participants: the values so far, and the callbacks that take the result."""
-
-    participants: frozenset[int]
-    rank: tuple[int, float]
-    values: dict[int, Any] = field(default_factory=dict)
-    callbacks: list[Callable[[Result], None]] = field(default_factory=list)
 
 
 class LocalExchange(Exchange):
@@ -135,7 +121,7 @@ class LocalExchange(Exchange):
         num_replicas: how many replicas take part.
         serve: receives the requests of replicas in other processes, until the function that it is given returns True.
             A replica of this process calls it while it waits. None: it sleeps until another thread wakes it.
-        cross_process: takes the name of an all-gather and the values of this process's replicas; returns the values of
+        cross_process: takes the name of a batch norm and the values of this process's replicas; returns the values of
             all processes, which become the result. None: there are no other processes.
     """
 
@@ -149,76 +135,80 @@ class LocalExchange(Exchange):
         self._cross_process = cross_process
         self.error: BaseException | None = None
         self._condition = threading.Condition()
-        self._all = frozenset(range(num_replicas))
-        self._present = set(self._all)  # have not withdrawn
-        self._pending: dict[tuple[Hashable, int], _Pending] = {}
-        self._completed_early: set[tuple[Hashable, int]] = set()  # backward requests that the tie-break completed
-        self._num_calls: Counter[Hashable] = Counter()  # of each replica, and of each replica under each name
+        self._withdrawn: set[int] = set()
+        self._present = set(range(num_replicas))  # have not withdrawn
+        self._waiting: dict[int, tuple[Request, Callable[[Response], None]]] = {}  # by replica
 
-    def submit_and_wait(self, index: int, request: Request) -> Result | None:
-        results: list[Result | None] = []
+    def submit_and_wait(self, index: int, request: Request) -> Response:
+        responses: list[Response] = []
         with self._condition:
-            self.submit(index, request, results.append)
-            while not results:
+            self.submit(index, request, responses.append)
+            while not responses:
                 if self.error is not None:
                     raise self.error
                 if self._serve is not None:
-                    self._serve(lambda: bool(results))
+                    self._serve(lambda: bool(responses))
                 else:
                     self._condition.wait(_WAKE_S)
-        return results[0]
+        return responses[0]
 
-    def submit(self, index: int, request: Request, callback: Callable[[Result | None], None]) -> None:
-        """Submit a replica's request; `callback` is called with the result, now or as soon as it is known."""
+    def submit(self, index: int, request: Request, callback: Callable[[Response], None]) -> None:
+        """Submit a replica's request; `callback` is called with the response, now or as soon as it is known."""
         with self._condition:
-            self._num_calls.update([index, (index, request.name)])
-            key = (request.name, self._num_calls[index, request.name])
-            if key in self._completed_early:
-                callback(None)
-                return
-            pending = self._pending.setdefault(key, _Pending(request.participants or self._all, request.rank))
-            pending.values[index] = request.value
-            pending.callbacks.append(callback)
-            self._complete_pending()
+            self._waiting[index] = request, callback
+            self._respond()
 
     def withdraw(self, index: int, *, failed: bool) -> None:
         with self._condition:
             self.failed |= failed
             self._present.discard(index)
+            self._withdrawn.add(index)
+            self._waiting.pop(index, None)
             self.all_withdrawn = not self._present
-            self._complete_pending()
+            self._respond()
 
-    def _complete_pending(self) -> None:
-        """Complete every all-gather that has all the participants that can still submit."""
-        while self._pending:
-            complete = [key for key, pending in self._pending.items() if not self._missing(pending)]
-            if not complete:
-                waiting = {index for pending in self._pending.values() for index in pending.values}
-                if self._present - waiting:
-                    return
-                complete = [min(self._pending, key=self._rank)]
-                self._completed_early.update(key for key in complete if not isinstance(key[0], str))
-            for key in complete:
-                pending = self._pending.pop(key)
-                values = dict(sorted(pending.values.items()))
-                if self._cross_process is not None:
-                    try:
-                        values = self._cross_process(key[0], values)
-                    except BaseException as error:
-                        self.error = error
-                        self._condition.notify_all()
-                        raise
-                result = Result(values, next(_numbers), frozenset(pending.values))
-                for callback in pending.callbacks:
-                    callback(result)
-            self._condition.notify_all()
+    def _respond(self) -> None:
+        """Respond to the replicas that wait, if all wait that have not withdrawn, or if one has failed."""
+        if not self._waiting or not (self.failed or self._present <= self._waiting.keys()):
+            return
+        waiting, self._waiting = dict(sorted(self._waiting.items())), {}
+        requests = {index: request for index, (request, _) in waiting.items()}
+        for index, response in self._responses(requests).items():
+            _, callback = waiting[index]
+            callback(response)
+        self._condition.notify_all()
 
-    def _missing(self, pending: _Pending) -> set[int]:
-        return (self._present & pending.participants) - pending.values.keys()
+    def _responses(self, requests: Mapping[int, Request]) -> dict[int, Response]:
+        alone: dict[int, Response] = {i: Result({i: request.value}, next(_numbers)) for i, request in requests.items()}
+        if self.failed:
+            return alone
+        if self._withdrawn or len({request.key for request in requests.values()}) > 1:
+            self.failed = True
+            return {**alone, min(requests): _DIFFERENT_WAYS.format(ways=_ways(requests, self._withdrawn))}
+        values = {index: request.value for index, request in requests.items()}
+        if self._cross_process is not None:
+            try:
+                values = self._cross_process(next(iter(requests.values())).name, values)
+            except BaseException as error:
+                self.error = error
+                self._condition.notify_all()
+                raise
+        return dict.fromkeys(requests, Result(values, next(_numbers)))
 
-    def _rank(self, key: tuple[Hashable, int]) -> tuple[tuple[int, float], int, int]:
-        pending = self._pending[key]
-        return pending.rank, *min((self._num_calls[index], index) for index in pending.values)
+
+def _ways(requests: Mapping[int, Request], ended: Set[int]) -> str:
+    """Return in words at which request each replica is, and which replicas have ended."""
+    replicas_at: dict[tuple[str, int | None], list[int]] = {}
+    for index, request in requests.items():
+        replicas_at.setdefault(request.key, []).append(index)
+    ways = [f"{_replicas(at)} called {requests[at[0]]}" for at in replicas_at.values()]
+    if ended:
+        ways.append(f"{_replicas(sorted(ended))} called no further one")
+    return ", ".join(ways)
+
+
+def _replicas(indices: Sequence[int]) -> str:
+    return ("replica " if len(indices) == 1 else "replicas ") + " and ".join(map(str, indices))
 
 
 _numbers = itertools.count()

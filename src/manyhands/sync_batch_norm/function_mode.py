@@ -9,9 +9,10 @@ Interception. While a replica runs, a `TorchFunctionMode` is active in its threa
 call. No class and no attribute is changed; the live module keeps its types and its `state_dict`. The mode is active in
 backward too, because activation checkpoints run parts of the forward again there.
 
-Names. A batch norm is named after its tensors in the replica. Forward all-gathers (sync_batch_norm/exchange.py) under
-that name, backward under the number of the all-gather in forward. If the data leads replicas into different branches, a
-batch norm is over the rows of the replicas that called it; the log says so once.
+Names. A batch norm is named after its tensors in the replica. All replicas have to call the same ones in the same
+order, in forward and in backward; otherwise the exchange (sync_batch_norm/exchange.py) raises an error with the names.
+In backward that is no more than the numbers need: a replica without a part in it would miss the gradient that reaches
+its rows through the mean and the variance.
 
 Backward depends on how the replicas' graphs run backward (`BackwardMode`):
 
@@ -28,7 +29,6 @@ Assumes that the replicas of a pass run at the same time, each in a thread or a 
 
 import contextlib
 import enum
-import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,9 +45,8 @@ from torch.overrides import TorchFunctionMode
 
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
-from manyhands.runtime.errors import log_once
 from manyhands.runtime.thread_pool import inside_replica
-from manyhands.sync_batch_norm.exchange import Exchange, LocalExchange, Result
+from manyhands.sync_batch_norm.exchange import Exchange, LocalExchange, Request, Result
 from manyhands.sync_batch_norm.statistics import ReduceGrad, Statistics
 
 _NOT_RUNNING_TOGETHER = (
@@ -131,7 +130,7 @@ class BatchNormOverReplicas:
         self.identity = object()  # for the graphs: a reference to this object would keep the replicas alive
         self.num_replicas = len(replicas)
         self._replicas = replicas
-        self._named: list[dict[int, tuple[str, int, torch.Tensor]] | None] = [None] * len(replicas)
+        self._named: list[dict[int, tuple[str, torch.Tensor]] | None] = [None] * len(replicas)
         self._recorded: list[list[_Recorded]] = [[] for _ in replicas]
 
     @contextlib.contextmanager
@@ -170,17 +169,17 @@ class BatchNormOverReplicas:
         """Return the context of a backward of all graphs (`BackwardMode.ONE_CALL`), for recomputed batch norms."""
         return _BatchNormMode(lambda tensors: _Recomputation(self, tensors))
 
-    def name_of(self, index: int, tensors: Tensors) -> tuple[str, int] | None:
-        """Return the name of the first of `tensors` that replica `index` has, and its place among all names."""
+    def name_of(self, index: int, tensors: Tensors) -> str | None:
+        """Return the name of the first of `tensors` that replica `index` has."""
         named = self._named[index]
         if named is None:
             named = {}
             replica = self._replicas[index]
             for path, module in replica.named_modules() if isinstance(replica, nn.Module) else ():
                 for name, tensor in chain(module.named_buffers(path, False), module.named_parameters(path, False)):
-                    named[id(tensor)] = (name, len(named), tensor)  # the tensor too, so that its id stays its own
+                    named[id(tensor)] = (name, tensor)  # the tensor too, so that its id stays its own
             self._named[index] = named  # only now: other replicas' threads read it
-        return next((named[id(tensor)][:2] for tensor in tensors if id(tensor) in named), None)
+        return next((named[id(tensor)][0] for tensor in tensors if id(tensor) in named), None)
 
     def owner_of(self, tensors: Tensors) -> int | None:
         """Return the replica whose batch norm has `tensors`; None if it is not exactly one."""
@@ -243,9 +242,10 @@ class _ReplicaPass:
 
         Where the latter have no history, also the function that reduces their gradient.
         """
+        name = self.batch_norm.name_of(self.index, tensors) or f"{x.size(1)} channels"
         if self.batch_norm.backward_mode is BackwardMode.PER_REPLICA:
-            result = self._all_gather(Statistics.of(x), x, tensors)
-            forward = _ForwardExchange(self.batch_norm.identity, result.number, result.participants)
+            result = self._all_gather(name, Statistics.of(x), x)
+            forward = _ForwardExchange(self.batch_norm.identity, name, result.number)
             total = combine_statistics(result.values, x.device)
             return result.values, total, lambda grad: _AllReduce.apply(grad, forward)  # type: ignore[no-untyped-call]
 
@@ -263,23 +263,13 @@ class _ReplicaPass:
                 raise RuntimeError(_INSIDE_FORWARD)
             return grad
 
-        result = self._all_gather(Statistics.of(x).with_history(x, check_forward_is_over), x, tensors)
+        result = self._all_gather(name, Statistics.of(x).with_history(x, check_forward_is_over), x)
         if is_checkpointed:
-            self.batch_norm.record(self.index, self._name(x, tensors)[0], result.values)
+            self.batch_norm.record(self.index, name, result.values)
         return result.values, combine_statistics(result.values, x.device), None
 
-    def _all_gather(self, statistics: Statistics, x: torch.Tensor, tensors: Tensors) -> Result:
-        name, place = self._name(x, tensors)
-        result = self.exchange.all_gather(self.index, name, ReplicaStatistics(statistics, x.size(0)), place)
-        if len(result.participants) < self.batch_norm.num_replicas and not self.exchange.failed:
-            log_once(
-                f"the batch norm of {name} saw the rows of some replicas only: the others did not call it, because "
-                "their rows led them into another branch of forward."
-            )
-        return result
-
-    def _name(self, x: torch.Tensor, tensors: Tensors) -> tuple[str, float]:
-        return self.batch_norm.name_of(self.index, tensors) or (f"{x.size(1)} channels", math.inf)
+    def _all_gather(self, name: str, statistics: Statistics, x: torch.Tensor) -> Result:
+        return self.exchange.all_gather(self.index, Request(name, ReplicaStatistics(statistics, x.size(0))))
 
 
 class _Recomputation:
@@ -298,7 +288,7 @@ class _Recomputation:
         """Return every replica's statistics as recorded, but its own with a new history."""
         name = self.batch_norm.name_of(self.index, tensors)
         mine = Statistics.of(x).with_history(x, lambda grad: grad)
-        recorded = self.batch_norm.recorded(self.index, name[0] if name else "", mine)
+        recorded = self.batch_norm.recorded(self.index, name or "", mine)
         parts = {**recorded, self.index: ReplicaStatistics(mine, x.size(0))}
         return parts, combine_statistics(parts, x.device), None
 
@@ -334,28 +324,28 @@ def _num_checkpoints() -> int:
 
 @dataclass(frozen=True)
 class _ForwardExchange:
-    """An all-gather in forward, as backward knows it: its number and its participants.
+    """An all-gather in forward, as backward knows it: the name of the batch norm, and its number.
 
-    `identity` is that of their `BatchNormOverReplicas`; `weighted` that of the gradients to be summed.
+    `identity` is that of the replicas' `BatchNormOverReplicas`; `weighted` that of the gradients to be summed.
     """
 
     identity: object
+    name: str
     number: int
-    replicas: frozenset[int]
     weighted: bool = True
 
 
 class _AllReduce(torch.autograd.Function):
-    """The sum of a tensor over the replicas of an all-gather in forward; it is its own adjoint."""
+    """The sum of a tensor over all replicas, after an all-gather in forward; it is its own adjoint."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, of: _ForwardExchange) -> torch.Tensor:
         replica_pass = _current_pass()
         if replica_pass is None or replica_pass.batch_norm.identity is not of.identity:
             raise RuntimeError(_NOT_RUNNING_TOGETHER)
-        gradients = Gradients(tensor.detach(), of.weighted)
-        result = replica_pass.exchange.all_gather_backward(replica_pass.index, of.number, of.replicas, gradients)
-        ctx.of = _ForwardExchange(of.identity, result.number, result.participants, not of.weighted)
+        request = Request(of.name, Gradients(tensor.detach(), of.weighted), of.number)
+        result = replica_pass.exchange.all_gather(replica_pass.index, request)
+        ctx.of = _ForwardExchange(of.identity, of.name, result.number, not of.weighted)
         return sum_gradients(result.values, tensor.device)
 
     @staticmethod

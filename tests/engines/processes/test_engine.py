@@ -25,10 +25,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from helpers.in_time import in_time
+from helpers.modules import Calls
 from manyhands import DataParallel
 from manyhands.engines.processes import fork_server, worker, worker_group
 from manyhands.engines.processes.channel import _HEADER, Channel
 from manyhands.engines.processes.engine import ProcessesEngine
+from manyhands.runtime.errors import log_once
 
 WAIT_S = 60.0
 pytestmark = pytest.mark.filterwarnings("error")
@@ -460,22 +463,19 @@ def test_an_overridden_verb_is_an_error_that_names_it(wrap):
 
 
 def test_warnings_and_log_messages_of_workers_are_given_here(wrap, caplog):
-    """N5: of a batch norm that the first replica skips."""
+    """A message of the log once, however many workers and steps give it."""
 
-    class Skips(nn.BatchNorm1d):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if x[0, 0] == 0:
-                return x
+    def forward(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if x[0, 0] > 0:
             warnings.warn("from a worker", UserWarning, stacklevel=1)
-            return super().forward(x)
+            log_once("what a worker logs")
+        return x
 
-    model = wrap(Skips(1), 3, sync_batch_norm=True)
+    model = wrap(Calls(forward), 3)
     for _ in range(2):
         with pytest.warns(UserWarning, match="from a worker"):
             model(torch.arange(6.0).view(6, 1))
-    assert [r.getMessage().partition(":")[0] for r in caplog.records] == [
-        "the batch norm of running_mean saw the rows of some replicas only"
-    ]
+    assert [record.getMessage() for record in caplog.records] == ["what a worker logs"]
 
 
 class Disturbed(nn.Module):
@@ -828,27 +828,33 @@ def test_a_deep_module(wrap):
     torch.testing.assert_close(wrap(module)(x), module(x))
 
 
-class _SomeNormalise(nn.Module):
-    """A large layer for all replicas, and batch norm for those whose rows say so."""
+class _SomeUseTheirNorm(nn.Module):
+    """A large layer and a batch norm, whose output counts where the rows say so."""
 
     def __init__(self) -> None:
         super().__init__()
         self.large, self.norm = nn.Linear(200, 200), nn.BatchNorm1d(200)
 
-    def forward(self, x: torch.Tensor, normalise: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
         y = self.large(x)
-        return self.norm(y).relu() if normalise.any() else y
+        normalised = self.norm(y)
+        return normalised.relu() if used.any() else y
 
 
 @both_transports
-@pytest.mark.parametrize("normalising", [(0, 1, 1), (1, 0, 1), (1, 1, 0), (0, 0, 1)], ids=str)
-def test_a_replica_that_waits_for_sums_does_not_block_a_batch_norm(wrap, normalising):
+@pytest.mark.parametrize("used", [(0, 1, 1), (1, 0, 1), (1, 1, 0), (0, 0, 1)], ids=str)
+def test_a_replica_that_waits_for_sums_does_not_block_a_batch_norm(wrap, used):
     """N5: a replica that has finished its backward waits for the sums; another may wait for it at a batch norm."""
-    model = wrap(_SomeNormalise(), 3, sync_batch_norm=True)
-    x, normalise = torch.randn(6, 200), torch.tensor(normalising).repeat_interleave(2)
-    for _ in range(3):
-        model(x, normalise).square().sum().backward()
-    assert model.module.large.weight.grad.isfinite().all()
+    model = wrap(_SomeUseTheirNorm(), 3, sync_batch_norm=True)
+    x = torch.randn(6, 200)
+    for _ in range(2):
+        output = model(x, torch.tensor(used).repeat_interleave(2))
+        with pytest.raises(RuntimeError, match="the replicas went different ways"):
+            in_time(lambda output=output: output.square().sum().backward())
+        assert model.module.large.weight.grad is None
+        in_time(lambda: model(x, torch.ones(6)).square().sum().backward())
+        assert model.module.large.weight.grad.isfinite().all()
+        model.zero_grad()
 
 
 # ---- sockets, launchers, process groups ----------------------------------------------------------

@@ -14,7 +14,6 @@ Guarantees
 import contextlib
 import ctypes
 import gc
-import importlib
 import io
 import os
 import pickle
@@ -29,13 +28,10 @@ from collections.abc import Sequence
 
 from manyhands.engines.processes.channel import Channel, ChannelClosedError
 from manyhands.engines.processes.worker import Worker
-from manyhands.runtime import affinity, torch_private
+from manyhands.runtime import affinity
+from manyhands.runtime.malloc import keep_freed_memory
 
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-
-# Some of torch's functions, activation checkpoints among them, import this when called. It takes a second. Where the
-# caller has imported it, the fork server does so once for all workers.
-_SLOW_TO_IMPORT = ("torch._dynamo",)
 
 
 class ForkServer:
@@ -56,8 +52,7 @@ class ForkServer:
         fd = other.detach()
         try:
             environment = {name: value for name, value in os.environ.items() if not _is_launcher_variable(name)}
-            imported = [name for name in _SLOW_TO_IMPORT if name in sys.modules]
-            request = ("fork", imported, environment, list(own_cores), seed)
+            request = ("fork", environment, list(own_cores), seed)
             pid = self._request(request, [fd, _descriptor(sys.__stdout__, 1), _descriptor(sys.__stderr__, 2)])
         except BaseException:
             own.close()
@@ -163,13 +158,12 @@ def serve_forks(fd: int) -> None:
 
     Requests, each of which gets a reply:
 
-        ("fork", modules to import first, environment, cores, seed), with the file descriptors of the worker's end of a
-            channel, its standard output and its standard error -> its process id
+        ("fork", environment, cores, seed), with the file descriptors of the worker's end of a channel, its standard
+            output and its standard error -> its process id
         ("status", process id) -> its exit status, as `os.waitpid` has it
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=fd))
-    torch_private.import_what_backward_imports()
     gc.collect()
     gc.freeze()  # workers share these objects' pages until one writes to them
     statuses: dict[int, int] = {}
@@ -185,14 +179,10 @@ def _handle(channel: Channel, fd: int, statuses: dict[int, int]) -> None:
     body, fds = channel.receive()
     request, *arguments = pickle.loads(body)
     if request == "fork":
-        modules, *settings = arguments
-        for name in modules:
-            with contextlib.suppress(Exception):  # a worker that needs it will raise the error
-                importlib.import_module(name)
         pid = os.fork()
         if not pid:
             os.close(fd)
-            _run_worker(fds, *settings)
+            _run_worker(fds, *arguments)
         for received in fds:
             os.close(received)
         channel.send(pickle.dumps(pid))
@@ -231,6 +221,7 @@ def _run_worker(fds: Sequence[int], environment: dict[str, str], own_cores: Sequ
         os.environ.update(environment)
         random.seed(seed)
         affinity.bind(own_cores)
+        keep_freed_memory()
         Worker(Channel(socket.socket(fileno=connection))).serve()
     except ChannelClosedError:
         status = 0

@@ -2,7 +2,7 @@
 
     worker i                                     caller, whose own replica waits at the exchange or has ended
     submits ──► a `Request`, on its channel ─────────► `LocalExchange.submit`
-    waits   ◄── the `Result` ◄────────────────────── when every replica that can still submit has submitted
+    waits   ◄── the `Response` ◄──────────────────── when every replica has submitted or withdrawn
 
 A worker has one channel. Requests and its withdrawal precede the reply to the message that the worker is handling.
 Values are small, some numbers for each channel of a batch norm: their tensors travel as bytes, inside the message.
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from manyhands.engines.processes.channel import Channel
-from manyhands.sync_batch_norm.exchange import Exchange, Request, Result
+from manyhands.sync_batch_norm.exchange import Exchange, Request, Response
 
 _SPIN_S = 0.0002
 
@@ -33,13 +33,13 @@ class RemoteExchange(Exchange):
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
-    def submit_and_wait(self, index: int, request: Request) -> Result | None:
+    def submit_and_wait(self, index: int, request: Request) -> Response:
         self._channel.send(packed(request))
         self._channel.spin(_SPIN_S)
         body, _ = self._channel.receive()
-        result: Result | None
-        result, self.failed = pickle.loads(body)
-        return result
+        response: Response
+        response, self.failed = pickle.loads(body)
+        return response
 
     def withdraw(self, index: int, *, failed: bool) -> None:
         self._channel.send(packed(Withdrawal(failed)))

@@ -168,7 +168,6 @@ class RemoteGraphs(ReplicaGraphs):
     def _backward(
         self, output_grads: Sequence[torch.Tensor | None], keep: bool, into_grad: bool
     ) -> list[torch.Tensor | None]:
-        torch_private.import_what_backward_imports()
         with self._step() as num_threads:
             state = ThreadState.capture(), ProcessState.capture()
             streams = SeededStreams(len(self.where))
@@ -336,7 +335,7 @@ class RemoteGraphs(ReplicaGraphs):
             graph.backward(grads, keep, part)
             of_inputs, of_parameters = graph.take_gradients()
         else:
-            (gradients,) = gradients_of([graph], [grads], retain_graph=keep)
+            (gradients,) = gradients_of([graph], [grads], keep=keep)
             of_inputs, of_parameters = gradients[: len(self.inputs)], gradients[len(self.inputs) :]
         if reducer is not None and part is not None:  # what the hooks could not hand over
             for k in part.numbers:

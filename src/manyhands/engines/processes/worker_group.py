@@ -31,7 +31,7 @@ from manyhands.runtime import affinity
 from manyhands.runtime import devices as _devices
 from manyhands.runtime.errors import annotate
 from manyhands.runtime.thread_state import ProcessState
-from manyhands.sync_batch_norm.exchange import CrossProcess, LocalExchange, Request, Result
+from manyhands.sync_batch_norm.exchange import CrossProcess, LocalExchange, Request, Response
 
 _SPIN_S = 0.0005
 _END_TIMEOUT_S = 1.0  # within which all connections of a killed process close
@@ -95,10 +95,10 @@ class WorkerHandle:
             self.received_segments = {number: Segment(fd, num_bytes, number)}  # the worker uses only its newest
         return reply
 
-    def send_result(self, result: Result | None, failed: bool) -> None:
-        """Send the result of the exchange for which the worker waits, and whether a replica has failed."""
+    def send_response(self, response: Response, failed: bool) -> None:
+        """Send the response of the exchange for which the worker waits, and whether a replica has failed."""
         with contextlib.suppress(ChannelClosedError):  # it has died: the next receive from it notices
-            self.channel.send(packed((result, failed)))
+            self.channel.send(packed((response, failed)))
 
 
 class StepLock:
@@ -201,7 +201,7 @@ class WorkerGroup:
         """Open the exchange of the caller's replica and of the workers that were sent a message; return it.
 
         Workers' requests are received while the caller's replica waits in the exchange, and in `replies`. That is early
-        enough: an exchange completes only when every replica that takes part has submitted or withdrawn.
+        enough: an exchange responds only when every replica has submitted or withdrawn.
         """
         self._exchange = LocalExchange(num_replicas, self._receive, cross_process)
         for index in set(range(num_replicas - 1)) - self._awaited:
@@ -250,7 +250,7 @@ class WorkerGroup:
                 return
             if isinstance(received, Request):
                 assert exchange is not None
-                exchange.submit(index + 1, received, lambda result: worker.send_result(result, exchange.failed))
+                exchange.submit(index + 1, received, lambda response: worker.send_response(response, exchange.failed))
                 return
             self._awaited.remove(index)
             self._replies[index] = received
