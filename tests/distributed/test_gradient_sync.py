@@ -742,7 +742,8 @@ def memory_of_gradients(rank: int) -> list[int]:
         model.zero_grad()
         model(torch.randn(3, 64)).sum().backward()
     later = len(os.listdir("/proc/self/task")) if threads else 0
-    return [sum(storages.values()), sum(p.nbytes for p in model.parameters()), later - threads]
+    flags = 3 * 4 * len(list(model.parameters()))  # at the end of the last bucket: three float32 a parameter
+    return [sum(storages.values()), sum(p.nbytes for p in model.parameters()) + flags, later - threads]
 
 
 def test_gradients_lie_in_the_buckets_and_nowhere_else():

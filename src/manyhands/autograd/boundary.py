@@ -88,8 +88,7 @@ class Boundary(torch.autograd.Function):
                 joined.append(edge.join_gradients(of_edge))
                 of_edge.clear()  # frees the replicas' gradients as soon as their sum is known
             if reduction is not None:
-                rest = {k: grad for k, grad in enumerate(joined[of_parameters]) if grad is not None}
-                joined[of_parameters] = reduction.finish(rest)
+                joined[of_parameters] = reduction.finish(joined[of_parameters])
         except BaseException as error:
             if not torch.is_grad_enabled():
                 graphs.release()  # half done: another backward must not count what the leaves hold now

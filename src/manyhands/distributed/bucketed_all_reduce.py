@@ -8,34 +8,46 @@
     (2) A bucket is sent when it is full, the buckets before it are sent, and the weights of all ranks are known. So all
         ranks send buckets in the same order, whatever the order in which gradients arrive.
     (3) Some gradients have no place, because they are sparse, or arrive after their bucket was sent (reentrant
-        checkpoints give a tensor's gradient in several parts). They are summed tensor by tensor at the end. An
-        all-reduce of flags says which they are, and which tensors have a gradient on any rank at all.
+        checkpoints give a tensor's gradient in several parts). They are summed tensor by tensor at the end. Flags say
+        which they are, and which tensors have a gradient on any rank at all. They are summed too: at the end of the
+        last bucket, or by themselves where a hook or an accelerator has that bucket.
 
-Every rank ends with the same bits, in memory that its buckets share with nothing else.
+Every rank ends with the same bits, in memory that its buckets share with nothing else. A step makes no calls in Python
+for each tensor, except where gradients arrive one by one, or have no place.
 """
 
 import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from manyhands.distributed.comm_hooks import CommHook, GradBucket
-from manyhands.distributed.consistency import RankStep, description_of
-from manyhands.distributed.process_group import AllGatherWork, Communicator, digest_of, distributed
+from manyhands.distributed.consistency import description_of
+from manyhands.distributed.process_group import Communicator, digest_of, distributed
+from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import BUCKET_BYTES, Bucket, Form, buckets_of
 
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that it is sent early; as in torch's DistributedDataParallel
 DOING = "summing gradients over the processes"
 _PLACED, _LATE, _SPARSE = range(3)
+_CPU = torch.device("cpu")
 
 
 class BucketPlan(NamedTuple):
-    """The buckets of the gradients of some tensors, and a digest that is equal on ranks with equal plans."""
+    """The buckets of the gradients of some tensors.
+
+    Attributes:
+        bucket_of: the place in `buckets` of the bucket of each tensor that has one, by the tensor's number.
+        early: the tensors whose gradients should be added as soon as they are computed: all outside of the last bucket.
+        digest: equal on ranks with equal plans.
+    """
 
     buckets: tuple[Bucket, ...]
+    bucket_of: Mapping[int, int]
+    early: Set[int]
     digest: int
 
     @classmethod
@@ -51,7 +63,23 @@ class BucketPlan(NamedTuple):
             if tensor.numel() and not without(tensor)
         }
         digest = digest_of(repr([(*description_of(tensor), number in forms) for number, tensor in enumerate(tensors)]))
-        return cls(_small_bucket_first(forms), digest)
+        buckets = _small_bucket_first(forms)
+        bucket_of = {number: b for b, bucket in enumerate(buckets) for number in bucket.numbers}
+        return cls(buckets, bucket_of, bucket_of.keys() - set(buckets[-1].numbers if buckets else ()), digest)
+
+
+class Weights(Protocol):
+    """The ranks' weights, which are being gathered."""
+
+    def is_known(self) -> bool:
+        """Return whether `scale` would return at once."""
+
+    def scale(self) -> float | None:
+        """Return the factor for this rank's gradients; None if they must not be read. Waits for the other ranks.
+
+        Raises:
+            RuntimeError: the ranks do not do the same.
+        """
 
 
 def _small_bucket_first(forms: Mapping[int, Form]) -> tuple[Bucket, ...]:
@@ -84,9 +112,7 @@ class BucketedAllReduce:
         communicator, group: the ranks, and the process group of these tensors.
         plan, tensors: the tensors, and the buckets of their gradients.
         hook: a communication hook and its state, or None.
-        scale_of: from the steps of all ranks to the factor for this rank's gradients; None if they must not be read.
-            Raises if the ranks do not do the same.
-        steps: the all-gather of the ranks' steps, which has started.
+        weights: of the ranks.
         local_grads: by number, gradients to add to this rank's part of the mean over the ranks.
     """
 
@@ -97,13 +123,11 @@ class BucketedAllReduce:
         plan: BucketPlan,
         tensors: Sequence[torch.Tensor],
         hook: tuple[Any, CommHook] | None,
-        scale_of: Callable[[Sequence[RankStep]], float | None],
-        steps: AllGatherWork,
+        weights: Weights,
         local_grads: Mapping[int, torch.Tensor],
     ) -> None:
         self._communicator, self._group, self._plan, self._tensors = communicator, group, plan, tensors
-        self._hook, self._scale_of, self._steps, self._local_grads = hook, scale_of, steps, local_grads
-        self._bucket_of = {n: b for b, bucket in enumerate(plan.buckets) for n, _ in bucket.items}
+        self._hook, self._weights, self._local_grads = hook, weights, local_grads
         self._lock = threading.RLock()
         self._filling: dict[int, _FillingBucket] = {}
         # Each bucket that is sent, with the function that waits for its sum.
@@ -115,11 +139,16 @@ class BucketedAllReduce:
         self.sparse: list[int] = []  # tensors with sparse gradients on some rank, known at the end
         # A hook returns the mean over the ranks, where the sum is wanted: so it gets gradients this much larger.
         self._hook_factor = communicator.world_size if hook is not None else 1
+        # The bucket with the flags at its end. A hook may not keep them; an accelerator would have to be waited for.
+        self._flagged: int | None = None
+        if hook is None and plan.buckets and _devices.computes_on_host(plan.buckets[-1].device or _CPU):
+            self._flagged = len(plan.buckets) - 1
+        self._flags: torch.Tensor | None = None  # known when all gradients are: see `_own_flags`
 
     def add(self, number: int, gradient: torch.Tensor) -> None:
         """Add to the gradient of tensor `number`; send full buckets. To be called with gradients off."""
         with self._lock:
-            b = self._bucket_of.get(number)
+            b = self._plan.bucket_of.get(number)
             if b is None or number in self._placed or gradient.is_sparse:
                 before = self._late.get(number)
                 self._late[number] = gradient if before is None else before + gradient
@@ -128,42 +157,38 @@ class BucketedAllReduce:
             filling = self._bucket(b)
             self._fill(filling, filling.pieces[number], gradient)
             filling.missing.discard(number)
-            if not filling.missing and (self._scale_known or self._steps.is_completed()):
+            if not filling.missing and (self._scale_known or self._weights.is_known()):
                 self._send_full()
 
-    def add_all(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Add gradients of many tensors, as `add` does, with few operations; send nothing yet."""
-        placed: dict[int, list[int]] = {}  # numbers by bucket
-        with self._lock, torch.no_grad():
-            for number, gradient in gradients.items():
-                b = self._bucket_of.get(number)
-                if b is None or number in self._placed or gradient.is_sparse:
-                    self.add(number, gradient)
-                else:
-                    placed.setdefault(b, []).append(number)
-            for b, numbers in placed.items():
+    def _add_all(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Add each tensor's gradient, as `add` does, with few operations; send nothing yet."""
+        given = {number: gradient for number, gradient in enumerate(gradients) if gradient is not None}
+        for b, bucket in enumerate(self._plan.buckets):
+            placed = self._placed
+            numbers = [n for n in bucket.numbers if n in given and n not in placed and not given[n].is_sparse]
+            if numbers:
                 filling = self._bucket(b)
                 pieces = [filling.pieces[number] for number in numbers]
-                torch_private.copy_all_in_place(pieces, [gradients[number].detach() for number in numbers])
+                torch_private.copy_all_in_place(pieces, [*map(given.pop, numbers)])
                 filling.unscaled += pieces
                 filling.missing.difference_update(numbers)
-                self._placed.update(numbers)
+                placed.update(numbers)
+        for number, gradient in given.items():
+            self.add(number, gradient)
 
-    @property
-    def early(self) -> Set[int]:
-        """The tensors whose gradients should be added as soon as they are computed: all outside of the last bucket."""
-        last = len(self._plan.buckets) - 1
-        return {number for number, b in self._bucket_of.items() if b != last}
-
-    def finish(self, meanwhile: Callable[[], None]) -> list[torch.Tensor | None]:
-        """Wait for the other ranks; return each tensor's gradient, None if no rank has one.
+    def finish(self, rest: Sequence[torch.Tensor | None], meanwhile: Callable[[], None]) -> list[torch.Tensor | None]:
+        """Add the rest of the gradients; wait for the other ranks; return each gradient, None if no rank has one.
 
         Args:
+            rest: for each tensor, a gradient to add or None.
             meanwhile: called when everything is sent.
         """
         with self._lock, torch.no_grad():
-            flags = self._flags()
-            wait_for_flags = self._communicator.all_reduce_flags(flags, DOING)
+            self._add_all(rest)
+            self._flags = flags = self._own_flags()
+            wait_for_flags = None
+            if self._flagged is None:
+                wait_for_flags = self._communicator.all_reduce_flags(flags, DOING)
             for b in range(len(self._in_flight), len(self._plan.buckets)):
                 filling = self._bucket(b)
                 for number in filling.missing:
@@ -171,16 +196,20 @@ class BucketedAllReduce:
                 filling.missing.clear()
             self._send_full()
             meanwhile()
-            wait_for_flags()
+            if wait_for_flags is not None:
+                wait_for_flags()
+            sums = [(filling, wait()) for filling, wait in self._in_flight]
+            if self._flagged is not None:
+                flags = sums[self._flagged][1][-flags.numel() :].view_as(flags)
+            placed, late, sparse = flags.tolist()
             found: list[torch.Tensor | None] = [None] * len(self._tensors)
-            for filling, wait in self._in_flight:
-                flat = wait()
+            for filling, flat in sums:
                 pieces = filling.pieces if flat is filling.flat else filling.bucket.pieces(flat)
                 for number, piece in pieces.items():
-                    if flags[_PLACED, number]:
+                    if placed[number]:
                         found[number] = piece
-            self._add_late(found, flags)
-            self._add_sparse(found, flags)
+            self._add_late(found, [number for number, flag in enumerate(late) if flag])
+            self._add_sparse(found, [number for number, flag in enumerate(sparse) if flag])
             return found
 
     # ---- steps -----------------------------------------------------------------------------------
@@ -188,7 +217,8 @@ class BucketedAllReduce:
     def _bucket(self, b: int) -> _FillingBucket:
         if b not in self._filling:
             bucket = self._plan.buckets[b]
-            flat = torch.empty(bucket.num_entries, dtype=bucket.dtype, device=bucket.device)
+            length = bucket.num_entries + (3 * len(self._tensors) if b == self._flagged else 0)
+            flat = torch.empty(length, dtype=bucket.dtype, device=bucket.device)
             pieces = bucket.pieces(flat)
             self._filling[b] = _FillingBucket(bucket, flat, pieces, set(pieces))
         return self._filling[b]
@@ -205,13 +235,15 @@ class BucketedAllReduce:
     def _wait_for_scale(self) -> float | None:
         """Return the factor for this rank's gradients; wait for the other ranks' weights."""
         if not self._scale_known:
-            self._scale = self._scale_of([RankStep(*step) for step in self._steps.wait()])
+            self._scale = self._weights.scale()
             self._scale_known = True
         return self._scale
 
     def _send_full(self) -> None:
-        """Send the full buckets whose turn it is."""
+        """Send the full buckets whose turn it is; one with flags when these are known."""
         while (b := len(self._in_flight)) in self._filling and not self._filling[b].missing:
+            if b == self._flagged and self._flags is None:
+                return
             scale = self._wait_for_scale()
             filling = self._filling.pop(b)
             is_unscaled = len(filling.unscaled) == len(filling.pieces)
@@ -220,6 +252,8 @@ class BucketedAllReduce:
                     part.zero_()
                 else:
                     part.mul_(scale * self._hook_factor)
+            if b == self._flagged and self._flags is not None:
+                filling.flat[filling.bucket.num_entries :] = self._flags.flatten()
             for number, piece in filling.pieces.items() if self._local_grads else ():
                 local = self._local_grads.get(number)
                 if local is not None and not local.is_sparse:
@@ -245,12 +279,12 @@ class BucketedAllReduce:
             raise TypeError(f"the communication hook returned a {got}: expected a torch.futures.Future of a tensor")
         return lambda: _of_size(communicator.wait_for_future(future, DOING), flat)
 
-    def _flags(self) -> torch.Tensor:
+    def _own_flags(self) -> torch.Tensor:
         """Return flags for what this rank has for each tensor; scale the late gradients."""
         scale = self._wait_for_scale()
         scaled = {} if scale is None else {number: part * scale for number, part in self._late.items()}
         for number, local in self._local_grads.items():
-            if number not in self._bucket_of or local.is_sparse:
+            if number not in self._plan.bucket_of or local.is_sparse:
                 part = local / self._communicator.world_size
                 scaled[number] = scaled[number] + part if number in scaled else part
         self._late = scaled
@@ -258,14 +292,17 @@ class BucketedAllReduce:
         if scale is not None:
             placed |= self._placed
         flags = torch.zeros(3, len(self._tensors), dtype=torch.int32)
-        flags[_PLACED, list(placed)] = 1
+        if len(placed) == len(self._plan.bucket_of):
+            flags[_PLACED] = 1  # also of tensors that have no place, where nothing reads it
+        else:
+            flags[_PLACED, list(placed)] = 1
         for number, part in scaled.items():
             flags[_SPARSE if part.is_sparse else _LATE, number] = 1
         return flags
 
-    def _add_late(self, found: list[torch.Tensor | None], flags: torch.Tensor) -> None:
+    def _add_late(self, found: list[torch.Tensor | None], numbers: Sequence[int]) -> None:
         """Sum dense gradients that arrived after their bucket was sent, or have no place in one."""
-        for number in flags[_LATE].nonzero().flatten().tolist():
+        for number in numbers:
             tensor, part = self._tensors[number].detach(), self._late.get(number)
             total = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
             if part is not None and not part.is_sparse:
@@ -274,9 +311,9 @@ class BucketedAllReduce:
             before = found[number]
             found[number] = total if before is None else before + total
 
-    def _add_sparse(self, found: list[torch.Tensor | None], flags: torch.Tensor) -> None:
+    def _add_sparse(self, found: list[torch.Tensor | None], numbers: Sequence[int]) -> None:
         """Sum sparse gradients: every rank all-gathers the entries, and adds up those with equal indices."""
-        for number in flags[_SPARSE].nonzero().flatten().tolist():
+        for number in numbers:
             tensor, part = self._tensors[number].detach(), self._late.get(number)
             if part is None or not part.is_sparse:  # no entries
                 indices = torch.empty(1, 0, dtype=torch.int64, device=tensor.device)

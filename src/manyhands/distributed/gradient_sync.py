@@ -23,7 +23,7 @@ Training", VLDB 2020.
 import abc
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,9 +36,10 @@ from manyhands.distributed.bucketed_all_reduce import DOING, BucketedAllReduce, 
 from manyhands.distributed.comm_hooks import CommHook
 from manyhands.distributed.consistency import RankStep, check_same_model, check_same_step
 from manyhands.distributed.environment import start_default_group
-from manyhands.distributed.process_group import Communicator, communicator_for, distributed
+from manyhands.distributed.process_group import Communicator, broadcast_plan, communicator_for, distributed
 from manyhands.primitives.inputs import Arguments
 from manyhands.runtime import torch_private
+from manyhands.runtime.buckets import Bucket
 
 _OF_A_GROUP = (
     "this DataParallel was pickled with a process_group of its own, and process groups cannot be: wrap its module "
@@ -99,6 +100,7 @@ class GradientSync:
         self._number = 0  # of the model, in the order of wrapping
         self.num_forwards = 0
         self._plans: dict[Any, BucketPlan] = {}
+        self._latest: _Structure | None = None
 
     def __deepcopy__(self, memo: object) -> "GradientSync":
         copied = GradientSync(self.communicator, self._device, self.loss)  # without the original's state
@@ -118,7 +120,7 @@ class GradientSync:
         self.communicator.barrier(f"wrapping {type(module).__name__}")
         self._number = self.communicator.next_model_number()
         check_same_model(self.communicator, module)
-        tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
+        tensors = [*module.parameters(), *module.buffers()]
         doing = "broadcasting rank 0's parameters"
         self.communicator.broadcast(0, tensors, self.group, doing)()
 
@@ -129,14 +131,23 @@ class GradientSync:
         number, training = self.num_forwards + module.training, module.training
         return SyncContext(self, weakref.ref(module), weight, given is not None, number, training, self.synchronised)
 
-    def plan(self, tensors: Sequence[torch.Tensor]) -> BucketPlan:
-        """Return the buckets for the gradients of `tensors`."""
-        key = tuple((id(tensor), tensor.dtype, tensor.size(), tensor.stride()) for tensor in tensors)
-        if key not in self._plans:
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-            self._plans[key] = BucketPlan.of(tensors, without=self._sparse.__contains__)
-        return self._plans[key]
+    def structure(self, tensors: Sequence[torch.Tensor]) -> "_Structure":
+        """Return what is known about a module whose parameters are `tensors`.
+
+        The same list as in the last call, not only an equal one, stands for a module that has not changed.
+        """
+        latest = self._latest
+        if latest is None or latest.tensors is not tensors:
+            # By `map`, without Python code for each tensor.
+            kind = torch.Tensor
+            dtypes = [tensor.dtype for tensor in tensors]
+            key = (*map(id, tensors), *dtypes, *map(kind.size, tensors), *map(kind.stride, tensors))
+            if key not in self._plans:
+                if len(self._plans) >= _MOST_PLANS:
+                    self._plans.clear()
+                self._plans[key] = BucketPlan.of(tensors, without=self._sparse.__contains__)
+            self._latest = latest = _Structure(tensors, self._plans[key])
+        return latest
 
     def rank_step(self, sync_context: "SyncContext", plan: BucketPlan) -> RankStep:
         """Return this rank's description of the reduction that it starts."""
@@ -161,13 +172,42 @@ class GradientSync:
             self._sparse.add(tensor)
         if new:
             self._plans.clear()
+            self._latest = None
 
-    def broadcast_buffers(self, source: int, module: nn.Module | None) -> Callable[[], None]:
+    def broadcast_buffers(self, source: int, module: nn.Module, structure: "_Structure") -> Callable[[], None] | None:
         """Start to give every rank the buffers of rank `source`; return the function that waits for them."""
-        if module is None:
-            return lambda: None
-        buffers = [buffer for buffer in module.buffers() if not buffer.is_sparse]
-        return self.communicator.broadcast(source, buffers, self.group, "broadcasting one rank's buffers")
+        buffers = structure.buffers(module)
+        if not buffers:
+            return None
+        doing, plan = "broadcasting one rank's buffers", structure.broadcast_plan(buffers)
+        return self.communicator.broadcast(source, buffers, self.group, doing, plan)
+
+
+class _Structure:
+    """What is known about a module while its parameters are the same, and its buffers in the same places.
+
+    Attributes:
+        tensors: its parameters that need gradients.
+        plan: the buckets of their gradients.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], plan: BucketPlan) -> None:
+        self.tensors, self.plan = tensors, plan
+        self._places: tuple[list[dict[str, Any]], list[str]] | None = None  # of buffers: a module's dict, and the name
+        self._broadcast: tuple[Any, Sequence[Bucket]] | None = None  # with the buffers' dtypes and sizes
+
+    def buffers(self, module: nn.Module) -> list[torch.Tensor]:
+        """Return the module's buffers, those that have replaced others since the last call too."""
+        if self._places is None:
+            named = [(*name.rpartition("."), module) for name, _ in module.named_buffers()]
+            self._places = [module.get_submodule(path)._buffers for path, _, _, _ in named], [n for _, _, n, _ in named]
+        return [b for b in map(dict.get, *self._places) if b is not None and not b.is_sparse]
+
+    def broadcast_plan(self, buffers: Sequence[torch.Tensor]) -> Sequence[Bucket]:
+        key = [b.dtype for b in buffers], list(map(torch.Tensor.size, buffers)), buffers[0].device
+        if self._broadcast is None or self._broadcast[0] != key:
+            self._broadcast = key, broadcast_plan(buffers)
+        return self._broadcast[1]
 
 
 class _WeakTensorSet:
@@ -217,17 +257,6 @@ class SyncContext:
         """The weight of this rank's loss in the loss over all rows, relative to the other ranks'."""
         return self.weight if self.gradient_sync.loss == "mean" else float(self.weight > 0)
 
-    def scale(self, steps: Sequence[RankStep], tensors: Sequence[torch.Tensor]) -> float | None:
-        """Return the factor for the gradients of `tensors`; None if they must not be read.
-
-        Raises:
-            RuntimeError: the ranks have not started the same reduction.
-        """
-        check_same_step(self.gradient_sync.communicator, steps, tensors, self.module(), DOING)
-        if self.weight == 0:
-            return None
-        return 1.0 if self.gradient_sync.loss == "sum" else self.weight / sum(step.weight for step in steps)
-
     def has_run(self) -> None:
         """Count the forward. One that fails, and may be tried again with fewer rows, does not count."""
         self.gradient_sync.num_forwards = self.number
@@ -247,6 +276,46 @@ class SyncContext:
         return (AllReduce if self.synchronised else LocalAccumulation)(self, tensors, nodes)
 
 
+class _RankSteps:
+    """What all ranks do in one reduction; it is gathered while backward runs.
+
+    Not a part of the reduction, whose buckets would be kept by the reference cycle after the gradients are gone.
+    """
+
+    def __init__(self, sync_context: SyncContext, structure: _Structure) -> None:
+        self._sync_context, self._structure = sync_context, structure
+        gradient_sync = sync_context.gradient_sync
+        mine = gradient_sync.rank_step(sync_context, structure.plan)
+        self._work = gradient_sync.communicator.all_gather(mine, DOING)
+        self._all: list[RankStep] = []
+
+    def is_known(self) -> bool:
+        """Return whether `all` would return at once."""
+        return self._work.is_completed()
+
+    @property
+    def all(self) -> list[RankStep]:
+        """Each rank's step.
+
+        Raises:
+            RuntimeError: the ranks have not started the same reduction.
+        """
+        if not self._all:
+            context = self._sync_context
+            steps = [RankStep(*step) for step in self._work.wait()]
+            communicator = context.gradient_sync.communicator
+            check_same_step(communicator, steps, self._structure.tensors, context.module(), DOING)
+            self._all = steps
+        return self._all
+
+    def scale(self) -> float | None:
+        """Return the factor for this rank's gradients; None if they must not be read."""
+        steps, context = self.all, self._sync_context
+        if context.weight == 0:
+            return None
+        return 1.0 if context.gradient_sync.loss == "sum" else context.weight / sum(step.weight for step in steps)
+
+
 class RankReduction(abc.ABC):
     """The reduction of the parameters' gradients in one backward.
 
@@ -263,8 +332,8 @@ class RankReduction(abc.ABC):
         self._sync_context, self._tensors, self._nodes = sync_context, tensors, nodes
         self._gradient_sync = sync_context.gradient_sync
         self._communicator = self._gradient_sync.communicator
-        self._plan = self._gradient_sync.plan(tensors)
-        self._steps = self._communicator.all_gather(self._gradient_sync.rank_step(sync_context, self._plan), DOING)
+        self._structure = self._gradient_sync.structure(tensors)
+        self._steps = _RankSteps(sync_context, self._structure)
 
     @property
     @abc.abstractmethod
@@ -275,8 +344,12 @@ class RankReduction(abc.ABC):
         """Add to the gradient of tensor `number`. To be called with gradients off."""
 
     @abc.abstractmethod
-    def finish(self, rest: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
-        """Add the rest of the gradients, wait for the other ranks, and return each tensor's gradient, or None."""
+    def finish(self, rest: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Add the rest of the gradients, wait for the other ranks, and return each tensor's gradient, or None.
+
+        Args:
+            rest: for each tensor, a gradient to add to what `add` was given; None: no more.
+        """
 
     def differentiable(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return, like `finish`, the sums of gradients that have a history.
@@ -284,8 +357,7 @@ class RankReduction(abc.ABC):
         Every rank computes the same from the sums, and its gradient reaches each rank through that rank's own part: so
         a sum is its own derivative.
         """
-        given = [number for number, gradient in enumerate(gradients) if gradient is not None]
-        return list(_DifferentiableReduction.apply(self, given, *(gradients[number] for number in given)))  # type: ignore[no-untyped-call]
+        return list(_DifferentiableReduction.apply(self, *gradients))  # type: ignore[no-untyped-call]
 
     def failed(self, error: BaseException) -> None:
         """Tell the other ranks that this one cannot go on."""
@@ -309,34 +381,35 @@ class AllReduce(RankReduction):
             own.discard(tensors[n])
         local_grads = {n: grad for n in numbers if (grad := tensors[n].grad) is not None}
         self._replaced = [tensors[n] for n in local_grads]
-        # Not a method of this object: a reference cycle would keep the buckets after the gradients are gone.
-        scale_of = partial(sync_context.scale, tensors=tensors)
         group, hook = self._gradient_sync.group, self._gradient_sync.hook
         self._all_reduce = BucketedAllReduce(
-            self._communicator, group, self._plan, tensors, hook, scale_of, self._steps, local_grads
+            self._communicator, group, self._structure.plan, tensors, hook, self._steps, local_grads
         )
+        self._wait_for_buffers: Callable[[], None] | None = None
 
     @property
     def early(self) -> Set[int]:
-        return self._all_reduce.early
+        return self._structure.plan.early
 
     def add(self, number: int, gradient: torch.Tensor) -> None:
         self._all_reduce.add(number, gradient.detach())
 
-    def finish(self, rest: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
-        self._all_reduce.add_all(rest)
-        found = self._all_reduce.finish(self._broadcast_buffers)
-        self._gradient_sync.mark_sparse([self._tensors[number] for number in self._all_reduce.sparse])
-        self._wait_for_buffers()
+    def finish(self, rest: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        found = self._all_reduce.finish(rest, self._broadcast_buffers)
+        if self._all_reduce.sparse:
+            self._gradient_sync.mark_sparse([self._tensors[number] for number in self._all_reduce.sparse])
+        if self._wait_for_buffers is not None:
+            self._wait_for_buffers()
         for tensor in self._replaced:
             tensor.grad = None  # the result, which autograd puts there, includes it
         return found
 
     def _broadcast_buffers(self) -> None:
         module = self._sync_context.module() if self._sync_context.training else None
-        # The buffers of the first rank with rows persist, as those of the first replica do.
-        first_with_rows = next((rank for rank, step in enumerate(self._steps.wait()) if RankStep(*step).weight), 0)
-        self._wait_for_buffers = self._gradient_sync.broadcast_buffers(first_with_rows, module)
+        if module is not None:
+            # The buffers of the first rank with rows persist, as those of the first replica do.
+            source = next((rank for rank, step in enumerate(self._steps.all) if step.weight), 0)
+            self._wait_for_buffers = self._gradient_sync.broadcast_buffers(source, module, self._structure)
 
 
 class LocalAccumulation(RankReduction):
@@ -356,14 +429,12 @@ class LocalAccumulation(RankReduction):
             before = self._gradients.get(number)
             self._gradients[number] = gradient.detach() if before is None else before + gradient.detach()
 
-    def finish(self, rest: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
+    def finish(self, rest: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         with torch.no_grad():
-            for number, gradient in rest.items():
-                self.add(number, gradient)
-        steps = [RankStep(*step) for step in self._steps.wait()]
-        self.derivative = scale = (
-            self._sync_context.scale(steps, self._tensors) or 0.0
-        ) * self._communicator.world_size
+            for number, gradient in enumerate(rest):
+                if gradient is not None:
+                    self.add(number, gradient)
+        self.derivative = scale = (self._steps.scale() or 0.0) * self._communicator.world_size
         for n in self._accumulated():
             self._gradient_sync.own_grads.add(self._tensors[n])
         with torch.no_grad():
@@ -377,19 +448,17 @@ class _DifferentiableReduction(torch.autograd.Function):
     """The sum of gradients that have a history; see `RankReduction.differentiable`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, reduction: RankReduction, given: Sequence[int], *gradients: Any
-    ) -> tuple[torch.Tensor | None, ...]:
-        ctx.given = given
+    def forward(ctx: Any, reduction: RankReduction, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
+        ctx.given = [gradient is not None for gradient in gradients]
         ctx.set_materialize_grads(False)
-        results = reduction.finish(dict(zip(given, gradients, strict=True)))
+        results = reduction.finish(gradients)
         ctx.scale = reduction.derivative
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        taken = [grads[number] for number in ctx.given]
-        return (None, None, *(None if grad is None else grad * ctx.scale for grad in taken))
+        pairs = zip(grads, ctx.given, strict=True)
+        return (None, *(grad * ctx.scale if given and grad is not None else None for grad, given in pairs))
 
 
 class _MethodAsForward(nn.Module):
@@ -427,7 +496,7 @@ class _AllReduceInBackward(torch.autograd.Function):
         try:
             if torch.is_grad_enabled():
                 return (None, *reduction.differentiable(grads))
-            return (None, *reduction.finish({number: grad for number, grad in enumerate(grads) if grad is not None}))
+            return (None, *reduction.finish(grads))
         except BaseException as error:
             reduction.failed(error)
             raise

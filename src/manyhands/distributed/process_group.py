@@ -17,6 +17,7 @@ import atexit
 import contextlib
 import ctypes
 import datetime
+import functools
 import hashlib
 import os
 import pickle
@@ -35,7 +36,7 @@ from manyhands.distributed.environment import start_default_group
 from manyhands.distributed.failure_store import STORE_ERRORS, FailureStore, host_id
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
-from manyhands.runtime.buckets import Form, buckets_of
+from manyhands.runtime.buckets import Bucket, Form, buckets_of
 
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.00005, 0.002
 _CHECK_EVERY_S = 0.2  # how often a waiting rank checks the store for failures; with many ranks, less often
@@ -179,12 +180,12 @@ class Communicator:
             values: as many on each rank, 15 at most.
             doing: what is being done. If a rank does something else, the error names both.
         """
-        numbers = [digest_of(doing), *values]
-        numbers += [0.0] * (_NUM_GATHERED - len(numbers))  # one length, so that ranks that do not do the same notice it
+        # Of one length, so that ranks that do not do the same notice it.
+        numbers = [digest_of(doing), *values, *[0.0] * (_NUM_GATHERED - 1 - len(values))]
         mine = torch.tensor(numbers, dtype=torch.float64)
-        all_ranks = [torch.empty_like(mine) for _ in range(self.world_size)]
-        work = self.start(lambda: distributed.all_gather(all_ranks, mine, group=self._control, async_op=True))
-        return AllGatherWork(self, work, all_ranks, len(values), doing)
+        table = torch.empty(self.world_size, _NUM_GATHERED, dtype=torch.float64)
+        gather = partial(distributed.all_gather, list(table), mine, group=self._control, async_op=True)
+        return AllGatherWork(self, self.start(gather), table, len(values), doing)
 
     def all_reduce(self, tensor: torch.Tensor, group: Any, doing: str) -> torch.Tensor:
         """Sum a tensor over the ranks, in place; return it."""
@@ -230,11 +231,16 @@ class Communicator:
         self.wait(self.start(lambda: distributed.broadcast(octets, source, self._control, async_op=True)), doing)
         return pickle.loads(pickled)
 
-    def broadcast(self, source: int, tensors: Sequence[torch.Tensor], group: Any, doing: str) -> Callable[[], None]:
-        """Start to overwrite `tensors` by those of rank `source`; return the function that waits for it."""
-        forms = {i: Form.of(tensor.detach(), tensor.device) for i, tensor in enumerate(tensors) if tensor.numel()}
+    def broadcast(
+        self, source: int, tensors: Sequence[torch.Tensor], group: Any, doing: str, plan: Sequence[Bucket] | None = None
+    ) -> Callable[[], None]:
+        """Start to overwrite `tensors` by those of rank `source`; return the function that waits for it.
+
+        Args:
+            plan: what `broadcast_plan` returned for such tensors, if that is known already.
+        """
         in_flight = []
-        for bucket in buckets_of(forms):
+        for bucket in broadcast_plan(tensors) if plan is None else plan:
             flat = bucket.flat(tensors)
             octets = flat.view(torch.uint8)  # every dtype is sent the same way
             send = partial(distributed.broadcast, octets, self._ranks[source], group, True)
@@ -243,9 +249,10 @@ class Communicator:
         def wait() -> None:
             for bucket, flat, work in in_flight:
                 self.wait(work, doing, group)
-                for number, piece in bucket.pieces(flat).items() if self.rank != source else ():
+                if self.rank != source:
                     # Through .data, unseen by autograd: graphs may have saved buffers for their backward.
-                    tensors[number].data.copy_(piece)
+                    targets = [tensors[number].data for number in bucket.numbers]
+                    torch_private.copy_all_in_place(targets, [*bucket.pieces(flat).values()])
 
         return wait
 
@@ -448,10 +455,8 @@ class _NotNoticedError(Exception):
 class AllGatherWork:
     """An all-gather of numbers that has started."""
 
-    def __init__(
-        self, communicator: Communicator, work: Any, all_ranks: Sequence[torch.Tensor], num_values: int, doing: str
-    ) -> None:
-        self._communicator, self._work, self._all_ranks = communicator, work, all_ranks
+    def __init__(self, communicator: Communicator, work: Any, table: torch.Tensor, num_values: int, doing: str) -> None:
+        self._communicator, self._work, self._table = communicator, work, table
         self._num_values, self._doing = num_values, doing
 
     def is_completed(self) -> bool:
@@ -465,12 +470,17 @@ class AllGatherWork:
             RuntimeError: some rank does something else.
         """
         self._communicator.wait(self._work, self._doing)
-        digests, *columns = zip(*(tensor.tolist() for tensor in self._all_ranks), strict=True)
-        if len(set(digests)) > 1:
+        rows: list[list[float]] = self._table.tolist()
+        if len({row[0] for row in rows}) > 1:
             if self._doing == _REPORTING_MISMATCH:
                 raise _NotNoticedError
             self._communicator.raise_mismatch(self._doing)
-        return [list(row) for row in zip(*columns[: self._num_values], strict=True)]
+        return [row[1 : 1 + self._num_values] for row in rows]
+
+
+def broadcast_plan(tensors: Sequence[torch.Tensor]) -> tuple[Bucket, ...]:
+    """Return the buckets in which `Communicator.broadcast` sends tensors."""
+    return buckets_of({i: Form.of(t.detach(), t.device) for i, t in enumerate(tensors) if t.numel()})
 
 
 _communicators: "weakref.WeakKeyDictionary[Any, Communicator]" = weakref.WeakKeyDictionary()
@@ -503,6 +513,7 @@ def _report_exits() -> None:
         communicator.report_exit()
 
 
+@functools.lru_cache(maxsize=64)
 def digest_of(text: str) -> int:
     """Return a hash of a text that is the same in every process, and exact in double precision."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest())

@@ -9,9 +9,10 @@ Tensors are identified by numbers that the caller chooses. They have to be plain
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,7 +45,16 @@ class Form(NamedTuple):
         return math.prod(self.size) * self.dtype.itemsize
 
 
-class Bucket(NamedTuple):
+class _Contents(NamedTuple):
+    """What a bucket is for; see `Bucket`."""
+
+    dtype: torch.dtype
+    device: torch.device | None
+    items: tuple[tuple[int, Form], ...]
+    aligned_bytes: int = 1
+
+
+class Bucket(_Contents):
     """Tensors of one dtype, on one device, that are sent together.
 
     Attributes:
@@ -53,27 +63,29 @@ class Bucket(NamedTuple):
         aligned_bytes: each tensor begins at a multiple of this; 1 leaves no gaps.
     """
 
-    dtype: torch.dtype
-    device: torch.device | None
-    items: tuple[tuple[int, Form], ...]
-    aligned_bytes: int = 1
+    @functools.cached_property
+    def _layout(self) -> tuple[list[int], list[tuple[int, ...]], list[tuple[int, ...]], list[int]]:
+        """The tensors' numbers, sizes, strides and places; last, where the bucket ends."""
+        unit = max(1, self.aligned_bytes // self.dtype.itemsize)
+        lengths = [-(-math.prod(form.size) // unit) * unit for _, form in self.items]
+        sizes, strides = [form.size for _, form in self.items], [form.stride for _, form in self.items]
+        return [number for number, _ in self.items], sizes, strides, [*itertools.accumulate(lengths, initial=0)]
 
     @property
     def num_entries(self) -> int:
-        return sum(self._num_entries_of(form) for _, form in self.items)
+        return self._layout[3][-1]
+
+    @property
+    def numbers(self) -> list[int]:
+        return self._layout[0]
 
     def pieces(self, flat: torch.Tensor) -> dict[int, torch.Tensor]:
         """Return the tensors as views of `flat`, by number."""
-        pieces, offset = {}, 0
-        for number, form in self.items:
-            pieces[number] = flat.as_strided(form.size, form.stride, flat.storage_offset() + offset)
-            offset += self._num_entries_of(form)
-        return pieces
-
-    def _num_entries_of(self, form: Form) -> int:
-        """Return the number of entries from the start of a tensor to the start of the next one."""
-        unit = max(1, self.aligned_bytes // self.dtype.itemsize)
-        return -(-math.prod(form.size) // unit) * unit
+        numbers, sizes, strides, places = self._layout
+        as_strided: Any = flat.as_strided
+        # By `map`, without Python code for each tensor.
+        starts = map(flat.storage_offset().__add__, places)
+        return dict(zip(numbers, map(as_strided, sizes, strides, starts), strict=True))
 
     def flat(self, tensors: Sequence[torch.Tensor] | Mapping[int, torch.Tensor]) -> torch.Tensor:
         """Return one flat tensor with copies of its tensors, which are looked up in `tensors` by number."""
