@@ -20,11 +20,7 @@ class Reduction(Protocol):
         """Add to the gradient of parameter `number`; callable from several threads, with gradients off."""
 
     def finish(self, rest: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Add what `add` was not given; wait for the other processes; return each parameter's gradient or None.
-
-        Args:
-            rest: for each parameter, what is to be added, or None.
-        """
+        """Add `rest`, for each parameter a gradient or None; wait for the other processes; return the sums likewise."""
 
     def differentiable(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return the sums of gradients that have a history."""

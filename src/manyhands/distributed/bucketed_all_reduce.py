@@ -19,21 +19,19 @@ for each tensor, except where gradients arrive one by one, or have no place.
 import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from manyhands.distributed.comm_hooks import CommHook, GradBucket
 from manyhands.distributed.consistency import description_of
-from manyhands.distributed.process_group import Communicator, digest_of, distributed
-from manyhands.runtime import devices as _devices
+from manyhands.distributed.process_group import Communicator, digest_of
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import BUCKET_BYTES, Bucket, Form, buckets_of
 
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that it is sent early; as in torch's DistributedDataParallel
 DOING = "summing gradients over the processes"
 _PLACED, _LATE, _SPARSE = range(3)
-_CPU = torch.device("cpu")
 
 
 class BucketPlan(NamedTuple):
@@ -68,20 +66,6 @@ class BucketPlan(NamedTuple):
         return cls(buckets, bucket_of, bucket_of.keys() - set(buckets[-1].numbers if buckets else ()), digest)
 
 
-class Weights(Protocol):
-    """The ranks' weights, which are being gathered."""
-
-    def is_known(self) -> bool:
-        """Return whether `scale` would return at once."""
-
-    def scale(self) -> float | None:
-        """Return the factor for this rank's gradients; None if they must not be read. Waits for the other ranks.
-
-        Raises:
-            RuntimeError: the ranks do not do the same.
-        """
-
-
 def _small_bucket_first(forms: Mapping[int, Form]) -> tuple[Bucket, ...]:
     """Return the buckets for tensors in the order given; the first bucket is small, so that it is sent early."""
     first: dict[int, Form] = {}
@@ -112,7 +96,7 @@ class BucketedAllReduce:
         communicator, group: the ranks, and the process group of these tensors.
         plan, tensors: the tensors, and the buckets of their gradients.
         hook: a communication hook and its state, or None.
-        weights: of the ranks.
+        steps: what all ranks do; gives this rank's scale.
         local_grads: by number, gradients to add to this rank's part of the mean over the ranks.
     """
 
@@ -123,11 +107,11 @@ class BucketedAllReduce:
         plan: BucketPlan,
         tensors: Sequence[torch.Tensor],
         hook: tuple[Any, CommHook] | None,
-        weights: Weights,
+        steps: Any,
         local_grads: Mapping[int, torch.Tensor],
     ) -> None:
         self._communicator, self._group, self._plan, self._tensors = communicator, group, plan, tensors
-        self._hook, self._weights, self._local_grads = hook, weights, local_grads
+        self._hook, self._steps, self._local_grads = hook, steps, local_grads
         self._lock = threading.RLock()
         self._filling: dict[int, _FillingBucket] = {}
         # Each bucket that is sent, with the function that waits for its sum.
@@ -140,9 +124,7 @@ class BucketedAllReduce:
         # A hook returns the mean over the ranks, where the sum is wanted: so it gets gradients this much larger.
         self._hook_factor = communicator.world_size if hook is not None else 1
         # The bucket with the flags at its end. A hook may not keep them; an accelerator would have to be waited for.
-        self._flagged: int | None = None
-        if hook is None and plan.buckets and _devices.computes_on_host(plan.buckets[-1].device or _CPU):
-            self._flagged = len(plan.buckets) - 1
+        self._flagged = len(plan.buckets) - 1 if hook is None and communicator.waits_on_host(group) else -1
         self._flags: torch.Tensor | None = None  # known when all gradients are: see `_own_flags`
 
     def add(self, number: int, gradient: torch.Tensor) -> None:
@@ -155,9 +137,16 @@ class BucketedAllReduce:
                 return
             self._placed.add(number)
             filling = self._bucket(b)
-            self._fill(filling, filling.pieces[number], gradient)
+            piece = filling.pieces[number]
+            if not self._scale_known:
+                piece.copy_(gradient)
+                filling.unscaled.append(piece)
+            elif self._scale is None:
+                piece.zero_()
+            else:
+                torch.mul(gradient, self._scale * self._hook_factor, out=piece)
             filling.missing.discard(number)
-            if not filling.missing and (self._scale_known or self._weights.is_known()):
+            if not filling.missing and (self._scale_known or self._steps.work.is_completed()):
                 self._send_full()
 
     def _add_all(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -176,40 +165,42 @@ class BucketedAllReduce:
         for number, gradient in given.items():
             self.add(number, gradient)
 
-    def finish(self, rest: Sequence[torch.Tensor | None], meanwhile: Callable[[], None]) -> list[torch.Tensor | None]:
+    def finish(
+        self, rest: Sequence[torch.Tensor | None], meanwhile: Callable[[], Callable[[], None]]
+    ) -> list[torch.Tensor | None]:
         """Add the rest of the gradients; wait for the other ranks; return each gradient, None if no rank has one.
 
         Args:
             rest: for each tensor, a gradient to add or None.
-            meanwhile: called when everything is sent.
+            meanwhile: called when everything is sent; returns a function that is called when the sums are known.
         """
         with self._lock, torch.no_grad():
             self._add_all(rest)
             self._flags = flags = self._own_flags()
-            wait_for_flags = None
-            if self._flagged is None:
-                wait_for_flags = self._communicator.all_reduce_flags(flags, DOING)
+            wait_for_flags = self._communicator.all_reduce(flags, DOING) if self._flagged < 0 else None
             for b in range(len(self._in_flight), len(self._plan.buckets)):
                 filling = self._bucket(b)
                 for number in filling.missing:
                     filling.pieces[number].zero_()
                 filling.missing.clear()
             self._send_full()
-            meanwhile()
-            if wait_for_flags is not None:
-                wait_for_flags()
+            wait_for_more = meanwhile()
             sums = [(filling, wait()) for filling, wait in self._in_flight]
-            if self._flagged is not None:
-                flags = sums[self._flagged][1][-flags.numel() :].view_as(flags)
+            flags = wait_for_flags() if wait_for_flags else sums[-1][1][-flags.numel() :].view_as(flags)
             placed, late, sparse = flags.tolist()
+            self.sparse = [number for number, flag in enumerate(sparse) if flag]
             found: list[torch.Tensor | None] = [None] * len(self._tensors)
             for filling, flat in sums:
                 pieces = filling.pieces if flat is filling.flat else filling.bucket.pieces(flat)
                 for number, piece in pieces.items():
                     if placed[number]:
                         found[number] = piece
-            self._add_late(found, [number for number, flag in enumerate(late) if flag])
-            self._add_sparse(found, [number for number, flag in enumerate(sparse) if flag])
+            unplaced = [number for number, flag in enumerate(late) if flag]
+            for sum_of, numbers in ((self._sum_of_late, unplaced), (self._sum_of_sparse, self.sparse)):
+                for number in numbers:
+                    before, total = found[number], sum_of(number)
+                    found[number] = total if before is None else before + total
+            wait_for_more()
             return found
 
     # ---- steps -----------------------------------------------------------------------------------
@@ -223,19 +214,10 @@ class BucketedAllReduce:
             self._filling[b] = _FillingBucket(bucket, flat, pieces, set(pieces))
         return self._filling[b]
 
-    def _fill(self, filling: _FillingBucket, piece: torch.Tensor, gradient: torch.Tensor) -> None:
-        if not self._scale_known:
-            piece.copy_(gradient)
-            filling.unscaled.append(piece)
-        elif self._scale is None:
-            piece.zero_()
-        else:
-            torch.mul(gradient, self._scale * self._hook_factor, out=piece)
-
     def _wait_for_scale(self) -> float | None:
         """Return the factor for this rank's gradients; wait for the other ranks' weights."""
         if not self._scale_known:
-            self._scale = self._weights.scale()
+            self._scale = self._steps.scale()
             self._scale_known = True
         return self._scale
 
@@ -264,13 +246,7 @@ class BucketedAllReduce:
         """Send a bucket; return the function that waits for its sum."""
         communicator, group, flat = self._communicator, self._group, filling.flat
         if self._hook is None:
-            work = communicator.start(lambda: distributed.all_reduce(flat, group=group, async_op=True))
-
-            def result() -> torch.Tensor:
-                communicator.wait(work, DOING, group)
-                return flat
-
-            return result
+            return communicator.all_reduce(flat, DOING, group)
         state, call = self._hook
         is_last = index == len(self._plan.buckets) - 1
         future = call(state, GradBucket(filling.bucket, flat, index, is_last, self._tensors))
@@ -300,28 +276,21 @@ class BucketedAllReduce:
             flags[_SPARSE if part.is_sparse else _LATE, number] = 1
         return flags
 
-    def _add_late(self, found: list[torch.Tensor | None], numbers: Sequence[int]) -> None:
+    def _sum_of_late(self, number: int) -> torch.Tensor:
         """Sum dense gradients that arrived after their bucket was sent, or have no place in one."""
-        for number in numbers:
-            tensor, part = self._tensors[number].detach(), self._late.get(number)
-            total = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
-            if part is not None and not part.is_sparse:
-                total.copy_(part)
-            self._communicator.all_reduce(total, self._group, DOING)
-            before = found[number]
-            found[number] = total if before is None else before + total
+        tensor, part = self._tensors[number].detach(), self._late.get(number)
+        total = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
+        if part is not None and not part.is_sparse:
+            total.copy_(part)
+        return self._communicator.all_reduce(total, DOING, self._group)()
 
-    def _add_sparse(self, found: list[torch.Tensor | None], numbers: Sequence[int]) -> None:
+    def _sum_of_sparse(self, number: int) -> torch.Tensor:
         """Sum sparse gradients: every rank all-gathers the entries, and adds up those with equal indices."""
-        for number in numbers:
-            tensor, part = self._tensors[number].detach(), self._late.get(number)
-            if part is None or not part.is_sparse:  # no entries
-                indices = torch.empty(1, 0, dtype=torch.int64, device=tensor.device)
-                part = torch.sparse_coo_tensor(indices, tensor.new_empty(0, *tensor.shape[1:]), tensor.shape)
-            total = self._communicator.all_reduce_sparse(part.coalesce(), self._group, DOING)
-            before = found[number]
-            found[number] = total if before is None else before + total
-            self.sparse.append(number)
+        tensor, part = self._tensors[number].detach(), self._late.get(number)
+        if part is None or not part.is_sparse:  # no entries
+            indices = torch.empty(1, 0, dtype=torch.int64, device=tensor.device)
+            part = torch.sparse_coo_tensor(indices, tensor.new_empty(0, *tensor.shape[1:]), tensor.shape)
+        return self._communicator.all_reduce_sparse(part.coalesce(), self._group, DOING)
 
 
 def _of_size(result: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:

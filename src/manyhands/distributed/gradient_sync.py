@@ -21,7 +21,6 @@ Training", VLDB 2020.
 """
 
 import abc
-import threading
 import weakref
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
@@ -95,8 +94,9 @@ class GradientSync:
         self.synchronised = True  # False inside no_sync()
         self.next_weight: float | None = None  # of the next forward, if the caller has set it
         self.sample: Arguments | None = None  # some rows, to run on for a batch without rows
-        self.own_grads = _WeakTensorSet()  # tensors whose `grad` is this rank's own, since a backward in no_sync()
-        self._sparse = _WeakTensorSet()  # tensors that have had sparse gradients
+        # Weak references: a tensor has only one, so that it can be looked up in a set.
+        self.own_grads: set[Any] = set()  # to tensors whose `grad` is this rank's own, since a backward in no_sync()
+        self._sparse: set[Any] = set()  # to tensors that have had sparse gradients
         self._number = 0  # of the model, in the order of wrapping
         self.num_forwards = 0
         self._plans: dict[Any, BucketPlan] = {}
@@ -132,22 +132,17 @@ class GradientSync:
         return SyncContext(self, weakref.ref(module), weight, given is not None, number, training, self.synchronised)
 
     def structure(self, tensors: Sequence[torch.Tensor]) -> "_Structure":
-        """Return what is known about a module whose parameters are `tensors`.
-
-        The same list as in the last call, not only an equal one, stands for a module that has not changed.
-        """
-        latest = self._latest
-        if latest is None or latest.tensors is not tensors:
-            # By `map`, without Python code for each tensor.
-            kind = torch.Tensor
+        """Return what is known about a module with these parameters; see `_Structure`."""
+        if self._latest is None or self._latest.tensors is not tensors:
             dtypes = [tensor.dtype for tensor in tensors]
-            key = (*map(id, tensors), *dtypes, *map(kind.size, tensors), *map(kind.stride, tensors))
+            # By `map`, without Python code for each tensor.
+            key = (*map(id, tensors), *dtypes, *map(torch.Tensor.size, tensors), *map(torch.Tensor.stride, tensors))
             if key not in self._plans:
                 if len(self._plans) >= _MOST_PLANS:
                     self._plans.clear()
-                self._plans[key] = BucketPlan.of(tensors, without=self._sparse.__contains__)
-            self._latest = latest = _Structure(tensors, self._plans[key])
-        return latest
+                self._plans[key] = BucketPlan.of(tensors, without=lambda tensor: weakref.ref(tensor) in self._sparse)
+            self._latest = _Structure(tensors, self._plans[key])
+        return self._latest
 
     def rank_step(self, sync_context: "SyncContext", plan: BucketPlan) -> RankStep:
         """Return this rank's description of the reduction that it starts."""
@@ -159,7 +154,7 @@ class GradientSync:
             forward=sync_context.number,
             training=sync_context.training,
             digest=plan.digest,
-            synchronised=sync_context.synchronised,
+            in_no_sync=not sync_context.synchronised,
             weight_given=sync_context.weight_given,
             is_sum=self.loss == "sum",
             has_hook=self.hook is not None,
@@ -167,24 +162,15 @@ class GradientSync:
 
     def mark_sparse(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give `tensors`, which have sparse gradients, no place in a bucket from now on."""
-        new = [tensor for tensor in tensors if tensor not in self._sparse]
-        for tensor in new:
-            self._sparse.add(tensor)
+        new = set(map(weakref.ref, tensors)) - self._sparse
         if new:
+            self._sparse |= new
             self._plans.clear()
             self._latest = None
 
-    def broadcast_buffers(self, source: int, module: nn.Module, structure: "_Structure") -> Callable[[], None] | None:
-        """Start to give every rank the buffers of rank `source`; return the function that waits for them."""
-        buffers = structure.buffers(module)
-        if not buffers:
-            return None
-        doing, plan = "broadcasting one rank's buffers", structure.broadcast_plan(buffers)
-        return self.communicator.broadcast(source, buffers, self.group, doing, plan)
-
 
 class _Structure:
-    """What is known about a module while its parameters are the same, and its buffers in the same places.
+    """What is known about a module while the list of its parameters is the same list, and not only an equal one.
 
     Attributes:
         tensors: its parameters that need gradients.
@@ -193,41 +179,19 @@ class _Structure:
 
     def __init__(self, tensors: Sequence[torch.Tensor], plan: BucketPlan) -> None:
         self.tensors, self.plan = tensors, plan
-        self._places: tuple[list[dict[str, Any]], list[str]] | None = None  # of buffers: a module's dict, and the name
-        self._broadcast: tuple[Any, Sequence[Bucket]] | None = None  # with the buffers' dtypes and sizes
+        self._registries: list[Any] | None = None  # the `_buffers` of the modules that have some
+        self._forms: Any = None
+        self._buckets: Sequence[Bucket] = ()
 
-    def buffers(self, module: nn.Module) -> list[torch.Tensor]:
-        """Return the module's buffers, those that have replaced others since the last call too."""
-        if self._places is None:
-            named = [(*name.rpartition("."), module) for name, _ in module.named_buffers()]
-            self._places = [module.get_submodule(path)._buffers for path, _, _, _ in named], [n for _, _, n, _ in named]
-        return [b for b in map(dict.get, *self._places) if b is not None and not b.is_sparse]
-
-    def broadcast_plan(self, buffers: Sequence[torch.Tensor]) -> Sequence[Bucket]:
-        key = [b.dtype for b in buffers], list(map(torch.Tensor.size, buffers)), buffers[0].device
-        if self._broadcast is None or self._broadcast[0] != key:
-            self._broadcast = key, broadcast_plan(buffers)
-        return self._broadcast[1]
-
-
-class _WeakTensorSet:
-    """A set of tensors that does not keep them alive."""
-
-    def __init__(self) -> None:
-        self._references: dict[int, weakref.ref[torch.Tensor]] = {}
-
-    def __len__(self) -> int:
-        return len(self._references)
-
-    def add(self, tensor: torch.Tensor) -> None:
-        self._references[id(tensor)] = weakref.ref(tensor)
-
-    def __contains__(self, tensor: torch.Tensor) -> bool:
-        reference = self._references.get(id(tensor))
-        return reference is not None and reference() is tensor
-
-    def discard(self, tensor: torch.Tensor) -> None:
-        self._references.pop(id(tensor), None)
+    def buffers(self, module: nn.Module) -> tuple[list[torch.Tensor], Sequence[Bucket]]:
+        """Return the module's buffers, new ones in the place of others too, and the buckets to broadcast them in."""
+        if self._registries is None:
+            self._registries = [registry for each in module.modules() if (registry := each._buffers)]
+        buffers = [b for each in self._registries for b in each.values() if b is not None and not b.is_sparse]
+        forms = [(b.dtype, b.device) for b in buffers], [*map(torch.Tensor.size, buffers)]
+        if forms != self._forms:
+            self._forms, self._buckets = forms, broadcast_plan(buffers)
+        return buffers, self._buckets
 
 
 @dataclass(frozen=True)
@@ -286,12 +250,8 @@ class _RankSteps:
         self._sync_context, self._structure = sync_context, structure
         gradient_sync = sync_context.gradient_sync
         mine = gradient_sync.rank_step(sync_context, structure.plan)
-        self._work = gradient_sync.communicator.all_gather(mine, DOING)
+        self.work = gradient_sync.communicator.all_gather(mine, DOING)
         self._all: list[RankStep] = []
-
-    def is_known(self) -> bool:
-        """Return whether `all` would return at once."""
-        return self._work.is_completed()
 
     @property
     def all(self) -> list[RankStep]:
@@ -301,10 +261,9 @@ class _RankSteps:
             RuntimeError: the ranks have not started the same reduction.
         """
         if not self._all:
-            context = self._sync_context
-            steps = [RankStep(*step) for step in self._work.wait()]
-            communicator = context.gradient_sync.communicator
-            check_same_step(communicator, steps, self._structure.tensors, context.module(), DOING)
+            steps, context = [RankStep(*step) for step in self.work.wait()], self._sync_context
+            communicator, tensors = context.gradient_sync.communicator, self._structure.tensors
+            check_same_step(communicator, steps, tensors, context.module(), DOING)
             self._all = steps
         return self._all
 
@@ -327,6 +286,7 @@ class RankReduction(abc.ABC):
     """
 
     derivative = 1.0
+    early: Set[int] = frozenset()
 
     def __init__(self, sync_context: "SyncContext", tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> None:
         self._sync_context, self._tensors, self._nodes = sync_context, tensors, nodes
@@ -335,21 +295,13 @@ class RankReduction(abc.ABC):
         self._structure = self._gradient_sync.structure(tensors)
         self._steps = _RankSteps(sync_context, self._structure)
 
-    @property
-    @abc.abstractmethod
-    def early(self) -> Set[int]: ...
-
-    @abc.abstractmethod
     def add(self, number: int, gradient: torch.Tensor) -> None:
-        """Add to the gradient of tensor `number`. To be called with gradients off."""
+        """Add to the gradient of tensor `number`, which is one of `early`. To be called with gradients off."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def finish(self, rest: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Add the rest of the gradients, wait for the other ranks, and return each tensor's gradient, or None.
-
-        Args:
-            rest: for each tensor, a gradient to add to what `add` was given; None: no more.
-        """
+        """Add the rest of the gradients, wait for the other ranks, and return each tensor's gradient, or None."""
 
     def differentiable(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return, like `finish`, the sums of gradients that have a history.
@@ -376,72 +328,45 @@ class AllReduce(RankReduction):
         super().__init__(sync_context, tensors, nodes)
         # This sum includes, and its result replaces, what backwards in no_sync() have left in `grad`.
         own = self._gradient_sync.own_grads
-        numbers = [n for n in self._accumulated() if tensors[n] in own] if own else []
-        for n in numbers:
-            own.discard(tensors[n])
+        numbers = [n for n in self._accumulated() if weakref.ref(tensors[n]) in own] if own else []
+        own.difference_update(weakref.ref(tensors[n]) for n in numbers)
         local_grads = {n: grad for n in numbers if (grad := tensors[n].grad) is not None}
         self._replaced = [tensors[n] for n in local_grads]
+        self.early = self._structure.plan.early
         group, hook = self._gradient_sync.group, self._gradient_sync.hook
         self._all_reduce = BucketedAllReduce(
             self._communicator, group, self._structure.plan, tensors, hook, self._steps, local_grads
         )
-        self._wait_for_buffers: Callable[[], None] | None = None
-
-    @property
-    def early(self) -> Set[int]:
-        return self._structure.plan.early
 
     def add(self, number: int, gradient: torch.Tensor) -> None:
         self._all_reduce.add(number, gradient.detach())
 
     def finish(self, rest: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         found = self._all_reduce.finish(rest, self._broadcast_buffers)
-        if self._all_reduce.sparse:
-            self._gradient_sync.mark_sparse([self._tensors[number] for number in self._all_reduce.sparse])
-        if self._wait_for_buffers is not None:
-            self._wait_for_buffers()
+        self._gradient_sync.mark_sparse([self._tensors[number] for number in self._all_reduce.sparse])
         for tensor in self._replaced:
             tensor.grad = None  # the result, which autograd puts there, includes it
         return found
 
-    def _broadcast_buffers(self) -> None:
+    def _broadcast_buffers(self) -> Callable[[], None]:
         module = self._sync_context.module() if self._sync_context.training else None
-        if module is not None:
-            # The buffers of the first rank with rows persist, as those of the first replica do.
-            source = next((rank for rank, step in enumerate(self._steps.all) if step.weight), 0)
-            self._wait_for_buffers = self._gradient_sync.broadcast_buffers(source, module, self._structure)
+        if module is None:
+            return lambda: None
+        # The buffers of the first rank with rows persist, as those of the first replica do.
+        source = next((rank for rank, step in enumerate(self._steps.all) if step.weight), 0)
+        buffers, plan = self._structure.buffers(module)
+        doing = "broadcasting one rank's buffers"
+        return self._communicator.broadcast(source, buffers, self._gradient_sync.group, doing, plan)
 
 
 class LocalAccumulation(RankReduction):
     """In no_sync(): this rank's own gradients, multiplied by the number of ranks."""
 
-    def __init__(self, sync_context: "SyncContext", tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> None:
-        super().__init__(sync_context, tensors, nodes)
-        self._gradients: dict[int, torch.Tensor] = {}
-        self._lock = threading.Lock()
-
-    @property
-    def early(self) -> Set[int]:
-        return set()
-
-    def add(self, number: int, gradient: torch.Tensor) -> None:
-        with self._lock:
-            before = self._gradients.get(number)
-            self._gradients[number] = gradient.detach() if before is None else before + gradient.detach()
-
     def finish(self, rest: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        with torch.no_grad():
-            for number, gradient in enumerate(rest):
-                if gradient is not None:
-                    self.add(number, gradient)
         self.derivative = scale = (self._steps.scale() or 0.0) * self._communicator.world_size
-        for n in self._accumulated():
-            self._gradient_sync.own_grads.add(self._tensors[n])
+        self._gradient_sync.own_grads.update(weakref.ref(self._tensors[n]) for n in self._accumulated())
         with torch.no_grad():
-            return [
-                self._gradients[n] * scale if scale and n in self._gradients else None
-                for n in range(len(self._tensors))
-            ]
+            return [grad * scale if scale and grad is not None else None for grad in rest]
 
 
 class _DifferentiableReduction(torch.autograd.Function):

@@ -187,10 +187,20 @@ class Communicator:
         gather = partial(distributed.all_gather, list(table), mine, group=self._control, async_op=True)
         return AllGatherWork(self, self.start(gather), table, len(values), doing)
 
-    def all_reduce(self, tensor: torch.Tensor, group: Any, doing: str) -> torch.Tensor:
-        """Sum a tensor over the ranks, in place; return it."""
-        self.wait(self.start(lambda: distributed.all_reduce(tensor, group=group, async_op=True)), doing, group)
-        return tensor
+    def all_reduce(self, tensor: torch.Tensor, doing: str, group: Any = None) -> Callable[[], torch.Tensor]:
+        """Start to sum a tensor over the ranks, in place; return the function that waits for it and returns it.
+
+        Args:
+            group: None for a small tensor on the CPU.
+        """
+        group = self._control if group is None else group
+        work = self.start(lambda: distributed.all_reduce(tensor, group=group, async_op=True))
+
+        def wait() -> torch.Tensor:
+            self.wait(work, doing, group)
+            return tensor
+
+        return wait
 
     def all_reduce_sparse(self, tensor: torch.Tensor, group: Any, doing: str) -> torch.Tensor:
         """Return the sum of the ranks' sparse tensors; each is coalesced."""
@@ -209,27 +219,12 @@ class Communicator:
         self.wait(self.start(partial(distributed.all_gather, all_ranks, padded, group, True)), doing, group)
         return [tensor[:length] for tensor, length in zip(all_ranks, lengths, strict=True)]
 
-    def all_reduce_flags(self, flags: torch.Tensor, doing: str) -> Callable[[], None]:
-        """Start to sum a tensor of small integers on the CPU, in place; return the function that waits for it."""
-        work = self.start(lambda: distributed.all_reduce(flags, group=self._control, async_op=True))
-        return lambda: self.wait(work, doing)
-
     def all_gather_object(self, value: Any, doing: str) -> list[Any]:
         """Return every rank's value, in rank order. Slow: values are pickled."""
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         lengths = [int(length) for (length,) in self.all_gather([len(mine)], doing).wait()]
         all_ranks = self._all_gather_padded(lengths, mine, self._control, doing)
         return [pickle.loads(ctypes.string_at(tensor.data_ptr(), len(tensor))) for tensor in all_ranks]
-
-    def broadcast_object(self, value: Any, doing: str) -> Any:
-        """Return rank 0's value. Slow: it is pickled."""
-        pickled = bytearray(pickle.dumps(value) if self.rank == 0 else b"")
-        (length,), *_ = self.all_gather([len(pickled)], doing).wait()
-        pickled = pickled or bytearray(int(length))
-        octets = torch.frombuffer(pickled, dtype=torch.uint8)
-        source = self._ranks[0]
-        self.wait(self.start(lambda: distributed.broadcast(octets, source, self._control, async_op=True)), doing)
-        return pickle.loads(pickled)
 
     def broadcast(
         self, source: int, tensors: Sequence[torch.Tensor], group: Any, doing: str, plan: Sequence[Bucket] | None = None
@@ -295,13 +290,17 @@ class Communicator:
         except RuntimeError as error:
             raise self._connection_error(error, "starting a collective") from error
 
+    def waits_on_host(self, group: Any) -> bool:
+        """Return whether `wait` returns only when work of this group is done, because its backend is gloo."""
+        return group is None or distributed.get_backend(group) == "gloo"
+
     def wait(self, work: Any, doing: str, group: Any = None) -> None:
         """Wait for `work`, done in `group`; on an accelerator's own backend, have the current stream wait.
 
         Raises:
             RuntimeError: it failed, another rank failed, or the timeout has passed. Says which.
         """
-        if group is None or distributed.get_backend(group) == "gloo":
+        if self.waits_on_host(group):
             self._wait_until(work.is_completed, doing, block=partial(_block, work))
         try:
             work.wait()
