@@ -170,9 +170,7 @@ class BucketedAllReduce:
     ) -> list[torch.Tensor | None]:
         """Add the rest of the gradients; wait for the other ranks; return each gradient, None if no rank has one.
 
-        Args:
-            rest: for each tensor, a gradient to add or None.
-            meanwhile: called when everything is sent; returns a function that is called when the sums are known.
+        `meanwhile` is called when everything is sent, and what it returns when the sums are known.
         """
         with self._lock, torch.no_grad():
             self._add_all(rest)

@@ -121,8 +121,7 @@ class GradientSync:
         self._number = self.communicator.next_model_number()
         check_same_model(self.communicator, module)
         tensors = [*module.parameters(), *module.buffers()]
-        doing = "broadcasting rank 0's parameters"
-        self.communicator.broadcast(0, tensors, self.group, doing)()
+        self.communicator.broadcast(0, tensors, self.group, "broadcasting rank 0's parameters")()
 
     def sync_context(self, module: nn.Module, rows: int | None) -> "SyncContext":
         """Return the context of a forward of so many rows."""

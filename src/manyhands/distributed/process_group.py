@@ -188,11 +188,7 @@ class Communicator:
         return AllGatherWork(self, self.start(gather), table, len(values), doing)
 
     def all_reduce(self, tensor: torch.Tensor, doing: str, group: Any = None) -> Callable[[], torch.Tensor]:
-        """Start to sum a tensor over the ranks, in place; return the function that waits for it and returns it.
-
-        Args:
-            group: None for a small tensor on the CPU.
-        """
+        """Start to sum a tensor, a small one if no group is given; return a function that waits and returns it."""
         group = self._control if group is None else group
         work = self.start(lambda: distributed.all_reduce(tensor, group=group, async_op=True))
 
@@ -229,11 +225,7 @@ class Communicator:
     def broadcast(
         self, source: int, tensors: Sequence[torch.Tensor], group: Any, doing: str, plan: Sequence[Bucket] | None = None
     ) -> Callable[[], None]:
-        """Start to overwrite `tensors` by those of rank `source`; return the function that waits for it.
-
-        Args:
-            plan: what `broadcast_plan` returned for such tensors, if that is known already.
-        """
+        """Start to overwrite `tensors`, of which `plan` is the plan, by those of rank `source`; return what waits."""
         in_flight = []
         for bucket in broadcast_plan(tensors) if plan is None else plan:
             flat = bucket.flat(tensors)
