@@ -92,7 +92,7 @@ class Bucket(_Contents):
         flat = torch.empty(self.num_entries, dtype=self.dtype, device=tensors[self.items[0][0]].device)
         with torch.no_grad():
             pieces = self.pieces(flat)
-            torch_private.copy_all_in_place([*pieces.values()], [tensors[number].detach() for number in pieces])
+            torch_private.copy_all_in_place([*pieces.values()], [tensors[number] for number in pieces])
         return flat
 
 
