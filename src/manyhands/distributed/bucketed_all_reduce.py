@@ -16,6 +16,7 @@ Every rank ends with the same bits, in memory that its buckets share with nothin
 for each tensor, except where gradients arrive one by one, or have no place.
 """
 
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -84,9 +85,13 @@ class _FillingBucket:
 
     bucket: Bucket
     flat: torch.Tensor
-    pieces: dict[int, torch.Tensor]  # of `flat`, by the numbers of the tensors
     missing: set[int]  # tensors without a gradient so far
     unscaled: list[torch.Tensor] = field(default_factory=list)
+
+    @functools.cached_property
+    def pieces(self) -> dict[int, torch.Tensor]:
+        """Views of `flat`, by the numbers of the tensors."""
+        return self.bucket.pieces(self.flat)
 
 
 class BucketedAllReduce:
@@ -155,7 +160,13 @@ class BucketedAllReduce:
         for b, bucket in enumerate(self._plan.buckets):
             placed = self._placed
             numbers = [n for n in bucket.numbers if n in given and n not in placed and not given[n].is_sparse]
-            if numbers:
+            if len(numbers) == len(bucket.numbers) and bucket.is_plain:
+                # Without the views, which are made while this bucket is being summed.
+                tail = torch.empty(self._num_flags(b), dtype=bucket.dtype, device=bucket.device)
+                flat = torch_private.flattened([*map(given.pop, numbers), tail])
+                self._filling[b] = _FillingBucket(bucket, flat, set(), [flat])
+                placed.update(numbers)
+            elif numbers:
                 filling = self._bucket(b)
                 pieces = [filling.pieces[number] for number in numbers]
                 torch_private.copy_all_in_place(pieces, [*map(given.pop, numbers)])
@@ -183,13 +194,14 @@ class BucketedAllReduce:
                 filling.missing.clear()
             self._send_full()
             wait_for_more = meanwhile()
+            views = [filling.pieces for filling, _ in self._in_flight]
             sums = [(filling, wait()) for filling, wait in self._in_flight]
             flags = wait_for_flags() if wait_for_flags else sums[-1][1][-flags.numel() :].view_as(flags)
             placed, late, sparse = flags.tolist()
             self.sparse = [number for number, flag in enumerate(sparse) if flag]
             found: list[torch.Tensor | None] = [None] * len(self._tensors)
-            for filling, flat in sums:
-                pieces = filling.pieces if flat is filling.flat else filling.bucket.pieces(flat)
+            for (filling, flat), pieces in zip(sums, views, strict=True):
+                pieces = pieces if flat is filling.flat else filling.bucket.pieces(flat)
                 for number, piece in pieces.items():
                     if placed[number]:
                         found[number] = piece
@@ -206,11 +218,13 @@ class BucketedAllReduce:
     def _bucket(self, b: int) -> _FillingBucket:
         if b not in self._filling:
             bucket = self._plan.buckets[b]
-            length = bucket.num_entries + (3 * len(self._tensors) if b == self._flagged else 0)
+            length = bucket.num_entries + self._num_flags(b)
             flat = torch.empty(length, dtype=bucket.dtype, device=bucket.device)
-            pieces = bucket.pieces(flat)
-            self._filling[b] = _FillingBucket(bucket, flat, pieces, set(pieces))
+            self._filling[b] = _FillingBucket(bucket, flat, set(bucket.numbers))
         return self._filling[b]
+
+    def _num_flags(self, b: int) -> int:
+        return 3 * len(self._tensors) if b == self._flagged else 0
 
     def _wait_for_scale(self) -> float | None:
         """Return the factor for this rank's gradients; wait for the other ranks' weights."""
@@ -226,7 +240,7 @@ class BucketedAllReduce:
                 return
             scale = self._wait_for_scale()
             filling = self._filling.pop(b)
-            is_unscaled = len(filling.unscaled) == len(filling.pieces)
+            is_unscaled = len(filling.unscaled) == len(filling.bucket.numbers)
             for part in [filling.flat] if is_unscaled else filling.unscaled:
                 if scale is None:
                     part.zero_()

@@ -79,6 +79,12 @@ class Bucket(_Contents):
     def numbers(self) -> list[int]:
         return self._layout[0]
 
+    @functools.cached_property
+    def is_plain(self) -> bool:
+        """Whether a bucket is its tensors flattened one after the other: no gaps, no strides in another order."""
+        in_order = (form.stride == tuple(torch.empty(form.size, device="meta").stride()) for _, form in self.items)
+        return self.aligned_bytes == 1 and all(in_order)
+
     def pieces(self, flat: torch.Tensor) -> dict[int, torch.Tensor]:
         """Return the tensors as views of `flat`, by number."""
         numbers, sizes, strides, places = self._layout
