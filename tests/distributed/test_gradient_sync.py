@@ -2,9 +2,11 @@
 
 import contextlib
 import copy
+import cProfile
 import gc
 import io
 import os
+import pstats
 import sys
 from collections.abc import Callable, Sequence
 
@@ -742,10 +744,42 @@ def memory_of_gradients(rank: int) -> list[int]:
         model.zero_grad()
         model(torch.randn(3, 64)).sum().backward()
     later = len(os.listdir("/proc/self/task")) if threads else 0
-    return [sum(storages.values()), sum(p.nbytes for p in model.parameters()), later - threads]
+    flags = 3 * 4 * len(list(model.parameters()))  # at the end of the last bucket: three float32 a parameter
+    return [sum(storages.values()), sum(p.nbytes for p in model.parameters()) + flags, later - threads]
 
 
 def test_gradients_lie_in_the_buckets_and_nowhere_else():
     for held, needed, more_threads in run_ranks(2, memory_of_gradients):
         assert held == needed
         assert more_threads <= 0
+
+
+# ---- calls
+
+
+def calls_of_a_step(rank: int) -> list[int]:
+    """Return how many calls a sum over the ranks makes in a steady step, for 20 layers and for 60."""
+    counts = []
+    for num_layers in (20, 60):
+        model = manyhands.DataParallel(nn.Sequential(*(nn.Linear(3, 3) for _ in range(num_layers))))
+        gradient_sync = model._gradient_sync()
+        parameters = list(model.parameters())
+        each = []
+        for _ in range(5):
+            profile = cProfile.Profile()
+            grads = [torch.ones_like(parameter) for parameter in parameters]
+            profile.enable()
+            context = gradient_sync.sync_context(model.module, 4)
+            sums = context.begin(parameters, [None] * len(parameters)).finish(grads)
+            context.has_run()
+            profile.disable()
+            assert all(torch.equal(total, torch.ones_like(total)) for total in sums)
+            each.append(sum(calls for _, calls, *_ in pstats.Stats(profile).stats.values()))
+        counts.append(min(each))  # a wait that takes long makes a few calls more
+    return counts
+
+
+def test_a_steady_step_makes_no_calls_for_each_parameter():
+    for few, many in run_ranks(2, calls_of_a_step):
+        assert abs(many - few) < 20, "of 80 parameters more"
+        assert few < 300

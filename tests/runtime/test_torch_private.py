@@ -205,6 +205,14 @@ def test_backward_and_gradients(way: str, monkeypatch: pytest.MonkeyPatch) -> No
             torch_private.run_backward([a * b], [torch.ones(2)], keep=False)
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_flattened(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+    if not there:
+        monkeypatch.delattr(torch._C._nn, "flatten_dense_tensors")
+    tensors = [torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t(), torch.tensor(5.0), torch.empty(0), torch.tensor([6.0])]
+    assert torch_private.flattened(tensors).tolist() == [1, 3, 2, 4, 5, 6]
+
+
 def test_what_torchs_check_of_gradients_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     """F3: it is there afterwards; where torch has no such module, nothing happens."""
     torch_private._import_what_backward_imports.cache_clear()

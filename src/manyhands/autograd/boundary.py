@@ -84,8 +84,7 @@ class _Boundary(torch.autograd.Function):
                 return (None, *joined)
             joined = graphs.backward(grads, keep, reduction)
             if reduction is not None:
-                rest = {k: grad for k, grad in enumerate(joined[first:]) if grad is not None}
-                joined[first:] = reduction.finish(rest)
+                joined[first:] = reduction.finish(joined[first:])
         except BaseException as error:
             if not torch.is_grad_enabled():
                 graphs.release(failed=True)  # another backward must not count what the leaves hold now

@@ -8,12 +8,15 @@
     (2) A bucket is sent when it is full, the buckets before it are sent, and the weights of all ranks are known. So all
         ranks send buckets in the same order, whatever the order in which gradients arrive.
     (3) Some gradients have no place, because they are sparse, or arrive after their bucket was sent (reentrant
-        checkpoints give a tensor's gradient in several parts). They are summed tensor by tensor at the end. An
-        all-reduce of flags says which they are, and which tensors have a gradient on any rank at all.
+        checkpoints give a tensor's gradient in several parts). They are summed tensor by tensor at the end. Flags say
+        which they are, and which tensors have a gradient on any rank at all. They are summed too: at the end of the
+        last bucket, or by themselves where a hook or an accelerator has that bucket.
 
-Every rank ends with the same bits, in memory that its buckets share with nothing else.
+Every rank ends with the same bits, in memory that its buckets share with nothing else. A step makes no calls in Python
+for each tensor, except where gradients arrive one by one, or have no place.
 """
 
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -22,8 +25,8 @@ from typing import Any, NamedTuple
 import torch
 
 from manyhands.distributed.comm_hooks import CommHook, GradBucket
-from manyhands.distributed.consistency import RankStep, description_of
-from manyhands.distributed.process_group import AllGatherWork, Communicator, digest_of, distributed
+from manyhands.distributed.consistency import description_of
+from manyhands.distributed.process_group import Communicator, digest_of
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import BUCKET_BYTES, Bucket, Form, buckets_of
 
@@ -33,9 +36,17 @@ _PLACED, _LATE, _SPARSE = range(3)
 
 
 class BucketPlan(NamedTuple):
-    """The buckets of the gradients of some tensors, and a digest that is equal on ranks with equal plans."""
+    """The buckets of the gradients of some tensors.
+
+    Attributes:
+        bucket_of: the place in `buckets` of the bucket of each tensor that has one, by the tensor's number.
+        early: the tensors whose gradients should be added as soon as they are computed: all outside of the last bucket.
+        digest: equal on ranks with equal plans.
+    """
 
     buckets: tuple[Bucket, ...]
+    bucket_of: Mapping[int, int]
+    early: Set[int]
     digest: int
 
     @classmethod
@@ -51,7 +62,9 @@ class BucketPlan(NamedTuple):
             if tensor.numel() and not without(tensor)
         }
         digest = digest_of(repr([(*description_of(tensor), number in forms) for number, tensor in enumerate(tensors)]))
-        return cls(_small_bucket_first(forms), digest)
+        buckets = _small_bucket_first(forms)
+        bucket_of = {number: b for b, bucket in enumerate(buckets) for number in bucket.numbers}
+        return cls(buckets, bucket_of, bucket_of.keys() - set(buckets[-1].numbers if buckets else ()), digest)
 
 
 def _small_bucket_first(forms: Mapping[int, Form]) -> tuple[Bucket, ...]:
@@ -72,9 +85,13 @@ class _FillingBucket:
 
     bucket: Bucket
     flat: torch.Tensor
-    pieces: dict[int, torch.Tensor]  # of `flat`, by the numbers of the tensors
     missing: set[int]  # tensors without a gradient so far
     unscaled: list[torch.Tensor] = field(default_factory=list)
+
+    @functools.cached_property
+    def pieces(self) -> dict[int, torch.Tensor]:
+        """Views of `flat`, by the numbers of the tensors."""
+        return self.bucket.pieces(self.flat)
 
 
 class BucketedAllReduce:
@@ -84,9 +101,7 @@ class BucketedAllReduce:
         communicator, group: the ranks, and the process group of these tensors.
         plan, tensors: the tensors, and the buckets of their gradients.
         hook: a communication hook and its state, or None.
-        scale_of: from the steps of all ranks to the factor for this rank's gradients; None if they must not be read.
-            Raises if the ranks do not do the same.
-        steps: the all-gather of the ranks' steps, which has started.
+        steps: what all ranks do; gives this rank's scale.
         local_grads: by number, gradients to add to this rank's part of the mean over the ranks.
     """
 
@@ -97,13 +112,11 @@ class BucketedAllReduce:
         plan: BucketPlan,
         tensors: Sequence[torch.Tensor],
         hook: tuple[Any, CommHook] | None,
-        scale_of: Callable[[Sequence[RankStep]], float | None],
-        steps: AllGatherWork,
+        steps: Any,
         local_grads: Mapping[int, torch.Tensor],
     ) -> None:
         self._communicator, self._group, self._plan, self._tensors = communicator, group, plan, tensors
-        self._hook, self._scale_of, self._steps, self._local_grads = hook, scale_of, steps, local_grads
-        self._bucket_of = {n: b for b, bucket in enumerate(plan.buckets) for n, _ in bucket.items}
+        self._hook, self._steps, self._local_grads = hook, steps, local_grads
         self._lock = threading.RLock()
         self._filling: dict[int, _FillingBucket] = {}
         # Each bucket that is sent, with the function that waits for its sum.
@@ -115,72 +128,89 @@ class BucketedAllReduce:
         self.sparse: list[int] = []  # tensors with sparse gradients on some rank, known at the end
         # A hook returns the mean over the ranks, where the sum is wanted: so it gets gradients this much larger.
         self._hook_factor = communicator.world_size if hook is not None else 1
+        # The bucket with the flags at its end. A hook may not keep them; an accelerator would have to be waited for.
+        self._flagged = len(plan.buckets) - 1 if hook is None and communicator.waits_on_host(group) else -1
+        self._flags: torch.Tensor | None = None  # known when all gradients are: see `_own_flags`
 
     def add(self, number: int, gradient: torch.Tensor) -> None:
         """Add to the gradient of tensor `number`; send full buckets. To be called with gradients off."""
         with self._lock:
-            b = self._bucket_of.get(number)
+            b = self._plan.bucket_of.get(number)
             if b is None or number in self._placed or gradient.is_sparse:
                 before = self._late.get(number)
                 self._late[number] = gradient if before is None else before + gradient
                 return
             self._placed.add(number)
             filling = self._bucket(b)
-            self._fill(filling, filling.pieces[number], gradient)
+            piece = filling.pieces[number]
+            if not self._scale_known:
+                piece.copy_(gradient)
+                filling.unscaled.append(piece)
+            elif self._scale is None:
+                piece.zero_()
+            else:
+                torch.mul(gradient, self._scale * self._hook_factor, out=piece)
             filling.missing.discard(number)
-            if not filling.missing and (self._scale_known or self._steps.is_completed()):
+            if not filling.missing and (self._scale_known or self._steps.work.is_completed()):
                 self._send_full()
 
-    def add_all(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Add gradients of many tensors, as `add` does, with few operations; send nothing yet."""
-        placed: dict[int, list[int]] = {}  # numbers by bucket
-        with self._lock, torch.no_grad():
-            for number, gradient in gradients.items():
-                b = self._bucket_of.get(number)
-                if b is None or number in self._placed or gradient.is_sparse:
-                    self.add(number, gradient)
-                else:
-                    placed.setdefault(b, []).append(number)
-            for b, numbers in placed.items():
+    def _add_all(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Add each tensor's gradient, as `add` does, with few operations; send nothing yet."""
+        given = {number: gradient for number, gradient in enumerate(gradients) if gradient is not None}
+        for b, bucket in enumerate(self._plan.buckets):
+            placed = self._placed
+            numbers = [n for n in bucket.numbers if n in given and n not in placed and not given[n].is_sparse]
+            if len(numbers) == len(bucket.numbers) and bucket.is_plain:
+                # Without the views, which are made while this bucket is being summed.
+                tail = torch.empty(self._num_flags(b), dtype=bucket.dtype, device=bucket.device)
+                flat = torch_private.flattened([*map(given.pop, numbers), tail])
+                self._filling[b] = _FillingBucket(bucket, flat, set(), [flat])
+                placed.update(numbers)
+            elif numbers:
                 filling = self._bucket(b)
                 pieces = [filling.pieces[number] for number in numbers]
-                torch_private.copy_all_in_place(pieces, [gradients[number].detach() for number in numbers])
+                torch_private.copy_all_in_place(pieces, [*map(given.pop, numbers)])
                 filling.unscaled += pieces
                 filling.missing.difference_update(numbers)
-                self._placed.update(numbers)
+                placed.update(numbers)
+        for number, gradient in given.items():
+            self.add(number, gradient)
 
-    @property
-    def early(self) -> Set[int]:
-        """The tensors whose gradients should be added as soon as they are computed: all outside of the last bucket."""
-        last = len(self._plan.buckets) - 1
-        return {number for number, b in self._bucket_of.items() if b != last}
+    def finish(
+        self, rest: Sequence[torch.Tensor | None], meanwhile: Callable[[], Callable[[], None]]
+    ) -> list[torch.Tensor | None]:
+        """Add the rest of the gradients; wait for the other ranks; return each gradient, None if no rank has one.
 
-    def finish(self, meanwhile: Callable[[], None]) -> list[torch.Tensor | None]:
-        """Wait for the other ranks; return each tensor's gradient, None if no rank has one.
-
-        Args:
-            meanwhile: called when everything is sent.
+        `meanwhile` is called when everything is sent, and what it returns when the sums are known.
         """
         with self._lock, torch.no_grad():
-            flags = self._flags()
-            wait_for_flags = self._communicator.all_reduce_flags(flags, DOING)
+            self._add_all(rest)
+            self._flags = flags = self._own_flags()
+            wait_for_flags = self._communicator.all_reduce(flags, DOING) if self._flagged < 0 else None
             for b in range(len(self._in_flight), len(self._plan.buckets)):
                 filling = self._bucket(b)
                 for number in filling.missing:
                     filling.pieces[number].zero_()
                 filling.missing.clear()
             self._send_full()
-            meanwhile()
-            wait_for_flags()
+            wait_for_more = meanwhile()
+            views = [filling.pieces for filling, _ in self._in_flight]
+            sums = [(filling, wait()) for filling, wait in self._in_flight]
+            flags = wait_for_flags() if wait_for_flags else sums[-1][1][-flags.numel() :].view_as(flags)
+            placed, late, sparse = flags.tolist()
+            self.sparse = [number for number, flag in enumerate(sparse) if flag]
             found: list[torch.Tensor | None] = [None] * len(self._tensors)
-            for filling, wait in self._in_flight:
-                flat = wait()
-                pieces = filling.pieces if flat is filling.flat else filling.bucket.pieces(flat)
+            for (filling, flat), pieces in zip(sums, views, strict=True):
+                pieces = pieces if flat is filling.flat else filling.bucket.pieces(flat)
                 for number, piece in pieces.items():
-                    if flags[_PLACED, number]:
+                    if placed[number]:
                         found[number] = piece
-            self._add_late(found, flags)
-            self._add_sparse(found, flags)
+            unplaced = [number for number, flag in enumerate(late) if flag]
+            for sum_of, numbers in ((self._sum_of_late, unplaced), (self._sum_of_sparse, self.sparse)):
+                for number in numbers:
+                    before, total = found[number], sum_of(number)
+                    found[number] = total if before is None else before + total
+            wait_for_more()
             return found
 
     # ---- steps -----------------------------------------------------------------------------------
@@ -188,38 +218,36 @@ class BucketedAllReduce:
     def _bucket(self, b: int) -> _FillingBucket:
         if b not in self._filling:
             bucket = self._plan.buckets[b]
-            flat = torch.empty(bucket.num_entries, dtype=bucket.dtype, device=bucket.device)
-            pieces = bucket.pieces(flat)
-            self._filling[b] = _FillingBucket(bucket, flat, pieces, set(pieces))
+            length = bucket.num_entries + self._num_flags(b)
+            flat = torch.empty(length, dtype=bucket.dtype, device=bucket.device)
+            self._filling[b] = _FillingBucket(bucket, flat, set(bucket.numbers))
         return self._filling[b]
 
-    def _fill(self, filling: _FillingBucket, piece: torch.Tensor, gradient: torch.Tensor) -> None:
-        if not self._scale_known:
-            piece.copy_(gradient)
-            filling.unscaled.append(piece)
-        elif self._scale is None:
-            piece.zero_()
-        else:
-            torch.mul(gradient, self._scale * self._hook_factor, out=piece)
+    def _num_flags(self, b: int) -> int:
+        return 3 * len(self._tensors) if b == self._flagged else 0
 
     def _wait_for_scale(self) -> float | None:
         """Return the factor for this rank's gradients; wait for the other ranks' weights."""
         if not self._scale_known:
-            self._scale = self._scale_of([RankStep(*step) for step in self._steps.wait()])
+            self._scale = self._steps.scale()
             self._scale_known = True
         return self._scale
 
     def _send_full(self) -> None:
-        """Send the full buckets whose turn it is."""
+        """Send the full buckets whose turn it is; one with flags when these are known."""
         while (b := len(self._in_flight)) in self._filling and not self._filling[b].missing:
+            if b == self._flagged and self._flags is None:
+                return
             scale = self._wait_for_scale()
             filling = self._filling.pop(b)
-            is_unscaled = len(filling.unscaled) == len(filling.pieces)
+            is_unscaled = len(filling.unscaled) == len(filling.bucket.numbers)
             for part in [filling.flat] if is_unscaled else filling.unscaled:
                 if scale is None:
                     part.zero_()
                 else:
                     part.mul_(scale * self._hook_factor)
+            if b == self._flagged and self._flags is not None:
+                filling.flat[filling.bucket.num_entries :] = self._flags.flatten()
             for number, piece in filling.pieces.items() if self._local_grads else ():
                 local = self._local_grads.get(number)
                 if local is not None and not local.is_sparse:
@@ -230,13 +258,7 @@ class BucketedAllReduce:
         """Send a bucket; return the function that waits for its sum."""
         communicator, group, flat = self._communicator, self._group, filling.flat
         if self._hook is None:
-            work = communicator.start(lambda: distributed.all_reduce(flat, group=group, async_op=True))
-
-            def result() -> torch.Tensor:
-                communicator.wait(work, DOING, group)
-                return flat
-
-            return result
+            return communicator.all_reduce(flat, DOING, group)
         state, call = self._hook
         is_last = index == len(self._plan.buckets) - 1
         future = call(state, GradBucket(filling.bucket, flat, index, is_last, self._tensors))
@@ -245,12 +267,12 @@ class BucketedAllReduce:
             raise TypeError(f"the communication hook returned a {got}: expected a torch.futures.Future of a tensor")
         return lambda: _of_size(communicator.wait_for_future(future, DOING), flat)
 
-    def _flags(self) -> torch.Tensor:
+    def _own_flags(self) -> torch.Tensor:
         """Return flags for what this rank has for each tensor; scale the late gradients."""
         scale = self._wait_for_scale()
         scaled = {} if scale is None else {number: part * scale for number, part in self._late.items()}
         for number, local in self._local_grads.items():
-            if number not in self._bucket_of or local.is_sparse:
+            if number not in self._plan.bucket_of or local.is_sparse:
                 part = local / self._communicator.world_size
                 scaled[number] = scaled[number] + part if number in scaled else part
         self._late = scaled
@@ -258,33 +280,29 @@ class BucketedAllReduce:
         if scale is not None:
             placed |= self._placed
         flags = torch.zeros(3, len(self._tensors), dtype=torch.int32)
-        flags[_PLACED, list(placed)] = 1
+        if len(placed) == len(self._plan.bucket_of):
+            flags[_PLACED] = 1  # also of tensors that have no place, where nothing reads it
+        else:
+            flags[_PLACED, list(placed)] = 1
         for number, part in scaled.items():
             flags[_SPARSE if part.is_sparse else _LATE, number] = 1
         return flags
 
-    def _add_late(self, found: list[torch.Tensor | None], flags: torch.Tensor) -> None:
+    def _sum_of_late(self, number: int) -> torch.Tensor:
         """Sum dense gradients that arrived after their bucket was sent, or have no place in one."""
-        for number in flags[_LATE].nonzero().flatten().tolist():
-            tensor, part = self._tensors[number].detach(), self._late.get(number)
-            total = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
-            if part is not None and not part.is_sparse:
-                total.copy_(part)
-            self._communicator.all_reduce(total, self._group, DOING)
-            before = found[number]
-            found[number] = total if before is None else before + total
+        tensor, part = self._tensors[number].detach(), self._late.get(number)
+        total = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
+        if part is not None and not part.is_sparse:
+            total.copy_(part)
+        return self._communicator.all_reduce(total, DOING, self._group)()
 
-    def _add_sparse(self, found: list[torch.Tensor | None], flags: torch.Tensor) -> None:
+    def _sum_of_sparse(self, number: int) -> torch.Tensor:
         """Sum sparse gradients: every rank all-gathers the entries, and adds up those with equal indices."""
-        for number in flags[_SPARSE].nonzero().flatten().tolist():
-            tensor, part = self._tensors[number].detach(), self._late.get(number)
-            if part is None or not part.is_sparse:  # no entries
-                indices = torch.empty(1, 0, dtype=torch.int64, device=tensor.device)
-                part = torch.sparse_coo_tensor(indices, tensor.new_empty(0, *tensor.shape[1:]), tensor.shape)
-            total = self._communicator.all_reduce_sparse(part.coalesce(), self._group, DOING)
-            before = found[number]
-            found[number] = total if before is None else before + total
-            self.sparse.append(number)
+        tensor, part = self._tensors[number].detach(), self._late.get(number)
+        if part is None or not part.is_sparse:  # no entries
+            indices = torch.empty(1, 0, dtype=torch.int64, device=tensor.device)
+            part = torch.sparse_coo_tensor(indices, tensor.new_empty(0, *tensor.shape[1:]), tensor.shape)
+        return self._communicator.all_reduce_sparse(part.coalesce(), self._group, DOING)
 
 
 def _of_size(result: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ class RankStep(NamedTuple):
         forward: the number of the forward among the model's forwards in training mode with gradients, from 1.
         training: whether that forward was in training mode.
         digest: of the tensors whose gradients are reduced, and of their buckets.
-        synchronised: whether that forward was outside of no_sync().
+        in_no_sync: whether that forward was inside of no_sync().
         weight_given: whether the caller has set the weight.
         is_sum: whether the loss is a sum over rows.
         has_hook: whether a communication hook is registered.
@@ -35,10 +35,19 @@ class RankStep(NamedTuple):
     forward: float
     training: float
     digest: float
-    synchronised: float
+    in_no_sync: float
     weight_given: float
     is_sum: float
     has_hook: float
+
+
+_SAYS = {  # of the one of two ranks for which it is true
+    "training": "has run forward in training mode, the other has not",
+    "in_no_sync": "is inside no_sync(), the other is not",
+    "weight_given": "has set the weight of its batch, the other has not",
+    "is_sum": 'has loss="sum", the other has not',
+    "has_hook": "has a communication hook, the other has not",
+}
 
 
 def check_same_model(communicator: Communicator, module: nn.Module) -> None:
@@ -111,19 +120,8 @@ def _difference(steps: Sequence[RankStep], tensors: Sequence[Sequence[Any]], ran
             f"rank 0 is in backward of its forward {first.forward:.0f}, rank {rank} of its {other.forward:.0f} "
             "(forwards in training mode, with gradients, from 1)"
         )
-    if first.training != other.training:
-        return f"{_one_of(not first.training, rank)} has run forward in training mode, the other has not"
-    if first.synchronised != other.synchronised:
-        return f"{_one_of(first.synchronised, rank)} is inside no_sync(), the other is not"
-    if first.weight_given != other.weight_given:
-        return f"{_one_of(not first.weight_given, rank)} has set the weight of its batch, the other has not"
-    if first.is_sum != other.is_sum:
-        return f'{_one_of(not first.is_sum, rank)} has loss="sum", the other has not'
-    return f"{_one_of(not first.has_hook, rank)} has a communication hook, the other has not"
-
-
-def _one_of(is_other: Any, rank: int) -> str:
-    return f"of ranks 0 and {rank}, rank {rank if is_other else 0}"
+    name, says = next((name, says) for name, says in _SAYS.items() if getattr(first, name) != getattr(other, name))
+    return f"of ranks 0 and {rank}, rank {rank if getattr(other, name) else 0} {says}"
 
 
 def description_of(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -21,9 +21,8 @@ Training", VLDB 2020.
 """
 
 import abc
-import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,9 +35,10 @@ from manyhands.distributed.bucketed_all_reduce import DOING, BucketedAllReduce, 
 from manyhands.distributed.comm_hooks import CommHook
 from manyhands.distributed.consistency import RankStep, check_same_model, check_same_step
 from manyhands.distributed.environment import start_default_group
-from manyhands.distributed.process_group import Communicator, communicator_for, distributed
+from manyhands.distributed.process_group import Communicator, broadcast_plan, communicator_for, distributed
 from manyhands.primitives.inputs import Arguments
 from manyhands.runtime import torch_private
+from manyhands.runtime.buckets import Bucket
 
 _OF_A_GROUP = (
     "this DataParallel was pickled with a process_group of its own, and process groups cannot be: wrap its module "
@@ -94,11 +94,13 @@ class GradientSync:
         self.synchronised = True  # False inside no_sync()
         self.next_weight: float | None = None  # of the next forward, if the caller has set it
         self.sample: Arguments | None = None  # some rows, to run on for a batch without rows
-        self.own_grads = _WeakTensorSet()  # tensors whose `grad` is this rank's own, since a backward in no_sync()
-        self._sparse = _WeakTensorSet()  # tensors that have had sparse gradients
+        # Weak references: a tensor has only one, so that it can be looked up in a set.
+        self.own_grads: set[Any] = set()  # to tensors whose `grad` is this rank's own, since a backward in no_sync()
+        self._sparse: set[Any] = set()  # to tensors that have had sparse gradients
         self._number = 0  # of the model, in the order of wrapping
         self.num_forwards = 0
         self._plans: dict[Any, BucketPlan] = {}
+        self._latest: _Structure | None = None
 
     def __deepcopy__(self, memo: object) -> "GradientSync":
         copied = GradientSync(self.communicator, self._device, self.loss)  # without the original's state
@@ -118,9 +120,8 @@ class GradientSync:
         self.communicator.barrier(f"wrapping {type(module).__name__}")
         self._number = self.communicator.next_model_number()
         check_same_model(self.communicator, module)
-        tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
-        doing = "broadcasting rank 0's parameters"
-        self.communicator.broadcast(0, tensors, self.group, doing)()
+        tensors = [*module.parameters(), *module.buffers()]
+        self.communicator.broadcast(0, tensors, self.group, "broadcasting rank 0's parameters")()
 
     def sync_context(self, module: nn.Module, rows: int | None) -> "SyncContext":
         """Return the context of a forward of so many rows."""
@@ -129,14 +130,18 @@ class GradientSync:
         number, training = self.num_forwards + module.training, module.training
         return SyncContext(self, weakref.ref(module), weight, given is not None, number, training, self.synchronised)
 
-    def plan(self, tensors: Sequence[torch.Tensor]) -> BucketPlan:
-        """Return the buckets for the gradients of `tensors`."""
-        key = tuple((id(tensor), tensor.dtype, tensor.size(), tensor.stride()) for tensor in tensors)
-        if key not in self._plans:
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-            self._plans[key] = BucketPlan.of(tensors, without=self._sparse.__contains__)
-        return self._plans[key]
+    def structure(self, tensors: Sequence[torch.Tensor]) -> "_Structure":
+        """Return what is known about a module with these parameters; see `_Structure`."""
+        if self._latest is None or self._latest.tensors is not tensors:
+            dtypes = [tensor.dtype for tensor in tensors]
+            # By `map`, without Python code for each tensor.
+            key = (*map(id, tensors), *dtypes, *map(torch.Tensor.size, tensors), *map(torch.Tensor.stride, tensors))
+            if key not in self._plans:
+                if len(self._plans) >= _MOST_PLANS:
+                    self._plans.clear()
+                self._plans[key] = BucketPlan.of(tensors, without=lambda tensor: weakref.ref(tensor) in self._sparse)
+            self._latest = _Structure(tensors, self._plans[key])
+        return self._latest
 
     def rank_step(self, sync_context: "SyncContext", plan: BucketPlan) -> RankStep:
         """Return this rank's description of the reduction that it starts."""
@@ -148,7 +153,7 @@ class GradientSync:
             forward=sync_context.number,
             training=sync_context.training,
             digest=plan.digest,
-            synchronised=sync_context.synchronised,
+            in_no_sync=not sync_context.synchronised,
             weight_given=sync_context.weight_given,
             is_sum=self.loss == "sum",
             has_hook=self.hook is not None,
@@ -156,38 +161,36 @@ class GradientSync:
 
     def mark_sparse(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give `tensors`, which have sparse gradients, no place in a bucket from now on."""
-        new = [tensor for tensor in tensors if tensor not in self._sparse]
-        for tensor in new:
-            self._sparse.add(tensor)
+        new = set(map(weakref.ref, tensors)) - self._sparse
         if new:
+            self._sparse |= new
             self._plans.clear()
-
-    def broadcast_buffers(self, source: int, module: nn.Module | None) -> Callable[[], None]:
-        """Start to give every rank the buffers of rank `source`; return the function that waits for them."""
-        if module is None:
-            return lambda: None
-        buffers = [buffer for buffer in module.buffers() if not buffer.is_sparse]
-        return self.communicator.broadcast(source, buffers, self.group, "broadcasting one rank's buffers")
+            self._latest = None
 
 
-class _WeakTensorSet:
-    """A set of tensors that does not keep them alive."""
+class _Structure:
+    """What is known about a module while the list of its parameters is the same list, and not only an equal one.
 
-    def __init__(self) -> None:
-        self._references: dict[int, weakref.ref[torch.Tensor]] = {}
+    Attributes:
+        tensors: its parameters that need gradients.
+        plan: the buckets of their gradients.
+    """
 
-    def __len__(self) -> int:
-        return len(self._references)
+    def __init__(self, tensors: Sequence[torch.Tensor], plan: BucketPlan) -> None:
+        self.tensors, self.plan = tensors, plan
+        self._registries: list[Any] | None = None  # the `_buffers` of the modules that have some
+        self._forms: Any = None
+        self._buckets: Sequence[Bucket] = ()
 
-    def add(self, tensor: torch.Tensor) -> None:
-        self._references[id(tensor)] = weakref.ref(tensor)
-
-    def __contains__(self, tensor: torch.Tensor) -> bool:
-        reference = self._references.get(id(tensor))
-        return reference is not None and reference() is tensor
-
-    def discard(self, tensor: torch.Tensor) -> None:
-        self._references.pop(id(tensor), None)
+    def buffers(self, module: nn.Module) -> tuple[list[torch.Tensor], Sequence[Bucket]]:
+        """Return the module's buffers, new ones in the place of others too, and the buckets to broadcast them in."""
+        if self._registries is None:
+            self._registries = [registry for each in module.modules() if (registry := each._buffers)]
+        buffers = [b for each in self._registries for b in each.values() if b is not None and not b.is_sparse]
+        forms = [(b.dtype, b.device) for b in buffers], [*map(torch.Tensor.size, buffers)]
+        if forms != self._forms:
+            self._forms, self._buckets = forms, broadcast_plan(buffers)
+        return buffers, self._buckets
 
 
 @dataclass(frozen=True)
@@ -217,17 +220,6 @@ class SyncContext:
         """The weight of this rank's loss in the loss over all rows, relative to the other ranks'."""
         return self.weight if self.gradient_sync.loss == "mean" else float(self.weight > 0)
 
-    def scale(self, steps: Sequence[RankStep], tensors: Sequence[torch.Tensor]) -> float | None:
-        """Return the factor for the gradients of `tensors`; None if they must not be read.
-
-        Raises:
-            RuntimeError: the ranks have not started the same reduction.
-        """
-        check_same_step(self.gradient_sync.communicator, steps, tensors, self.module(), DOING)
-        if self.weight == 0:
-            return None
-        return 1.0 if self.gradient_sync.loss == "sum" else self.weight / sum(step.weight for step in steps)
-
     def has_run(self) -> None:
         """Count the forward. One that fails, and may be tried again with fewer rows, does not count."""
         self.gradient_sync.num_forwards = self.number
@@ -247,6 +239,41 @@ class SyncContext:
         return (AllReduce if self.synchronised else LocalAccumulation)(self, tensors, nodes)
 
 
+class _RankSteps:
+    """What all ranks do in one reduction; it is gathered while backward runs.
+
+    Not a part of the reduction, whose buckets would be kept by the reference cycle after the gradients are gone.
+    """
+
+    def __init__(self, sync_context: SyncContext, structure: _Structure) -> None:
+        self._sync_context, self._structure = sync_context, structure
+        gradient_sync = sync_context.gradient_sync
+        mine = gradient_sync.rank_step(sync_context, structure.plan)
+        self.work = gradient_sync.communicator.all_gather(mine, DOING)
+        self._all: list[RankStep] = []
+
+    @property
+    def all(self) -> list[RankStep]:
+        """Each rank's step.
+
+        Raises:
+            RuntimeError: the ranks have not started the same reduction.
+        """
+        if not self._all:
+            steps, context = [RankStep(*step) for step in self.work.wait()], self._sync_context
+            communicator, tensors = context.gradient_sync.communicator, self._structure.tensors
+            check_same_step(communicator, steps, tensors, context.module(), DOING)
+            self._all = steps
+        return self._all
+
+    def scale(self) -> float | None:
+        """Return the factor for this rank's gradients; None if they must not be read."""
+        steps, context = self.all, self._sync_context
+        if context.weight == 0:
+            return None
+        return 1.0 if context.gradient_sync.loss == "sum" else context.weight / sum(step.weight for step in steps)
+
+
 class RankReduction(abc.ABC):
     """The reduction of the parameters' gradients in one backward.
 
@@ -258,24 +285,21 @@ class RankReduction(abc.ABC):
     """
 
     derivative = 1.0
+    early: Set[int] = frozenset()
 
     def __init__(self, sync_context: "SyncContext", tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> None:
         self._sync_context, self._tensors, self._nodes = sync_context, tensors, nodes
         self._gradient_sync = sync_context.gradient_sync
         self._communicator = self._gradient_sync.communicator
-        self._plan = self._gradient_sync.plan(tensors)
-        self._steps = self._communicator.all_gather(self._gradient_sync.rank_step(sync_context, self._plan), DOING)
+        self._structure = self._gradient_sync.structure(tensors)
+        self._steps = _RankSteps(sync_context, self._structure)
 
-    @property
-    @abc.abstractmethod
-    def early(self) -> Set[int]: ...
-
-    @abc.abstractmethod
     def add(self, number: int, gradient: torch.Tensor) -> None:
-        """Add to the gradient of tensor `number`. To be called with gradients off."""
+        """Add to the gradient of tensor `number`, which is one of `early`. To be called with gradients off."""
+        raise NotImplementedError
 
     @abc.abstractmethod
-    def finish(self, rest: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
+    def finish(self, rest: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Add the rest of the gradients, wait for the other ranks, and return each tensor's gradient, or None."""
 
     def differentiable(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -284,8 +308,7 @@ class RankReduction(abc.ABC):
         Every rank computes the same from the sums, and its gradient reaches each rank through that rank's own part: so
         a sum is its own derivative.
         """
-        given = [number for number, gradient in enumerate(gradients) if gradient is not None]
-        return list(_DifferentiableReduction.apply(self, given, *(gradients[number] for number in given)))  # type: ignore[no-untyped-call]
+        return list(_DifferentiableReduction.apply(self, *gradients))  # type: ignore[no-untyped-call]
 
     def failed(self, error: BaseException) -> None:
         """Tell the other ranks that this one cannot go on."""
@@ -304,92 +327,62 @@ class AllReduce(RankReduction):
         super().__init__(sync_context, tensors, nodes)
         # This sum includes, and its result replaces, what backwards in no_sync() have left in `grad`.
         own = self._gradient_sync.own_grads
-        numbers = [n for n in self._accumulated() if tensors[n] in own] if own else []
-        for n in numbers:
-            own.discard(tensors[n])
+        numbers = [n for n in self._accumulated() if weakref.ref(tensors[n]) in own] if own else []
+        own.difference_update(weakref.ref(tensors[n]) for n in numbers)
         local_grads = {n: grad for n in numbers if (grad := tensors[n].grad) is not None}
         self._replaced = [tensors[n] for n in local_grads]
-        # Not a method of this object: a reference cycle would keep the buckets after the gradients are gone.
-        scale_of = partial(sync_context.scale, tensors=tensors)
+        self.early = self._structure.plan.early
         group, hook = self._gradient_sync.group, self._gradient_sync.hook
         self._all_reduce = BucketedAllReduce(
-            self._communicator, group, self._plan, tensors, hook, scale_of, self._steps, local_grads
+            self._communicator, group, self._structure.plan, tensors, hook, self._steps, local_grads
         )
-
-    @property
-    def early(self) -> Set[int]:
-        return self._all_reduce.early
 
     def add(self, number: int, gradient: torch.Tensor) -> None:
         self._all_reduce.add(number, gradient.detach())
 
-    def finish(self, rest: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
-        self._all_reduce.add_all(rest)
-        found = self._all_reduce.finish(self._broadcast_buffers)
+    def finish(self, rest: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        found = self._all_reduce.finish(rest, self._broadcast_buffers)
         self._gradient_sync.mark_sparse([self._tensors[number] for number in self._all_reduce.sparse])
-        self._wait_for_buffers()
         for tensor in self._replaced:
             tensor.grad = None  # the result, which autograd puts there, includes it
         return found
 
-    def _broadcast_buffers(self) -> None:
+    def _broadcast_buffers(self) -> Callable[[], None]:
         module = self._sync_context.module() if self._sync_context.training else None
+        if module is None:
+            return lambda: None
         # The buffers of the first rank with rows persist, as those of the first replica do.
-        first_with_rows = next((rank for rank, step in enumerate(self._steps.wait()) if RankStep(*step).weight), 0)
-        self._wait_for_buffers = self._gradient_sync.broadcast_buffers(first_with_rows, module)
+        source = next((rank for rank, step in enumerate(self._steps.all) if step.weight), 0)
+        buffers, plan = self._structure.buffers(module)
+        doing = "broadcasting one rank's buffers"
+        return self._communicator.broadcast(source, buffers, self._gradient_sync.group, doing, plan)
 
 
 class LocalAccumulation(RankReduction):
     """In no_sync(): this rank's own gradients, multiplied by the number of ranks."""
 
-    def __init__(self, sync_context: "SyncContext", tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> None:
-        super().__init__(sync_context, tensors, nodes)
-        self._gradients: dict[int, torch.Tensor] = {}
-        self._lock = threading.Lock()
-
-    @property
-    def early(self) -> Set[int]:
-        return set()
-
-    def add(self, number: int, gradient: torch.Tensor) -> None:
-        with self._lock:
-            before = self._gradients.get(number)
-            self._gradients[number] = gradient.detach() if before is None else before + gradient.detach()
-
-    def finish(self, rest: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
+    def finish(self, rest: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        self.derivative = scale = (self._steps.scale() or 0.0) * self._communicator.world_size
+        self._gradient_sync.own_grads.update(weakref.ref(self._tensors[n]) for n in self._accumulated())
         with torch.no_grad():
-            for number, gradient in rest.items():
-                self.add(number, gradient)
-        steps = [RankStep(*step) for step in self._steps.wait()]
-        self.derivative = scale = (
-            self._sync_context.scale(steps, self._tensors) or 0.0
-        ) * self._communicator.world_size
-        for n in self._accumulated():
-            self._gradient_sync.own_grads.add(self._tensors[n])
-        with torch.no_grad():
-            return [
-                self._gradients[n] * scale if scale and n in self._gradients else None
-                for n in range(len(self._tensors))
-            ]
+            return [grad * scale if scale and grad is not None else None for grad in rest]
 
 
 class _DifferentiableReduction(torch.autograd.Function):
     """The sum of gradients that have a history; see `RankReduction.differentiable`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, reduction: RankReduction, given: Sequence[int], *gradients: Any
-    ) -> tuple[torch.Tensor | None, ...]:
-        ctx.given = given
+    def forward(ctx: Any, reduction: RankReduction, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
+        ctx.given = [gradient is not None for gradient in gradients]
         ctx.set_materialize_grads(False)
-        results = reduction.finish(dict(zip(given, gradients, strict=True)))
+        results = reduction.finish(gradients)
         ctx.scale = reduction.derivative
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        taken = [grads[number] for number in ctx.given]
-        return (None, None, *(None if grad is None else grad * ctx.scale for grad in taken))
+        pairs = zip(grads, ctx.given, strict=True)
+        return (None, *(grad * ctx.scale if given and grad is not None else None for grad, given in pairs))
 
 
 class _MethodAsForward(nn.Module):
@@ -427,7 +420,7 @@ class _AllReduceInBackward(torch.autograd.Function):
         try:
             if torch.is_grad_enabled():
                 return (None, *reduction.differentiable(grads))
-            return (None, *reduction.finish({number: grad for number, grad in enumerate(grads) if grad is not None}))
+            return (None, *reduction.finish(grads))
         except BaseException as error:
             reduction.failed(error)
             raise

@@ -17,6 +17,7 @@ import atexit
 import contextlib
 import ctypes
 import datetime
+import functools
 import hashlib
 import os
 import pickle
@@ -24,6 +25,7 @@ import sys
 import threading
 import time
 import weakref
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import TracebackType
@@ -35,7 +37,7 @@ from manyhands.distributed.environment import start_default_group
 from manyhands.distributed.failure_store import STORE_ERRORS, FailureStore, host_id
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
-from manyhands.runtime.buckets import Form, buckets_of
+from manyhands.runtime.buckets import Bucket, Form, buckets_of
 
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.00005, 0.002
 _CHECK_EVERY_S = 0.2  # how often a waiting rank checks the store for failures; with many ranks, less often
@@ -179,17 +181,25 @@ class Communicator:
             values: as many on each rank, 15 at most.
             doing: what is being done. If a rank does something else, the error names both.
         """
-        numbers = [digest_of(doing), *values]
-        numbers += [0.0] * (_NUM_GATHERED - len(numbers))  # one length, so that ranks that do not do the same notice it
-        mine = torch.tensor(numbers, dtype=torch.float64)
-        all_ranks = [torch.empty_like(mine) for _ in range(self.world_size)]
-        work = self.start(lambda: distributed.all_gather(all_ranks, mine, group=self._control, async_op=True))
-        return AllGatherWork(self, work, all_ranks, len(values), doing)
+        # Of one length, so that ranks that do not do the same notice it. A sum with zeros in the others' places, in an
+        # array of Python's: for the calling thread that is half the work of an all-gather of new tensors.
+        own = array("d", [digest_of(doing), *values, *[0.0] * (_NUM_GATHERED - 1 - len(values))])
+        before, after = self.rank, self.world_size - self.rank - 1
+        table = array("d", bytes(8 * _NUM_GATHERED * before)) + own + array("d", bytes(8 * _NUM_GATHERED * after))
+        tensor = torch.frombuffer(table, dtype=torch.float64)
+        work = self.start(lambda: distributed.all_reduce(tensor, group=self._control, async_op=True))
+        return AllGatherWork(self, work, table, len(values), doing)
 
-    def all_reduce(self, tensor: torch.Tensor, group: Any, doing: str) -> torch.Tensor:
-        """Sum a tensor over the ranks, in place; return it."""
-        self.wait(self.start(lambda: distributed.all_reduce(tensor, group=group, async_op=True)), doing, group)
-        return tensor
+    def all_reduce(self, tensor: torch.Tensor, doing: str, group: Any = None) -> Callable[[], torch.Tensor]:
+        """Start to sum a tensor, a small one if no group is given; return a function that waits and returns it."""
+        group = self._control if group is None else group
+        work = self.start(lambda: distributed.all_reduce(tensor, group=group, async_op=True))
+
+        def wait() -> torch.Tensor:
+            self.wait(work, doing, group)
+            return tensor
+
+        return wait
 
     def all_reduce_sparse(self, tensor: torch.Tensor, group: Any, doing: str) -> torch.Tensor:
         """Return the sum of the ranks' sparse tensors; each is coalesced."""
@@ -208,11 +218,6 @@ class Communicator:
         self.wait(self.start(partial(distributed.all_gather, all_ranks, padded, group, True)), doing, group)
         return [tensor[:length] for tensor, length in zip(all_ranks, lengths, strict=True)]
 
-    def all_reduce_flags(self, flags: torch.Tensor, doing: str) -> Callable[[], None]:
-        """Start to sum a tensor of small integers on the CPU, in place; return the function that waits for it."""
-        work = self.start(lambda: distributed.all_reduce(flags, group=self._control, async_op=True))
-        return lambda: self.wait(work, doing)
-
     def all_gather_object(self, value: Any, doing: str) -> list[Any]:
         """Return every rank's value, in rank order. Slow: values are pickled."""
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -220,21 +225,12 @@ class Communicator:
         all_ranks = self._all_gather_padded(lengths, mine, self._control, doing)
         return [pickle.loads(ctypes.string_at(tensor.data_ptr(), len(tensor))) for tensor in all_ranks]
 
-    def broadcast_object(self, value: Any, doing: str) -> Any:
-        """Return rank 0's value. Slow: it is pickled."""
-        pickled = bytearray(pickle.dumps(value) if self.rank == 0 else b"")
-        (length,), *_ = self.all_gather([len(pickled)], doing).wait()
-        pickled = pickled or bytearray(int(length))
-        octets = torch.frombuffer(pickled, dtype=torch.uint8)
-        source = self._ranks[0]
-        self.wait(self.start(lambda: distributed.broadcast(octets, source, self._control, async_op=True)), doing)
-        return pickle.loads(pickled)
-
-    def broadcast(self, source: int, tensors: Sequence[torch.Tensor], group: Any, doing: str) -> Callable[[], None]:
-        """Start to overwrite `tensors` by those of rank `source`; return the function that waits for it."""
-        forms = {i: Form.of(tensor.detach(), tensor.device) for i, tensor in enumerate(tensors) if tensor.numel()}
+    def broadcast(
+        self, source: int, tensors: Sequence[torch.Tensor], group: Any, doing: str, plan: Sequence[Bucket] | None = None
+    ) -> Callable[[], None]:
+        """Start to overwrite `tensors`, of which `plan` is the plan, by those of rank `source`; return what waits."""
         in_flight = []
-        for bucket in buckets_of(forms):
+        for bucket in broadcast_plan(tensors) if plan is None else plan:
             flat = bucket.flat(tensors)
             octets = flat.view(torch.uint8)  # every dtype is sent the same way
             send = partial(distributed.broadcast, octets, self._ranks[source], group, True)
@@ -243,9 +239,10 @@ class Communicator:
         def wait() -> None:
             for bucket, flat, work in in_flight:
                 self.wait(work, doing, group)
-                for number, piece in bucket.pieces(flat).items() if self.rank != source else ():
+                if self.rank != source:
                     # Through .data, unseen by autograd: graphs may have saved buffers for their backward.
-                    tensors[number].data.copy_(piece)
+                    targets = [tensors[number].data for number in bucket.numbers]
+                    torch_private.copy_all_in_place(targets, [*bucket.pieces(flat).values()])
 
         return wait
 
@@ -288,13 +285,17 @@ class Communicator:
         except RuntimeError as error:
             raise self._connection_error(error, "starting a collective") from error
 
+    def waits_on_host(self, group: Any) -> bool:
+        """Return whether `wait` returns only when work of this group is done, because its backend is gloo."""
+        return group is None or distributed.get_backend(group) == "gloo"
+
     def wait(self, work: Any, doing: str, group: Any = None) -> None:
         """Wait for `work`, done in `group`; on an accelerator's own backend, have the current stream wait.
 
         Raises:
             RuntimeError: it failed, another rank failed, or the timeout has passed. Says which.
         """
-        if group is None or distributed.get_backend(group) == "gloo":
+        if self.waits_on_host(group):
             self._wait_until(work.is_completed, doing, block=partial(_block, work))
         try:
             work.wait()
@@ -449,9 +450,9 @@ class AllGatherWork:
     """An all-gather of numbers that has started."""
 
     def __init__(
-        self, communicator: Communicator, work: Any, all_ranks: Sequence[torch.Tensor], num_values: int, doing: str
+        self, communicator: Communicator, work: Any, table: "array[float]", num_values: int, doing: str
     ) -> None:
-        self._communicator, self._work, self._all_ranks = communicator, work, all_ranks
+        self._communicator, self._work, self._table = communicator, work, table
         self._num_values, self._doing = num_values, doing
 
     def is_completed(self) -> bool:
@@ -465,12 +466,17 @@ class AllGatherWork:
             RuntimeError: some rank does something else.
         """
         self._communicator.wait(self._work, self._doing)
-        digests, *columns = zip(*(tensor.tolist() for tensor in self._all_ranks), strict=True)
-        if len(set(digests)) > 1:
+        rows = [self._table[i : i + _NUM_GATHERED].tolist() for i in range(0, len(self._table), _NUM_GATHERED)]
+        if len({row[0] for row in rows}) > 1:
             if self._doing == _REPORTING_MISMATCH:
                 raise _NotNoticedError
             self._communicator.raise_mismatch(self._doing)
-        return [list(row) for row in zip(*columns[: self._num_values], strict=True)]
+        return [row[1 : 1 + self._num_values] for row in rows]
+
+
+def broadcast_plan(tensors: Sequence[torch.Tensor]) -> tuple[Bucket, ...]:
+    """Return the buckets in which `Communicator.broadcast` sends tensors."""
+    return buckets_of({i: Form.of(t.detach(), t.device) for i, t in enumerate(tensors) if t.numel()})
 
 
 _communicators: "weakref.WeakKeyDictionary[Any, Communicator]" = weakref.WeakKeyDictionary()
@@ -503,6 +509,7 @@ def _report_exits() -> None:
         communicator.report_exit()
 
 
+@functools.lru_cache(maxsize=64)
 def digest_of(text: str) -> int:
     """Return a hash of a text that is the same in every process, and exact in double precision."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest())

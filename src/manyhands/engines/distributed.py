@@ -21,6 +21,7 @@ from manyhands.distributed.gradient_sync import GradientSync, SyncContext, Unbou
 from manyhands.engines.base import Call, Engine
 from manyhands.engines.replica import leaves_and_nodes
 from manyhands.primitives import pytree
+from manyhands.primitives.dims import OutputRules
 from manyhands.primitives.inputs import scattered
 from manyhands.primitives.outputs import without_rows
 from manyhands.primitives.parallel_apply import values_or_raise
@@ -90,11 +91,8 @@ class DistributedEngine(Engine):
         gradient_sync = self._active(module)
         if gradient_sync is None:
             return self._engine.forward(module, call)
-        rules = call.rules
-        if len(self._devices) == 1:  # as with one device alone: outputs are not joined, and 0-dim ones stay 0-dim
-            call = replace(call, rules=replace(rules, out_dims=None))
         if call.arguments.rows == 0:
-            return without_rows(self._run_on_stand_in(gradient_sync, module, call), rules)
+            return without_rows(self._run_on_stand_in(gradient_sync, module, call), call.rules)
         output = self._run(module, call, gradient_sync.sync_context(module, call.arguments.rows))
         if gradient_sync.sample is None and call.arguments.rows:
             gradient_sync.sample = call.arguments.first_rows(_STAND_IN_ROWS)
@@ -124,7 +122,10 @@ class DistributedEngine(Engine):
             if call.sync_batch_norm:
                 communicator = sync_context.gradient_sync.communicator
                 cross_process = CrossProcessAllGather(communicator, call.source, sync_context.weight_of_loss)
-            call = replace(call, sync_context=sync_context, cross_process=cross_process)
+            rules = call.rules
+            if len(self._devices) == 1:  # as with one device alone: outputs are not joined, and 0-dim ones stay 0-dim
+                rules = OutputRules(rules.dim, None, rules.scalars)
+            call = replace(call, sync_context=sync_context, cross_process=cross_process, rules=rules)
             output = self._engine.forward(module, call)
         sync_context.has_run()
         return output

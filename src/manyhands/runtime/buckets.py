@@ -9,11 +9,12 @@ Tensors are identified by numbers that the caller chooses. They have to be plain
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,7 +64,7 @@ class Bucket:
 
     @property
     def num_entries(self) -> int:
-        return self._layout[1]
+        return self._layout[2][-1]
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
@@ -71,19 +72,24 @@ class Bucket:
         return tuple([number for number, _ in self.items])
 
     @cached_property
-    def _layout(self) -> tuple[tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...], int]:
-        """Size, strides and offset of each tensor, and the number of entries of all."""
-        layout, offset = [], 0
-        unit = max(1, self.aligned_bytes // self.dtype.itemsize)
-        for _, form in self.items:
-            layout.append((form.size, form.stride, offset))
-            offset += -(-math.prod(form.size) // unit) * unit
-        return tuple(layout), offset
+    def is_plain(self) -> bool:
+        """Whether a bucket is its tensors flattened one after the other: no gaps, no strides in another order."""
+        in_order = (form.stride == tuple(torch.empty(form.size, device="meta").stride()) for _, form in self.items)
+        return self.aligned_bytes == 1 and all(in_order)
 
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors as views of `flat`, in their order."""
-        view, start = flat.as_strided, flat.storage_offset()
-        return [view(size, stride, start + offset) for size, stride, offset in self._layout[0]]
+    @cached_property
+    def _layout(self) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[int]]:
+        """Sizes, strides and offsets of the tensors; the last offset is the end of the bucket."""
+        unit = max(1, self.aligned_bytes // self.dtype.itemsize)
+        lengths = [-(-math.prod(form.size) // unit) * unit for _, form in self.items]
+        offsets = [*itertools.accumulate(lengths, initial=0)]
+        return [form.size for _, form in self.items], [form.stride for _, form in self.items], offsets
+
+    def views(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the tensors as views of `flat`, in their order; without Python code for each."""
+        as_strided: Any = flat.as_strided
+        sizes, strides, offsets = self._layout
+        return map(as_strided, sizes, strides, map(flat.storage_offset().__add__, offsets))
 
     def pieces(self, flat: torch.Tensor) -> dict[int, torch.Tensor]:
         """Return the tensors as views of `flat`, by number."""
@@ -94,7 +100,7 @@ class Bucket:
         sources = [tensors[number] for number in self.numbers]
         flat = torch.empty(self.num_entries, dtype=self.dtype, device=sources[0].device)
         with torch.no_grad():
-            torch_private.copy_all_in_place(self.views(flat), sources)
+            torch_private.copy_all_in_place([*self.views(flat)], sources)
         return flat
 
 

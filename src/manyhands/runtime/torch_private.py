@@ -538,6 +538,15 @@ def copy_all_in_place(targets: list[torch.Tensor], sources: list[torch.Tensor]) 
             target.copy_(source)
 
 
+def flattened(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return the entries of several tensors as one new flat tensor. Fallback: with a view of each."""
+    try:
+        flat: torch.Tensor = torch._C._nn.flatten_dense_tensors(tensors)
+        return flat
+    except (AttributeError, RuntimeError):
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
 def clones(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return a clone of each tensor, in one call instead of one for each. Fallback: one for each."""
     if tensors and {torch.Tensor}.issuperset(map(type, tensors)):

@@ -96,7 +96,7 @@ class Ranks:
         """
         decided = self.together(lambda: decide() if self.is_first else None)
         if self._communicator is not None:
-            decided = self._communicator.broadcast_object(decided, "receiving what the first process has decided")
+            decided = self._communicator.all_gather_object(decided, "receiving what the first process has decided")[0]
         return decided  # type: ignore[return-value]
 
     def expect_equal(self, what: str, facts: Mapping[str, Any]) -> None:
