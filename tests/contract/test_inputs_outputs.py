@@ -173,10 +173,10 @@ def test_memory_formats_and_strides_of_gradients(wrap: Wrap) -> None:
         return [t.stride() for t in (output, *torch.autograd.grad(output.square().sum(), [x, *model.parameters()]))]
 
     seen = []
-    model.register_forward_hook(lambda module, args, output: seen.append(args[0].stride()))
+    model.register_forward_hook(lambda module, args, output: seen.append((args[0].stride(), module.weight.stride())))
     plain = strides(model)
     assert strides(wrap(model, 3)) == plain
-    assert set(seen) == {x.stride()}
+    assert set(seen) == {(x.stride(), model.weight.stride())}
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])

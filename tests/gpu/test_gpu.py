@@ -1,7 +1,8 @@
 """On real accelerators: two replicas on one of them, and, where there are two, one on each.
 
-Run by `make gpu-check`; skipped, visibly, where there is none. This file must not import manyhands.testing, whose
-simulated devices hide real ones.
+Run by `make gpu-check`; skipped, visibly, where there is none. It runs the engines' contract (tests/contract) on the
+same devices, too: here is what depends on streams, the host's memory, several kinds of numbers, and processes. This
+file must not import manyhands.testing, whose simulated devices hide real ones.
 """
 
 import copy
@@ -9,7 +10,6 @@ import functools
 import gc
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -17,8 +17,9 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.contract import penalty_loss
 from helpers.in_time import in_time as _in_time
-from manyhands import DataParallel, data_parallel
+from manyhands import DataParallel
 from manyhands.autograd import broadcast
 from manyhands.engines.processes.engine import ProcessesEngine
 from manyhands.engines.processes.reducers.collectives import CollectiveTransport
@@ -174,137 +175,12 @@ def test_each_replica_stands_on_its_device(placed: Places) -> None:
     assert torch.accelerator.current_device_index() == before
 
 
-def assert_trains_as(plain: nn.Module, model: DataParallel, device: torch.device, sizes: tuple[int, ...]) -> None:
-    """Train both on the same batches, and compare the parameters."""
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (plain, model)]
-    for rows in sizes:
-        x = torch.randn(rows, 16, dtype=torch.float64, device=device)
-        for module, optimizer in zip((plain, model), optimizers, strict=True):
-            optimizer.zero_grad()
-            module(x).pow(2).mean().backward()
-            optimizer.step()
-    for mine, theirs in zip(model.module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
-
-
-def test_training_equals_the_plain_module(placed: Places) -> None:
-    """N9: five steps of SGD, in float64."""
-    assert_trains_as(*wrapped(mlp(), placed), placed[0], (33, 64, 7, 5, 64))
-
-
-def gradient_penalty(module: nn.Module, x: torch.Tensor) -> None:
-    """Run backward for a loss of the output and of the input's gradient."""
-    x = x.clone().requires_grad_()
-    output = module(x)
-    (grad,) = torch.autograd.grad(output.pow(2).sum(), x, create_graph=True)
-    (output.mean() + (grad.norm(dim=1) - 1).pow(2).mean()).backward()
-
-
-def test_double_backward(placed: Places) -> None:
-    """N3: a gradient penalty; no deadlock on the device's one autograd thread."""
-    plain, model = wrapped(mlp(), placed)
-    x = torch.randn(9, 16, dtype=torch.float64, device=placed[0])
-    gradient_penalty(plain, x)
-    in_time(lambda: gradient_penalty(model, x))
-    assert_same_gradients(model, plain)
-
-
-def test_several_forwards_then_backwards(placed: Places) -> None:
-    """N1: one loss over several calls, a kept graph, and another order than that of the forwards."""
-    plain, model = wrapped(mlp(), placed)
-    batches = [torch.randn(rows, 16, dtype=torch.float64, device=placed[0]) for rows in (7, 2, 12)]
-    for module in (plain, model):
-
-        def step(module: nn.Module = module) -> None:
-            losses = [module(x).pow(2).sum() for x in batches]
-            losses[0].backward(retain_graph=True)
-            (losses[2] + losses[1]).backward()
-            losses[0].backward()
-
-        in_time(step)
-    assert_same_gradients(model, plain)
-
-
-def test_wrapped_blocks_in_a_row_and_nested(placed: Places) -> None:
-    """A10: boundaries one after the other, and one inside another, in one backward."""
-    plain = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)).double().to(placed[0])
-    row = copy.deepcopy(plain)
-    for i in range(3):
-        row[i] = parallel(row[i], placed)
-    inner = copy.deepcopy(plain)
-    inner[1] = parallel(inner[1], placed)
-    nested = parallel(inner, placed)
-    x = torch.randn(12, 16, dtype=torch.float64, device=placed[0])
-    plain(x).pow(2).sum().backward()
-    for model in (row, nested):
-        in_time(lambda model=model: model(x).pow(2).sum().backward())
-        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-10)
-
-
-def test_calls_from_several_threads(placed: Places) -> None:
-    """F5: forward and backward from three callers at once; nothing deadlocks, nothing is mixed up."""
-    plain, model = wrapped(mlp(), placed)
-    together = threading.Barrier(3)
-    results: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def call(number: int) -> None:
-        generator = torch.Generator().manual_seed(number)
-        x = torch.randn(9, 16, dtype=torch.float64, generator=generator).to(placed[0]).requires_grad_()
-        together.wait(WAIT_S)
-        for _ in range(5):
-            (mine,) = torch.autograd.grad(model(x).pow(2).sum(), x)
-        (theirs,) = torch.autograd.grad(plain(x).pow(2).sum(), x)
-        results[number] = (mine, theirs)
-
-    threads = [threading.Thread(target=call, args=(i,), daemon=True) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-        assert not thread.is_alive(), "it hangs"
-    assert len(results) == 3
-    for mine, theirs in results.values():
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
-
-
-def batch_norm_net(dtype: torch.dtype = torch.float64) -> nn.Module:
-    block = [nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True)]
-    return nn.Sequential(*block, nn.Flatten(), nn.Linear(512, 4), nn.BatchNorm1d(4, momentum=None)).to(dtype)
-
-
-def test_synchronised_batch_norm(placed: Places) -> None:
-    """N5, N3: outputs, gradients, running statistics and second derivatives; nothing waits on a device's thread."""
-    plain, model = wrapped(batch_norm_net(), placed, sync_batch_norm=True)
-    for rows in (9, 3, 16):
-        x = torch.randn(rows, 3, 8, 8, dtype=torch.float64, device=placed[0])
-
-        def step(module: nn.Module, x: torch.Tensor = x) -> torch.Tensor:
-            module.zero_grad()
-            x_here = x.clone().requires_grad_()
-            output = module(x_here)
-            (grad,) = torch.autograd.grad(output.pow(3).sum(), x_here, create_graph=True)
-            (output.sin().sum() + grad.pow(2).sum()).backward()
-            return output.detach()
-
-        outputs = [in_time(lambda module=module: step(module)) for module in (plain, model)]
-        torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-10, atol=1e-10)
-        assert_same_gradients(model, plain, 1e-8)
-        for mine, theirs in zip(model.module.buffers(), plain.buffers(), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize(("make", "shape"), [(mlp, (24, 16)), (batch_norm_net, (24, 3, 8, 8))])
-def test_bf16_autocast_in_every_replica(
-    placed: Places, make: Callable[[torch.dtype], nn.Module], shape: tuple[int, ...]
-) -> None:
-    """R14, N5: torch's own wrapper runs fp16 here. Batch norm over all rows has its statistics in single precision."""
-    plain, model = wrapped(make(torch.float32), placed, sync_batch_norm=make is batch_norm_net)
+def test_bf16_autocast_in_every_replica(placed: Places) -> None:
+    """R14: torch's own wrapper runs fp16 here."""
+    plain, model = wrapped(mlp(torch.float32), placed)
     seen: list[torch.dtype] = []
     model.module[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-    x = torch.randn(shape, device=placed[0])
-    if x.dim() == 4:
-        x = x.to(memory_format=torch.channels_last)
+    x = torch.randn(24, 16, device=placed[0])
     for module in (plain, model):
         with torch.autocast(placed[0].type, torch.bfloat16):
             output = module(x)
@@ -340,27 +216,6 @@ def test_outputs_on_the_host(placed: Places) -> None:
     output.pow(2).sum().backward()
     plain(x).pow(2).sum().backward()
     assert_same_gradients(model, plain)
-
-
-def test_channels_last_is_kept(placed: Places) -> None:
-    """G7, S11: in every replica and in the output."""
-
-    class Sees(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 8, 3, padding=1)
-            self.seen: list[bool] = []
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.conv(x)
-            self.seen += [t.is_contiguous(memory_format=torch.channels_last) for t in (x, self.conv.weight, y)]
-            return y
-
-    model = parallel(Sees().to(placed[0], memory_format=torch.channels_last), placed)
-    x = torch.randn(12, 3, 8, 8).to(placed[0], memory_format=torch.channels_last)
-    output = model(x)
-    assert model.module.seen == [True] * 3 * len(placed)
-    assert output.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_the_callers_side_stream(placed: Places) -> None:
@@ -511,49 +366,6 @@ def test_500_steps_bit_for_bit(placed: Places) -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_batch_norm_buffers(placed: Places) -> None:
-    """R5, N5: those of the first replica persist; the oracle is data_parallel."""
-    plain, model = wrapped(nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8)).double(), placed)
-    for _ in range(3):
-        x = torch.randn(24, 16, dtype=torch.float64, device=placed[0])
-        model(x).pow(2).sum().backward()
-        data_parallel(plain, x, placed).pow(2).sum().backward()
-    for mine, theirs in zip(model.module.state_dict().values(), plain.state_dict().values(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
-    assert_same_gradients(model, plain)
-
-
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_an_error_in_a_replica(placed: Places, in_backward: bool) -> None:
-    """F1, F3: it reaches the caller; the next call works."""
-
-    class Fails(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.fails = nn.Linear(2, 2), True
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.linear(x)
-            if self.fails and x[0, 0] > 0:
-                if not in_backward:
-                    raise ValueError("as asked")
-
-                def fail(grad: torch.Tensor) -> None:
-                    raise ValueError("as asked")
-
-                y.register_hook(fail)
-            return y
-
-    model = parallel(Fails().to(placed[0]), placed)
-    x = torch.arange(24.0).view(12, 2).to(placed[0])
-    with pytest.raises(ValueError, match="as asked"):
-        in_time(lambda: model(x).sum().backward())
-    assert model.module.linear.weight.grad is None
-    model.module.fails = False
-    in_time(lambda: model(x).sum().backward())
-    assert model.module.linear.weight.grad is not None
-
-
 def test_activations_are_freed(placed: Places) -> None:
     """N10: memory after a step is what it was after the step before, without the garbage collector."""
     _, model = wrapped(mlp(), placed)
@@ -590,7 +402,15 @@ def test_cuda_graphs_on_one_device(first: torch.device) -> None:
     plain = mlp().to(first)
     x = torch.randn(12, 16, dtype=torch.float64, device=first)
     model = DataParallel(graphed(copy.deepcopy(plain), x), [first])
-    assert_trains_as(plain, model, first, (12,) * 5)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (plain, model)]
+    for _ in range(5):
+        x = torch.randn(12, 16, dtype=torch.float64, device=first)
+        for module, optimizer in zip((plain, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            module(x).pow(2).mean().backward()
+            optimizer.step()
+    for mine, theirs in zip(model.module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
 @needs_cuda
@@ -697,11 +517,11 @@ def test_processes_see_what_is_written(spread, in_processes) -> None:
 
 
 def test_processes_double_backward(spread, in_processes) -> None:
-    """N3"""
+    """N3: a gradient penalty."""
     plain, model = in_processes(mlp())
     x = torch.randn(12, 16, dtype=torch.float64, device=spread[0])
-    gradient_penalty(plain, x)
-    in_time(lambda: gradient_penalty(model, x))
+    for module in (plain, model):
+        in_time(lambda module=module: penalty_loss(module, x).backward())
     assert_same_gradients(model, plain)
 
 
