@@ -13,7 +13,6 @@ from helpers.contract import (
     ON_CPU,
     FailsOn,
     FailureError,
-    Fn,
     Wrap,
     assert_is_the_replicas,
     assert_same_gradients,
@@ -28,7 +27,7 @@ from helpers.contract import (
     over_gloo_too,
     twins,
 )
-from helpers.modules import Calls
+from helpers.modules import Calls, Fn
 from manyhands import data_parallel
 
 

@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from helpers.contract import (
-    Fn,
     Wrap,
     each_with,
     loss_of,
@@ -20,7 +19,7 @@ from helpers.contract import (
     over_gloo_too,
     same_results,
 )
-from helpers.modules import Calls
+from helpers.modules import Calls, Fn
 
 # ---- rows on other axes --------------------------------------------------------------------------
 

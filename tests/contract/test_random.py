@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.contract import (
     FailureError,
-    Fn,
     Wrap,
     assert_all_same,
     assert_same,
@@ -30,6 +29,7 @@ from helpers.contract import (
     twins,
 )
 from helpers.in_time import WAIT_S
+from helpers.modules import Fn
 from manyhands import data_parallel
 
 pytestmark = on_the_cpu

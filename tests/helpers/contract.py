@@ -165,17 +165,6 @@ def mlp(width: int = 5, out: int = 3) -> nn.Module:
     return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, out))
 
 
-class Fn(nn.Module):
-    """A module that calls a function, after a layer if it is given one."""
-
-    def __init__(self, function: Callable[..., Any], layer: nn.Module | None = None) -> None:
-        super().__init__()
-        self.function, self.layer = function, layer
-
-    def forward(self, x: Any, *more: Any) -> Any:
-        return self.function(x if self.layer is None else self.layer(x), *more)
-
-
 class ForceField(nn.Module):
     """Differentiates inside its own forward, as models of molecules do."""
 

@@ -17,3 +17,16 @@ class Calls(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.function(self, *inputs, **kwargs)
+
+
+class Fn(nn.Module):
+    """A module that calls a function, after a layer if it is given one."""
+
+    def __init__(self, function: Callable[..., Any], layer: nn.Module | None = None) -> None:
+        super().__init__()
+        self.function, self.layer = function, layer
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self.layer is not None:
+            inputs = (self.layer(inputs[0]), *inputs[1:])
+        return self.function(*inputs, **kwargs)

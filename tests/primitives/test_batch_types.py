@@ -9,6 +9,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 import manyhands
 from helpers.garbage import no_garbage
+from helpers.modules import Fn
 from manyhands.primitives import batch_types
 from manyhands.primitives.batch_types import batch_type_of
 
@@ -82,15 +83,6 @@ def test_a_registered_class_is_split_and_joined(registered, n):
 def test_subclasses_are_included(registered):
     graphs = type("Molecules", (Graphs,), {})(torch.zeros(1), [1])
     assert batch_type_of(graphs) is batch_types._registered[Graphs]
-
-
-class Fn(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x, graphs):
-        return self.function(x, graphs)
 
 
 def test_a_batch_that_every_replica_gets_and_returns_whole(registered):
