@@ -6,7 +6,6 @@ import functools
 import importlib
 import importlib.metadata
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 import manyhands
+from helpers.programs import run_script
 from helpers.rows import find_tests_by_row, rows_of_behaviour
 
 PACKAGE = Path(manyhands.__file__).parent
@@ -249,7 +249,7 @@ assert torch.get_num_threads() == threads
 assert not torch.cuda.is_initialized()
 print(*sorted(set(sys.modules) - before))
 """
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    done = run_script(code)
     assert done.returncode == 0, done.stderr
     loaded = done.stdout.split()
     assert {name.split(".")[0] for name in loaded} - set(sys.stdlib_module_names) == {"manyhands"}

@@ -5,16 +5,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 import manyhands
 from helpers.commands import assert_misused, metrics_of, status_of, write_idx
+from helpers.programs import have_ended
 from manyhands.cli import main
 
 SMALL = ["train", "--model", "mlp", "--devices", "cpu*2", "--epochs", "1"]
@@ -256,36 +257,12 @@ def test_without_a_command_it_says_what_there_is(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err == error
 
 
-def is_running(pid: int) -> bool:
-    """Return whether a process is there; wait a moment for one that has been told to end."""
-    for _ in range(500):
-        try:
-            if "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text():
-                return False
-        except OSError:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def descendants(pid: int) -> set[int]:
-    """Return the processes that a process has started, and those that they have."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    found = {pid}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {pid}
-
-
 def wait_for_a_step(process: "subprocess.Popen[str]") -> set[int]:
-    """Return the processes that a run has started by its first step."""
+    """Return the processes that a run has started by its first step, and those that they have started."""
     assert process.stdout is not None
     while "step 1/" not in process.stdout.readline():
         assert process.poll() is None
-    return descendants(process.pid)
+    return {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
 
 
 @pytest.mark.parametrize(
@@ -302,7 +279,7 @@ def test_a_run_that_is_stopped_saves_and_says_how_to_go_on(
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
     assert process.returncode == status
-    assert not any(is_running(pid) for pid in others)
+    assert have_ended(others)
     assert err == "\nfinishing the step in flight, then stopping (again: at once, without saving)\n"
     last = out.splitlines()[-1]
     assert last.startswith("stopped after step ")
@@ -327,7 +304,7 @@ def test_ctrl_c_twice_leaves_no_process_behind(tmp_path: Path) -> None:
         process.communicate(timeout=60)
     assert process.returncode == 130
     assert len(others) >= 2
-    assert not any(map(is_running, others))
+    assert have_ended(others)
 
 
 def test_a_reader_who_has_gone_is_no_traceback(tmp_path: Path) -> None:

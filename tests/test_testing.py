@@ -3,8 +3,7 @@
 import copy
 import io
 import pickle
-import subprocess
-import sys
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from helpers.garbage import no_garbage
+from helpers.programs import run_script
 from manyhands import DataParallel
 from manyhands.runtime import devices
 from manyhands.testing import SimulatedTensor, simulated_accelerators
@@ -39,15 +39,6 @@ def conv_net() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3)
     )
-
-
-def run_python(code: str) -> str:
-    """Run a program in a fresh interpreter in which warnings are errors; return what it printed."""
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], check=False, capture_output=True, text=True, timeout=120
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout.strip()
 
 
 # Devices and copies
@@ -423,19 +414,17 @@ def test_simulated_accelerators_checks_its_count(count):
 
 
 def test_import_is_refused_where_the_name_is_taken():
-    printed = run_python(
-        "import torch\n"
-        "torch.utils.rename_privateuse1_backend('mine')\n"
-        "try:\n    import manyhands.testing\n"
-        "except ImportError as error:\n    print(error)\n"
-    )
-    assert "another backend of this process has taken" in printed
-    assert "mine" in printed
+    done = run_script("""
+        import torch
+        torch.utils.rename_privateuse1_backend("mine")
+        import manyhands.testing
+    """)
+    assert re.search(r"ImportError: .*another backend of this process has taken.*mine", done.stderr), done.stderr
 
 
 def test_import_leaves_programs_on_the_cpu_alone():
     """Imported after a first backward pass, which is when the autograd engine counts devices; warnings are errors."""
-    printed = run_python("""
+    done = run_script("""
 import io
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -474,7 +463,7 @@ x = torch.ones(2, device="sim:7", requires_grad=True)
 (x * x).sum().backward()
 print(x.grad)
 """)
-    assert printed == "tensor([2., 2.], device='sim:7')"
+    assert (done.stdout, done.stderr) == ("tensor([2., 2.], device='sim:7')\n", "")
 
 
 def test_views_in_inference_mode():

@@ -1,12 +1,11 @@
 """`keep_freed_memory`: it takes effect here and in workers, nowhere else, and only when asked for."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 import manyhands
+from helpers.programs import run_script
 from manyhands.runtime import malloc
 from manyhands.runtime.thread_state import ProcessState
 
@@ -39,7 +38,7 @@ glibc = pytest.mark.skipif(malloc._mallopt() is None, reason="needs glibc")
 @glibc
 def test_freed_blocks_are_kept_when_asked_for_and_not_before():
     """In the caller's process and in workers, also those that were started before."""
-    run = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, timeout=100, check=False)
+    run = run_script(MEASURE)
     assert run.returncode == 0, run.stderr
     done, here, there, here_then, there_then = json.loads(run.stdout)
     assert done is True

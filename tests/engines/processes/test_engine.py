@@ -12,11 +12,9 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -25,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from helpers.programs import have_ended, until
 from manyhands import DataParallel
 from manyhands.engines.processes import fork_server, worker, worker_group
 from manyhands.engines.processes.channel import _HEADER, Channel
@@ -75,25 +74,6 @@ def workers_of(model: DataParallel) -> list[int]:
     engine = model._engine
     assert isinstance(engine, ProcessesEngine)
     return [handle.pid for handle in engine._worker_group.workers] if engine._worker_group is not None else []
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
-
-
-def until(condition: Callable[[], bool]) -> bool:
-    """Wait until a condition of other processes holds; return whether it does."""
-    limit = time.monotonic() + WAIT_S
-    while not condition() and time.monotonic() < limit:
-        time.sleep(0.02)
-    return condition()
-
-
-def have_ended(pids: list[int]) -> bool:
-    return until(lambda: not any(map(is_running, pids)))
 
 
 def gradients(module: nn.Module, *inputs: torch.Tensor) -> list[torch.Tensor | None]:
