@@ -135,7 +135,7 @@ def test_everything_public_on_a_wrapper_has_an_example(name):
     assert ">>>" in (vars(manyhands.DataParallel)[name].__doc__ or "")
 
 
-@pytest.mark.parametrize("module", [name for name in LIBRARY if ">>>" in SOURCES[name].read_text(encoding="utf-8")])
+@pytest.mark.parametrize("module", [name for name in SOURCES if ">>>" in SOURCES[name].read_text(encoding="utf-8")])
 def test_examples_in_the_sources_run(module):
     found = doctest.DocTestFinder().find(
         importlib.import_module(module), extraglobs={"torch": torch, "manyhands": manyhands}

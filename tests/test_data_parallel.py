@@ -612,25 +612,6 @@ def test_inputs_without_rows_are_one_call_on_the_first_device(sim, wrap, inputs)
 
 
 @both
-def test_an_empty_batch_is_one_call(sim, wrap):
-    """S9: one replica, the first; the output has the shape of the plain module's."""
-    model = wrap(Reporter().to("sim:0"))
-    output = model(torch.zeros(0, 3))
-    assert output.shape == (0, 2)
-    assert model.module.seen == [("sim:0", 0)]
-    output.sum().backward()
-    assert model.module.layer.weight.grad.tolist() == [[0] * 3] * 2
-
-
-@both
-@pytest.mark.parametrize("dim", [1, -3])
-def test_an_axis_that_an_input_does_not_have(wrap, dim):
-    """S10: named with its shape."""
-    with pytest.raises(ValueError, match=rf"inputs\[1\] of shape \(2,\) along dim={dim}"):
-        wrap(Fn(lambda x, y: x), ["cpu"] * 2, dim=dim)(torch.ones(2, 2, 2), torch.ones(2))
-
-
-@both
 def test_the_batch_may_have_any_memory_format(wrap):
     """S11: channels_last is kept, and a batch need not be contiguous."""
     seen = []

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from helpers.garbage import no_garbage
+from helpers.modules import Calls
 from helpers.programs import run_script
 from manyhands import DataParallel
 from manyhands.runtime import devices
@@ -24,21 +25,10 @@ MIXED = (
 )
 
 
-class TiedAutoencoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Linear(4, 4, bias=False)
-        self.decoder = nn.Linear(4, 4, bias=False)
-        self.decoder.weight = self.encoder.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.decoder(torch.tanh(self.encoder(x)))
-
-
-def conv_net() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3)
-    )
+def tied_autoencoder() -> nn.Module:
+    encoder, decoder = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    decoder.weight = encoder.weight
+    return Calls(lambda self, x: self.decoder(torch.tanh(self.encoder(x))), encoder=encoder, decoder=decoder)
 
 
 # Devices and copies
@@ -47,12 +37,8 @@ def conv_net() -> nn.Module:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: torch.zeros(3, device="sim:1"),
-        lambda: torch.tensor([1.0, 2.0], device=SIM1),
         lambda: torch.as_tensor([1, 2], device="sim:1"),
         lambda: torch.randn(2, 3, device=SIM1),
-        lambda: torch.arange(5, device="sim:1"),
-        lambda: torch.full((2,), 7, device="sim:1"),
         lambda: torch.randperm(4, device="sim:1"),
         lambda: torch.empty(2, 3, 4, 5, device="sim:1", memory_format=torch.channels_last),
         lambda: torch.zeros_like(torch.ones(2), device="sim:1"),
@@ -60,7 +46,6 @@ def conv_net() -> nn.Module:
         lambda: torch.ones(2, device="sim:1").new_zeros(4),
         lambda: torch.ones(2, device="sim:1").new_tensor([1.0]),
         lambda: torch.ones(2, device="sim:1").new(),
-        lambda: torch.ones(2, device="sim:1").new(2, 3),
         lambda: torch.ones(2, device="sim:1").new(torch.ones(2, device="sim:1")),
         lambda: torch.ones(2).to("sim:1"),
         lambda: torch.ones(2).to(torch.ones(2, device="sim:1")),
@@ -126,21 +111,17 @@ def test_what_is_refused():
     "mix",
     [
         lambda a, b: a + b,
-        lambda a, b: b @ a,
         lambda a, b: torch.cat([a, b]),
         lambda a, b: a.add_(b),
         lambda a, b: torch.where(a > 0, a, b),
         lambda a, b: torch.add(a, a, out=b),
         torch.equal,
-        torch.allclose,
         lambda a, b: a.add_(torch.ones(2, 2)),
-        lambda a, b: torch.ones(2, 2).mul_(a),
         lambda a, b: torch.tensor(1.0).add_(a.sum()),
         lambda a, b: a + b.sum(),
         lambda a, b: nn.Linear(2, 2).to("sim:0")(b),
         lambda a, b: nn.Linear(2, 2)(a),
         nn.functional.mse_loss,
-        lambda a, b: nn.functional.cross_entropy(a, torch.tensor([0, 1])),
         lambda a, b: nn.functional.embedding(torch.tensor([0, 1]), a),
     ],
 )
@@ -284,25 +265,8 @@ def test_a_step_leaves_no_reference_cycle():
 # Modules
 
 
-def test_training_gives_the_numbers_of_the_cpu():
-    results = []
-    for device in ("cpu", "sim:3"):
-        torch.manual_seed(0)
-        model, batch = conv_net().to(device), torch.randn(6, 2, 6, 6).to(device)
-        target = torch.randint(0, 3, (6,)).to(device)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        for _ in range(3):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(batch), target).backward()
-            assert {parameter.grad.device for parameter in model.parameters()} == {torch.device(device)}
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-        results.append({name: value.cpu() for name, value in model.state_dict().items()})
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
-
-
 def test_module_to_keeps_tied_weights_and_parameters():
-    model = TiedAutoencoder()
+    model = tied_autoencoder()
     weight = model.encoder.weight
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model(torch.ones(2, 4)).sum().backward()
@@ -336,7 +300,7 @@ def test_a_module_updates_its_buffers_in_place_and_moves_back_to_the_cpu():
 
 
 def test_deepcopy_and_pickle_keep_device_values_and_ties():
-    model = TiedAutoencoder().to("sim:2")
+    model = tied_autoencoder().to("sim:2")
     model(torch.ones(1, 4, device="sim:2")).sum().backward()
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         weight = twin.encoder.weight
@@ -352,7 +316,8 @@ def test_deepcopy_and_pickle_keep_device_values_and_ties():
 
 
 def test_state_dict_travels_through_a_file_of_cpu_copies():
-    model, other = conv_net().to("sim:0"), conv_net().to("sim:1")
+    model, other = nn.BatchNorm1d(3).to("sim:0"), nn.BatchNorm1d(3).to("sim:1")
+    model(torch.randn(4, 3, device="sim:0"))
     file = io.BytesIO()
     torch.save({name: value.cpu() for name, value in model.state_dict().items()}, file)
     file.seek(0)

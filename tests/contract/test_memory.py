@@ -57,11 +57,19 @@ def checkpointed(reentrant: bool) -> nn.Module:
     return Calls(forward, first=nn.Linear(WIDTH, WIDTH), second=mlp())
 
 
+def with_a_method_as_attribute() -> nn.Module:
+    """Reaches, through a plain list, a module that has a method of its own as an attribute."""
+    hidden = nn.Linear(WIDTH, WIDTH)
+    hidden.op = hidden.forward
+    return Calls(lambda model, x: model.hidden[0].op(model.first(x)), first=nn.Linear(WIDTH, WIDTH), hidden=[hidden])
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": mlp,
     "synchronised": mlp,
     "large": large,
     "parametrized": lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+    "a method as attribute": with_a_method_as_attribute,
     "checkpointed, reentrant": lambda: checkpointed(True),
     "checkpointed": lambda: checkpointed(False),
     "wrapper inside": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), DataParallel(mlp(), ["cpu"] * 2)),
@@ -127,7 +135,7 @@ def a_backward_that_fails(model: nn.Module, x: torch.Tensor) -> None:
 
 STEPS = [training, a_forward_that_fails, a_backward_that_fails]  # of every model
 MORE_STEPS = [forward_and_evaluation, accumulation, a_kept_graph, gradient_penalty]  # of these:
-WITH_MORE_STEPS = ["mlp", "checkpointed", "wrapper inside"]
+WITH_MORE_STEPS = ["mlp", "a method as attribute", "checkpointed", "wrapper inside"]
 CASES = [(name, step) for name in MODELS for step in STEPS]
 CASES += [(name, step) for name in WITH_MORE_STEPS for step in MORE_STEPS]
 

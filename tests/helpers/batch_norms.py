@@ -107,23 +107,19 @@ def two_norms(change: Callable[[nn.Module], object]) -> Callable[[], nn.Module]:
     return make
 
 
+# Batch norms of other ranks and settings are in tests/contract/test_nn_sweep.py.
 BATCH_NORMS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor]]] = {
     "1d": (lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)), rows_of(5)),
-    "1d, over a length": (lambda: nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.Tanh()), rows_of(2, 6)),
     "2d": (
         lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 3, 1)),
         rows_of(2, 5, 5),
     ),
-    "3d": (lambda: nn.Sequential(nn.BatchNorm3d(2), nn.Tanh()), rows_of(2, 2, 3, 2)),
     "means far from 0": (lambda: nn.Sequential(nn.BatchNorm1d(5), nn.Tanh()), lambda rows: torch.randn(rows, 5) + 1e3),
     "momentum=None": (linear_and(lambda n: nn.BatchNorm1d(n, momentum=None)), rows_of(5)),
-    "affine=False": (linear_and(lambda n: nn.BatchNorm1d(n, affine=False)), rows_of(5)),
-    "track_running_stats=False": (linear_and(lambda n: nn.BatchNorm1d(n, track_running_stats=False)), rows_of(5)),
     "neither": (linear_and(lambda n: nn.BatchNorm1d(n, affine=False, track_running_stats=False)), rows_of(5)),
     "subclass, super": (linear_and(CallsSuper), rows_of(5)),
     "subclass, functional": (linear_and(CallsFunctional), rows_of(5)),
     "functional": (Functional, rows_of(5)),
-    "SyncBatchNorm": (linear_and(nn.SyncBatchNorm), rows_of(5)),
     "used twice": (UsedTwice, rows_of(5)),
     "residual block": (ResidualBlock, rows_of(2, 4, 4)),
     "frozen": (two_norms(lambda norm: norm.requires_grad_(False)), rows_of(5)),
