@@ -28,7 +28,11 @@ MIXED = (
 def tied_autoencoder() -> nn.Module:
     encoder, decoder = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
     decoder.weight = encoder.weight
-    return Calls(lambda self, x: self.decoder(torch.tanh(self.encoder(x))), encoder=encoder, decoder=decoder)
+    return Calls(encode_and_decode, encoder=encoder, decoder=decoder)
+
+
+def encode_and_decode(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model.decoder(torch.tanh(model.encoder(x)))
 
 
 # Devices and copies

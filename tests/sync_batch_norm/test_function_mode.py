@@ -88,8 +88,13 @@ IN_FORWARD = ["Tensor.backward", "autograd.backward", "autograd.grad", "of some 
 
 
 @pytest.mark.parametrize(
-    ("how", "reentrant"),
-    [*((how, False) for how in IN_FORWARD), *((how, True) for how in IN_FORWARD[:2])],  # torch refuses the others
+    ("over_replicas", "how", "reentrant"),
+    [
+        *(("threads", how, False) for how in IN_FORWARD),
+        *(("threads", how, True) for how in IN_FORWARD[:2]),  # torch refuses the others
+        ("processes", "Tensor.backward", False),  # where a function mode is off by the same code
+    ],
+    indirect=["over_replicas"],
 )
 def test_a_backward_inside_forward_runs_checkpoints_over_all_replicas(
     over_replicas: OverReplicas, how: str, reentrant: bool
@@ -213,7 +218,7 @@ def assert_like_plain(
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-11 * scale)
 
 
-@pytest.mark.parametrize("name", ["residual block", "used twice", "functional", "momentum=None"])
+@pytest.mark.parametrize("name", ["residual block", "used twice", "functional"])
 def test_one_graph(wrap: Wrap, name: str) -> None:
     """N3, N5: as the plain module, first and second derivatives, several steps; a replica without rows."""
     make_model, make_batch = BATCH_NORMS[name]
