@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import manyhands
-from helpers.modules import Calls, Fn
+from helpers.modules import Calls, Composed, Fn
 
 TWO = ["cpu", "cpu"]
 
@@ -135,13 +135,9 @@ def test_a_failed_plain_composition_changes_no_buffer() -> None:
             raise ValueError("this one fails")
         return output
 
-    class Overrides(manyhands.DataParallel):
-        def gather(self, outputs: Any, output_device: Any) -> Any:
-            return super().gather(outputs, output_device)
-
     net = Calls(forward, norm=nn.BatchNorm1d(2))
     x = torch.tensor([[-1.0, 1.0], [-2.0, 2.0], [1.0, 1.0], [2.0, 2.0]])
-    for call in (Overrides(net, TWO), lambda x: manyhands.data_parallel(net, x, TWO)):
+    for call in (Composed(net, TWO), lambda x: manyhands.data_parallel(net, x, TWO)):
         with pytest.raises(ValueError, match="this one fails"):
             call(x)
         assert net.norm.num_batches_tracked == 0

@@ -84,7 +84,8 @@ def test_by_default_a_run_has_a_folder_of_its_own(capsys: pytest.CaptureFixture[
 
 
 def test_a_run_is_resumed_with_its_own_options_or_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--output", "out", "--lr", "0.02"]) == 0
+    assert main([*SMALL, "--output", "out", "--lr", "0.02", "--no-sync-batch-norm"]) == 0
+    assert not saved_options()["sync_batch_norm"]
     assert main([*SMALL, "--output", "out"]) == 2
     assert "out holds a run already" in capsys.readouterr().err
     assert main(["train", "--resume", "out", "--lr", "0.9"]) == 2
@@ -93,7 +94,7 @@ def test_a_run_is_resumed_with_its_own_options_or_overwritten(capsys: pytest.Cap
     assert [record["step"] for record in records("step")] == list(range(1, 25))
     assert saved_options()["lr"] == 0.02
     assert main([*SMALL, "--output", "out", "--overwrite", "--seed", "3"]) == 0
-    assert (saved_options()["lr"], saved_options()["seed"]) == (0.05, 3)
+    assert (saved_options()["lr"], saved_options()["seed"], saved_options()["sync_batch_norm"]) == (0.05, 3, True)
 
 
 @pytest.mark.parametrize(
@@ -127,12 +128,6 @@ def test_a_mistake_is_one_line_and_leaves_nothing_behind(
     Path("empty").mkdir()
     assert_misused(["train", *arguments], error, capsys)
     assert sorted(path.name for path in Path().iterdir()) == ["empty", "file"]
-
-
-def test_batch_norm_over_all_devices_or_each_by_itself() -> None:
-    for options, synchronised in (([], True), (["--no-sync-batch-norm"], False), (["--sync-batch-norm"], True)):
-        assert main([*SMALL, *options, "--output", "out", "--overwrite"]) == 0
-        assert saved_options()["sync_batch_norm"] is synchronised
 
 
 def test_a_loss_that_is_no_number_is_a_failure_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:

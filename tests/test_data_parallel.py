@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.modules import Calls, Fn
+from helpers.modules import Calls, Composed, Fn
 from manyhands import DataParallel, data_parallel
 
 CPU = torch.device("cpu")
@@ -29,13 +29,6 @@ Pair = namedtuple("Pair", "left right")
 class Batch:
     x: Any
     note: Any = None
-
-
-class Composed(DataParallel):
-    """A wrapper with an overridden verb, which therefore runs the plain composition."""
-
-    def gather(self, outputs, output_device):
-        return super().gather(outputs, output_device)
 
 
 both = pytest.mark.parametrize("wrap", [DataParallel, Composed])

@@ -29,21 +29,15 @@ from helpers.contract import (
     twins,
 )
 from helpers.in_time import WAIT_S
-from helpers.modules import Fn
+from helpers.modules import Calls, Fn
 from manyhands import data_parallel
 
 pytestmark = on_the_cpu
 
 
-class Recomputed(nn.Module):
-    """A module whose activations are computed again in backward."""
-
-    def __init__(self, module: nn.Module, reentrant: bool) -> None:
-        super().__init__()
-        self.module, self.reentrant = module, reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.module, x, use_reentrant=self.reentrant)
+def recomputed(module: nn.Module, reentrant: bool) -> nn.Module:
+    """Return a module whose activations are computed again in backward."""
+    return Calls(lambda model, x: checkpoint(model.module, x, use_reentrant=reentrant), module=module)
 
 
 def with_dropout(width: int = 5) -> nn.Module:
@@ -55,7 +49,7 @@ class RandomLayers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(with_dropout(), Recomputed(with_dropout(), True), Recomputed(with_dropout(), False))
+        self.blocks = nn.Sequential(with_dropout(), recomputed(with_dropout(), True), recomputed(with_dropout(), False))
         self.recurrent = nn.LSTM(5, 8, num_layers=2, dropout=0.3, batch_first=True)
         self.attention = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True)
 
@@ -191,7 +185,7 @@ def test_without_random_numbers_the_random_state_is_untouched(
     wrap: Wrap, caplog: pytest.LogCaptureFixture, mode: str
 ) -> None:
     """N6: the order of the data is then the same on one device and on several."""
-    model = wrap(RandomLayers().eval() if mode == "eval" else Recomputed(mlp(), False), 3)
+    model = wrap(RandomLayers().eval() if mode == "eval" else recomputed(mlp(), False), 3)
     before = torch.get_rng_state()
     loss_of(model(torch.randn(7, 5, generator=torch.Generator()))).backward()
     assert torch.equal(torch.get_rng_state(), before)
@@ -262,7 +256,7 @@ def test_recomputed_activations_have_the_masks_of_the_forward(
     """
     layer = nn.Linear(5, 40)
     module = nn.Sequential(layer, nn.Dropout(0.5))
-    model = wrap(Recomputed(module, reentrant) if where == INSIDE else module, num_replicas)
+    model = wrap(recomputed(module, reentrant) if where == INSIDE else module, num_replicas)
     for step in range(30):
         model.zero_grad()
         x = torch.randn(7 + step % 2, 5)
@@ -309,7 +303,7 @@ def test_recomputed_activations_in_every_kind_of_backward(
         torch.manual_seed(2)
         model = wrap(nn.Sequential(with_dropout(), nn.Identity(), Fn(lambda x: x * shared)), 3)
         if recompute:
-            model.module[0] = Recomputed(model.module[0], reentrant)
+            model.module[0] = recomputed(model.module[0], reentrant)
         torch.manual_seed(3)
         x = fresh(torch.randn(7, 5))
         output = model(x)
@@ -328,7 +322,7 @@ def test_a_wrapper_inside_a_replica_draws_from_that_replicas_stream(
     wrap: Wrap, caplog: pytest.LogCaptureFixture
 ) -> None:
     """N6, A10: equal seeds, equal runs, and masks that differ everywhere."""
-    inner = wrap(nn.Sequential(Recomputed(nn.Dropout(0.5), False), nn.Dropout(0.1)), 2)
+    inner = wrap(nn.Sequential(recomputed(nn.Dropout(0.5), False), nn.Dropout(0.1)), 2)
     model = wrap(nn.Sequential(nn.Linear(5, 20), inner), 3)
     x = torch.ones(12, 5)
     expected = run_steps(model, x, 3, num_steps=2)

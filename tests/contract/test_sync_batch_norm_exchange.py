@@ -15,9 +15,9 @@ from helpers.contract import (
     FailureError,
     Watched,
     Wrap,
+    assert_failure_leaves_nothing,
     assert_is_the_replicas,
     assert_same,
-    assert_unchanged,
     each_with,
     fresh,
     in_one_memory,
@@ -118,16 +118,7 @@ def test_a_failure_releases_the_replicas_that_wait_in_batch_norm(
 ) -> None:
     """F1, F3, N5, N11: the other replicas wait for the one that fails; the next call is right."""
     plain, model = twins(wrap, FailsBetween(), 3, sync_batch_norm=True)
-    before = {name: value.clone() for name, value in model.module.state_dict().items()}
-    model.module.on, model.module.in_backward = {first_row: error}, in_backward
-    with pytest.raises(type(error)) as caught:
-        in_time(lambda: loss_of(model(numbered_rows())).backward())
-    assert_is_the_replicas(caught.value, error, int(first_row) // 3, engine)
-    assert all(p.grad is None for p in model.parameters())
-    if not in_backward:
-        assert_unchanged(model.module, before)
-    model.module.load_state_dict(before)
-    model.module.on = {}
+    assert_failure_leaves_nothing(model, error, first_row, in_backward, engine)
     for module in (model, plain):
         in_time(lambda module=module: loss_of(module(numbered_rows())).backward())
     model.module.calls = plain.calls  # counted once a forward, or twice

@@ -286,15 +286,10 @@ def lora(wrap: Wrap) -> Results:
     return results(model, merged=merged)
 
 
-class Spectral(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(5, 8)
-        dtype = torch.complex64 if torch.get_default_dtype() is torch.float32 else torch.complex128
-        self.filter = nn.Parameter(torch.randn(5, dtype=dtype))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.fft.irfft(torch.fft.rfft(self.linear(x)) * self.filter, n=8)
+def spectral() -> nn.Module:
+    dtype = torch.complex64 if torch.get_default_dtype() is torch.float32 else torch.complex128
+    attributes = {"linear": nn.Linear(5, 8), "filter": nn.Parameter(torch.randn(5, dtype=dtype))}
+    return Calls(lambda model, x: torch.fft.irfft(torch.fft.rfft(model.linear(x)) * model.filter, n=8), **attributes)
 
 
 def with_saved_tensor_hooks(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -305,7 +300,7 @@ def with_saved_tensor_hooks(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 # Name of a script -> the module that it trains.
 TRAINED: dict[str, Callable[[], nn.Module]] = {
     "saved_tensor_hooks_inside": lambda: Calls(with_saved_tensor_hooks, block=mlp()),
-    "complex_parameters": Spectral,
+    "complex_parameters": spectral,
     "traced_by_fx": lambda: torch.fx.symbolic_trace(mlp()),
     "shared_memory": lambda: mlp().share_memory(),  # as in Hogwild training
 }
@@ -358,23 +353,6 @@ def grad_scaler_and_a_fused_optimizer(wrap: Wrap) -> Results:
         scales.append(scaler.get_scale())
     assert scales == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0]
     return results(model, scales=torch.tensor(scales))
-
-
-@script()
-def dtype_changed_between_steps(wrap: Wrap) -> Results:
-    """`.double()`, `.float()` and `.to(dtype)`, on the wrapper as on the module."""
-    model = wrap(mlp())
-    changes: list[Callable[[], object]] = [
-        lambda: None,
-        model.double,
-        lambda: model.to(torch.get_default_dtype()),
-        model.double,
-        lambda: model.type(torch.get_default_dtype()),
-    ]
-    for x, change in zip(batches(), changes, strict=True):
-        change()
-        step(model, torch.optim.SGD(model.parameters(), lr=0.1), x.to(next(model.parameters()).dtype))
-    return results(model)
 
 
 # ---- how a step is taken -------------------------------------------------------------------------

@@ -17,8 +17,9 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.contract import penalty_loss
+from helpers.contract import assert_same_gradients, penalty_loss
 from helpers.in_time import in_time as _in_time
+from helpers.modules import Calls
 from manyhands import DataParallel
 from manyhands.autograd import broadcast
 from manyhands.engines.processes.engine import ProcessesEngine
@@ -121,15 +122,6 @@ def parallel(module: nn.Module, placed: Places, **options: Any) -> DataParallel:
     return DataParallel(module, placed, **{"engine": ThreadsEngine(separate_memory=placed.separate_memory), **options})
 
 
-def assert_same_gradients(model: DataParallel, plain: nn.Module, tolerance: float = 1e-10) -> None:
-    for (name, mine), theirs in zip(model.module.named_parameters(), plain.parameters(), strict=True):
-        assert mine.grad is not None, name
-        assert mine.grad.device == theirs.grad.device
-        torch.testing.assert_close(
-            mine.grad, theirs.grad, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
-        )
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-4)], ids=["f64", "f32"])
 @pytest.mark.parametrize("rows", [1, 7, 64])
 @pytest.mark.parametrize("make", [mlp, conv_net])
@@ -155,7 +147,7 @@ def test_forward_and_backward(
             grads.append((output.detach(), x_here.grad))
         for theirs, mine in zip(*grads, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
-        assert_same_gradients(model, plain, tolerance)
+        assert_same_gradients(model.module, plain, tolerance)
 
 
 def test_each_replica_stands_on_its_device(placed: Places) -> None:
@@ -186,7 +178,7 @@ def test_bf16_autocast_in_every_replica(placed: Places) -> None:
             output = module(x)
         output.float().pow(3).mean().backward()
     assert seen == [torch.bfloat16] * len(placed)
-    assert_same_gradients(model, plain, 5e-2)
+    assert_same_gradients(model.module, plain, 5e-2)
 
 
 @pytest.mark.parametrize("where", ["pageable", "pinned", "first device", "last device"])
@@ -215,7 +207,7 @@ def test_outputs_on_the_host(placed: Places) -> None:
         torch.testing.assert_close(output, plain(x).cpu(), rtol=1e-10, atol=1e-10)
     output.pow(2).sum().backward()
     plain(x).pow(2).sum().backward()
-    assert_same_gradients(model, plain)
+    assert_same_gradients(model.module, plain, 1e-10)
 
 
 def test_the_callers_side_stream(placed: Places) -> None:
@@ -247,23 +239,18 @@ def test_the_callers_side_stream(placed: Places) -> None:
     stream.synchronize()
     assert seen == [True] * len(placed)
     torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
-    assert_same_gradients(model, plain)
+    assert_same_gradients(model.module, plain, 1e-10)
 
 
 def test_a_buffer_that_forward_writes(placed: Places) -> None:
     """R5: the only one of its kind; the other replicas get what it was before the forward."""
 
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
-            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        model.calls.add_(1)
+        return model.linear(x) * 0 + model.calls
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls.add_(1)
-            return self.linear(x) * 0 + self.calls
-
-    model = parallel(Counts().to(placed[0]), placed)
+    counts = Calls(forward, linear=nn.Linear(16, 16), calls=nn.Buffer(torch.zeros((), dtype=torch.int64)))
+    model = parallel(counts.to(placed[0]), placed)
     with torch.no_grad():
         outputs = [model(torch.ones(24, 16, device=placed[0])) for _ in range(50)]
     assert [output.unique().tolist() for output in outputs] == [[float(number)] for number in range(1, 51)]
@@ -272,33 +259,28 @@ def test_a_buffer_that_forward_writes(placed: Places) -> None:
 def test_branches_on_streams_of_their_own(placed: Places) -> None:
     """R14, N1: gradients of one bucket are made on several streams; an odd-sized parameter comes first."""
 
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-            self.left, self.right = mlp(), mlp()
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        here, side = torch.accelerator.current_stream(x.device), torch.Stream(device=x.device)
+        side.wait_stream(here)
+        torch.accelerator.set_stream(side)
+        try:
+            right = model.right(x)
+        finally:
+            torch.accelerator.set_stream(here)
+        left = model.left(x)
+        here.wait_stream(side)
+        right.record_stream(here)
+        x.record_stream(side)
+        return (left + right) * model.scale
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            here, side = torch.accelerator.current_stream(x.device), torch.Stream(device=x.device)
-            side.wait_stream(here)
-            torch.accelerator.set_stream(side)
-            try:
-                right = self.right(x)
-            finally:
-                torch.accelerator.set_stream(here)
-            left = self.left(x)
-            here.wait_stream(side)
-            right.record_stream(here)
-            x.record_stream(side)
-            return (left + right) * self.scale
-
-    plain, model = wrapped(Branches().double(), placed)
+    branches = Calls(forward, scale=nn.Parameter(torch.ones(())), left=mlp(), right=mlp()).double()
+    plain, model = wrapped(branches, placed)
     for _ in range(20):
         x = torch.randn(24, 16, dtype=torch.float64, device=placed[0])
         for module in (plain, model):
             module.zero_grad()
             in_time(lambda module=module, x=x: module(x).pow(2).sum().backward())
-        assert_same_gradients(model, plain)
+        assert_same_gradients(model.module, plain, 1e-10)
 
 
 def stress(placed: Places, *, waits: bool) -> list[torch.Tensor]:
@@ -473,7 +455,7 @@ def test_processes_train_as_the_plain_module(spread, in_processes, make: Callabl
         torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-10, atol=1e-10)
         outputs[0].pow(2).sum().backward()
         in_time(lambda outputs=outputs: outputs[1].pow(2).sum().backward())
-        assert_same_gradients(model, plain)
+        assert_same_gradients(model.module, plain, 1e-10)
         torch.testing.assert_close(inputs[1].grad, inputs[0].grad, rtol=1e-10, atol=1e-10)
         for optimizer in optimizers:
             optimizer.step()
@@ -489,18 +471,12 @@ def test_processes_take_a_batch_of_the_host(spread, in_processes) -> None:
 
 
 def test_processes_have_each_replica_on_its_device(spread, in_processes) -> None:
-    class Tells(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(()))
-            self.register_buffer("buffer", torch.ones(()))
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        devices = {x.device, model.weight.device, model.buffer.device}
+        assert len(devices) == 1
+        return x * model.weight * 0 + devices.pop().index
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            devices = {x.device, self.weight.device, self.buffer.device}
-            assert len(devices) == 1
-            return x * self.weight * 0 + devices.pop().index
-
-    _, model = in_processes(Tells())
+    _, model = in_processes(Calls(forward, weight=nn.Parameter(torch.ones(())), buffer=nn.Buffer(torch.ones(()))))
     output = in_time(lambda: model(torch.zeros(len(spread), 1, device=spread[0])))
     assert output.flatten().tolist() == [device.index for device in spread]
 
@@ -522,7 +498,7 @@ def test_processes_double_backward(spread, in_processes) -> None:
     x = torch.randn(12, 16, dtype=torch.float64, device=spread[0])
     for module in (plain, model):
         in_time(lambda module=module: penalty_loss(module, x).backward())
-    assert_same_gradients(model, plain)
+    assert_same_gradients(model.module, plain, 1e-10)
 
 
 def test_processes_draw_masks_of_their_own_and_runs_repeat(spread, in_processes) -> None:
@@ -552,16 +528,11 @@ def test_processes_and_a_replica_that_fails_in_backward(spread, in_processes, fa
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError("as asked")
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(16, 300), nn.Linear(300, 16)
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        hidden = model.first(x)
+        return model.second(Fails.apply(hidden) if x[0, 0] == 7 else hidden)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            hidden = self.first(x)
-            return self.second(Fails.apply(hidden) if x[0, 0] == 7 else hidden)
-
-    _, model = in_processes(Model())
+    _, model = in_processes(Calls(forward, first=nn.Linear(16, 300), second=nn.Linear(300, 16)))
     x = torch.zeros(len(spread), 16, device=spread[0])
     x[failing] = 7.0
     with pytest.raises(RuntimeError if killed else ValueError, match="its worker process" if killed else "as asked"):

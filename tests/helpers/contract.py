@@ -328,6 +328,27 @@ def assert_is_the_replicas(caught: BaseException, error: BaseException, replica:
         assert (type(caught), caught.args) == (type(error), error.args)
 
 
+def assert_failure_leaves_nothing(
+    model: DataParallel, error: BaseException, first_row: float, in_backward: bool, engine: str
+) -> BaseException:
+    """Have one of three replicas of FailsOn fail: the error is its own, no gradient is left, and buffers are as before.
+
+    Returns:
+        The error. The module's state is what it was, and it fails no more.
+    """
+    before = copy.deepcopy(model.module.state_dict())
+    model.module.on, model.module.in_backward = {first_row: error}, in_backward
+    with pytest.raises(type(error)) as caught:
+        in_time(lambda: loss_of(model(numbered_rows())).backward())
+    assert_is_the_replicas(caught.value, error, int(first_row) // 3, engine)
+    assert all(p.grad is None for p in model.parameters())
+    if not in_backward:
+        assert_unchanged(model.module, before)
+    model.module.load_state_dict(before)
+    model.module.on = {}
+    return caught.value
+
+
 def same_results(model: nn.Module, wrapped: nn.Module, inputs: tuple[Any, ...], leaves: list[torch.Tensor]) -> None:
     """Check outputs and gradients (of a loss over all floating outputs) against the plain module's."""
 

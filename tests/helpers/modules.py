@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import nn
 
+from manyhands import DataParallel
+
 
 class Calls(nn.Module):
     """A module with the given attributes, whose forward is a function of the module and the inputs."""
@@ -30,3 +32,10 @@ class Fn(nn.Module):
         if self.layer is not None:
             inputs = (self.layer(inputs[0]), *inputs[1:])
         return self.function(*inputs, **kwargs)
+
+
+class Composed(DataParallel):
+    """A wrapper with an overridden verb, which therefore runs the plain composition."""
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        return super().gather(outputs, output_device)

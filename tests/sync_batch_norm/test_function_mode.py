@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.batch_norms import BATCH_NORMS, CheckpointedBatchNorm
 from helpers.in_time import in_time
-from helpers.modules import Calls
+from helpers.modules import Calls, Composed
 from manyhands import DataParallel
 from manyhands.runtime import devices
 
@@ -154,13 +154,6 @@ def test_the_graph_holds_no_more_than_torchs_own(over_replicas: OverReplicas) ->
 # ---- ways of running replicas ---------------------------------------------------------------
 
 
-class OwnGather(DataParallel):
-    """An overridden verb: the plain composition runs."""
-
-    def gather(self, outputs: Any, output_device: Any) -> Any:
-        return super().gather(outputs, output_device)
-
-
 @contextlib.contextmanager
 def simulated_accelerators_with_one_graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make simulated devices count as accelerators: one call runs backward of all graphs."""
@@ -180,7 +173,7 @@ Wrap = Callable[[nn.Module, int], DataParallel]
 def wrap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wrap]:
     """Wrap a copy of a module, synchronised, for a number of replicas; the first two ways share one graph."""
     way = request.param
-    cls = OwnGather if way == "composition" else DataParallel
+    cls = Composed if way == "composition" else DataParallel
     devices = ["cpu"] if way == "composition" else request.getfixturevalue("sim")
     accelerators = way == "accelerators"
 

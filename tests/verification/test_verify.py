@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
-from helpers.modules import Calls
+from helpers.modules import Calls, Composed
 from manyhands import DataParallel, verify
 from manyhands.verification.report import Cause, Kind, Report
 
@@ -58,17 +58,15 @@ class Draws(nn.Module):
         return x
 
 
-class Average(nn.Module):
-    """A buffer that follows the rows, and does nothing else."""
+def average() -> nn.Module:
+    """Return a module whose buffer follows the rows, and which does nothing else."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.mean.lerp_(x.mean(0), 0.1)
+    def forward(model: Any, x: torch.Tensor) -> torch.Tensor:
+        if model.training:
+            model.mean.lerp_(x.mean(0), 0.1)
         return x
+
+    return Calls(forward, mean=nn.Buffer(torch.zeros(5)))
 
 
 @dataclasses.dataclass
@@ -284,7 +282,7 @@ CASES = [
     Case(recurrent(), SAMPLES, Cause.JOINED_ON_ANOTHER_AXIS, "out_dims=(0, (1, 1))"),  # uneven: it cannot be gathered
     Case(calls(draws_another_number_each_time), ROWS, Cause.NONDETERMINISTIC, "two runs on one device"),
     Case(
-        nn.Sequential(Average(), nn.Linear(5, 2)), ROWS, Cause.FIRST_REPLICAS_BUFFERS, "0.mean is updated in forward",
+        nn.Sequential(average(), nn.Linear(5, 2)), ROWS, Cause.FIRST_REPLICAS_BUFFERS, "0.mean is updated in forward",
         "0", TRAINING,
     ),
     Case(
@@ -572,12 +570,7 @@ def test_hooks_of_the_caller_see_what_they_always_see() -> None:
 
 def test_replicas_that_run_one_after_the_other() -> None:
     """The plain composition: in the caller's thread, for a wrapper with verbs of its own."""
-
-    class Own(DataParallel):
-        def gather(self, outputs: Any, output_device: Any) -> Any:
-            return super().gather(outputs, output_device)
-
-    report = verify(Own(with_batch_norm(), ["cpu", "cpu"]), ROWS, show=False)
+    report = verify(Composed(with_batch_norm(), ["cpu", "cpu"]), ROWS, show=False)
     assert (report.first_module, report.cause) == ("1", Cause.PER_SHARD_BATCH_NORM)
 
 

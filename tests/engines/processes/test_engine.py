@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from helpers.modules import Calls
 from helpers.programs import have_ended, until
 from manyhands import DataParallel
 from manyhands.engines.processes import fork_server, worker, worker_group
@@ -134,17 +135,9 @@ def test_parameters_exist_once_and_are_written_in_place(wrap):
 @both_transports
 def test_moving_parameters_keeps_ties_strides_and_identities(wrap):
     """R3, G7: views of one memory stay views of one memory."""
-
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            flat = torch.randn(12)
-            self.a, self.b = nn.Parameter(flat[:6].view(2, 3)), nn.Parameter(flat[3:9].view(3, 2).t())
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x @ self.a + x @ self.b
-
-    module, x = Tied(), torch.randn(4, 2)
+    flat, x = torch.randn(12), torch.randn(4, 2)
+    a, b = nn.Parameter(flat[:6].view(2, 3)), nn.Parameter(flat[3:9].view(3, 2).t())
+    module = Calls(lambda module, x: x @ module.a + x @ module.b, a=a, b=b)
     expected, strides = module(x), module.b.stride()
     torch.testing.assert_close(wrap(module)(x), expected)
     assert module.b.stride() == strides
@@ -212,22 +205,20 @@ def test_outputs_and_gradients_that_the_caller_keeps_are_not_overwritten(wrap, t
     assert len(addresses) == 1 or transport == "gloo" or make is not large
 
 
-class OfManyDtypes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        shapes = {torch.float32: (700_000,), torch.complex64: (10_000,), torch.bfloat16: (40_000,)}
-        tensors = [torch.randn(shape, dtype=dtype) for dtype, shape in shapes.items()]
-        self.tensors = nn.ParameterList([*tensors, torch.randn(300, 400, dtype=torch.float64).t()])
+def of_many_dtypes() -> nn.Module:
+    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([sum((p * row).abs().square().sum().double() for p in module.tensors) for row in x])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([sum((p * row).abs().square().sum().double() for p in self.tensors) for row in x])
+    shapes = {torch.float32: (700_000,), torch.complex64: (10_000,), torch.bfloat16: (40_000,)}
+    tensors = [torch.randn(shape, dtype=dtype) for dtype, shape in shapes.items()]
+    return Calls(forward, tensors=nn.ParameterList([*tensors, torch.randn(300, 400, dtype=torch.float64).t()]))
 
 
 @both_transports
 @pytest.mark.parametrize("num_replicas", [2, 5])
 def test_large_gradients_are_those_of_threads_bit_for_bit(wrap, transport, num_replicas):
     """N1, G7: summed in replica order; gloo sums in an order of its own."""
-    module, x = OfManyDtypes(), torch.linspace(0.1, 2.0, 7)
+    module, x = of_many_dtypes(), torch.linspace(0.1, 2.0, 7)
     processes, threads = wrap(module, num_replicas), DataParallel(module, ["cpu"] * num_replicas)
     tolerance = {"rtol": 0, "atol": 0} if transport == "shared memory" else {}
     for _ in range(3):
@@ -240,16 +231,12 @@ def test_large_gradients_are_those_of_threads_bit_for_bit(wrap, transport, num_r
 def test_large_gradients_that_some_replicas_have_not_or_have_twice(wrap):
     """N2; and reentrant checkpoints, where a leaf receives several contributions in one backward."""
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.all, self.some, self.none = (nn.Linear(200, 200) for _ in range(3))
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = model.all(x) + checkpoint(model.all, torch.tanh(x), use_reentrant=True)
+        return y + model.some(x) if x[0, 0] > 0 else y
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.all(x) + checkpoint(self.all, torch.tanh(x), use_reentrant=True)
-            return y + self.some(x) if x[0, 0] > 0 else y
-
-    module, x = Model().double(), torch.randn(6, 200, dtype=torch.float64, requires_grad=True)
+    module = Calls(forward, **{name: nn.Linear(200, 200) for name in ("all", "some", "none")}).double()
+    x = torch.randn(6, 200, dtype=torch.float64, requires_grad=True)
     model = wrap(module)
     for positive in ([0, 3], [3], []):
         with torch.no_grad():
@@ -812,23 +799,17 @@ def test_a_deep_module(wrap):
     torch.testing.assert_close(wrap(module)(x), module(x))
 
 
-class _SomeNormalise(nn.Module):
-    """A large layer for all replicas, and batch norm for those whose rows say so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.large, self.norm = nn.Linear(200, 200), nn.BatchNorm1d(200)
-
-    def forward(self, x: torch.Tensor, normalise: torch.Tensor) -> torch.Tensor:
-        y = self.large(x)
-        return self.norm(y).relu() if normalise.any() else y
-
-
 @both_transports
 @pytest.mark.parametrize("normalising", [(0, 1, 1), (1, 1, 0)], ids=str)
 def test_a_replica_that_waits_for_sums_does_not_block_a_batch_norm(wrap, normalising):
     """N5: a replica that has finished its backward waits for the sums; another may wait for it at a batch norm."""
-    model = wrap(_SomeNormalise(), 3, sync_batch_norm=True)
+
+    def forward(model: nn.Module, x: torch.Tensor, normalise: torch.Tensor) -> torch.Tensor:
+        y = model.large(x)
+        return model.norm(y).relu() if normalise.any() else y
+
+    some_normalise = Calls(forward, large=nn.Linear(200, 200), norm=nn.BatchNorm1d(200))
+    model = wrap(some_normalise, 3, sync_batch_norm=True)
     x, normalise = torch.randn(6, 200), torch.tensor(normalising).repeat_interleave(2)
     for _ in range(3):
         model(x, normalise).square().sum().backward()
