@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from helpers.garbage import no_garbage
 from helpers.modules import Calls
 from helpers.programs import run_script
-from manyhands import DataParallel
 from manyhands.runtime import devices
 from manyhands.testing import SimulatedTensor, simulated_accelerators
 
@@ -443,11 +442,3 @@ def test_views_in_inference_mode():
             results = [x.view(2, 2), x.detach(), x[:2], x + 1]
         assert [result.is_inference() for result in results] == [False, False, False, True]
         assert [result.sum().item() for result in results] == [4.0, 4.0, 2.0, 8.0]
-
-
-def test_a_wrapper_in_inference_mode(sim):
-    """R14"""
-    model = DataParallel(torch.nn.Linear(3, 2).to(sim[0]))
-    x = torch.randn(9, 3, device=sim[0])
-    with torch.inference_mode():
-        torch.testing.assert_close(model(x).cpu(), model.module(x).cpu())

@@ -1,6 +1,5 @@
 """Synchronised batch norm where replicas branch, fail, are nested, or are called from several threads."""
 
-import gc
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +12,6 @@ from helpers.contract import (
     FAILURES,
     FailsOn,
     FailureError,
-    Watched,
     Wrap,
     assert_failure_leaves_nothing,
     assert_is_the_replicas,
@@ -25,7 +23,6 @@ from helpers.contract import (
     in_time,
     in_turn,
     loss_of,
-    num_here,
     numbered_rows,
     over_engines,
     penalty_loss,
@@ -200,39 +197,3 @@ def test_synchronised_batch_norm_from_several_threads(wrap: Wrap) -> None:
             assert_same(gradient(model, batches[number]), gradient(plain, batches[number]))
 
     in_threads(4, call)
-
-
-def test_synchronised_batch_norm_frees_what_it_held(wrap: Wrap, collector_off: None, engine: str) -> None:
-    """N10, N5: activations go while backward runs; no cycles, whatever the order of the derivative."""
-
-    class WatchedNorm(Watched):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.latest = self.norm(super().forward(x))  # lost, and not held by what led to it
-            return self.latest * 1
-
-    model = wrap(WatchedNorm(), 3, sync_batch_norm=True)
-
-    def step(order: int) -> None:
-        x = fresh(torch.randn(8, 5))
-        if order == 2:
-            penalty_loss(model, x).backward()
-        else:
-            loss = loss_of(model(x))
-            if order == 1:
-                loss.backward()
-                assert model.module.alive() == 0
-            else:
-                assert model.module.alive() == num_here(engine, 3)
-
-    for order in (0, 1, 2):
-        step(order)  # what is made once and kept
-        model.module.seen.clear()
-        gc.collect()
-        step(order)
-        assert model.module.alive() == 0
-        assert gc.collect() == 0
-        model.module.seen.clear()

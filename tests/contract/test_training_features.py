@@ -177,9 +177,8 @@ def parametrizations_added_and_removed(wrap: Wrap) -> Results:
 
 
 class Unusual(nn.Module):
-    """`__getattr__`, `__setattr__`, slots, properties, class state, a `__call__` and a truth value of its own."""
+    """`__getattr__`, `__setattr__`, a property, class state and a `__call__` of its own."""
 
-    __slots__ = ("kept",)
     scale: ClassVar[float] = 1.0
     table: ClassVar[dict[str, float]] = {"offset": 0.25}
 
@@ -187,7 +186,6 @@ class Unusual(nn.Module):
         super().__init__()
         self.config = config
         self.first, self.second = nn.Linear(5, config.width), nn.Linear(config.width, 3)
-        object.__setattr__(self, "kept", self.second)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("cfg_"):
@@ -197,9 +195,6 @@ class Unusual(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value * 2 if name == "doubled" else value)
 
-    def __len__(self) -> int:
-        return 0
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return super().__call__(x) * self.scale
 
@@ -207,21 +202,15 @@ class Unusual(nn.Module):
     def weight(self) -> torch.Tensor:
         return self.first.weight * self.cfg_factor
 
-    @classmethod
-    def offset(cls) -> float:
-        return cls.table["offset"]
-
-    @staticmethod
-    def squash(x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(x)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.doubled = 0.5
-        return self.kept(self.squash(F.linear(x, self.weight, self.first.bias))) * self.doubled + self.offset()
+        hidden = torch.tanh(F.linear(x, self.weight, self.first.bias))
+        return self.second(hidden) * self.doubled + self.table["offset"]
 
 
 @script()
 def unusual_classes(wrap: Wrap) -> Results:
+    """tests/primitives/test_replicate.py has slots, lengths and truth values."""
     config = SimpleNamespace(width=6, factor=1.5)
     model = wrap(nn.Sequential(nn.Linear(5, 5), Unusual(config)))
     optimizer = sgd(model)
