@@ -2,9 +2,6 @@
 
 import copy
 import gc
-import subprocess
-import sys
-import textwrap
 import weakref
 from typing import Any
 
@@ -14,6 +11,7 @@ from torch import nn
 
 import manyhands
 from helpers.modules import Calls, Composed, Fn
+from helpers.programs import run_script
 
 TWO = ["cpu", "cpu"]
 
@@ -144,7 +142,8 @@ def test_a_failed_plain_composition_changes_no_buffer() -> None:
         assert torch.equal(net.norm.running_mean, torch.zeros(2))
 
 
-def test_ctrl_c_in_the_first_backward() -> None:
+@pytest.mark.parametrize("seconds", [0.02, 0.2])
+def test_ctrl_c_in_the_first_backward(seconds: float) -> None:
     """F3: narrated.
 
     1. the first backward of a process imports modules, in every worker at once
@@ -153,12 +152,12 @@ def test_ctrl_c_in_the_first_backward() -> None:
 
     The signal comes at several moments, as the moment decides.
     """
-    script = textwrap.dedent("""
-        import os, signal, sys, threading
+    done = run_script(f"""
+        import os, signal, threading
         import torch, manyhands
         model, x = manyhands.DataParallel(torch.nn.Linear(4, 4), ["cpu"] * 3), torch.randn(6, 4)
         output = model(x).sum()
-        timer = threading.Timer(float(sys.argv[1]), lambda: os.kill(os.getpid(), signal.SIGINT))
+        timer = threading.Timer({seconds}, lambda: os.kill(os.getpid(), signal.SIGINT))
         try:
             timer.start()
             output.backward()
@@ -171,15 +170,7 @@ def test_ctrl_c_in_the_first_backward() -> None:
             model(x).sum().backward()
         print("went on")
     """)
-    programs = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, moment], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for moment in ("0.02", "0.2")
-    ]
-    for program in programs:
-        out, err = program.communicate(timeout=100)
-        assert (program.returncode, out) == (0, "went on\n"), err
+    assert (done.returncode, done.stdout) == (0, "went on\n"), done.stderr
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])

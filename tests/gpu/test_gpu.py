@@ -19,7 +19,7 @@ from torch import nn
 
 from helpers.contract import assert_same_gradients, penalty_loss
 from helpers.in_time import in_time as _in_time
-from helpers.modules import Calls
+from helpers.modules import Calls, WithBackward
 from manyhands import DataParallel
 from manyhands.autograd import broadcast
 from manyhands.engines.processes.engine import ProcessesEngine
@@ -517,20 +517,14 @@ def test_processes_draw_masks_of_their_own_and_runs_repeat(spread, in_processes)
 def test_processes_and_a_replica_that_fails_in_backward(spread, in_processes, failing: int, killed: bool) -> None:
     """F1, F4: it raises, or its process is killed; the others do not wait for its gradients; the next step works."""
 
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            if killed:
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise ValueError("as asked")
+    def fail(grad: torch.Tensor) -> torch.Tensor:
+        if killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("as asked")
 
     def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         hidden = model.first(x)
-        return model.second(Fails.apply(hidden) if x[0, 0] == 7 else hidden)
+        return model.second(WithBackward.apply(hidden, fail) if x[0, 0] == 7 else hidden)
 
     _, model = in_processes(Calls(forward, first=nn.Linear(16, 300), second=nn.Linear(300, 16)))
     x = torch.zeros(len(spread), 16, device=spread[0])

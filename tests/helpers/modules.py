@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from manyhands import DataParallel
@@ -32,6 +33,19 @@ class Fn(nn.Module):
         if self.layer is not None:
             inputs = (self.layer(inputs[0]), *inputs[1:])
         return self.function(*inputs, **kwargs)
+
+
+class WithBackward(torch.autograd.Function):
+    """The identity, with the backward that it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, backward: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        ctx.run_backward = backward
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return ctx.run_backward(grad), None
 
 
 class Composed(DataParallel):

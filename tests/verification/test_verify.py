@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
-from helpers.modules import Calls, Composed
+from helpers.modules import Calls, Composed, Fn, WithBackward
 from manyhands import DataParallel, verify
 from manyhands.verification.report import Cause, Kind, Report
 
@@ -42,11 +42,9 @@ def calls(function: Callable[..., Any], *children: nn.Module) -> nn.Module:
     return Calls(function, layers=nn.ModuleList(children))
 
 
-class Center(nn.Module):
-    """Rows that interact."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x - x.mean(0)
+def center() -> nn.Module:
+    """Return a module whose rows interact."""
+    return Fn(lambda x: x - x.mean(0))
 
 
 class Draws(nn.Module):
@@ -260,14 +258,14 @@ CASES = [
         TRAINING, True,
     ),
     Case(
-        nn.Sequential(nn.Linear(5, 8), Center(), nn.Linear(8, 2)), ROWS, Cause.ROWS_INTERACT,
+        nn.Sequential(nn.Linear(5, 8), center(), nn.Linear(8, 2)), ROWS, Cause.ROWS_INTERACT,
         "depends on the other rows", "1",
     ),
     Case(
         calls(centers_between_layers, nn.Linear(5, 5), nn.Linear(5, 2)), ROWS, Cause.ROWS_INTERACT,
         "in the code in front of layers.1",
     ),
-    Case(Center(), ROWS, Cause.ROWS_INTERACT, "depends on the other rows"),
+    Case(center(), ROWS, Cause.ROWS_INTERACT, "depends on the other rows"),
     Case(
         attention(), torch.randn(4, 9, 8), Cause.ROWS_INTERACT, "not on axis 0, say so with dim", "layers.0.self_attn"
     ),
@@ -354,19 +352,6 @@ def test_an_option_that_is_given_explains_what_it_asks_for() -> None:
     assert compared(with_batch_norm(), ROWS, sync_batch_norm=False).explained
 
 
-class WithBackward(torch.autograd.Function):
-    """The identity, with the backward that it is given."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, backward: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        ctx.run_backward = backward
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return ctx.run_backward(grad), None
-
-
 def test_a_gradient_that_differs_alone() -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return WithBackward.apply(self.layers[0](x), lambda grad: grad.mean(0).expand_as(grad))
@@ -417,7 +402,7 @@ def test_no_gradients_where_backward_fails_in_eval_mode() -> None:
 # ---- how it is done ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [mlp, with_batch_norm, lambda: nn.Sequential(Center(), mlp()), with_dropout])
+@pytest.mark.parametrize("make", [mlp, with_batch_norm, lambda: nn.Sequential(center(), mlp()), with_dropout])
 def test_at_most_three_steps_on_one_device_and_two_on_several(make: Callable[[], nn.Module]) -> None:
     model = make()
     steps: list[int] = []
