@@ -6,7 +6,6 @@ import functools
 import importlib
 import importlib.metadata
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,18 +64,20 @@ def tree_of(module: str) -> ast.Module:
     return ast.parse(SOURCES[module].read_text(encoding="utf-8"))
 
 
+def names_imported(node: ast.AST) -> list[str]:
+    """Return what an import statement imports, as `package.module.name`; of other nodes nothing."""
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+
+
 def imported_by(module: str) -> Iterator[tuple[str, int]]:
     """Yield every file of the package that a file imports, and the line; imports in functions too."""
     for node in ast.walk(tree_of(module)):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module}:{node.lineno}: a relative import"
-            inside = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = [name if name in SOURCES else str(node.module) for name in inside]
-        else:
-            continue
-        yield from ((name, node.lineno) for name in names if name.split(".")[0] == "manyhands")
+        assert not getattr(node, "level", 0), f"{module}:{node.lineno}: a relative import"
+        for name in names_imported(node):
+            if name.split(".")[0] == "manyhands":
+                yield (name if name in SOURCES else name.rpartition(".")[0]), node.lineno
 
 
 def dotted(node: ast.AST) -> str:
@@ -136,7 +137,7 @@ def test_everything_public_on_a_wrapper_has_an_example(name):
     assert ">>>" in (vars(manyhands.DataParallel)[name].__doc__ or "")
 
 
-@pytest.mark.parametrize("module", [name for name in LIBRARY if ">>>" in SOURCES[name].read_text(encoding="utf-8")])
+@pytest.mark.parametrize("module", [name for name in SOURCES if ">>>" in SOURCES[name].read_text(encoding="utf-8")])
 def test_examples_in_the_sources_run(module):
     found = doctest.DocTestFinder().find(
         importlib.import_module(module), extraglobs={"torch": torch, "manyhands": manyhands}
@@ -179,14 +180,9 @@ def test_the_library_needs_nothing_but_what_pip_install_brings():
     """Imports in functions too, and numpy, which torch does not bring either, by way of a tensor."""
     for module in LIBRARY:
         for node in ast.walk(tree_of(module)):
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [str(node.module)]
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "numpy":
+            names = names_imported(node)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "numpy":
                 names = ["numpy"] * (module != "manyhands.testing")  # there it is the tensor's own method
-            else:
-                continue
             other = {name.split(".")[0] for name in names} - set(sys.stdlib_module_names) - NEEDED - {"manyhands"}
             assert not other, f"{module}:{node.lineno} needs {other}"
 
@@ -200,11 +196,7 @@ def test_private_calls_of_torch_are_in_one_file():
     """But those of testing.py: a device of its own needs torch's device registry, which is private in parts."""
     for module in SOURCES.keys() - {"manyhands.runtime.torch_private", "manyhands.testing"}:
         for node in ast.walk(tree_of(module)):
-            names = [dotted(node)] if isinstance(node, ast.Attribute) else []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [dotted(node)] if isinstance(node, ast.Attribute) else names_imported(node)
             private = [name for name in names if f"{name}.".startswith("torch._C.")]
             assert not private, f"{module}:{node.lineno}: {private} belongs in torch_private.py"
 
@@ -217,11 +209,9 @@ def test_nothing_of_torchs_data_parallel_is_used_but_its_name():
     for module in SOURCES.keys() - {"manyhands.bench.contenders"}:
         bases = []
         for node in ast.walk(tree_of(module)):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                names = [f"{getattr(node, 'module', '')}.{alias.name}" for alias in node.names]
-                torchs = [name for name in names if "manyhands" not in name]
-                assert not any("nn.parallel" in name or "DataParallel" in name for name in torchs), module
-            elif isinstance(node, ast.ClassDef):
+            torchs = [name for name in names_imported(node) if "manyhands" not in name]
+            assert not any("nn.parallel" in name or "DataParallel" in name for name in torchs), module
+            if isinstance(node, ast.ClassDef):
                 bases += [part for base in node.bases for part in ast.walk(base)]
             elif isinstance(node, ast.Attribute):
                 name = dotted(node)
@@ -250,7 +240,7 @@ assert torch.get_num_threads() == threads
 assert not torch.cuda.is_initialized()
 print(*sorted(set(sys.modules) - before))
 """
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    done = run_script(code)
     assert done.returncode == 0, done.stderr
     loaded = done.stdout.split()
     assert {name.split(".")[0] for name in loaded} - set(sys.stdlib_module_names) == {"manyhands"}

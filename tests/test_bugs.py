@@ -2,9 +2,6 @@
 
 import copy
 import gc
-import subprocess
-import sys
-import textwrap
 import weakref
 from typing import Any
 
@@ -13,6 +10,8 @@ import torch
 from torch import nn
 
 import manyhands
+from helpers.modules import Calls, Composed, Fn
+from helpers.programs import run_script
 
 TWO = ["cpu", "cpu"]
 
@@ -21,25 +20,21 @@ def loss(output: torch.Tensor) -> torch.Tensor:
     return output.double().square().sum()
 
 
+class AttributeDict(dict[str, Any]):
+    def __init__(self, *args: Any, **items: Any) -> None:
+        super().__init__(*args, **items)
+        self.__dict__ = self
+
+
 def test_a_dict_whose_items_are_attributes() -> None:
     """S3, G3: `self.__dict__ = self`. A copied one had a `__dict__` of its own, with the whole batch in it, so every
     replica that read `batch.x` instead of `batch["x"]` computed everything."""
 
-    class AttributeDict(dict[str, Any]):
-        def __init__(self, *args: Any, **items: Any) -> None:
-            super().__init__(*args, **items)
-            self.__dict__ = self
+    def forward(net: nn.Module, batch: Any) -> Any:
+        batch.extra = batch.x + 1
+        return AttributeDict(y=net.linear(batch.x), z=batch["extra"])
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 1)
-
-        def forward(self, batch: Any) -> Any:
-            batch.extra = batch.x + 1
-            return AttributeDict(y=self.linear(batch.x), z=batch["extra"])
-
-    net, x = Net(), torch.randn(8, 4)
+    net, x = Calls(forward, linear=nn.Linear(4, 1)), torch.randn(8, 4)
     output = manyhands.DataParallel(net, TWO)(AttributeDict(x=x))
     expected = net(AttributeDict(x=x))
     torch.testing.assert_close(output["y"], expected["y"])
@@ -51,22 +46,9 @@ def test_a_dict_whose_items_are_attributes() -> None:
 
 def test_an_attribute_that_is_such_a_dict() -> None:
     """R7: the same idiom, holding layers."""
-
-    class AttributeDict(dict[str, Any]):
-        def __init__(self, **items: Any) -> None:
-            super().__init__(**items)
-            self.__dict__ = self
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 1)
-            self.parts = AttributeDict(linear=self.linear)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.parts.linear(x) + self.parts["linear"](x)
-
-    net, x = Net(), torch.randn(8, 4)
+    linear, x = nn.Linear(4, 1), torch.randn(8, 4)
+    parts = AttributeDict(linear=linear)
+    net = Calls(lambda net, x: net.parts.linear(x) + net.parts["linear"](x), linear=linear, parts=parts)
     loss(manyhands.DataParallel(net, TWO)(x)).backward()
     mine = net.linear.weight.grad
     net.linear.weight.grad = None
@@ -77,16 +59,11 @@ def test_an_attribute_that_is_such_a_dict() -> None:
 def test_backward_inside_forward() -> None:
     """N1: the gradient stayed in the replicas' leaves, which nobody sees, and would have been counted again later."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 1)
+    def forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss(net.linear(x)).backward()
+        return net.linear(x)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            loss(self.linear(x)).backward()
-            return self.linear(x)
-
-    net, x = Net(), torch.randn(7, 4)
+    net, x = Calls(forward, linear=nn.Linear(4, 1)), torch.randn(7, 4)
     grads = []
     for model in (net, manyhands.DataParallel(net, TWO)):
         net.zero_grad()
@@ -99,16 +76,8 @@ def test_backward_inside_forward() -> None:
 def test_a_parameter_that_is_not_the_modules() -> None:
     """N3: a global that forward uses. Its gradient came by a side route, which create_graph and autograd.grad miss."""
     outside = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 1, dtype=torch.float64)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(torch.tanh(x @ outside))
-
-    net, x = Net(), torch.randn(7, 4, dtype=torch.float64)
+    net = Calls(lambda net, x: net.linear(torch.tanh(x @ outside)), linear=nn.Linear(4, 1, dtype=torch.float64))
+    x = torch.randn(7, 4, dtype=torch.float64)
     wrapped = manyhands.DataParallel(net, TWO)
     for _ in range(2):
         first = [torch.autograd.grad(loss(model(x)), outside, create_graph=True)[0] for model in (net, wrapped)]
@@ -158,31 +127,23 @@ def test_an_input_written_into_before_a_second_derivative() -> None:
 def test_a_failed_plain_composition_changes_no_buffer() -> None:
     """N11: as for the engine; the first replica had counted its batch already."""
 
-    class Fails(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(2)
+    def forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        output = net.norm(x)
+        if x[0, 0] > 0:
+            raise ValueError("this one fails")
+        return output
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            output = self.norm(x)
-            if x[0, 0] > 0:
-                raise ValueError("this one fails")
-            return output
-
-    class Overrides(manyhands.DataParallel):
-        def gather(self, outputs: Any, output_device: Any) -> Any:
-            return super().gather(outputs, output_device)
-
-    net = Fails()
+    net = Calls(forward, norm=nn.BatchNorm1d(2))
     x = torch.tensor([[-1.0, 1.0], [-2.0, 2.0], [1.0, 1.0], [2.0, 2.0]])
-    for call in (Overrides(net, TWO), lambda x: manyhands.data_parallel(net, x, TWO)):
+    for call in (Composed(net, TWO), lambda x: manyhands.data_parallel(net, x, TWO)):
         with pytest.raises(ValueError, match="this one fails"):
             call(x)
         assert net.norm.num_batches_tracked == 0
         assert torch.equal(net.norm.running_mean, torch.zeros(2))
 
 
-def test_ctrl_c_in_the_first_backward() -> None:
+@pytest.mark.parametrize("seconds", [0.02, 0.2])
+def test_ctrl_c_in_the_first_backward(seconds: float) -> None:
     """F3: narrated.
 
     1. the first backward of a process imports modules, in every worker at once
@@ -191,12 +152,12 @@ def test_ctrl_c_in_the_first_backward() -> None:
 
     The signal comes at several moments, as the moment decides.
     """
-    script = textwrap.dedent("""
-        import os, signal, sys, threading
+    done = run_script(f"""
+        import os, signal, threading
         import torch, manyhands
         model, x = manyhands.DataParallel(torch.nn.Linear(4, 4), ["cpu"] * 3), torch.randn(6, 4)
         output = model(x).sum()
-        timer = threading.Timer(float(sys.argv[1]), lambda: os.kill(os.getpid(), signal.SIGINT))
+        timer = threading.Timer({seconds}, lambda: os.kill(os.getpid(), signal.SIGINT))
         try:
             timer.start()
             output.backward()
@@ -209,15 +170,7 @@ def test_ctrl_c_in_the_first_backward() -> None:
             model(x).sum().backward()
         print("went on")
     """)
-    programs = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, moment], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for moment in ("0.02", "0.2")
-    ]
-    for program in programs:
-        out, err = program.communicate(timeout=100)
-        assert (program.returncode, out) == (0, "went on\n"), err
+    assert (done.returncode, done.stdout) == (0, "went on\n"), done.stderr
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
@@ -242,10 +195,9 @@ def test_a_single_functional_call_says_nothing_of_idle_devices(caplog: pytest.Lo
 def test_the_plain_composition_knows_the_devices_of_calls_without_tensors(sim: list[torch.device]) -> None:
     """F1: the note had named the CPU, where no input is a tensor."""
 
-    class Fails(nn.Module):
-        def forward(self, text: str) -> None:
-            raise ValueError(text)
+    def fail(text: str) -> None:
+        raise ValueError(text)
 
     with pytest.raises(ValueError, match="no tensor") as raised:
-        manyhands.data_parallel(Fails(), "no tensor", sim[:2])
+        manyhands.data_parallel(Fn(fail), "no tensor", sim[:2])
     assert f"replica 0 on {sim[0]}" in raised.value.__notes__[0]

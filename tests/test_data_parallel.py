@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.modules import Calls, Composed, Fn
 from manyhands import DataParallel, data_parallel
 
 CPU = torch.device("cpu")
@@ -30,25 +31,7 @@ class Batch:
     note: Any = None
 
 
-class Composed(DataParallel):
-    """A wrapper with an overridden verb, which therefore runs the plain composition."""
-
-    def gather(self, outputs, output_device):
-        return super().gather(outputs, output_device)
-
-
 both = pytest.mark.parametrize("wrap", [DataParallel, Composed])
-
-
-class Fn(nn.Module):
-    """A module that is one function."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args, **kwargs):
-        return self.function(*args, **kwargs)
 
 
 class Reporter(nn.Module):
@@ -280,34 +263,14 @@ def test_output_device_minus_one(sim):
 # State dicts
 
 
-class ChildNamedModule(nn.Module):
+def child_named_module(**more: nn.Parameter) -> nn.Module:
     """A module whose own child is called as the wrapper calls it."""
-
-    def __init__(self):
-        super().__init__()
-        self.module = nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.module(x)
+    return Calls(lambda self, x: self.module(x), module=nn.Linear(3, 3), **more)
 
 
-class ChildNamedModuleAndMore(ChildNamedModule):
+def child_named_module_and_more() -> nn.Module:
     """Its names, clean, are partly those of a wrapped module's."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((3, 3), 7.0))
-        self.bias = nn.Parameter(torch.full((3,), 8.0))
-
-
-class WrapsItsPart(nn.Module):
-    def __init__(self, part):
-        super().__init__()
-        self.first = nn.Linear(3, 3)
-        self.part = DataParallel(part, ["cpu", "cpu"])
-
-    def forward(self, x):
-        return self.part(self.first(x))
+    return child_named_module(weight=nn.Parameter(torch.full((3, 3), 7.0)), bias=nn.Parameter(torch.full((3,), 8.0)))
 
 
 def conv_net():
@@ -335,19 +298,19 @@ def test_state_dict_has_torchs_names():
         lambda part: DataParallel(part, []),
         lambda part: DataParallel(part, ["cpu"]),
         lambda part: DataParallel(part, ["cpu", "cpu"]),
-        WrapsItsPart,
+        lambda part: nn.Sequential(nn.Linear(3, 3), DataParallel(part, ["cpu", "cpu"])),
     ],
     ids=["no device", "one device", "two devices", "a submodule"],
 )
-@pytest.mark.parametrize("part", [conv_net, ChildNamedModule, ChildNamedModuleAndMore])
+@pytest.mark.parametrize("part", [conv_net, child_named_module, child_named_module_and_more])
 @pytest.mark.parametrize("form", ["wrapped", "clean"])
 def test_load_state_dict_takes_both_forms(no_accelerators, wrap, part, form):
     """A8, A10: also where the module's own names begin with `module.`, and where the wrapper is a submodule."""
     model = wrap(part())
     other = changed(model)
     plain = copy.deepcopy(other)
-    if isinstance(plain, WrapsItsPart):
-        plain.part = plain.part.module
+    if isinstance(plain, nn.Sequential):
+        plain[1] = plain[1].module
     else:
         plain = plain.module
     given = (other if form == "wrapped" else plain).state_dict()
@@ -445,22 +408,11 @@ def test_shares_hold_for_an_overridden_verb_too(sim, wrap, shares):
 # Wrappers inside models
 
 
-class Blocks(nn.Module):
-    """Three blocks; the middle one may be wrapped."""
-
-    def __init__(self, wrap_middle=lambda block: block, middle=None):
-        super().__init__()
-        self.block1 = nn.Linear(3, 4)
-        self.block2 = wrap_middle(middle or nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
-        self.block3 = nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.block3(self.block2(self.block1(x)))
-
-
 def blocks(wrap_middle, middle=None, device="cpu") -> tuple[nn.Module, nn.Module]:
-    """Return the same blocks with the middle wrapped and plain."""
-    plain, wrapped = Blocks(middle=copy.deepcopy(middle)), Blocks(wrap_middle, middle)
+    """Return three blocks with the middle wrapped, and the same ones plain."""
+    middle = middle or nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    middles = copy.deepcopy(middle), wrap_middle(middle)
+    plain, wrapped = (nn.Sequential(nn.Linear(3, 4), each, nn.Linear(4, 2)) for each in middles)
     plain.load_state_dict({name.replace("module.", ""): value.cpu() for name, value in wrapped.state_dict().items()})
     return wrapped.double().to(device), plain.double()
 
@@ -480,44 +432,30 @@ def blocks(wrap_middle, middle=None, device="cpu") -> tuple[nn.Module, nn.Module
 @both
 def test_a_wrapper_inside_a_wrapped_module(sim, wrap, wrap_middle, middle):
     """A10: inside a replica everything stays on that replica's device."""
-
-    class Shift(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("shift", torch.ones(4))
-
-        def forward(self, x):
-            return x + self.shift
-
-    modules = {"with parameters": nn.Linear(4, 4), "without parameters": nn.Tanh(), "with a buffer only": Shift()}
+    shift = Calls(lambda self, x: x + self.shift, shift=nn.Buffer(torch.ones(4)))
+    modules = {"with parameters": nn.Linear(4, 4), "without parameters": nn.Tanh(), "with a buffer only": shift}
     model, plain = blocks(wrap_middle, modules[middle], device="sim:0")
     model = wrap(model, [0, 1, 2])
     torch.testing.assert_close(train_once(model, numbered(8, 3)), train_once(plain, numbered(8, 3)))
     assert {p.grad.device for p in model.parameters()} == {sim[0]}
 
 
-class Halved(nn.Module):
+def halved(rest: nn.Module) -> nn.Module:
     """The front stays on the CPU."""
-
-    def __init__(self, rest):
-        super().__init__()
-        self.front = nn.Linear(3, 4).double()
-        self.rest = rest
-
-    def forward(self, x):
-        return self.rest(self.front(x).to("sim:0"))
+    front = nn.Linear(3, 4).double()
+    return Calls(lambda self, x: self.rest(self.front(x).to("sim:0")), front=front, rest=rest)
 
 
 @both
 def test_half_of_the_model_on_the_cpu(sim, wrap):
     """A11: outside the wrapper it works, and gradients arrive on both; inside it is a clear error."""
     rest = nn.Linear(4, 2).double().to("sim:0")
-    model = Halved(wrap(rest))
+    model = halved(wrap(rest))
     plain = nn.Sequential(copy.deepcopy(model.front), copy.deepcopy(rest).cpu())
     torch.testing.assert_close(train_once(model, numbered(7, 3)), train_once(plain, numbered(7, 3)))
     assert (model.front.weight.grad.device, rest.weight.grad.device) == (CPU, sim[0])
     with pytest.raises(RuntimeError, match=r"on device sim:0 .* but front.weight is on cpu"):
-        wrap(Halved(rest))(numbered(7, 3))
+        wrap(halved(rest))(numbered(7, 3))
 
 
 @both
@@ -535,26 +473,13 @@ def test_the_same_device_twice(sim, wrap, device_ids):
     ("arguments", "error", "message"),
     [
         ({"module": lambda x: x}, TypeError, "module: expected a torch.nn.Module, got <function"),
-        ({"module": nn.Linear}, TypeError, "module: expected a torch.nn.Module, got <class"),
         ({"module": None}, TypeError, "got None"),
         ({"dim": "0"}, TypeError, "dim='0': expected an int"),
-        ({"dim": 1.0}, TypeError, "dim=1.0: expected an int"),
-        ({"dim": None}, TypeError, "dim=None"),
         ({"dim": True}, TypeError, "dim=True"),
         ({"engine": "rockets"}, ValueError, r"engine='rockets': expected one of \['threads'"),
-        ({"engine": None}, TypeError, "engine=None"),
-        ({"engine": ["threads"]}, TypeError, r"engine=\['threads'\]"),
-        ({"shares": "most"}, ValueError, "shares='most'"),
         ({"shares": [1]}, ValueError, "has 1 weights for 2 devices"),
-        ({"shares": 3}, TypeError, "shares=3"),
         ({"device_ids": [0, 7]}, ValueError, r"no accelerator 7; .*CUDA_VISIBLE_DEVICES='2,3'.* from 0"),
-        ({"device_ids": []}, ValueError, "device_ids is empty: .* sim:0, sim:1, sim:2, sim:3"),
-        ({"device_ids": ["cpu", "sim:0"]}, ValueError, "mixes kinds of device"),
-        ({"device_ids": ["gpu"]}, ValueError, "'gpu' names no device"),
-        ({"device_ids": "sim:0"}, TypeError, "expected a list"),
-        ({"device_ids": 2}, TypeError, "device_ids=2: expected a list"),
         ({"output_device": 9}, ValueError, "output_device: there is no accelerator 9.*CUDA_VISIBLE_DEVICES='2,3'"),
-        ({"output_device": [0]}, TypeError, r"output_device: expected an int, .* got \[0\]"),
     ],
     ids=lambda value: re.sub(" at 0x[0-9a-f]+", "", repr(value)),  # an id must be the same in every process
 )
@@ -633,19 +558,6 @@ def test_a_wrapper_inside_a_replica_does_not_log_its_idle_devices(caplog):
     assert caplog.messages == []
 
 
-@both
-@pytest.mark.parametrize(
-    ("rows", "n", "sizes"),
-    [(5, 4, [2, 2, 1]), (9, 4, [3, 3, 3]), (30, 8, [4] * 7 + [2]), (1, 2, [1])],
-)
-def test_rows_go_to_devices_as_torch_chunks_them(simulated_accelerators, wrap, rows, n, sizes):
-    """S1: sizes, and in the order of the devices."""
-    with simulated_accelerators(n):
-        model = wrap(Reporter().to("sim:0"))
-        assert_like_plain(model, numbered(rows, 3, dtype=torch.float32))
-        assert sorted(model.module.seen) == [(f"sim:{i}", size) for i, size in enumerate(sizes)]
-
-
 def test_a_module_with_buffers_whose_first_share_is_0(sim):
     """S2 with R5: the first replica that runs is the one whose buffers persist."""
     model = DataParallel(nn.BatchNorm1d(3).to("sim:0"), [0, 1], shares=[0, 1])
@@ -672,39 +584,15 @@ def test_inputs_without_rows_are_one_call_on_the_first_device(sim, wrap, inputs)
     """S8."""
     seen = []
 
-    class Constant(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2))
+    def constant(module, *args, **kwargs):
+        seen.append((module.weight.device, args, kwargs))
+        return module.weight * 2
 
-        def forward(self, *args, **kwargs):
-            seen.append((self.weight.device, args, kwargs))
-            return self.weight * 2
-
-    model = wrap(Constant().to("sim:1"), [1, 2, 3])
+    model = wrap(Calls(constant, weight=nn.Parameter(torch.ones(2))).to("sim:1"), [1, 2, 3])
     model(*inputs).sum().backward()
     model(*inputs, flag=True)
     assert seen == [(sim[1], inputs, {}), (sim[1], inputs, {"flag": True})]
     assert model.module.weight.grad.tolist() == [2, 2]
-
-
-@both
-def test_an_empty_batch_is_one_call(sim, wrap):
-    """S9: one replica, the first; the output has the shape of the plain module's."""
-    model = wrap(Reporter().to("sim:0"))
-    output = model(torch.zeros(0, 3))
-    assert output.shape == (0, 2)
-    assert model.module.seen == [("sim:0", 0)]
-    output.sum().backward()
-    assert model.module.layer.weight.grad.tolist() == [[0] * 3] * 2
-
-
-@both
-@pytest.mark.parametrize("dim", [1, -3])
-def test_an_axis_that_an_input_does_not_have(wrap, dim):
-    """S10: named with its shape."""
-    with pytest.raises(ValueError, match=rf"inputs\[1\] of shape \(2,\) along dim={dim}"):
-        wrap(Fn(lambda x, y: x), ["cpu"] * 2, dim=dim)(torch.ones(2, 2, 2), torch.ones(2))
 
 
 @both
@@ -719,19 +607,6 @@ def test_the_batch_may_have_any_memory_format(wrap):
     assert_like_plain(model, numbered(4, 6, 2, 2)[:, ::2])
     assert_like_plain(model, x.transpose(2, 3))
     assert_like_plain(model, numbered(1, 3, 2, 2).expand(5, -1, -1, -1))
-
-
-@both
-def test_a_module_may_write_into_its_input(wrap):
-    """S12: the caller's batch stays as it is, whether it requires grad or not."""
-    model = wrap(Fn(lambda x, y: x.mul_(2) + y.add_(1)), ["cpu"] * 2)
-    x, y = numbered(4), numbered(4).requires_grad_()
-    inside = y * 1  # neither a leaf nor one that does not require grad
-    (model(x, y) + model(x, inside)).sum().backward()
-    assert torch.equal(x, numbered(4))
-    assert torch.equal(y, numbered(4))
-    assert torch.equal(inside, y)
-    assert y.grad.tolist() == [2] * 4
 
 
 @both
@@ -803,22 +678,14 @@ def test_outputs_that_are_no_plain_containers(wrap):
 @pytest.mark.parametrize(
     ("function", "error", "message"),
     [
-        (
-            lambda x: {"y": x} if x[0] else {"y": None},
-            ValueError,
-            r"output\['y'\]: .*replica 0: NoneType; replica 1: T",
-        ),
-        (lambda x: {"y": x} if x[0] else {"z": x}, ValueError, r"different keys \(replica 0: \['z'\]; replica 1"),
-        (lambda x: [x] * int(x[0] + 1), ValueError, r"output: .* different lengths \(replica 0: 1; replica 1: 3\)"),
+        (lambda x: {"y": x if x[0] else None}, ValueError, r"output\['y'\]: .*replica 0: NoneType; replica 1: T"),
         (lambda x: x if x[0] else x[None], ValueError, r"numbers of axes \(replica 0: \(1, 2\); replica 1: \(2,\)\)"),
-        (lambda x: (x, x.long() if x[0] else x), ValueError, r"output\[1\]: .*dtypes .*replica 1: torch.int64"),
-        (lambda x: torch.ones(2, int(x[0]) + 1), ValueError, r"sizes off the joined axis 0 \(replica 0: \(2, 1\)"),
         (lambda x: Batch(x, "a" if x[0] else "b"), ValueError, r"output.note: .*replica 0: 'b'; replica 1: 'a'"),
         (lambda x: {"o": {1, 2}}, TypeError, r"output\['o'\]: .* objects of type set"),
     ],
 )
 def test_outputs_that_do_not_fit_together(wrap, function, error, message):
-    """G3, G5, G4: the path, the replicas and what each gave; the next call works."""
+    """G3, G5, G4: the path, the replicas and what each gave; the next call works. Others are in tests/primitives."""
     model = wrap(Fn(function), ["cpu"] * 2)
     with pytest.raises(error, match=message):
         model(torch.arange(4.0))

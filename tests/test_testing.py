@@ -3,8 +3,7 @@
 import copy
 import io
 import pickle
-import subprocess
-import sys
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,7 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from helpers.garbage import no_garbage
-from manyhands import DataParallel
+from helpers.modules import Calls
+from helpers.programs import run_script
 from manyhands.runtime import devices
 from manyhands.testing import SimulatedTensor, simulated_accelerators
 
@@ -24,30 +24,14 @@ MIXED = (
 )
 
 
-class TiedAutoencoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Linear(4, 4, bias=False)
-        self.decoder = nn.Linear(4, 4, bias=False)
-        self.decoder.weight = self.encoder.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.decoder(torch.tanh(self.encoder(x)))
+def tied_autoencoder() -> nn.Module:
+    encoder, decoder = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    decoder.weight = encoder.weight
+    return Calls(encode_and_decode, encoder=encoder, decoder=decoder)
 
 
-def conv_net() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3)
-    )
-
-
-def run_python(code: str) -> str:
-    """Run a program in a fresh interpreter in which warnings are errors; return what it printed."""
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], check=False, capture_output=True, text=True, timeout=120
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout.strip()
+def encode_and_decode(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model.decoder(torch.tanh(model.encoder(x)))
 
 
 # Devices and copies
@@ -56,20 +40,13 @@ def run_python(code: str) -> str:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: torch.zeros(3, device="sim:1"),
-        lambda: torch.tensor([1.0, 2.0], device=SIM1),
         lambda: torch.as_tensor([1, 2], device="sim:1"),
         lambda: torch.randn(2, 3, device=SIM1),
-        lambda: torch.arange(5, device="sim:1"),
-        lambda: torch.full((2,), 7, device="sim:1"),
-        lambda: torch.randperm(4, device="sim:1"),
         lambda: torch.empty(2, 3, 4, 5, device="sim:1", memory_format=torch.channels_last),
         lambda: torch.zeros_like(torch.ones(2), device="sim:1"),
         lambda: torch.zeros_like(torch.ones(2, device="sim:1")),
-        lambda: torch.ones(2, device="sim:1").new_zeros(4),
         lambda: torch.ones(2, device="sim:1").new_tensor([1.0]),
         lambda: torch.ones(2, device="sim:1").new(),
-        lambda: torch.ones(2, device="sim:1").new(2, 3),
         lambda: torch.ones(2, device="sim:1").new(torch.ones(2, device="sim:1")),
         lambda: torch.ones(2).to("sim:1"),
         lambda: torch.ones(2).to(torch.ones(2, device="sim:1")),
@@ -135,21 +112,16 @@ def test_what_is_refused():
     "mix",
     [
         lambda a, b: a + b,
-        lambda a, b: b @ a,
         lambda a, b: torch.cat([a, b]),
         lambda a, b: a.add_(b),
         lambda a, b: torch.where(a > 0, a, b),
         lambda a, b: torch.add(a, a, out=b),
         torch.equal,
-        torch.allclose,
         lambda a, b: a.add_(torch.ones(2, 2)),
-        lambda a, b: torch.ones(2, 2).mul_(a),
         lambda a, b: torch.tensor(1.0).add_(a.sum()),
         lambda a, b: a + b.sum(),
         lambda a, b: nn.Linear(2, 2).to("sim:0")(b),
         lambda a, b: nn.Linear(2, 2)(a),
-        nn.functional.mse_loss,
-        lambda a, b: nn.functional.cross_entropy(a, torch.tensor([0, 1])),
         lambda a, b: nn.functional.embedding(torch.tensor([0, 1]), a),
     ],
 )
@@ -293,25 +265,8 @@ def test_a_step_leaves_no_reference_cycle():
 # Modules
 
 
-def test_training_gives_the_numbers_of_the_cpu():
-    results = []
-    for device in ("cpu", "sim:3"):
-        torch.manual_seed(0)
-        model, batch = conv_net().to(device), torch.randn(6, 2, 6, 6).to(device)
-        target = torch.randint(0, 3, (6,)).to(device)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        for _ in range(3):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(batch), target).backward()
-            assert {parameter.grad.device for parameter in model.parameters()} == {torch.device(device)}
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-        results.append({name: value.cpu() for name, value in model.state_dict().items()})
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
-
-
 def test_module_to_keeps_tied_weights_and_parameters():
-    model = TiedAutoencoder()
+    model = tied_autoencoder()
     weight = model.encoder.weight
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model(torch.ones(2, 4)).sum().backward()
@@ -345,7 +300,7 @@ def test_a_module_updates_its_buffers_in_place_and_moves_back_to_the_cpu():
 
 
 def test_deepcopy_and_pickle_keep_device_values_and_ties():
-    model = TiedAutoencoder().to("sim:2")
+    model = tied_autoencoder().to("sim:2")
     model(torch.ones(1, 4, device="sim:2")).sum().backward()
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         weight = twin.encoder.weight
@@ -361,7 +316,8 @@ def test_deepcopy_and_pickle_keep_device_values_and_ties():
 
 
 def test_state_dict_travels_through_a_file_of_cpu_copies():
-    model, other = conv_net().to("sim:0"), conv_net().to("sim:1")
+    model, other = nn.BatchNorm1d(3).to("sim:0"), nn.BatchNorm1d(3).to("sim:1")
+    model(torch.randn(4, 3, device="sim:0"))
     file = io.BytesIO()
     torch.save({name: value.cpu() for name, value in model.state_dict().items()}, file)
     file.seek(0)
@@ -423,19 +379,17 @@ def test_simulated_accelerators_checks_its_count(count):
 
 
 def test_import_is_refused_where_the_name_is_taken():
-    printed = run_python(
-        "import torch\n"
-        "torch.utils.rename_privateuse1_backend('mine')\n"
-        "try:\n    import manyhands.testing\n"
-        "except ImportError as error:\n    print(error)\n"
-    )
-    assert "another backend of this process has taken" in printed
-    assert "mine" in printed
+    done = run_script("""
+        import torch
+        torch.utils.rename_privateuse1_backend("mine")
+        import manyhands.testing
+    """)
+    assert re.search(r"ImportError: .*another backend of this process has taken.*mine", done.stderr), done.stderr
 
 
 def test_import_leaves_programs_on_the_cpu_alone():
     """Imported after a first backward pass, which is when the autograd engine counts devices; warnings are errors."""
-    printed = run_python("""
+    done = run_script("""
 import io
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -474,7 +428,7 @@ x = torch.ones(2, device="sim:7", requires_grad=True)
 (x * x).sum().backward()
 print(x.grad)
 """)
-    assert printed == "tensor([2., 2.], device='sim:7')"
+    assert (done.stdout, done.stderr) == ("tensor([2., 2.], device='sim:7')\n", "")
 
 
 def test_views_in_inference_mode():
@@ -485,11 +439,3 @@ def test_views_in_inference_mode():
             results = [x.view(2, 2), x.detach(), x[:2], x + 1]
         assert [result.is_inference() for result in results] == [False, False, False, True]
         assert [result.sum().item() for result in results] == [4.0, 4.0, 2.0, 8.0]
-
-
-def test_a_wrapper_in_inference_mode(sim):
-    """R14"""
-    model = DataParallel(torch.nn.Linear(3, 2).to(sim[0]))
-    x = torch.randn(9, 3, device=sim[0])
-    with torch.inference_mode():
-        torch.testing.assert_close(model(x).cpu(), model.module(x).cpu())

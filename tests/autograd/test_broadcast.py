@@ -77,19 +77,14 @@ def test_a_replicas_tensors_are_their_own(copied: list[torch.Size]) -> None:
 def test_a_buffer_that_the_first_replica_writes_while_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """R5: the others get what it was before the forward, also where it is the only one of its kind."""
 
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls.add_(1)
-            written.set()
-            return x * self.calls
+    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        module.calls.add_(1)
+        written.set()
+        return x * module.calls
 
     written = threading.Event()
     send_late(monkeypatch, not_before=written)
-    model = wrap(Counts(), 3)
+    model = wrap(Calls(forward, calls=nn.Buffer(torch.zeros((), dtype=torch.int64))), 3)
     for number in (1.0, 2.0):
         assert model(torch.ones(3)).tolist() == [number] * 3
         written.clear()
@@ -98,18 +93,12 @@ def test_a_buffer_that_the_first_replica_writes_while_it_is_sent(monkeypatch: py
 def test_tensors_are_aligned(copied: list[torch.Size]) -> None:
     """R1: kernels that load several entries at once ask for it, and take others where it is not so."""
 
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-            self.weights = nn.ParameterList([torch.ones(3, 5), torch.ones(4, dtype=torch.float16), torch.ones(7)])
-            self.seen: list[int] = []
+    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        module.seen.extend(p.data_ptr() % 16 for p in module.parameters())
+        return x * module.scale
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.seen += [p.data_ptr() % 16 for p in self.parameters()]
-            return x * self.scale
-
-    model = wrap(Odd(), 3)
+    weights = nn.ParameterList([torch.ones(3, 5), torch.ones(4, dtype=torch.float16), torch.ones(7)])
+    model = wrap(Calls(forward, scale=nn.Parameter(torch.ones(())), weights=weights, seen=[]), 3)
     model(torch.ones(3))
     assert copied
     assert model.module.seen == [0] * 4 * 3

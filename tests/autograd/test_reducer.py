@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from helpers.modules import Calls
 from manyhands import DataParallel
 from manyhands.autograd import broadcast
 from manyhands.autograd.reducer import LeafHooks, RunningSums, sums_of
@@ -195,22 +196,16 @@ def test_sums_in_bulk() -> None:
             assert grad is value is None or torch.equal(grad.to_dense(), value.to_dense())
 
 
-class Wide(nn.Module):
-    """Weights of 256 KiB; one layer is used twice, inside reentrant checkpoints and outside of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(256, 256), nn.Linear(256, 256)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(checkpoint(self.a, self.b(x), use_reentrant=True))
-        return checkpoint(self.a, self.a(x), use_reentrant=True)
+def wide(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Use one layer twice, inside reentrant checkpoints and outside of them."""
+    x = torch.tanh(checkpoint(model.a, model.b(x), use_reentrant=True))
+    return checkpoint(model.a, model.a(x), use_reentrant=True)
 
 
 @pytest.mark.parametrize("num_replicas", [2, 5])
 def test_large_layers(num_replicas: int) -> None:
     """N1, R13: the plain module's gradients, and the same bits every time."""
-    model = Wide()
+    model = Calls(wide, a=nn.Linear(256, 256), b=nn.Linear(256, 256))  # weights of 256 KiB
     x = torch.randn(13, 256)
     model(x).pow(2).mean().backward()
     seen = [[parameter.grad for parameter in model.parameters()]]

@@ -67,5 +67,4 @@ def test_sys_exit_inside_a_replica_ends_the_program(engine: str) -> None:
 
         manyhands.DataParallel(Exits(), ["cpu"] * 2, engine={engine!r})(torch.arange(4.0))
     """)
-    assert done.returncode == 5, done.stderr
-    assert "terminate called" not in done.stderr
+    assert (done.returncode, done.stderr) == (5, "")

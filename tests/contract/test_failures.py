@@ -13,9 +13,8 @@ from helpers.contract import (
     ON_CPU,
     FailsOn,
     FailureError,
-    Fn,
     Wrap,
-    assert_is_the_replicas,
+    assert_failure_leaves_nothing,
     assert_same_gradients,
     assert_unchanged,
     each_with,
@@ -28,7 +27,7 @@ from helpers.contract import (
     over_gloo_too,
     twins,
 )
-from helpers.modules import Calls
+from helpers.modules import Calls, Fn
 from manyhands import data_parallel
 
 
@@ -48,24 +47,15 @@ def test_the_callers_exception_is_the_replicas(
     are as before a failed forward; the next call works.
     """
     plain, model = twins(wrap, FailsOn(), 3)
-    before = copy.deepcopy(model.module.state_dict())
-    model.module.on, model.module.in_backward = {first_row: error}, in_backward
-    with pytest.raises(type(error)) as caught:
-        in_time(lambda: loss_of(model(numbered_rows())).backward())
+    caught = assert_failure_leaves_nothing(model, error, first_row, in_backward, engine)
     replica = int(first_row) // 3
-    assert_is_the_replicas(caught.value, error, replica, engine)
-    notes = "".join(getattr(caught.value, "__notes__", []))
+    notes = "".join(getattr(caught, "__notes__", []))
     if isinstance(error, FailureError):
-        assert caught.value.code == 7
+        assert caught.code == 7
         if not in_backward:
             assert f"replica {replica} on {in_turn(3)[replica]}, rows {replica * 3} to " in notes
         elif ON_CPU:  # on accelerators one call runs the backward of all replicas
             assert f"replica {replica}" in notes
-    assert all(p.grad is None for p in model.parameters())
-    if not in_backward:
-        assert_unchanged(model.module, before)
-    model.module.load_state_dict(before)
-    model.module.on = {}
     in_time(lambda: loss_of(model(numbered_rows())).backward())
     loss_of(data_parallel(plain, numbered_rows(), in_turn(3))).backward()
     assert_same_gradients(model.module, plain)

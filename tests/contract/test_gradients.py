@@ -11,7 +11,6 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from helpers.contract import (
-    Fn,
     ForceField,
     Wrap,
     assert_all_same,
@@ -33,7 +32,7 @@ from helpers.contract import (
     train_both,
     twins,
 )
-from helpers.modules import Calls
+from helpers.modules import Calls, Fn
 from manyhands import data_parallel
 
 SPLITS = [(2, 7), (4, 6), (2, 1)]  # replicas, rows; (4, 6) leaves one idle, (2, 1) runs one replica

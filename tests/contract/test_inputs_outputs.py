@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from helpers.contract import (
-    Fn,
     Wrap,
     each_with,
     loss_of,
@@ -20,7 +19,7 @@ from helpers.contract import (
     over_gloo_too,
     same_results,
 )
-from helpers.modules import Calls
+from helpers.modules import Calls, Fn
 
 # ---- rows on other axes --------------------------------------------------------------------------
 
@@ -173,10 +172,10 @@ def test_memory_formats_and_strides_of_gradients(wrap: Wrap) -> None:
         return [t.stride() for t in (output, *torch.autograd.grad(output.square().sum(), [x, *model.parameters()]))]
 
     seen = []
-    model.register_forward_hook(lambda module, args, output: seen.append(args[0].stride()))
+    model.register_forward_hook(lambda module, args, output: seen.append((args[0].stride(), module.weight.stride())))
     plain = strides(model)
     assert strides(wrap(model, 3)) == plain
-    assert set(seen) == {x.stride()}
+    assert set(seen) == {(x.stride(), model.weight.stride())}
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])

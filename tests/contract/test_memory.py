@@ -57,11 +57,27 @@ def checkpointed(reentrant: bool) -> nn.Module:
     return Calls(forward, first=nn.Linear(WIDTH, WIDTH), second=mlp())
 
 
+def with_a_method_as_attribute() -> nn.Module:
+    """Reaches, through a plain list, a module that has a method of its own as an attribute."""
+    hidden = nn.Linear(WIDTH, WIDTH)
+    hidden.op = hidden.forward
+    return Calls(lambda model, x: model.hidden[0].op(model.first(x)), first=nn.Linear(WIDTH, WIDTH), hidden=[hidden])
+
+
+def with_its_output_as_attribute() -> nn.Module:
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        model.latest = model.norm(model.first(x))  # lost, and not held by what led to it
+        return model.latest * 1
+
+    return Calls(forward, first=nn.Linear(WIDTH, WIDTH), norm=nn.BatchNorm1d(WIDTH))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": mlp,
-    "synchronised": mlp,
+    "synchronised": with_its_output_as_attribute,
     "large": large,
     "parametrized": lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+    "a method as attribute": with_a_method_as_attribute,
     "checkpointed, reentrant": lambda: checkpointed(True),
     "checkpointed": lambda: checkpointed(False),
     "wrapper inside": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), DataParallel(mlp(), ["cpu"] * 2)),
@@ -127,9 +143,10 @@ def a_backward_that_fails(model: nn.Module, x: torch.Tensor) -> None:
 
 STEPS = [training, a_forward_that_fails, a_backward_that_fails]  # of every model
 MORE_STEPS = [forward_and_evaluation, accumulation, a_kept_graph, gradient_penalty]  # of these:
-WITH_MORE_STEPS = ["mlp", "checkpointed", "wrapper inside"]
+WITH_MORE_STEPS = ["mlp", "synchronised", "a method as attribute", "checkpointed", "wrapper inside"]
 CASES = [(name, step) for name in MODELS for step in STEPS]
 CASES += [(name, step) for name in WITH_MORE_STEPS for step in MORE_STEPS]
+QUICK = [("synchronised", gradient_penalty), ("a method as attribute", a_forward_that_fails)]  # on processes too
 
 
 class _MallocInfo(ctypes.Structure):
@@ -167,9 +184,15 @@ def grown(model: nn.Module, step: Callable[[nn.Module, torch.Tensor], None]) -> 
     return (many - few, many_bytes - few_bytes), many_allocated - few_allocated, gc.collect()
 
 
-@pytest.mark.parametrize("engine", ["threads", pytest.param("processes", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
-@pytest.mark.parametrize(("name", "step"), CASES, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(
+    ("engine", "name", "step"),
+    [
+        *(("threads", *case) for case in CASES),
+        *(pytest.param("processes", *case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_nothing_grows(
     engine: str, collector_off: None, name: str, step: Callable[[nn.Module, torch.Tensor], None]
 ) -> None:

@@ -22,6 +22,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrizations
 
 from helpers.contract import loss_of, tensors_in
+from helpers.modules import Calls
 from manyhands import DataParallel, data_parallel
 
 SPLITS = [(2, 6), (3, 7)]  # replicas, rows: they divide, and they do not, and one row is left for the last replica
@@ -62,17 +63,6 @@ def integers(low: int, high: int, *shape: int) -> Batch:
     return lambda rows: torch.randint(low, high, (rows, *shape))
 
 
-class Called(nn.Module):
-    """Calls a layer in another way than `layer(*inputs)`: as `how(layer, *inputs)`."""
-
-    def __init__(self, layer: nn.Module, how: Callable[..., Any]) -> None:
-        super().__init__()
-        self.layer, self.how = layer, how
-
-    def forward(self, *inputs: torch.Tensor) -> Any:
-        return self.how(self.layer, *inputs)
-
-
 @dataclass(frozen=True)
 class Recipe:
     """How to make and run one module of class `kind`.
@@ -98,7 +88,9 @@ class Recipe:
         for buffer in module.buffers():
             if buffer.is_floating_point():  # running statistics and class weights, other than 0 and 1
                 buffer.uniform_(0.5, 1.5)
-        return Called(module, self.how) if self.how else module
+        if self.how is None:
+            return module
+        return Calls(lambda calls, *inputs: calls.how(calls.layer, *inputs), layer=module, how=self.how)
 
     def batch(self, rows: int) -> list[torch.Tensor]:
         return [make(rows) for make in self.inputs]

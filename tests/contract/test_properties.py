@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 import manyhands
 from helpers.contract import loss_of
+from helpers.modules import Composed
 
 pytestmark = pytest.mark.property
 
@@ -50,13 +51,6 @@ class Frozen:
 @dataclasses.dataclass(slots=True)
 class Slotted:
     x: Any
-
-
-class Composed(manyhands.DataParallel):
-    """Runs the plain composition, because a verb is overridden."""
-
-    def gather(self, outputs: Any, output_device: Any) -> Any:
-        return super().gather(outputs, output_device)
 
 
 # ---- what is drawn -------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from helpers.contract import (
-    Fn,
     Wrap,
     assert_all_same,
     assert_same,
@@ -24,7 +23,7 @@ from helpers.contract import (
     over_gloo_too,
     twins,
 )
-from helpers.modules import Calls
+from helpers.modules import Calls, Fn
 
 
 def changeable(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

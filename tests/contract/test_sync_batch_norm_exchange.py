@@ -1,7 +1,6 @@
 """Synchronised batch norm where replicas branch, fail, are nested, or are called from several threads."""
 
 import copy
-import gc
 from collections.abc import Callable
 
 import pytest
@@ -14,9 +13,9 @@ from helpers.contract import (
     FAILURES,
     FailsOn,
     FailureError,
-    Watched,
     Wrap,
     assert_all_same,
+    assert_failure_leaves_nothing,
     assert_is_the_replicas,
     assert_same,
     assert_unchanged,
@@ -27,7 +26,6 @@ from helpers.contract import (
     in_time,
     in_turn,
     loss_of,
-    num_here,
     numbered_rows,
     over_engines,
     penalty_loss,
@@ -178,16 +176,7 @@ def test_a_failure_releases_the_replicas_that_wait_in_batch_norm(
 ) -> None:
     """F1, F3, N5, N11: the other replicas wait for the one that fails; the next call is right."""
     plain, model = twins(wrap, FailsBetween(), 3, sync_batch_norm=True)
-    before = {name: value.clone() for name, value in model.module.state_dict().items()}
-    model.module.on, model.module.in_backward = {first_row: error}, in_backward
-    with pytest.raises(type(error)) as caught:
-        in_time(lambda: loss_of(model(numbered_rows())).backward())
-    assert_is_the_replicas(caught.value, error, int(first_row) // 3, engine)
-    assert all(p.grad is None for p in model.parameters())
-    if not in_backward:
-        assert_unchanged(model.module, before)
-    model.module.load_state_dict(before)
-    model.module.on = {}
+    assert_failure_leaves_nothing(model, error, first_row, in_backward, engine)
     for module in (model, plain):
         in_time(lambda module=module: loss_of(module(numbered_rows())).backward())
     model.module.calls = plain.calls  # counted once a forward, or twice
@@ -269,39 +258,3 @@ def test_synchronised_batch_norm_from_several_threads(wrap: Wrap) -> None:
             assert_same(gradient(model, batches[number]), gradient(plain, batches[number]))
 
     in_threads(4, call)
-
-
-def test_synchronised_batch_norm_frees_what_it_held(wrap: Wrap, collector_off: None, engine: str) -> None:
-    """N10, N5: activations go while backward runs; no cycles, whatever the order of the derivative."""
-
-    class WatchedNorm(Watched):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.latest = self.norm(super().forward(x))  # lost, and not held by what led to it
-            return self.latest * 1
-
-    model = wrap(WatchedNorm(), 3, sync_batch_norm=True)
-
-    def step(order: int) -> None:
-        x = fresh(torch.randn(8, 5))
-        if order == 2:
-            penalty_loss(model, x).backward()
-        else:
-            loss = loss_of(model(x))
-            if order == 1:
-                loss.backward()
-                assert model.module.alive() == 0
-            else:
-                assert model.module.alive() == num_here(engine, 3)
-
-    for order in (0, 1, 2):
-        step(order)  # what is made once and kept
-        model.module.seen.clear()
-        gc.collect()
-        step(order)
-        assert model.module.alive() == 0
-        assert gc.collect() == 0
-        model.module.seen.clear()

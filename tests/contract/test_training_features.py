@@ -177,9 +177,8 @@ def parametrizations_added_and_removed(wrap: Wrap) -> Results:
 
 
 class Unusual(nn.Module):
-    """`__getattr__`, `__setattr__`, slots, properties, class state, a `__call__` and a truth value of its own."""
+    """`__getattr__`, `__setattr__`, a property, class state and a `__call__` of its own."""
 
-    __slots__ = ("kept",)
     scale: ClassVar[float] = 1.0
     table: ClassVar[dict[str, float]] = {"offset": 0.25}
 
@@ -187,7 +186,6 @@ class Unusual(nn.Module):
         super().__init__()
         self.config = config
         self.first, self.second = nn.Linear(5, config.width), nn.Linear(config.width, 3)
-        object.__setattr__(self, "kept", self.second)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("cfg_"):
@@ -197,9 +195,6 @@ class Unusual(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value * 2 if name == "doubled" else value)
 
-    def __len__(self) -> int:
-        return 0
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return super().__call__(x) * self.scale
 
@@ -207,21 +202,15 @@ class Unusual(nn.Module):
     def weight(self) -> torch.Tensor:
         return self.first.weight * self.cfg_factor
 
-    @classmethod
-    def offset(cls) -> float:
-        return cls.table["offset"]
-
-    @staticmethod
-    def squash(x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(x)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.doubled = 0.5
-        return self.kept(self.squash(F.linear(x, self.weight, self.first.bias))) * self.doubled + self.offset()
+        hidden = torch.tanh(F.linear(x, self.weight, self.first.bias))
+        return self.second(hidden) * self.doubled + self.table["offset"]
 
 
 @script()
 def unusual_classes(wrap: Wrap) -> Results:
+    """tests/primitives/test_replicate.py has slots, lengths and truth values."""
     config = SimpleNamespace(width=6, factor=1.5)
     model = wrap(nn.Sequential(nn.Linear(5, 5), Unusual(config)))
     optimizer = sgd(model)
@@ -286,15 +275,10 @@ def lora(wrap: Wrap) -> Results:
     return results(model, merged=merged)
 
 
-class Spectral(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(5, 8)
-        dtype = torch.complex64 if torch.get_default_dtype() is torch.float32 else torch.complex128
-        self.filter = nn.Parameter(torch.randn(5, dtype=dtype))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.fft.irfft(torch.fft.rfft(self.linear(x)) * self.filter, n=8)
+def spectral() -> nn.Module:
+    dtype = torch.complex64 if torch.get_default_dtype() is torch.float32 else torch.complex128
+    attributes = {"linear": nn.Linear(5, 8), "filter": nn.Parameter(torch.randn(5, dtype=dtype))}
+    return Calls(lambda model, x: torch.fft.irfft(torch.fft.rfft(model.linear(x)) * model.filter, n=8), **attributes)
 
 
 def with_saved_tensor_hooks(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -305,7 +289,7 @@ def with_saved_tensor_hooks(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 # Name of a script -> the module that it trains.
 TRAINED: dict[str, Callable[[], nn.Module]] = {
     "saved_tensor_hooks_inside": lambda: Calls(with_saved_tensor_hooks, block=mlp()),
-    "complex_parameters": Spectral,
+    "complex_parameters": spectral,
     "traced_by_fx": lambda: torch.fx.symbolic_trace(mlp()),
     "shared_memory": lambda: mlp().share_memory(),  # as in Hogwild training
 }
@@ -358,23 +342,6 @@ def grad_scaler_and_a_fused_optimizer(wrap: Wrap) -> Results:
         scales.append(scaler.get_scale())
     assert scales == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0]
     return results(model, scales=torch.tensor(scales))
-
-
-@script()
-def dtype_changed_between_steps(wrap: Wrap) -> Results:
-    """`.double()`, `.float()` and `.to(dtype)`, on the wrapper as on the module."""
-    model = wrap(mlp())
-    changes: list[Callable[[], object]] = [
-        lambda: None,
-        model.double,
-        lambda: model.to(torch.get_default_dtype()),
-        model.double,
-        lambda: model.type(torch.get_default_dtype()),
-    ]
-    for x, change in zip(batches(), changes, strict=True):
-        change()
-        step(model, torch.optim.SGD(model.parameters(), lr=0.1), x.to(next(model.parameters()).dtype))
-    return results(model)
 
 
 # ---- how a step is taken -------------------------------------------------------------------------

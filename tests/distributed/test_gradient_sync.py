@@ -109,21 +109,23 @@ def test_training_is_that_of_one_device_over_all_rows(world_size, options, loss)
 # What follows runs in two processes, with 4 and 9 rows where nothing else is said.
 
 
-CASES = []
 IN_WORKERS = []
 
 
 def case(*options: dict) -> Callable[[Callable], Callable]:
-    """Have a function run in two ranks, once for each of some options of the wrapper."""
+    """Make a function a test, which runs it in two ranks, once for each of some options of the wrapper."""
     names = {id(ONE): "one replica", id(TWO): "threads"}
+    wanted = options or (ONE, TWO)
 
     def take(function: Callable) -> Callable:
-        for each in options or (ONE, TWO):
-            if each is PROCESSES:
-                IN_WORKERS.append(function)
-            else:
-                CASES.append(pytest.param(function, each, id=f"{function.__name__}-{names[id(each)]}"))
-        return function
+        IN_WORKERS.extend(function for each in wanted if each is PROCESSES)
+
+        @pytest.mark.parametrize("options", [pytest.param(o, id=names[id(o)]) for o in wanted if o is not PROCESSES])
+        def test(options: dict) -> None:
+            run_ranks(2, function, options)
+
+        test.__doc__ = function.__doc__
+        return test
 
     return take
 
@@ -157,7 +159,8 @@ class Various(nn.Module):
 
 
 @case(ONE, TWO, PROCESSES)
-def kinds_of_parameters(rank: int, options: dict) -> None:
+def test_kinds_of_parameters(rank: int, options: dict) -> None:
+    """C3, C1"""
     model, oracle = twins(lambda: Various().double(), **options)
 
     def run(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -174,7 +177,7 @@ def kinds_of_parameters(rank: int, options: dict) -> None:
 
 
 @case(ONE)
-def one_device_returns_what_the_module_returns(rank: int, options: dict) -> None:
+def test_one_device_returns_what_the_module_returns(rank: int, options: dict) -> None:
     """A3: nothing is joined, so what is 0-dim stays so, and objects of any class come out as they are."""
 
     def forward(module: nn.Module, x: torch.Tensor) -> dict:
@@ -190,7 +193,7 @@ def one_device_returns_what_the_module_returns(rank: int, options: dict) -> None
 
 
 @case(ONE, TWO)
-def nothing_outlives_a_step(rank: int, options: dict) -> None:
+def test_nothing_outlives_a_step(rank: int, options: dict) -> None:
     """N10: buckets go with the gradients that lie in them, not when the collector comes."""
     model, _ = twins(perceptron, **options)
     x, y, *_ = data(rank)
@@ -211,7 +214,7 @@ def nothing_outlives_a_step(rank: int, options: dict) -> None:
 
 
 @case(ONE)
-def what_does_not_go_through_the_wrapper(rank: int, options: dict) -> None:
+def test_what_does_not_go_through_the_wrapper(rank: int, options: dict) -> None:
     """C16"""
     model, oracle = twins(perceptron, **options)
 
@@ -226,7 +229,9 @@ def what_does_not_go_through_the_wrapper(rank: int, options: dict) -> None:
 
 
 @case(ONE, TWO, PROCESSES)
-def sparse_gradients(rank: int, options: dict) -> None:
+def test_sparse_gradients(rank: int, options: dict) -> None:
+    """C1, C3"""
+
     def forward(module: nn.Module, index: torch.Tensor, skips: bool) -> torch.Tensor:
         words = module.words(index)
         return module.rest(words.detach() if skips else words)
@@ -250,7 +255,8 @@ def sparse_gradients(rank: int, options: dict) -> None:
 
 
 @case(ONE, TWO, PROCESSES)
-def several_forwards_and_several_backwards(rank: int, options: dict) -> None:
+def test_several_forwards_and_several_backwards(rank: int, options: dict) -> None:
+    """C4"""
     model, oracle = twins(perceptron, **options)
 
     def run(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -270,7 +276,9 @@ def several_forwards_and_several_backwards(rank: int, options: dict) -> None:
 
 
 @case(ONE, TWO, PROCESSES)
-def derivatives_of_higher_order(rank: int, options: dict) -> None:
+def test_derivatives_of_higher_order(rank: int, options: dict) -> None:
+    """C5"""
+
     def penalty(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
         x = x.clone().requires_grad_()
         output = module(x)
@@ -291,7 +299,8 @@ def derivatives_of_higher_order(rank: int, options: dict) -> None:
 
 
 @case()
-def a_backward_for_inputs_only_waits_for_no_rank(rank: int, options: dict) -> None:
+def test_a_backward_for_inputs_only_waits_for_no_rank(rank: int, options: dict) -> None:
+    """C4, C5"""
     model, oracle = twins(perceptron, **options)
     x, _, _, _ = data(rank)
     if rank == 0:
@@ -312,8 +321,8 @@ def a_backward_for_inputs_only_waits_for_no_rank(rank: int, options: dict) -> No
 
 
 @case(ONE, TWO, PROCESSES)
-def two_models_that_train_each_other(rank: int, options: dict) -> None:
-    """As in adversarial training: parts are frozen in turn."""
+def test_two_models_that_train_each_other(rank: int, options: dict) -> None:
+    """C4: as in adversarial training: parts are frozen in turn."""
     makes = [lambda: nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 5)).double(), perceptron]
     pairs = [twins(make, **options) for make in makes]
     x, y, all_x, all_y = data(rank)
@@ -331,7 +340,9 @@ def two_models_that_train_each_other(rank: int, options: dict) -> None:
 
 
 @case()
-def a_wrapper_inside_a_wrapped_module(rank: int, options: dict) -> None:
+def test_a_wrapper_inside_a_wrapped_module(rank: int, options: dict) -> None:
+    """C15"""
+
     def outer(wraps: bool) -> nn.Module:
         layer = nn.Linear(5, 5).double()
         layer = manyhands.DataParallel(layer, **options) if wraps else layer
@@ -376,14 +387,16 @@ def accumulate(rank: int, options: dict, how: str, loss: str) -> None:
 
 
 @case(ONE, TWO, PROCESSES)
-def accumulation(rank: int, options: dict) -> None:
+def test_accumulation(rank: int, options: dict) -> None:
+    """C6"""
     for how in ("synchronised", "no_sync", "now and then"):
         for loss in ("mean", "sum"):
             accumulate(rank, options, how, loss)
 
 
 @case()
-def what_was_accumulated_can_be_dropped_or_scaled(rank: int, options: dict) -> None:
+def test_what_was_accumulated_can_be_dropped_or_scaled(rank: int, options: dict) -> None:
+    """C6"""
     model, oracle = twins(perceptron, **options)
     for sets_to_none in (True, False):
         with model.no_sync():
@@ -402,8 +415,8 @@ def what_was_accumulated_can_be_dropped_or_scaled(rank: int, options: dict) -> N
 
 
 @case()
-def inside_no_sync_only_backward_counts(rank: int, options: dict) -> None:
-    """A gradient penalty, an attack on the inputs, and gradients that are only looked at."""
+def test_inside_no_sync_only_backward_counts(rank: int, options: dict) -> None:
+    """C6, C5: a gradient penalty, an attack on the inputs, and gradients that are only looked at."""
     model, oracle = twins(perceptron, **options)
     for seed in (1, 2):
         looked_at = []
@@ -435,7 +448,8 @@ def checkpointed(reentrant: bool) -> nn.Module:
 
 
 @case(ONE, TWO, PROCESSES)
-def activation_checkpoints(rank: int, options: dict) -> None:
+def test_activation_checkpoints(rank: int, options: dict) -> None:
+    """C4"""
     for reentrant in (False, True):
         model, oracle = twins(lambda r=reentrant: checkpointed(r), **options)
 
@@ -454,7 +468,8 @@ def activation_checkpoints(rank: int, options: dict) -> None:
 
 
 @case(ONE)
-def compiled_modules(rank: int, options: dict) -> None:
+def test_compiled_modules(rank: int, options: dict) -> None:
+    """R13, C1"""
     module = perceptron()
     model = manyhands.DataParallel(torch.compile(module, backend="aot_eager"), **options)
     oracle = perceptron()
@@ -464,7 +479,8 @@ def compiled_modules(rank: int, options: dict) -> None:
 
 
 @case(ONE, TWO, PROCESSES)
-def a_module_whose_output_is_its_loss(rank: int, options: dict) -> None:
+def test_a_module_whose_output_is_its_loss(rank: int, options: dict) -> None:
+    """C2, C1"""
     make = lambda: Calls(lambda module, x, y: mse_loss(module.body(x), y), body=perceptron())  # noqa: E731
     model, oracle = twins(make, scalars="mean", **options)
     for sizes in ((4, 9), (0, 3)):
@@ -472,7 +488,7 @@ def a_module_whose_output_is_its_loss(rank: int, options: dict) -> None:
 
 
 @case()
-def losses_over_tokens(rank: int, options: dict) -> None:
+def test_losses_over_tokens(rank: int, options: dict) -> None:
     """C1"""
     for loss in ("mean", "sum"):
         model, oracle = twins(perceptron, loss=loss, **options)
@@ -500,7 +516,7 @@ def own_hook(state: list, bucket: object) -> torch.futures.Future:
 
 
 @case()
-def communication_hooks(rank: int, options: dict) -> None:
+def test_communication_hooks(rank: int, options: dict) -> None:
     """C10"""
     calls: list = []
     low_rank = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=16, start_powerSGD_iter=2)
@@ -525,7 +541,8 @@ def communication_hooks(rank: int, options: dict) -> None:
 
 
 @case(ONE)
-def communication_hooks_that_cannot_be_used(rank: int, options: dict) -> None:
+def test_communication_hooks_that_cannot_be_used(rank: int, options: dict) -> None:
+    """C10"""
     model, _ = twins(perceptron, **options)
     x, *_ = data(rank)
     model.register_comm_hook(None, lambda state, bucket: bucket.buffer())
@@ -537,7 +554,7 @@ def communication_hooks_that_cannot_be_used(rank: int, options: dict) -> None:
 
 
 @case(ONE, TWO, PROCESSES)
-def buffers_are_those_of_the_first_process(rank: int, options: dict) -> None:
+def test_buffers_are_those_of_the_first_process(rank: int, options: dict) -> None:
     """C8"""
 
     module = Calls(lambda m, x: m.last(m.norm(x)) * m.mask, norm=nn.BatchNorm1d(5), last=nn.Linear(5, 3)).double()
@@ -560,7 +577,7 @@ def buffers_are_those_of_the_first_process(rank: int, options: dict) -> None:
 
 
 @case(ONE, TWO)
-def one_process_evaluates_between_forward_and_backward(rank: int, options: dict) -> None:
+def test_one_process_evaluates_between_forward_and_backward(rank: int, options: dict) -> None:
     """C8: whether buffers are sent is decided by the mode of the forward, which was the same everywhere."""
     module = nn.Sequential(nn.BatchNorm1d(5), perceptron()).double()
     model = manyhands.DataParallel(module, **options)
@@ -575,7 +592,7 @@ def one_process_evaluates_between_forward_and_backward(rank: int, options: dict)
 
 
 @case(ONE, TWO)
-def copies_and_files(rank: int, options: dict) -> None:
+def test_copies_and_files(rank: int, options: dict) -> None:
     """C7"""
     module = perceptron()
     with torch.no_grad():
@@ -637,7 +654,7 @@ def test_a_file_of_several_processes_is_loaded_by_one(tmp_path):
 
 
 @case()
-def a_forward_that_fails_is_tried_again(rank: int, options: dict) -> None:
+def test_a_forward_that_fails_is_tried_again(rank: int, options: dict) -> None:
     """C12: an error that the program handles itself is not reported to the other ranks."""
 
     def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -663,12 +680,6 @@ def a_forward_that_fails_is_tried_again(rank: int, options: dict) -> None:
         mse_loss(oracle(all_x[:7]), all_y[:7]).backward()
         assert len(x) == (4, 3)[rank]
         assert_same_gradients(model.module, oracle)
-
-
-@pytest.mark.parametrize(("function", "options"), CASES)
-def test_case(function, options):
-    """C1, C2, C3, C4, C5, C6, C7, C8, C10, C12, C15, C16: in two processes."""
-    run_ranks(2, function, options)
 
 
 def in_turn(rank: int, functions: list[Callable], options: dict) -> None:

@@ -1,7 +1,8 @@
 """On real accelerators: two replicas on one of them, and, where there are two, one on each.
 
-Run by `make gpu-check`; skipped, visibly, where there is none. This file must not import manyhands.testing, whose
-simulated devices hide real ones.
+Run by `make gpu-check`; skipped, visibly, where there is none. It runs the engines' contract (tests/contract) on the
+same devices, too: here is what depends on streams, the host's memory, several kinds of numbers, and processes. This
+file must not import manyhands.testing, whose simulated devices hide real ones.
 """
 
 import copy
@@ -9,7 +10,6 @@ import functools
 import gc
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -17,8 +17,10 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.contract import assert_same_gradients, penalty_loss
 from helpers.in_time import in_time as _in_time
-from manyhands import DataParallel, data_parallel
+from helpers.modules import Calls, WithBackward
+from manyhands import DataParallel
 from manyhands.autograd import broadcast
 from manyhands.engines.processes.engine import ProcessesEngine
 from manyhands.engines.processes.reducers.collectives import CollectiveTransport
@@ -120,15 +122,6 @@ def parallel(module: nn.Module, placed: Places, **options: Any) -> DataParallel:
     return DataParallel(module, placed, **{"engine": ThreadsEngine(separate_memory=placed.separate_memory), **options})
 
 
-def assert_same_gradients(model: DataParallel, plain: nn.Module, tolerance: float = 1e-10) -> None:
-    for (name, mine), theirs in zip(model.module.named_parameters(), plain.parameters(), strict=True):
-        assert mine.grad is not None, name
-        assert mine.grad.device == theirs.grad.device
-        torch.testing.assert_close(
-            mine.grad, theirs.grad, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
-        )
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-4)], ids=["f64", "f32"])
 @pytest.mark.parametrize("rows", [1, 7, 64])
 @pytest.mark.parametrize("make", [mlp, conv_net])
@@ -154,7 +147,7 @@ def test_forward_and_backward(
             grads.append((output.detach(), x_here.grad))
         for theirs, mine in zip(*grads, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
-        assert_same_gradients(model, plain, tolerance)
+        assert_same_gradients(model.module, plain, tolerance)
 
 
 def test_each_replica_stands_on_its_device(placed: Places) -> None:
@@ -174,143 +167,18 @@ def test_each_replica_stands_on_its_device(placed: Places) -> None:
     assert torch.accelerator.current_device_index() == before
 
 
-def assert_trains_as(plain: nn.Module, model: DataParallel, device: torch.device, sizes: tuple[int, ...]) -> None:
-    """Train both on the same batches, and compare the parameters."""
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (plain, model)]
-    for rows in sizes:
-        x = torch.randn(rows, 16, dtype=torch.float64, device=device)
-        for module, optimizer in zip((plain, model), optimizers, strict=True):
-            optimizer.zero_grad()
-            module(x).pow(2).mean().backward()
-            optimizer.step()
-    for mine, theirs in zip(model.module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
-
-
-def test_training_equals_the_plain_module(placed: Places) -> None:
-    """N9: five steps of SGD, in float64."""
-    assert_trains_as(*wrapped(mlp(), placed), placed[0], (33, 64, 7, 5, 64))
-
-
-def gradient_penalty(module: nn.Module, x: torch.Tensor) -> None:
-    """Run backward for a loss of the output and of the input's gradient."""
-    x = x.clone().requires_grad_()
-    output = module(x)
-    (grad,) = torch.autograd.grad(output.pow(2).sum(), x, create_graph=True)
-    (output.mean() + (grad.norm(dim=1) - 1).pow(2).mean()).backward()
-
-
-def test_double_backward(placed: Places) -> None:
-    """N3: a gradient penalty; no deadlock on the device's one autograd thread."""
-    plain, model = wrapped(mlp(), placed)
-    x = torch.randn(9, 16, dtype=torch.float64, device=placed[0])
-    gradient_penalty(plain, x)
-    in_time(lambda: gradient_penalty(model, x))
-    assert_same_gradients(model, plain)
-
-
-def test_several_forwards_then_backwards(placed: Places) -> None:
-    """N1: one loss over several calls, a kept graph, and another order than that of the forwards."""
-    plain, model = wrapped(mlp(), placed)
-    batches = [torch.randn(rows, 16, dtype=torch.float64, device=placed[0]) for rows in (7, 2, 12)]
-    for module in (plain, model):
-
-        def step(module: nn.Module = module) -> None:
-            losses = [module(x).pow(2).sum() for x in batches]
-            losses[0].backward(retain_graph=True)
-            (losses[2] + losses[1]).backward()
-            losses[0].backward()
-
-        in_time(step)
-    assert_same_gradients(model, plain)
-
-
-def test_wrapped_blocks_in_a_row_and_nested(placed: Places) -> None:
-    """A10: boundaries one after the other, and one inside another, in one backward."""
-    plain = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)).double().to(placed[0])
-    row = copy.deepcopy(plain)
-    for i in range(3):
-        row[i] = parallel(row[i], placed)
-    inner = copy.deepcopy(plain)
-    inner[1] = parallel(inner[1], placed)
-    nested = parallel(inner, placed)
-    x = torch.randn(12, 16, dtype=torch.float64, device=placed[0])
-    plain(x).pow(2).sum().backward()
-    for model in (row, nested):
-        in_time(lambda model=model: model(x).pow(2).sum().backward())
-        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-10)
-
-
-def test_calls_from_several_threads(placed: Places) -> None:
-    """F5: forward and backward from three callers at once; nothing deadlocks, nothing is mixed up."""
-    plain, model = wrapped(mlp(), placed)
-    together = threading.Barrier(3)
-    results: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def call(number: int) -> None:
-        generator = torch.Generator().manual_seed(number)
-        x = torch.randn(9, 16, dtype=torch.float64, generator=generator).to(placed[0]).requires_grad_()
-        together.wait(WAIT_S)
-        for _ in range(5):
-            (mine,) = torch.autograd.grad(model(x).pow(2).sum(), x)
-        (theirs,) = torch.autograd.grad(plain(x).pow(2).sum(), x)
-        results[number] = (mine, theirs)
-
-    threads = [threading.Thread(target=call, args=(i,), daemon=True) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-        assert not thread.is_alive(), "it hangs"
-    assert len(results) == 3
-    for mine, theirs in results.values():
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
-
-
-def batch_norm_net(dtype: torch.dtype = torch.float64) -> nn.Module:
-    block = [nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True)]
-    return nn.Sequential(*block, nn.Flatten(), nn.Linear(512, 4), nn.BatchNorm1d(4, momentum=None)).to(dtype)
-
-
-def test_synchronised_batch_norm(placed: Places) -> None:
-    """N5, N3: outputs, gradients, running statistics and second derivatives; nothing waits on a device's thread."""
-    plain, model = wrapped(batch_norm_net(), placed, sync_batch_norm=True)
-    for rows in (9, 3, 16):
-        x = torch.randn(rows, 3, 8, 8, dtype=torch.float64, device=placed[0])
-
-        def step(module: nn.Module, x: torch.Tensor = x) -> torch.Tensor:
-            module.zero_grad()
-            x_here = x.clone().requires_grad_()
-            output = module(x_here)
-            (grad,) = torch.autograd.grad(output.pow(3).sum(), x_here, create_graph=True)
-            (output.sin().sum() + grad.pow(2).sum()).backward()
-            return output.detach()
-
-        outputs = [in_time(lambda module=module: step(module)) for module in (plain, model)]
-        torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-10, atol=1e-10)
-        assert_same_gradients(model, plain, 1e-8)
-        for mine, theirs in zip(model.module.buffers(), plain.buffers(), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize(("make", "shape"), [(mlp, (24, 16)), (batch_norm_net, (24, 3, 8, 8))])
-def test_bf16_autocast_in_every_replica(
-    placed: Places, make: Callable[[torch.dtype], nn.Module], shape: tuple[int, ...]
-) -> None:
-    """R14, N5: torch's own wrapper runs fp16 here. Batch norm over all rows has its statistics in single precision."""
-    plain, model = wrapped(make(torch.float32), placed, sync_batch_norm=make is batch_norm_net)
+def test_bf16_autocast_in_every_replica(placed: Places) -> None:
+    """R14: torch's own wrapper runs fp16 here."""
+    plain, model = wrapped(mlp(torch.float32), placed)
     seen: list[torch.dtype] = []
     model.module[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-    x = torch.randn(shape, device=placed[0])
-    if x.dim() == 4:
-        x = x.to(memory_format=torch.channels_last)
+    x = torch.randn(24, 16, device=placed[0])
     for module in (plain, model):
         with torch.autocast(placed[0].type, torch.bfloat16):
             output = module(x)
         output.float().pow(3).mean().backward()
     assert seen == [torch.bfloat16] * len(placed)
-    assert_same_gradients(model, plain, 5e-2)
+    assert_same_gradients(model.module, plain, 5e-2)
 
 
 @pytest.mark.parametrize("where", ["pageable", "pinned", "first device", "last device"])
@@ -339,28 +207,7 @@ def test_outputs_on_the_host(placed: Places) -> None:
         torch.testing.assert_close(output, plain(x).cpu(), rtol=1e-10, atol=1e-10)
     output.pow(2).sum().backward()
     plain(x).pow(2).sum().backward()
-    assert_same_gradients(model, plain)
-
-
-def test_channels_last_is_kept(placed: Places) -> None:
-    """G7, S11: in every replica and in the output."""
-
-    class Sees(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 8, 3, padding=1)
-            self.seen: list[bool] = []
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.conv(x)
-            self.seen += [t.is_contiguous(memory_format=torch.channels_last) for t in (x, self.conv.weight, y)]
-            return y
-
-    model = parallel(Sees().to(placed[0], memory_format=torch.channels_last), placed)
-    x = torch.randn(12, 3, 8, 8).to(placed[0], memory_format=torch.channels_last)
-    output = model(x)
-    assert model.module.seen == [True] * 3 * len(placed)
-    assert output.is_contiguous(memory_format=torch.channels_last)
+    assert_same_gradients(model.module, plain, 1e-10)
 
 
 def test_the_callers_side_stream(placed: Places) -> None:
@@ -392,23 +239,18 @@ def test_the_callers_side_stream(placed: Places) -> None:
     stream.synchronize()
     assert seen == [True] * len(placed)
     torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
-    assert_same_gradients(model, plain)
+    assert_same_gradients(model.module, plain, 1e-10)
 
 
 def test_a_buffer_that_forward_writes(placed: Places) -> None:
     """R5: the only one of its kind; the other replicas get what it was before the forward."""
 
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
-            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        model.calls.add_(1)
+        return model.linear(x) * 0 + model.calls
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls.add_(1)
-            return self.linear(x) * 0 + self.calls
-
-    model = parallel(Counts().to(placed[0]), placed)
+    counts = Calls(forward, linear=nn.Linear(16, 16), calls=nn.Buffer(torch.zeros((), dtype=torch.int64)))
+    model = parallel(counts.to(placed[0]), placed)
     with torch.no_grad():
         outputs = [model(torch.ones(24, 16, device=placed[0])) for _ in range(50)]
     assert [output.unique().tolist() for output in outputs] == [[float(number)] for number in range(1, 51)]
@@ -417,33 +259,28 @@ def test_a_buffer_that_forward_writes(placed: Places) -> None:
 def test_branches_on_streams_of_their_own(placed: Places) -> None:
     """R14, N1: gradients of one bucket are made on several streams; an odd-sized parameter comes first."""
 
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-            self.left, self.right = mlp(), mlp()
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        here, side = torch.accelerator.current_stream(x.device), torch.Stream(device=x.device)
+        side.wait_stream(here)
+        torch.accelerator.set_stream(side)
+        try:
+            right = model.right(x)
+        finally:
+            torch.accelerator.set_stream(here)
+        left = model.left(x)
+        here.wait_stream(side)
+        right.record_stream(here)
+        x.record_stream(side)
+        return (left + right) * model.scale
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            here, side = torch.accelerator.current_stream(x.device), torch.Stream(device=x.device)
-            side.wait_stream(here)
-            torch.accelerator.set_stream(side)
-            try:
-                right = self.right(x)
-            finally:
-                torch.accelerator.set_stream(here)
-            left = self.left(x)
-            here.wait_stream(side)
-            right.record_stream(here)
-            x.record_stream(side)
-            return (left + right) * self.scale
-
-    plain, model = wrapped(Branches().double(), placed)
+    branches = Calls(forward, scale=nn.Parameter(torch.ones(())), left=mlp(), right=mlp()).double()
+    plain, model = wrapped(branches, placed)
     for _ in range(20):
         x = torch.randn(24, 16, dtype=torch.float64, device=placed[0])
         for module in (plain, model):
             module.zero_grad()
             in_time(lambda module=module, x=x: module(x).pow(2).sum().backward())
-        assert_same_gradients(model, plain)
+        assert_same_gradients(model.module, plain, 1e-10)
 
 
 def stress(placed: Places, *, waits: bool) -> list[torch.Tensor]:
@@ -511,49 +348,6 @@ def test_500_steps_bit_for_bit(placed: Places) -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_batch_norm_buffers(placed: Places) -> None:
-    """R5, N5: those of the first replica persist; the oracle is data_parallel."""
-    plain, model = wrapped(nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8)).double(), placed)
-    for _ in range(3):
-        x = torch.randn(24, 16, dtype=torch.float64, device=placed[0])
-        model(x).pow(2).sum().backward()
-        data_parallel(plain, x, placed).pow(2).sum().backward()
-    for mine, theirs in zip(model.module.state_dict().values(), plain.state_dict().values(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
-    assert_same_gradients(model, plain)
-
-
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_an_error_in_a_replica(placed: Places, in_backward: bool) -> None:
-    """F1, F3: it reaches the caller; the next call works."""
-
-    class Fails(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.fails = nn.Linear(2, 2), True
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.linear(x)
-            if self.fails and x[0, 0] > 0:
-                if not in_backward:
-                    raise ValueError("as asked")
-
-                def fail(grad: torch.Tensor) -> None:
-                    raise ValueError("as asked")
-
-                y.register_hook(fail)
-            return y
-
-    model = parallel(Fails().to(placed[0]), placed)
-    x = torch.arange(24.0).view(12, 2).to(placed[0])
-    with pytest.raises(ValueError, match="as asked"):
-        in_time(lambda: model(x).sum().backward())
-    assert model.module.linear.weight.grad is None
-    model.module.fails = False
-    in_time(lambda: model(x).sum().backward())
-    assert model.module.linear.weight.grad is not None
-
-
 def test_activations_are_freed(placed: Places) -> None:
     """N10: memory after a step is what it was after the step before, without the garbage collector."""
     _, model = wrapped(mlp(), placed)
@@ -590,7 +384,15 @@ def test_cuda_graphs_on_one_device(first: torch.device) -> None:
     plain = mlp().to(first)
     x = torch.randn(12, 16, dtype=torch.float64, device=first)
     model = DataParallel(graphed(copy.deepcopy(plain), x), [first])
-    assert_trains_as(plain, model, first, (12,) * 5)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (plain, model)]
+    for _ in range(5):
+        x = torch.randn(12, 16, dtype=torch.float64, device=first)
+        for module, optimizer in zip((plain, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            module(x).pow(2).mean().backward()
+            optimizer.step()
+    for mine, theirs in zip(model.module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
 @needs_cuda
@@ -653,7 +455,7 @@ def test_processes_train_as_the_plain_module(spread, in_processes, make: Callabl
         torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-10, atol=1e-10)
         outputs[0].pow(2).sum().backward()
         in_time(lambda outputs=outputs: outputs[1].pow(2).sum().backward())
-        assert_same_gradients(model, plain)
+        assert_same_gradients(model.module, plain, 1e-10)
         torch.testing.assert_close(inputs[1].grad, inputs[0].grad, rtol=1e-10, atol=1e-10)
         for optimizer in optimizers:
             optimizer.step()
@@ -669,18 +471,12 @@ def test_processes_take_a_batch_of_the_host(spread, in_processes) -> None:
 
 
 def test_processes_have_each_replica_on_its_device(spread, in_processes) -> None:
-    class Tells(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(()))
-            self.register_buffer("buffer", torch.ones(()))
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        devices = {x.device, model.weight.device, model.buffer.device}
+        assert len(devices) == 1
+        return x * model.weight * 0 + devices.pop().index
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            devices = {x.device, self.weight.device, self.buffer.device}
-            assert len(devices) == 1
-            return x * self.weight * 0 + devices.pop().index
-
-    _, model = in_processes(Tells())
+    _, model = in_processes(Calls(forward, weight=nn.Parameter(torch.ones(())), buffer=nn.Buffer(torch.ones(()))))
     output = in_time(lambda: model(torch.zeros(len(spread), 1, device=spread[0])))
     assert output.flatten().tolist() == [device.index for device in spread]
 
@@ -697,12 +493,12 @@ def test_processes_see_what_is_written(spread, in_processes) -> None:
 
 
 def test_processes_double_backward(spread, in_processes) -> None:
-    """N3"""
+    """N3: a gradient penalty."""
     plain, model = in_processes(mlp())
     x = torch.randn(12, 16, dtype=torch.float64, device=spread[0])
-    gradient_penalty(plain, x)
-    in_time(lambda: gradient_penalty(model, x))
-    assert_same_gradients(model, plain)
+    for module in (plain, model):
+        in_time(lambda module=module: penalty_loss(module, x).backward())
+    assert_same_gradients(model.module, plain, 1e-10)
 
 
 def test_processes_draw_masks_of_their_own_and_runs_repeat(spread, in_processes) -> None:
@@ -721,27 +517,16 @@ def test_processes_draw_masks_of_their_own_and_runs_repeat(spread, in_processes)
 def test_processes_and_a_replica_that_fails_in_backward(spread, in_processes, failing: int, killed: bool) -> None:
     """F1, F4: it raises, or its process is killed; the others do not wait for its gradients; the next step works."""
 
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
+    def fail(grad: torch.Tensor) -> torch.Tensor:
+        if killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("as asked")
 
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            if killed:
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise ValueError("as asked")
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        hidden = model.first(x)
+        return model.second(WithBackward.apply(hidden, fail) if x[0, 0] == 7 else hidden)
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(16, 300), nn.Linear(300, 16)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            hidden = self.first(x)
-            return self.second(Fails.apply(hidden) if x[0, 0] == 7 else hidden)
-
-    _, model = in_processes(Model())
+    _, model = in_processes(Calls(forward, first=nn.Linear(16, 300), second=nn.Linear(300, 16)))
     x = torch.zeros(len(spread), 16, device=spread[0])
     x[failing] = 7.0
     with pytest.raises(RuntimeError if killed else ValueError, match="its worker process" if killed else "as asked"):

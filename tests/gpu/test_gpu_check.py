@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -243,20 +243,27 @@ def test_a_check_that_crashes_again_and_again(gpu_check: ModuleType, monkeypatch
 # ---- the report ----------------------------------------------------------------------------------
 
 
-def as_if_run(gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, *events: Any) -> list[Any]:
-    """Have groups "end" with these events instead of running anything; return two groups."""
+@pytest.fixture
+def report_of(
+    gpu_check: ModuleType, options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str]]:
+    """Have two groups "end" with some events instead of running anything; return the exit status and the report."""
 
-    def child(orders: dict[str, Any], environment: dict[str, str], log: Path) -> int:
-        lines = [json.dumps(event) for event in events if isinstance(event, dict)]
-        Path(orders["journal"]).write_text("\n".join(lines) + '\n{"event": "fini')  # the last line was cut short
-        if isinstance(events[-1], BaseException):
-            raise events[-1]
-        with Path(orders["journal"]).open("a") as journal:
-            journal.write('\n{"event": "finished"}\n')
-        return 0
+    def run(*events: Any, machine: dict[str, Any] = MACHINE) -> tuple[int, str]:
+        def child(orders: dict[str, Any], environment: dict[str, str], log: Path) -> int:
+            lines = [json.dumps(event) for event in events if isinstance(event, dict)]
+            Path(orders["journal"]).write_text("\n".join(lines) + '\n{"event": "fini')  # the last line was cut short
+            if isinstance(events[-1], BaseException):
+                raise events[-1]
+            with Path(orders["journal"]).open("a") as journal:
+                journal.write('\n{"event": "finished"}\n')
+            return 0
 
-    monkeypatch.setattr(gpu_check, "_run_child", child)
-    return [gpu_check.Group(name, "tests", [], 100) for name in ("first", "second")]
+        monkeypatch.setattr(gpu_check, "_run_child", child)
+        groups = [gpu_check.Group(name, "tests", [], 100) for name in ("first", "second")]
+        return gpu_check.run_all(groups, machine, {}, options), options.output.read_text()
+
+    return run
 
 
 def ended(name: str, outcome: str, text: str = "") -> dict[str, Any]:
@@ -268,11 +275,10 @@ FAILED = ended("two", "failed", "```\na fence | of its own\n```")
 FIGURE = {"event": "figure", "name": "a speed", "value": 12.3456, "unit": "s", "note": "beside 14.0"}
 
 
-def test_the_report(gpu_check: ModuleType, options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report(report_of: Callable[..., tuple[int, str]]) -> None:
     """Machine, versions, each check with its outcome, each figure; status 1 if anything failed."""
-    groups = as_if_run(gpu_check, monkeypatch, PASSED, FAILED, FIGURE, ended("three", "skipped", "psutil is missing"))
-    assert gpu_check.run_all(groups, MACHINE, {}, options) == 1
-    report = options.output.read_text()
+    status, report = report_of(PASSED, FAILED, FIGURE, ended("three", "skipped", "psutil is missing"))
+    assert status == 1
     assert "**Complete: 2 checks passed, 2 failed, 2 not run.**" in report
     assert r"| accelerators | 2 x Card \| 9, 78.0 GiB, capability 9.0 |" in report
     assert "| driver | 590.1 |" in report
@@ -287,14 +293,10 @@ def test_the_report(gpu_check: ModuleType, options: argparse.Namespace, monkeypa
     assert "dry run" not in report.lower()
 
 
-def test_ctrl_c_loses_nothing(
-    gpu_check: ModuleType, options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    groups = as_if_run(
-        gpu_check, monkeypatch, PASSED, FIGURE, {"event": "began", "name": "four", "limit_s": 60}, KeyboardInterrupt()
-    )
-    assert gpu_check.run_all(groups, MACHINE, {}, options) == 130
-    report = options.output.read_text()
+def test_ctrl_c_loses_nothing(report_of: Callable[..., tuple[int, str]], options: argparse.Namespace) -> None:
+    began = {"event": "began", "name": "four", "limit_s": 60}
+    status, report = report_of(PASSED, FIGURE, began, KeyboardInterrupt())
+    assert status == 130
     assert "**Interrupted: 1 checks passed, 1 cut.**" in report
     assert "| a speed | 12.35 |" in report
     assert "not begun" in report
@@ -302,11 +304,11 @@ def test_ctrl_c_loses_nothing(
 
 
 def test_a_dry_run_says_in_its_report_that_it_is_one(
-    gpu_check: ModuleType, options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+    report_of: Callable[..., tuple[int, str]], options: argparse.Namespace
 ) -> None:
     options.dry_run = True
-    assert gpu_check.run_all(as_if_run(gpu_check, monkeypatch, PASSED, FIGURE), NOWHERE, {}, options) == 0
-    report = options.output.read_text()
+    status, report = report_of(PASSED, FIGURE, machine=NOWHERE)
+    assert status == 0
     assert "Failures" not in report
     assert report.startswith("# gpu-check\n\n**Dry run on the CPU: not a measurement.**")
     assert "## Figures (dry run on the CPU, tiny sizes: not a measurement)" in report
@@ -330,14 +332,6 @@ def test_the_groups_fit_into_ten_minutes(gpu_check: ModuleType, count: int) -> N
 @pytest.fixture(scope="module")
 def gpu_figures(gpu_check: ModuleType) -> ModuleType:
     return importlib.import_module("gpu_figures")
-
-
-@pytest.mark.parametrize("name", ["wrapper_on_one_device", "matrix_products", "thin_layers"])
-def test_a_figure_can_be_measured(gpu_figures: ModuleType, name: str) -> None:
-    taken = list(gpu_figures.FIGURES[name](gpu_figures.bench_on("cpu", dry=True)))
-    assert taken
-    for figure in taken:
-        assert isinstance(figure.value, float) or "not run" in figure.note
 
 
 def test_no_data_no_accuracy(gpu_figures: ModuleType, tmp_path: Path) -> None:

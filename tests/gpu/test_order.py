@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.modules import Fn
 from manyhands import DataParallel
 from manyhands.autograd import broadcast
 from manyhands.engines.threads import ThreadsEngine
@@ -130,20 +131,13 @@ def test_gradients_travel_while_backward_runs(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_the_first_device_needs_no_more_memory() -> None:
     """N10, A7: with the loss in the module and scalars="mean", at most 1.15 times what the others need for a step."""
-
-    class WithLoss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(32)))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layers(x).pow(2).mean()
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(32)))
 
     def active_bytes(device: int, which: str) -> int:
         """Return what tensors have, and what is kept for streams that may still be reading it."""
         return int(torch.accelerator.memory_stats(device)[f"active_bytes.all.{which}"])
 
-    model = DataParallel(WithLoss().cuda(), scalars="mean")
+    model = DataParallel(Fn(lambda y: y.pow(2).mean(), blocks).cuda(), scalars="mean")
     x = torch.randn(8192 * len(model.device_ids), 1024)
     for _ in range(2):
         model.zero_grad()

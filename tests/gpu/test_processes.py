@@ -13,6 +13,7 @@ from torch import nn
 
 import manyhands
 from helpers.ranks import run_ranks
+from helpers.twins import train_twins, twins
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -42,32 +43,19 @@ def device(request: pytest.FixtureRequest) -> str:
     return "cpu" if request.param == "cpu" else first_accelerator() or "none"
 
 
-def train(rank: int, device: str, options: dict[str, Any]) -> tuple[list[float], str]:
-    """Train beside the plain module on all rows; return the parameters' sums at the end, and the backends used."""
-    model = manyhands.DataParallel(net().to(device), [device], process_group=torch.distributed.group.WORLD, **options)
-    oracle = net().to(device)
-    oracle.load_state_dict(model.module.state_dict())
+def train(rank: int, device: str, options: dict[str, Any]) -> tuple[tuple[float, ...], str]:
+    """Train beside the plain module on all rows; return the sums of the state at the end, and the backends used."""
+    group = torch.distributed.group.WORLD
+    model, oracle = twins(lambda: net().to(device), device_ids=[device], process_group=group, **options)
     generator = torch.Generator().manual_seed(3)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, oracle)]
-    for step, sizes in enumerate(SIZES):
-        rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-        x = torch.randn(sum(sizes), 6, generator=generator).double().to(device)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        output, expected = model(x[rows]), oracle(x)
-        torch.testing.assert_close(output, expected[rows], rtol=1e-9, atol=1e-11)
-        output.pow(2).mean().backward()
-        expected.pow(2).mean().backward()
-        for (name, mine), theirs in zip(model.module.named_parameters(), oracle.parameters(), strict=True):
-            assert mine.grad.device == torch.device(device)
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-11, msg=f"step {step}: {name}")
-        for optimizer in optimizers:
-            optimizer.step()
+    batches = [(sizes, torch.randn(sum(sizes), 6, generator=generator).double().to(device)) for sizes in SIZES]
+    sums = train_twins(rank, model, oracle, batches, rtol=1e-9)
+    assert {p.grad.device for p in model.parameters()} == {torch.device(device)}
     gradient_sync = model._gradient_sync()
     assert gradient_sync is not None
     groups = gradient_sync.communicator._groups
     backends = {torch.distributed.get_backend(group) for group in groups.values()}
-    return [p.sum().item() for p in model.parameters()], ",".join(sorted(backends))
+    return sums, ",".join(sorted(backends))
 
 
 def net() -> nn.Module:

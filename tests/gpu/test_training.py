@@ -10,20 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from helpers.commands import idx_bytes, steps_of
+from helpers.plain_training import train_plainly
 from manyhands.console.errors import OptionError
 from manyhands.runtime.devices import float32_products
-from manyhands.training import data, models
+from manyhands.training import data
 from manyhands.training.compiling import expect_compiler
 from manyhands.training.display import Display
 from manyhands.training.loop import train
 from manyhands.training.options import Options
 from manyhands.training.run import Run
 from manyhands.training.run_folder import RunFolder
-from manyhands.training.schedule import epoch_batches, learning_rate, num_steps
 from manyhands.training.work import StepReport
 
 pytestmark = [
@@ -71,35 +70,6 @@ def losses_of(folder: RunFolder) -> list[float]:
     return [step["loss"] for step in steps_of(folder.metrics)]
 
 
-def plain_losses(options: Options) -> list[float]:
-    """Train with torch alone, in exact float32; return the loss of each step."""
-    dataset = data.load(options.data).on(CUDA)
-    torch.manual_seed(options.seed)
-    shape, num_rows = dataset.image_shape, len(dataset.train_labels)
-    model = models.build(options.model, num_classes=dataset.num_classes, image_shape=shape).to(CUDA)
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=options.lr, momentum=options.momentum, weight_decay=options.weight_decay
-    )
-    steps = num_steps(num_rows, options.batch_size)
-    losses = []
-    with float32_products(CUDA, rounded=False):
-        for epoch in range(options.epochs):
-            for rows in epoch_batches(num_rows, options.batch_size, seed=options.seed, epoch=epoch):
-                optimizer.param_groups[0]["lr"] = learning_rate(
-                    len(losses),
-                    peak=options.lr,
-                    schedule=options.schedule,
-                    warmup_steps=round(options.warmup_epochs * steps),
-                    total_steps=options.epochs * steps,
-                )
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(dataset.train_images[rows.to(CUDA)]), dataset.train_labels[rows.to(CUDA)])
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.item())
-    return losses
-
-
 class NoWaiting(Display):
     """Makes whatever waits for the GPU an error, from the second step of an epoch to the last but one."""
 
@@ -132,7 +102,9 @@ def test_losses_are_those_of_torch_alone(
     folder = RunFolder.for_new_run(tmp_path / "run")
     train(options, folder, NoWaiting())
     assert runs[-1].dataset.train_images.is_cuda == fits
-    assert losses_of(folder) == pytest.approx(plain_losses(options), rel=1e-4)
+    with float32_products(CUDA, rounded=False):
+        losses, _ = train_plainly(options, data.load(options.data).on(CUDA), CUDA)
+    assert losses_of(folder) == pytest.approx(losses, rel=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler

@@ -165,17 +165,6 @@ def mlp(width: int = 5, out: int = 3) -> nn.Module:
     return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, out))
 
 
-class Fn(nn.Module):
-    """A module that calls a function, after a layer if it is given one."""
-
-    def __init__(self, function: Callable[..., Any], layer: nn.Module | None = None) -> None:
-        super().__init__()
-        self.function, self.layer = function, layer
-
-    def forward(self, x: Any, *more: Any) -> Any:
-        return self.function(x if self.layer is None else self.layer(x), *more)
-
-
 class ForceField(nn.Module):
     """Differentiates inside its own forward, as models of molecules do."""
 
@@ -237,15 +226,11 @@ class Watched(nn.Module):
         super().__init__()
         self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 3)
         self.seen: list[Any] = []
-        self.fails = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.a(x)
         self.seen.append(weakref.ref(hidden))
-        result = self.b(torch.tanh(hidden) * hidden)  # hidden is saved for backward
-        if self.fails:
-            raise MemoryError("no room")
-        return result
+        return self.b(torch.tanh(hidden) * hidden)  # hidden is saved for backward
 
     def alive(self) -> int:
         return sum(reference() is not None for reference in self.seen)
@@ -337,6 +322,27 @@ def assert_is_the_replicas(caught: BaseException, error: BaseException, replica:
         assert caught is error
     else:
         assert (type(caught), caught.args) == (type(error), error.args)
+
+
+def assert_failure_leaves_nothing(
+    model: DataParallel, error: BaseException, first_row: float, in_backward: bool, engine: str
+) -> BaseException:
+    """Have one of three replicas of FailsOn fail: the error is its own, no gradient is left, and buffers are as before.
+
+    Returns:
+        The error. The module's state is what it was, and it fails no more.
+    """
+    before = copy.deepcopy(model.module.state_dict())
+    model.module.on, model.module.in_backward = {first_row: error}, in_backward
+    with pytest.raises(type(error)) as caught:
+        in_time(lambda: loss_of(model(numbered_rows())).backward())
+    assert_is_the_replicas(caught.value, error, int(first_row) // 3, engine)
+    assert all(p.grad is None for p in model.parameters())
+    if not in_backward:
+        assert_unchanged(model.module, before)
+    model.module.load_state_dict(before)
+    model.module.on = {}
+    return caught.value
 
 
 def same_results(model: nn.Module, wrapped: nn.Module, inputs: tuple[Any, ...], leaves: list[torch.Tensor]) -> None:

@@ -3,7 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
+
+from manyhands import DataParallel
 
 
 class Calls(nn.Module):
@@ -17,3 +20,36 @@ class Calls(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.function(self, *inputs, **kwargs)
+
+
+class Fn(nn.Module):
+    """A module that calls a function, after a layer if it is given one."""
+
+    def __init__(self, function: Callable[..., Any], layer: nn.Module | None = None) -> None:
+        super().__init__()
+        self.function, self.layer = function, layer
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self.layer is not None:
+            inputs = (self.layer(inputs[0]), *inputs[1:])
+        return self.function(*inputs, **kwargs)
+
+
+class WithBackward(torch.autograd.Function):
+    """The identity, with the backward that it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, backward: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        ctx.run_backward = backward
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return ctx.run_backward(grad), None
+
+
+class Composed(DataParallel):
+    """A wrapper with an overridden verb, which therefore runs the plain composition."""
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        return super().gather(outputs, output_device)

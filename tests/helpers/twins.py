@@ -1,6 +1,7 @@
 """A wrapped module and a plain one with the same values: the oracle."""
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -31,3 +32,35 @@ def assert_same_gradients(module: nn.Module, oracle: nn.Module, rtol: float = 1e
             assert one.is_sparse == two.is_sparse, name
             one, two = one.to_dense(), two.to_dense()
             torch.testing.assert_close(one, two, rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def train_twins(
+    rank: int,
+    model: manyhands.DataParallel,
+    oracle: nn.Module,
+    batches: Iterable[tuple[Sequence[int], torch.Tensor]],
+    rtol: float = 1e-11,
+) -> tuple[float, ...]:
+    """Train both, the oracle on the rows of all ranks; compare outputs, gradients and buffers in every step.
+
+    Args:
+        batches: how many rows each rank has, and the rows of all.
+
+    Returns:
+        The sum of each tensor of the state in the end.
+    """
+    close = functools.partial(torch.testing.assert_close, rtol=rtol, atol=rtol / 100)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, oracle)]
+    for sizes, x in batches:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        output, expected = model(x[rows_of(rank, sizes)]), oracle(x)
+        close(output, expected[rows_of(rank, sizes)])
+        output.square().mean().backward()
+        expected.square().mean().backward()
+        assert_same_gradients(model.module, oracle, rtol=1e-9, atol=1e-12)
+        for (name, buffer), other in zip(model.module.named_buffers(), oracle.buffers(), strict=True):
+            close(buffer, other, msg=name)
+        for optimizer in optimizers:
+            optimizer.step()
+    return tuple(t.double().sum().item() for t in model.module.state_dict().values())

@@ -9,6 +9,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 import manyhands
 from helpers.garbage import no_garbage
+from helpers.modules import Calls, Fn
 from manyhands.primitives import batch_types
 from manyhands.primitives.batch_types import batch_type_of
 
@@ -37,17 +38,15 @@ def join_graphs(batches):
     return Graphs(torch.cat([b.nodes for b in batches]), [size for b in batches for size in b.sizes])
 
 
-class PerGraph(nn.Module):
+def per_graph() -> nn.Module:
     """The mean over each graph's nodes: rows that do not interact, though there are several tensors' rows in each."""
 
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 4)
-
-    def forward(self, batch):
-        hidden = self.layer(batch.nodes) + batch.extra["deep"][0].sum() * 0
+    def forward(model, batch):
+        hidden = model.layer(batch.nodes) + batch.extra["deep"][0].sum() * 0
         means = torch.stack([part.mean(0) for part in hidden.split(batch.sizes)])
         return {"means": means, "batch": Graphs(hidden, batch.sizes)}
+
+    return Calls(forward, layer=nn.Linear(3, 4))
 
 
 @pytest.fixture
@@ -62,7 +61,7 @@ def registered():
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_a_registered_class_is_split_and_joined(registered, n):
     """S14, G4: outputs, and gradients of inputs and parameters, are the plain module's."""
-    model = PerGraph().double()
+    model = per_graph().double()
     nodes = torch.randn(9, 3, dtype=torch.float64, requires_grad=True)
     batch = Graphs(nodes, [2, 1, 3, 3])
 
@@ -82,15 +81,6 @@ def test_a_registered_class_is_split_and_joined(registered, n):
 def test_subclasses_are_included(registered):
     graphs = type("Molecules", (Graphs,), {})(torch.zeros(1), [1])
     assert batch_type_of(graphs) is batch_types._registered[Graphs]
-
-
-class Fn(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x, graphs):
-        return self.function(x, graphs)
 
 
 def test_a_batch_that_every_replica_gets_and_returns_whole(registered):
@@ -135,7 +125,7 @@ def test_a_batch_that_pickle_cannot_take_apart_says_so(registered):
 
 def test_nothing_keeps_a_batch_alive(registered):
     """N10."""
-    model = manyhands.DataParallel(PerGraph(), ["cpu"] * 2)
+    model = manyhands.DataParallel(per_graph(), ["cpu"] * 2)
     batch = Graphs(torch.randn(3, 3, requires_grad=True), [1, 2])
     output = model(batch)
     output["means"].sum().backward()

@@ -23,21 +23,6 @@ CPU = ["cpu", "cpu"]
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-class Lists(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scales = nn.ParameterList([torch.randn(5), torch.randn(5)])
-        self.shifts = nn.ParameterDict({"a": torch.randn(5), "b": torch.randn(5)})
-        self.layers = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
-        self.heads = nn.ModuleDict({"x": nn.Linear(5, 2), "y": nn.Linear(5, 3)})
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        assert len(self.scales) == len(self.shifts) == len(self.layers) == len(self.heads) == 2
-        for scale, shift, layer in zip(self.scales, self.shifts.values(), self.layers, strict=True):
-            x = layer(x * scale + shift)
-        return torch.cat([head(x) for head in self.heads.values()], 1)
-
-
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +41,6 @@ class Tied(nn.Module):
 MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "conv": (lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ConvTranspose2d(3, 2, 2)), (4, 2, 5, 5)),
     "lstm": (lambda: Calls(lambda self, x: self.inner(x)[0], inner=nn.LSTM(5, 4, 2, bidirectional=True)), (3, 4, 5)),
-    "lists and dicts": (Lists, (4, 5)),
     "tied": (Tied, (4, 3)),
     "spectral_norm": (lambda: parametrizations.spectral_norm(nn.Linear(5, 3)), (4, 5)),
     "frozen": (lambda: nn.Sequential(nn.Linear(5, 3).requires_grad_(False), nn.Linear(3, 3)), (4, 5)),

@@ -79,17 +79,6 @@ def test_devices_to_scatter_to_are_checked(sim):
 # scatter_kwargs
 
 
-def test_keyword_inputs_are_split_with_the_positional_ones():
-    """S7, S5: as many shards as there are rows, also where keyword inputs alone would give more; errors name them."""
-    inputs, kwargs = manyhands.scatter_kwargs((numbered(1),), {"flag": True, "y": [numbered(1)]}, ["cpu"] * 4)
-    assert len(inputs) == len(kwargs) == 1
-    assert kwargs[0]["flag"] is True
-    inputs, kwargs = manyhands.scatter_kwargs((numbered(5),), {"flag": True}, ["cpu"] * 4)
-    assert (rows_of(shard[0] for shard in inputs), kwargs) == ([2, 2, 1], ({"flag": True},) * 3)
-    with pytest.raises(ValueError, match=r"inputs\[0\] has 4, kwargs\['mask'\] has 3"):
-        manyhands.scatter_kwargs((numbered(4),), {"mask": numbered(3)}, ["cpu", "cpu"])
-
-
 def test_one_kind_of_inputs_only():
     """S8: and an only input needs no tuple."""
     inputs, kwargs = manyhands.scatter_kwargs((), {"x": numbered(3)}, ["cpu", "cpu"])
@@ -118,12 +107,6 @@ def test_tensors_are_joined_in_order_on_the_target_device(sim):
         manyhands.gather(outputs, None)
     with pytest.warns(FutureWarning, match="deprecated"):
         assert manyhands.gather(outputs, -1).device == CPU
-
-
-def test_numbers_become_a_list():
-    """G4: one number a replica, in order, also where they are equal."""
-    assert manyhands.gather([3, 4, 4], "cpu") == [3, 4, 4]
-    assert manyhands.gather([Batch(numbered(1), 1), Batch(numbered(1), 2)], "cpu").note == [1, 2]
 
 
 ROW, TABLE = torch.ones(2), torch.ones(2, 3)

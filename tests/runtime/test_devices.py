@@ -80,20 +80,6 @@ def test_a_variable_that_hides_devices_is_named(sim, monkeypatch, variable):
         devices.resolve([4])
 
 
-def test_outputs_are_on_the_first_device_unless_another_is_named(sim):
-    """A6: any device, the CPU included; -1 is the CPU, as in torch, and deprecated."""
-    assert devices.resolve_output(None, sim[1:]) == sim[1]
-    assert devices.resolve_output(3, sim) == sim[3]
-    assert devices.resolve_output("cpu", sim) == CPU
-    assert devices.resolve_output(torch.device("sim:2"), sim) == sim[2]
-    with pytest.warns(FutureWarning, match='output_device=-1 is deprecated: write output_device="cpu"'):
-        assert devices.resolve_output(-1, sim) == CPU
-    with pytest.raises(ValueError, match="output_device: there is no accelerator 7"):
-        devices.resolve_output(7, sim)
-    with pytest.raises(TypeError, match=r"output_device: expected an int, .* got 1.5"):
-        devices.resolve_output(1.5, sim)
-
-
 @pytest.fixture
 def machine(monkeypatch):
     """Three accelerators with the given memory (GiB) and cores; None for a property that they lack."""

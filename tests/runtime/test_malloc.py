@@ -1,12 +1,11 @@
 """`keep_freed_memory`: it takes effect in workers always, and in the user's process only when asked for."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 import manyhands
+from helpers.programs import run_script
 from manyhands.runtime import malloc
 
 # Prints the MiB that are resident after many large blocks have been freed, less those before they were made: in the
@@ -38,7 +37,7 @@ glibc = pytest.mark.skipif(malloc._mallopt() is None, reason="needs glibc")
 @glibc
 def test_freed_blocks_are_kept_when_asked_for_and_not_before():
     """In workers they are kept without being asked for."""
-    run = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, timeout=100, check=False)
+    run = run_script(MEASURE)
     assert run.returncode == 0, run.stderr
     done, here, there, here_then = json.loads(run.stdout)
     assert done is True

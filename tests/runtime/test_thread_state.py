@@ -14,6 +14,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.modules import Calls
 from manyhands import DataParallel, parallel_apply
 
 variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="nothing")
@@ -32,17 +33,9 @@ def in_every_replica(look: Callable[[], Any]) -> list[Any]:
     return [value for value, _ in results]
 
 
-class SeesThread(nn.Module):
-    """Reports the thread that it runs in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-        self.threads: list[int] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.threads.append(threading.get_ident())
-        return torch.tanh(self.linear(x))
+def sees_thread(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    module.threads.append(threading.get_ident())
+    return torch.tanh(module.linear(x))
 
 
 # ---- state that is carried -------------------------------------------------------------------------
@@ -150,7 +143,7 @@ def test_what_a_worker_sets_is_not_the_callers() -> None:
 @pytest.fixture
 def model() -> DataParallel:
     torch.manual_seed(0)
-    return DataParallel(SeesThread().double(), ["cpu"] * 3)
+    return DataParallel(Calls(sees_thread, linear=nn.Linear(3, 2), threads=[]).double(), ["cpu"] * 3)
 
 
 def step(

@@ -2,9 +2,7 @@
 
 import contextlib
 import os
-import subprocess
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from types import SimpleNamespace
@@ -251,11 +249,13 @@ def test_catch_operations() -> None:
     In a process of its own. Draws in other threads and in backward are in tests/contract/test_random.py.
     """
     script = """
+        import warnings
         import torch
         from torch.nn import functional as F
         from torch.nn.attention.flex_attention import flex_attention
         from manyhands.runtime.torch_private import catch_operations
 
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
         caught = []
 
         def handler(keys, tensor, p=0.5, **kwargs):  # what equals its default is not passed
@@ -280,9 +280,7 @@ def test_catch_operations() -> None:
         assert draw() == 3
         assert set(caught) == {0.75}
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run_script(script, timeout_s=300)
     assert done.returncode == 0, done.stderr
 
 

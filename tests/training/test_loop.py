@@ -21,6 +21,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers import commands as records
+from helpers.plain_training import train_plainly
 from manyhands.console.errors import DivergedError, Interrupted, OptionError
 from manyhands.training import data, loop, models, pending_steps
 from manyhands.training import run as run_module
@@ -30,7 +31,6 @@ from manyhands.training.loop import evaluate, train
 from manyhands.training.options import Options
 from manyhands.training.run import Run
 from manyhands.training.run_folder import RunFolder
-from manyhands.training.schedule import epoch_batches
 from manyhands.training.work import StepReport
 
 SMALL = Options(model="mlp", devices="cpu*2", epochs=2)  # 12 steps an epoch
@@ -361,30 +361,8 @@ def test_a_batch_norm_that_is_compiled(
     losses_with(tmp_path, compile=True, sync_batch_norm=False)
 
 
-def plain_float32_loop(options: Options) -> tuple[list[float], float]:
-    """Return the losses and the test accuracy of training without manyhands' loop, wrapper or options."""
-    digits = data.load("digits")
-    torch.manual_seed(options.seed)
-    model = models.build(options.model, num_classes=10, image_shape=digits.image_shape)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, weight_decay=5e-4)
-    losses = []
-    for epoch in range(options.epochs):
-        for rows in epoch_batches(1437, options.batch_size, seed=options.seed, epoch=epoch):
-            step, steps = len(losses), 12 * options.epochs
-            warm_up, rest = (step + 1) / 12, 0.5 + 0.5 * math.cos(math.pi * (step - 12) / (steps - 12))
-            optimizer.param_groups[0]["lr"] = 0.05 * (warm_up if step < 12 else rest)
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(digits.train_images[rows]), digits.train_labels[rows])
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    with torch.no_grad():
-        correct = model(digits.test_images).argmax(1) == digits.test_labels
-    return losses, correct.double().mean().item()
-
-
 def test_the_plain_loop_has_the_same_losses(uninterrupted: RunFolder) -> None:
-    losses, accuracy = plain_float32_loop(SMALL)
+    losses, accuracy = train_plainly(SMALL, data.load("digits"))
     assert losses_of(uninterrupted) == pytest.approx(losses, rel=1e-5)
     assert metrics_of(uninterrupted)[-1]["test_accuracy"] == pytest.approx(accuracy, abs=ONE_ROW)
 
@@ -427,7 +405,7 @@ def test_bfloat16_compiled_is_as_accurate_as_a_plain_float32_loop(folder: RunFol
         outcome = train(options, folder, Recorder())
     finally:
         torch.set_num_threads(num_threads)
-    losses, accuracy = plain_float32_loop(options)
+    losses, accuracy = train_plainly(options, data.load("digits"))
     assert losses_of(folder) == pytest.approx(losses, rel=0.1, abs=0.02)
     assert outcome.test_accuracy == pytest.approx(accuracy, abs=0.005)
 

@@ -121,11 +121,6 @@ def test_a_signal_to_one_stops_all_and_others_go_on(alone: Path, tmp_path: Path,
     assert (config["processes"], config["devices"]) == (processes, ["cpu"] * processes)
 
 
-def run_each(rank: int, folder: Path, arguments: list[list[str]]) -> tuple[int, str, str]:
-    """Run with the arguments of this rank."""
-    return run(rank, folder, *arguments[rank])
-
-
 @pytest.mark.parametrize(
     ("of_both", "of_rank_1", "message"),
     [
@@ -143,7 +138,7 @@ def test_an_error_of_any_rank_is_one_line_of_rank_0(
 ) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "checkpoint.pt").touch()
-    ends = run_ranks(2, run_each, tmp_path, [of_both, of_both + of_rank_1])
+    ends = run_ranks(2, lambda rank: run(rank, tmp_path, *of_both, *of_rank_1 * rank))
     assert [status for status, _, _ in ends] == [2, 2]
     assert ends[0][2].startswith(f"manyhands train: error: {message}")
     assert ends[0][2].count("\n") == 1

@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
+from helpers.modules import Calls, Composed, Fn, WithBackward
 from manyhands import DataParallel, verify
 from manyhands.verification.report import Cause, Kind, Report
 
@@ -36,23 +37,14 @@ def compared(model: nn.Module, inputs: Any, *arguments: Any, num_replicas: int =
 # ---- modules -------------------------------------------------------------------------------------
 
 
-class Calls(nn.Module):
-    """Children, and a function of (self, inputs) that calls them."""
-
-    def __init__(self, function: Callable[..., Any], *children: nn.Module) -> None:
-        super().__init__()
-        self.function = function
-        self.layers = nn.ModuleList(children)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self, *args, **kwargs)
+def calls(function: Callable[..., Any], *children: nn.Module) -> nn.Module:
+    """Return a module of children, and of a function of (self, inputs) that calls them."""
+    return Calls(function, layers=nn.ModuleList(children))
 
 
-class Center(nn.Module):
-    """Rows that interact."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x - x.mean(0)
+def center() -> nn.Module:
+    """Return a module whose rows interact."""
+    return Fn(lambda x: x - x.mean(0))
 
 
 class Draws(nn.Module):
@@ -64,17 +56,15 @@ class Draws(nn.Module):
         return x
 
 
-class Average(nn.Module):
-    """A buffer that follows the rows, and does nothing else."""
+def average() -> nn.Module:
+    """Return a module whose buffer follows the rows, and which does nothing else."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.mean.lerp_(x.mean(0), 0.1)
+    def forward(model: Any, x: torch.Tensor) -> torch.Tensor:
+        if model.training:
+            model.mean.lerp_(x.mean(0), 0.1)
         return x
+
+    return Calls(forward, mean=nn.Buffer(torch.zeros(5)))
 
 
 @dataclasses.dataclass
@@ -96,25 +86,25 @@ def with_dropout(*behind: nn.Module) -> nn.Module:
 
 
 def mean_loss(reduction: str = "mean") -> nn.Module:
-    return Calls(lambda self, x, t: F.cross_entropy(self.layers[0](x), t, reduction=reduction), nn.Linear(5, 4))
+    return calls(lambda self, x, t: F.cross_entropy(self.layers[0](x), t, reduction=reduction), nn.Linear(5, 4))
 
 
 def token_loss() -> nn.Module:
     def forward(self: Any, x: torch.Tensor, t: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"loss": self.layers[1](self.layers[0](x), t), "tokens": (t != 0).sum()}
 
-    return Calls(forward, nn.Linear(5, 4), nn.CrossEntropyLoss(ignore_index=0))
+    return calls(forward, nn.Linear(5, 4), nn.CrossEntropyLoss(ignore_index=0))
 
 
 def recurrent() -> nn.Module:
-    return Calls(lambda self, x: self.layers[0](x), nn.LSTM(5, 4, num_layers=2, batch_first=True))
+    return calls(lambda self, x: self.layers[0](x), nn.LSTM(5, 4, num_layers=2, batch_first=True))
 
 
 def checkpointed(use_reentrant: bool) -> nn.Module:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.layers[1](checkpoint(self.layers[0], x, use_reentrant=use_reentrant))
 
-    return Calls(forward, nn.Sequential(nn.Linear(5, 8), nn.Tanh()), nn.Linear(8, 2))
+    return calls(forward, nn.Sequential(nn.Linear(5, 8), nn.Tanh()), nn.Linear(8, 2))
 
 
 def attention(**options: Any) -> nn.Module:
@@ -160,14 +150,14 @@ def test_rows_that_do_not_interact_are_the_same(engine: str, num_replicas: int, 
         (checkpointed(True), ROWS.clone().requires_grad_()),
         (checkpointed(False), ROWS),
         (attention(batch_first=True), torch.randn(5, 3, 8)),
-        (Calls(lambda self, x: self.layers[0](x).argmax(1), nn.Linear(5, 8)), ROWS),
-        (Calls(lambda self, x: torch.view_as_complex(self.layers[0](x)), nn.Linear(5, 2)), ROWS),
-        (Calls(lambda self, x: {"y": self.layers[0](x), "name": "a", "none": None}, nn.Linear(5, 2)), ROWS),
-        (Calls(lambda self, x: (self.layers[0](x), len(x), 2.5), nn.Linear(5, 2)), ROWS),
-        (Calls(lambda self, x: self.layers[0](x) / 0, nn.Linear(5, 2)), ROWS),
-        (Calls(lambda self, a, b: self.layers[0](a) * b, nn.Linear(5, 8)), {"b": torch.randn(9, 8), "a": ROWS}),
-        (Calls(lambda self, x: Output(self.layers[0](x)), nn.Linear(5, 2)), ROWS),
-        (Calls(lambda self: torch.ones(2)), ()),
+        (calls(lambda self, x: self.layers[0](x).argmax(1), nn.Linear(5, 8)), ROWS),
+        (calls(lambda self, x: torch.view_as_complex(self.layers[0](x)), nn.Linear(5, 2)), ROWS),
+        (calls(lambda self, x: {"y": self.layers[0](x), "name": "a", "none": None}, nn.Linear(5, 2)), ROWS),
+        (calls(lambda self, x: (self.layers[0](x), len(x), 2.5), nn.Linear(5, 2)), ROWS),
+        (calls(lambda self, x: self.layers[0](x) / 0, nn.Linear(5, 2)), ROWS),
+        (calls(lambda self, a, b: self.layers[0](a) * b, nn.Linear(5, 8)), {"b": torch.randn(9, 8), "a": ROWS}),
+        (calls(lambda self, x: Output(self.layers[0](x)), nn.Linear(5, 2)), ROWS),
+        (calls(lambda self: torch.ones(2)), ()),
         (nn.Identity(), ROWS),
     ],
 )
@@ -186,11 +176,11 @@ def test_models_of_many_kinds_are_the_same(model: nn.Module, inputs: Any) -> Non
         (recurrent(), pack_sequence([torch.randn(n, 5) for n in (4, 1, 3, 3, 2)], False), {"out_dims": (0, 1)}),
         (attention(), torch.randn(4, 9, 8), {"dim": 1}),
         (
-            Calls(lambda self, x: {"y": self.layers[0](x), "w": self.layers[0].weight}, nn.Linear(5, 4)),
+            calls(lambda self, x: {"y": self.layers[0](x), "w": self.layers[0].weight}, nn.Linear(5, 4)),
             ROWS,
             {"out_dims": {"y": 0, "w": None}},
         ),
-        (Calls(lambda self, x, w: x @ w), (ROWS, torch.randn(5, 2)), {"in_dims": (0, None)}),
+        (calls(lambda self, x, w: x @ w), (ROWS, torch.randn(5, 2)), {"in_dims": (0, None)}),
         (mlp(), ROWS, {"shares": [2, 1]}),
         (mlp(), ROWS, {"shares": [0, 1]}),
         (with_batch_norm(), ROWS, {"sync_batch_norm": True}),
@@ -255,7 +245,7 @@ TRAINING = ("training",)
 CASES = [
     Case(with_batch_norm(), ROWS, Cause.PER_SHARD_BATCH_NORM, "sync_batch_norm=True", "1", TRAINING),
     Case(  # the first in the order of execution
-        Calls(lambda self, x: self.layers[0](self.layers[1](x)), nn.BatchNorm1d(5), nn.BatchNorm1d(5)), ROWS,
+        calls(lambda self, x: self.layers[0](self.layers[1](x)), nn.BatchNorm1d(5), nn.BatchNorm1d(5)), ROWS,
         Cause.PER_SHARD_BATCH_NORM, "sync_batch_norm=True", "layers.1", TRAINING,
     ),
     Case(  # behind a wrapper, whose replicas in each replica are matched with those of the plain run
@@ -264,18 +254,18 @@ CASES = [
     ),
     Case(with_dropout(), ROWS, Cause.ACTIVE_DROPOUT, "streams of their own", "2", TRAINING, True),
     Case(
-        Calls(drops_in_forward, nn.Linear(5, 2)), ROWS, Cause.RANDOM_NUMBERS, "streams of their own", "layers.0",
+        calls(drops_in_forward, nn.Linear(5, 2)), ROWS, Cause.RANDOM_NUMBERS, "streams of their own", "layers.0",
         TRAINING, True,
     ),
     Case(
-        nn.Sequential(nn.Linear(5, 8), Center(), nn.Linear(8, 2)), ROWS, Cause.ROWS_INTERACT,
+        nn.Sequential(nn.Linear(5, 8), center(), nn.Linear(8, 2)), ROWS, Cause.ROWS_INTERACT,
         "depends on the other rows", "1",
     ),
     Case(
-        Calls(centers_between_layers, nn.Linear(5, 5), nn.Linear(5, 2)), ROWS, Cause.ROWS_INTERACT,
+        calls(centers_between_layers, nn.Linear(5, 5), nn.Linear(5, 2)), ROWS, Cause.ROWS_INTERACT,
         "in the code in front of layers.1",
     ),
-    Case(Center(), ROWS, Cause.ROWS_INTERACT, "depends on the other rows"),
+    Case(center(), ROWS, Cause.ROWS_INTERACT, "depends on the other rows"),
     Case(
         attention(), torch.randn(4, 9, 8), Cause.ROWS_INTERACT, "not on axis 0, say so with dim", "layers.0.self_attn"
     ),
@@ -283,14 +273,14 @@ CASES = [
     Case(mean_loss("sum"), (ROWS, CLASSES), Cause.ONE_NUMBER_A_SHARD, "scalars='sum'"),
     Case(token_loss(), (ROWS, CLASSES), Cause.ONE_NUMBER_A_SHARD, "scalars='mean:name'", "layers.1"),
     Case(
-        Calls(lambda self, x: Output(self.layers[0](x), self.layers[0](x).mean()), LINEAR), ROWS,
+        calls(lambda self, x: Output(self.layers[0](x), self.layers[0](x).mean()), LINEAR), ROWS,
         Cause.ONE_NUMBER_A_SHARD, "scalars='mean'",
     ),
     Case(recurrent(), SAMPLES[:8], Cause.JOINED_ON_ANOTHER_AXIS, "out_dims=(0, (1, 1))"),
     Case(recurrent(), SAMPLES, Cause.JOINED_ON_ANOTHER_AXIS, "out_dims=(0, (1, 1))"),  # uneven: it cannot be gathered
-    Case(Calls(draws_another_number_each_time), ROWS, Cause.NONDETERMINISTIC, "two runs on one device"),
+    Case(calls(draws_another_number_each_time), ROWS, Cause.NONDETERMINISTIC, "two runs on one device"),
     Case(
-        nn.Sequential(Average(), nn.Linear(5, 2)), ROWS, Cause.FIRST_REPLICAS_BUFFERS, "0.mean is updated in forward",
+        nn.Sequential(average(), nn.Linear(5, 2)), ROWS, Cause.FIRST_REPLICAS_BUFFERS, "0.mean is updated in forward",
         "0", TRAINING,
     ),
     Case(
@@ -298,22 +288,22 @@ CASES = [
         Cause.FIRST_REPLICAS_BUFFERS, "Nothing else differs", "1", TRAINING,
     ),
     Case(
-        Calls(lambda self, x: self.layers[0](x) @ self.layers[0](x).T, LINEAR), ROWS[:8], Cause.ROWS_INTERACT,
+        calls(lambda self, x: self.layers[0](x) @ self.layers[0](x).T, LINEAR), ROWS[:8], Cause.ROWS_INTERACT,
         "compares rows with each other",
     ),
     Case(  # uneven: it cannot be gathered
-        Calls(lambda self, x: (x @ x.T, self.layers[0](x)), LINEAR), ROWS, Cause.ROWS_INTERACT,
+        calls(lambda self, x: (x @ x.T, self.layers[0](x)), LINEAR), ROWS, Cause.ROWS_INTERACT,
         "output[0] compares rows with each other",
     ),
     Case(
-        Calls(lambda self, x: {"y": self.layers[0](x), "w": self.layers[0].weight}, LINEAR), ROWS,
+        calls(lambda self, x: {"y": self.layers[0](x), "w": self.layers[0].weight}, LINEAR), ROWS,
         Cause.JOINED_ON_ANOTHER_AXIS, "out_dims={'y': 0, 'w': None}",
     ),
     Case(
-        Calls(lambda self, x: self.layers[0](x).mean().view(1), LINEAR), ROWS, Cause.JOINED_ON_ANOTHER_AXIS,
+        calls(lambda self, x: self.layers[0](x).mean().view(1), LINEAR), ROWS, Cause.JOINED_ON_ANOTHER_AXIS,
         "each replica returns one of its own",
     ),
-    Case(Calls(lambda self, x: {"y": x, "n": "5" if len(x) > 5 else 5}), ROWS, Cause.UNKNOWN, "output['n'] is"),
+    Case(calls(lambda self, x: {"y": x, "n": "5" if len(x) > 5 else 5}), ROWS, Cause.UNKNOWN, "output['n'] is"),
 ]  # fmt: skip
 
 
@@ -345,7 +335,7 @@ def test_what_comes_behind_a_random_layer_is_told_where_it_is_certain() -> None:
         return self.layers[2](y), state
 
     layers = (Draws(), nn.LSTM(5, 4, batch_first=True), nn.Dropout())
-    report = compared(Calls(forward, *layers), torch.randn(8, 3, 5))
+    report = compared(calls(forward, *layers), torch.randn(8, 3, 5))
     causes = [(finding.mode, finding.cause) for finding in report.findings]
     assert causes == [
         ("training", Cause.JOINED_ON_ANOTHER_AXIS),
@@ -362,24 +352,11 @@ def test_an_option_that_is_given_explains_what_it_asks_for() -> None:
     assert compared(with_batch_norm(), ROWS, sync_batch_norm=False).explained
 
 
-class WithBackward(torch.autograd.Function):
-    """The identity, with the backward that it is given."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, backward: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        ctx.run_backward = backward
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return ctx.run_backward(grad), None
-
-
 def test_a_gradient_that_differs_alone() -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return WithBackward.apply(self.layers[0](x), lambda grad: grad.mean(0).expand_as(grad))
 
-    report = compared(Calls(forward, nn.Linear(5, 2)), ROWS)
+    report = compared(calls(forward, nn.Linear(5, 2)), ROWS)
     assert {row.kind for row in report.differences} == {Kind.GRADIENT}
     assert report.cause is Cause.UNKNOWN
     assert "the backward differs" in report.findings[0].text
@@ -395,15 +372,15 @@ def test_gradients_that_jump_where_outputs_do_not() -> None:
         rounding_error = 1e-6 if len(x) == 400 else -1e-6
         return F.relu(y + rounding_error - kink)
 
-    report = compared(Calls(forward, layer), x)
+    report = compared(calls(forward, layer), x)
     assert report.differences == ()
     assert any("kink" in note for note in report.notes)
     assert max(row.difference / row.largest for row in report.rows if row.kind is Kind.GRADIENT) > 1e-3
-    assert not compared(Calls(forward, layer), x, rtol=1e-5).same  # who asks for a tolerance gets it
+    assert not compared(calls(forward, layer), x, rtol=1e-5).same  # who asks for a tolerance gets it
 
 
 def test_gradients_of_inputs_are_compared() -> None:
-    report = compared(Calls(lambda self, pair: pair[0] * pair[1]), ([ROWS.clone().requires_grad_(), ROWS],))
+    report = compared(calls(lambda self, pair: pair[0] * pair[1]), ([ROWS.clone().requires_grad_(), ROWS],))
     assert report.same
     assert [row.name for row in report.rows if row.kind is Kind.GRADIENT] == ["inputs[0][0]"] * 2
 
@@ -416,7 +393,7 @@ def test_no_gradients_where_backward_fails_in_eval_mode() -> None:
         y = self.layers[0](x)
         return y if self.training else WithBackward.apply(y, refuse)
 
-    report = compared(Calls(forward, nn.Linear(5, 2)), ROWS)
+    report = compared(calls(forward, nn.Linear(5, 2)), ROWS)
     assert report.same
     assert {row.mode for row in report.rows if row.kind is Kind.GRADIENT} == {"training"}
     assert any("can only be called in training mode" in note for note in report.notes)
@@ -425,7 +402,7 @@ def test_no_gradients_where_backward_fails_in_eval_mode() -> None:
 # ---- how it is done ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [mlp, with_batch_norm, lambda: nn.Sequential(Center(), mlp()), with_dropout])
+@pytest.mark.parametrize("make", [mlp, with_batch_norm, lambda: nn.Sequential(center(), mlp()), with_dropout])
 def test_at_most_three_steps_on_one_device_and_two_on_several(make: Callable[[], nn.Module]) -> None:
     model = make()
     steps: list[int] = []
@@ -578,12 +555,7 @@ def test_hooks_of_the_caller_see_what_they_always_see() -> None:
 
 def test_replicas_that_run_one_after_the_other() -> None:
     """The plain composition: in the caller's thread, for a wrapper with verbs of its own."""
-
-    class Own(DataParallel):
-        def gather(self, outputs: Any, output_device: Any) -> Any:
-            return super().gather(outputs, output_device)
-
-    report = verify(Own(with_batch_norm(), ["cpu", "cpu"]), ROWS, show=False)
+    report = verify(Composed(with_batch_norm(), ["cpu", "cpu"]), ROWS, show=False)
     assert (report.first_module, report.cause) == ("1", Cause.PER_SHARD_BATCH_NORM)
 
 
@@ -629,7 +601,7 @@ def test_the_criterion_is_used() -> None:
 
 def test_inputs_are_left_alone() -> None:
     x = ROWS.clone()
-    model = Calls(lambda self, x: self.layers[0](x.mul_(2)), nn.Linear(5, 2))
+    model = calls(lambda self, x: self.layers[0](x.mul_(2)), nn.Linear(5, 2))
     assert compared(model, x).same
     assert torch.equal(x, ROWS)
 
@@ -668,7 +640,7 @@ def test_an_error_in_a_replica_and_outputs_that_cannot_be_gathered_raise() -> No
         compared(with_batch_norm(), ROWS[:3])
     assert "raised in replica 1 on cpu" in raised.value.__notes__[0]
     with pytest.raises(ValueError, match="different sizes off the joined axis"):
-        compared(Calls(lambda self, x: x[:, : len(x)]), ROWS)
+        compared(calls(lambda self, x: x[:, : len(x)]), ROWS)
 
 
 def test_it_is_printed_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
