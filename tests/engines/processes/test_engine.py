@@ -700,7 +700,7 @@ def test_a_fork_server_whose_caller_ends_before_the_reply(capfd):
     server = fork_server.ForkServer()
     server._start()
     own, workers = Channel.pair()
-    server._channel.send(pickle.dumps(("fork", [], dict(os.environ), [0], 0)), [workers.fileno(), 1, 2])
+    server._channel.send(pickle.dumps(("fork", dict(os.environ), [0], 0)), [workers.fileno(), 1, 2])
     for end in (own, workers, server._channel):
         end.close()
     assert server._process.wait(WAIT_S) == 0

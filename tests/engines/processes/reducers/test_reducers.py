@@ -33,10 +33,11 @@ def nothing() -> None:
     pass
 
 
-def backward(transport: Transport, gradients: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+def backward(
+    transport: Transport, gradients: Mapping[int, torch.Tensor], leaves: Mapping[int, torch.Tensor] | None = None
+) -> dict[int, torch.Tensor]:
     """Reduce the gradients of an only replica, in their order."""
-    like = {number: gradients[number] for number in sorted(gradients)}
-    assert transport.begin_backward(like, (0,))
+    assert transport.begin_backward(leaves or {number: gradients[number] for number in sorted(gradients)}, (0,))
     reducer = transport.reducer(nothing)
     for number, gradient in gradients.items():
         assert reducer.add(number, gradient)
@@ -90,8 +91,9 @@ def test_memory_is_reused_only_when_no_tensor_refers_to_it():
 
 def test_buckets_follow_the_order_of_the_first_backward():
     transport = CollectiveTransport([CPU])
+    leaves = {number: torch.empty(300) for number in range(4)}
     for order in ([2, 0, 3, 1], range(4)):
-        backward(transport, dict.fromkeys(order, torch.ones(300)))
+        backward(transport, dict.fromkeys(order, torch.ones(300)), leaves)
     assert [[n for n, _ in bucket.items] for bucket in transport._buckets] == [[2], [0], [3], [1]]
 
 
