@@ -12,6 +12,7 @@ both ways; if they arrive changed in either direction, all copies of the pair ar
 """
 
 import contextlib
+import functools
 import os
 import threading
 import warnings
@@ -217,8 +218,7 @@ def computes_on_host(device: torch.device) -> bool:
 
 def all_on_host(devices: Sequence[torch.device]) -> bool:
     """Return whether work on all of `devices` runs in the calling threads."""
-    kinds = {device.type for device in devices}
-    return kinds == {"cpu"} or all([computes_on_host(device) for device in devices])
+    return all([computes_on_host(device) for device in dict.fromkeys(devices)])
 
 
 def has_streams(device: torch.device) -> bool:
@@ -311,6 +311,7 @@ def rounds_float32(device: torch.device) -> bool:
     return "tf32" in (product_flags()[1], *convolution_flags()[3:])
 
 
+@functools.cache
 def _has_precision_of_each() -> bool:
     """Return whether torch has a setting of float32 precision for each kind of operation, beside those for all."""
     return hasattr(torch.backends.cuda.matmul, "fp32_precision")

@@ -176,19 +176,22 @@ def _run_in_threads(
         ended.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
 
 
-@contextlib.contextmanager
-def divided_intra_op_threads(devices: Sequence[torch.device]) -> Iterator[int]:
-    """Give the calling thread one replica's part of its intra-op threads, for replicas that run in other processes.
+class divided_intra_op_threads:  # noqa: N801 - a context manager, as a class because a step enters it each time
+    """Gives the calling thread one replica's part of its intra-op threads, for replicas that run in other processes.
 
-    Yields:
-        How many each replica has.
+    Its value is how many each replica has.
     """
-    before, each = _thread_counts.begin(devices)
-    try:
-        _set_intra_op_threads(each)
-        yield each
-    finally:
-        _thread_counts.end(before, each)
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = devices
+
+    def __enter__(self) -> int:
+        self._before, self._each = _thread_counts.begin(self._devices)
+        _set_intra_op_threads(self._each)
+        return self._each
+
+    def __exit__(self, *_: object) -> None:
+        _thread_counts.end(self._before, self._each)
 
 
 def inside_replica() -> bool:

@@ -22,7 +22,7 @@ from manyhands.runtime import torch_private
 _AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "ipu", "privateuseone")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: pickle would call Python for each field
 class ThreadState:
     """The state of one thread (`capture`), to be set in other threads (`applied`)."""
 
@@ -72,7 +72,7 @@ class ThreadState:
             yield
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: pickle would call Python for each field
 class ProcessState:
     """What another process must set, beside a thread's state, to compute as this one does."""
 

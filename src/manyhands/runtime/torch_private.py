@@ -358,13 +358,14 @@ def compiler_errors() -> tuple[type[Exception], ...]:
 
 def hooks_of_every_module() -> bool:
     """Return whether hooks are registered that act on every module of the process. Fallback: False."""
-    registries = (
-        "_global_forward_hooks",
-        "_global_forward_pre_hooks",
-        "_global_backward_hooks",
-        "_global_backward_pre_hooks",
-    )
-    return any(getattr(torch.nn.modules.module, registry, None) for registry in registries)
+    found = vars(torch.nn.modules.module)
+    return bool([name for name in _HOOKS_OF_EVERY_MODULE if found.get(name)])
+
+
+_HOOKS_OF_EVERY_MODULE = (
+    *("_global_forward_hooks", "_global_forward_pre_hooks"),
+    *("_global_backward_hooks", "_global_backward_pre_hooks"),
+)
 
 
 def caches_parametrizations() -> bool:

@@ -77,7 +77,7 @@ class TensorRecipe:
     is_shared: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Update:
     """What is sent to the workers before a forward.
 

@@ -20,7 +20,7 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -145,19 +145,14 @@ class SendBuffer:
         if allocator.num_bytes > self.segment.num_bytes:
             self.segment = Segment.create(max(allocator.num_bytes, 2 * self.segment.num_bytes))
         specs = [spec._replace(segment=self.segment.number) for spec, _ in waiting]
-        copy_all([self.segment.view(spec) for spec in specs], [tensor for _, tensor in waiting])
+        with torch.no_grad():
+            for spec, (_, tensor) in zip(specs, waiting, strict=True):
+                self.segment.view(spec).copy_(tensor)
         return specs
 
     def clear(self) -> None:
         """Drop the tensors that were added, after a message that could not be written."""
         self._waiting, self._allocator = [], BumpAllocator()
-
-
-def copy_all(targets: Sequence[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
-    """Copy each source into its target."""
-    with torch.no_grad():
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
 
 
 # ---- moving live tensors ----------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -108,18 +108,32 @@ class StepLock:
         self._lock = threading.RLock()
         self._busy = False
 
-    @contextlib.contextmanager
-    def acquire(self) -> Iterator[bool]:
-        """Wait until no other thread is in a step; yield False if this thread is in one already."""
+    def acquire(self) -> "_Step":
+        """Return a context that waits until no other thread is in a step; it gives False if this thread is in one."""
+        return _Step(self)
+
+    def enter(self) -> bool:
         with self._lock:
-            if self._busy:
-                yield False
-                return
-            self._busy = True
-            try:
-                yield True
-            finally:
-                self._busy = False
+            is_outermost, self._busy = not self._busy, True
+            self._lock.acquire()  # held until `leave`; what is above cannot leave it locked
+            return is_outermost
+
+    def leave(self, is_outermost: bool) -> None:
+        if is_outermost:
+            self._busy = False
+        self._lock.release()
+
+
+class _Step:
+    def __init__(self, lock: StepLock) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> bool:
+        self._is_outermost = self._lock.enter()
+        return self._is_outermost
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.leave(self._is_outermost)
 
 
 class WorkerGroup:
@@ -178,24 +192,19 @@ class WorkerGroup:
         except ChannelClosedError:
             raise self._end_with_error(index, where) from None
 
-    @contextlib.contextmanager
-    def ended_on_failure(self) -> Iterator[None]:
-        """End the group if the block raises while a worker owes a reply, or has missed a collective."""
-        try:
-            yield
-        except BaseException:
-            if self._awaited or self._missed_collective:
-                self.end()
-            raise
-        finally:
-            self._replies, self._exchange = {}, None
+    def ended_on_failure(self) -> "_EndedOnFailure":
+        """Return a context that ends the group if it raises while a worker owes a reply, or has missed a collective."""
+        return _EndedOnFailure(self)
 
-    @contextlib.contextmanager
-    def collective(self) -> Iterator[None]:
-        """Run the caller's part in a collective of all replicas: if the block raises, the group cannot go on."""
-        self._missed_collective.add(0)
-        yield
-        self._missed_collective.discard(0)
+    def left(self, failed: bool) -> None:
+        """End a step."""
+        if failed and (self._awaited or self._missed_collective):
+            self.end()
+        self._replies, self._exchange = {}, None
+
+    def collective(self) -> "_Collective":
+        """Return the context of the caller's part in a collective: if it raises, the group cannot go on."""
+        return _Collective(self._missed_collective)
 
     def open_exchange(self, num_replicas: int, cross_process: CrossProcess | None = None) -> LocalExchange:
         """Open the exchange of the caller's replica and of the workers that were sent a message; return it.
@@ -320,6 +329,29 @@ class WorkerGroup:
         """Drop the parent's workers, in the child of a fork."""
         self.transport.abandon()
         self.end(graceful=True)
+
+
+class _EndedOnFailure:
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._group.left(failed=kind is not None)
+
+
+class _Collective:
+    def __init__(self, missed: set[int]) -> None:
+        self._missed = missed
+
+    def __enter__(self) -> None:
+        self._missed.add(0)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._missed.discard(0)
 
 
 def _transport_for(devices: Sequence[torch.device], share_memory: bool) -> Transport:
