@@ -89,24 +89,23 @@ def layers(number: int, *, batch_norm: bool) -> nn.Sequential:
 
 def calls_of(model: nn.Module) -> Calls:
     """Return the calls of a steady step of a model."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=True)
-    inputs = torch.randn(_ROWS, _WIDTH)
+    calls_of_steps(model, _WARM_UP)
+    return Calls(calls_of_steps(model, _COUNTED) / _COUNTED, sum(1 for _ in model.parameters()))
 
-    def step() -> None:
+
+def calls_of_steps(model: nn.Module, number: int) -> int:
+    """Return the calls of the next steps of a model."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=True)
+    inputs = torch.randn(_ROWS, _WIDTH)
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(number):
         optimizer.zero_grad()
         model(inputs).square().mean().backward()
         optimizer.step()
-
-    for _ in range(_WARM_UP):
-        step()
-    profile = cProfile.Profile()
-    profile.enable()
-    for _ in range(_COUNTED):
-        step()
     profile.disable()
     entries = pstats.Stats(profile).stats.items()  # type: ignore[attr-defined]
-    total = sum(num_calls for (_, _, name), (_, num_calls, *_) in entries if not _waits(name))
-    return Calls(total / _COUNTED, sum(1 for _ in model.parameters()))
+    return sum(num_calls for (_, _, name), (_, num_calls, *_) in entries if not _waits(name))
 
 
 def _waits(name: str) -> bool:

@@ -454,7 +454,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             self._say_if_idle(arguments.rows, sizes)
         return Call(
             arguments=arguments,
-            sizes=tuple(sizes[i] for i in used),
+            sizes=tuple([sizes[i] for i in used]),
             devices=[here or self.devices[i] for i in used],
             replica_numbers=used,
             source=here or self.devices[0],
@@ -487,8 +487,10 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
     def _say_if_idle(self, rows: int, sizes: Sequence[int]) -> None:
         """Say once if full batches leave a device without rows; a short last batch may."""
         most_rows: list[float] = self._most_rows
-        full, most_rows[0] = rows >= most_rows[0], max(rows, most_rows[0])
-        if not full or all(sizes):
+        if rows < most_rows[0]:
+            return
+        most_rows[0] = rows
+        if all(sizes):
             return
         idle = [str(d) for d, size, share in zip(self.devices, sizes, self._has_share(), strict=True) if share > size]
         if idle:

@@ -72,7 +72,7 @@ class _Boundary(torch.autograd.Function):
                 "had saved. Give the first one retain_graph=True, or add the losses up and call backward once."
             )
         reduction = graphs.begin_sum(ctx)
-        if reduction is None and all(grad is None for grad in grads):
+        if reduction is None and not [grad for grad in grads if grad is not None]:
             return (None,) * (1 + len(graphs.live_inputs))
         keep = graphs.keep or torch_private.backward_keeps_graph()
         first = graphs.first_parameter

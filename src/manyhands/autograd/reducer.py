@@ -147,6 +147,7 @@ def sums_of(gradients: Sequence[list[torch.Tensor | None]]) -> list[torch.Tensor
         gradients: `gradients[i][k]` is replica i's gradient of parameter k.
     """
     totals, *others = gradients
+    num_parameters = len(totals)
     is_own = False  # whether the sums are in memory of their own
     for of_replica in others:
         both = [
@@ -154,14 +155,15 @@ def sums_of(gradients: Sequence[list[torch.Tensor | None]]) -> list[torch.Tensor
             for k, (total, grad) in enumerate(zip(totals, of_replica, strict=True))
             if total is not None and grad is not None and not total.is_sparse and not grad.is_sparse
         ]
-        if len(both) == len(totals) and is_own:
+        of_all = len(both) == num_parameters
+        if of_all and is_own:
             torch_private.add_all_in_place(totals, of_replica)  # type: ignore[arg-type]
         elif both:
             sums = torch_private.add_all([totals[k] for k in both], [of_replica[k] for k in both])  # type: ignore[misc]
             for k, both_added in zip(both, sums, strict=True):
                 totals[k], of_replica[k] = both_added, None
-            is_own = len(both) == len(totals)
-        if len(both) < len(totals):
+            is_own = of_all
+        if not of_all:
             for k, grad in enumerate(of_replica):
                 total = totals[k]
                 if grad is not None:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
@@ -61,7 +61,7 @@ class BoundaryTensor(NamedTuple):
 
     def part(self, tensor: torch.Tensor, index: int, device: torch.device) -> torch.Tensor | None:
         part = self.placement.part(tensor, index)
-        return None if part is None else _devices.copy_to(part, device)
+        return part if part is None or part.device == device else _devices.copy_to(part, device)
 
     def join(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
         return self.placement.join(self._here(parts))
@@ -83,7 +83,8 @@ class BoundaryTensor(NamedTuple):
         return [torch.zeros_like(leaf) if part is None and leaf is not None else part for part, leaf in pairs]
 
     def _here(self, parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        return [None if part is None else _devices.copy_to(part, self.device) for part in parts]
+        here = self.device
+        return [part if part is None or part.device == here else _devices.copy_to(part, here) for part in parts]
 
 
 @dataclass(slots=True)
@@ -139,11 +140,15 @@ def backward_of(
     ends = [end for graph, of_graph in zip(graphs, grads, strict=True) for end in graph.ends(of_graph)]
     if not ends:
         return
+    run = partial(torch_private.run_backward, [end for end, _ in ends], [grad for _, grad in ends], keep=keep)
+    reduced = [(hooks, r) for graph, r in zip(graphs, reducers, strict=True) if r is not None for hooks in graph.hooks]
+    if not reduced:
+        run()
+        return
     with contextlib.ExitStack() as stack:
-        for graph, reducer in zip(graphs, reducers, strict=True):
-            for hooks in graph.hooks if reducer is not None else ():
-                stack.enter_context(hooks.handing_to(reducer))
-        torch_private.run_backward([end for end, _ in ends], [grad for _, grad in ends], keep=keep)
+        for hooks, reducer in reduced:
+            stack.enter_context(hooks.handing_to(reducer))
+        run()
 
 
 def gradients_of(
@@ -237,14 +242,14 @@ class ReplicaGraphs:
         """Return the graph of a replica in this process."""
         inputs = [edge.tensors[index] for edge in self.inputs]
         hooks = [self.hooks[index]] if self.hooks else []
-        if replicated := self._replicated_inputs():
+        if self.inputs and (replicated := self._replicated_inputs()):
             hooks.append(LeafHooks({~k: leaf for k in replicated if (leaf := inputs[k]) is not None}))
         outputs = [edge.tensors[index] for edge in self.outputs]
         return ReplicaGraph(inputs, self.leaves[index] if self.leaves else [], outputs, hooks)
 
     def graphs(self) -> list[ReplicaGraph]:
         """Return the graphs of all replicas in this process."""
-        return [self.graph(index) for index in range(len(self.timings))]
+        return [self.graph(index) for index, _ in enumerate(self.timings)]
 
     def _replicated_inputs(self) -> list[int]:
         """Return the places of the large inputs that every replica has whole."""
@@ -299,7 +304,7 @@ class ReplicaGraphs:
             # .grad cannot be used: it cannot hold a batch of gradients; that of a shared leaf is the caller's; another
             # backward of the same graphs may be writing it now. Graphs that share a leaf may share nodes, which the
             # first replica's backward must not free.
-            keep = keep or (self._one_backward_each() and not together)
+            keep = keep or (self._one_backward_each and not together)
             parts = self._gradients(self._parts_of(output_grads), together=together, keep=keep)
             return [edge.join_gradients(of) for edge, of in zip(self.all_inputs, parts, strict=True)]
         try:
@@ -321,7 +326,7 @@ class ReplicaGraphs:
 
         with self._sums(reduction) as sums:
             parts = [None if sums is None else sums.of(i) for i in range(len(graphs))]
-            if self._one_backward_each():
+            if self._one_backward_each:
                 self._run_together(lambda index: backward_some([index]))
             else:
                 with self.backward_context():
@@ -347,13 +352,13 @@ class ReplicaGraphs:
             devices = [timing.device for timing in self.timings]
             return CoalescedReduce(self.buckets, devices, emit, emitted, separate_memory=self.separate_memory)
         numbers = set(emitted)
-        if self._one_backward_each() and len(self.timings) > 1 and reduction is None:
+        if self._one_backward_each and len(self.timings) > 1 and reduction is None:
             numbers.update(self.large, [~k for k in self._replicated_inputs()])
         return nullcontext(RunningSums(len(self.timings), numbers, emit, emitted) if numbers else None)
 
     def let_outputs_stream_wait(self) -> None:
         """Make the stream of the boundary's first output, which autograd uses, wait for the inputs' gradients."""
-        if not self._one_backward_each():
+        if not self._one_backward_each:
             wait_for_streams(self.outputs[0].device, [edge.device for edge in self.all_inputs])
 
     def differentiable_backward(
@@ -391,7 +396,7 @@ class ReplicaGraphs:
 
     def _parts_of(self, output_grads: Sequence[torch.Tensor | None]) -> list[list[torch.Tensor | None]]:
         """Return each replica's part of the output gradients."""
-        return [self._part_of(index, output_grads) for index in range(len(self.timings))]
+        return [self._part_of(index, output_grads) for index, _ in enumerate(self.timings)]
 
     def _gradients(
         self, grads: Sequence[Sequence[torch.Tensor | None]], *, together: bool, **options: bool
@@ -403,20 +408,21 @@ class ReplicaGraphs:
         def backward_one(index: int) -> None:
             (found[index],) = gradients_of([graphs[index]], [grads[index]], **options)
 
-        if together or not self._one_backward_each():
+        if together or not self._one_backward_each:
             with self.backward_context():
                 found = gradients_of(graphs, grads, **options)
         else:
             self._run_together(backward_one)
         return [list(of_input) for of_input in zip(*found, strict=True)]
 
+    @cached_property
     def _one_backward_each(self) -> bool:
-        """Return whether each replica graph's backward has a thread of its own."""
-        return all([_devices.computes_on_host(timing.device) for timing in self.timings])
+        """Whether each replica graph's backward has a thread of its own."""
+        return _devices.all_on_host([timing.device for timing in self.timings])
 
     def _run_together(self, backward_one: Callable[[int], None]) -> None:
         """Run each replica graph's backward in a thread of its own."""
-        tasks = [partial(backward_one, i) for i in range(len(self.timings))]
+        tasks = [partial(backward_one, i) for i, _ in enumerate(self.timings)]
         devices = [timing.device for timing in self.timings]
         where = [f"the backward of {place}" for place in self.where]
         with one_pass(self.pass_contexts) as contexts:
@@ -431,4 +437,4 @@ def pass_on(live: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | Non
 
 
 def any_batched(grads: Sequence[torch.Tensor | None]) -> bool:
-    return any(grad is not None and torch_private.is_batched(grad) for grad in grads)
+    return bool([grad for grad in grads if grad is not None and torch_private.is_batched(grad)])

@@ -303,10 +303,11 @@ def carries_objects(call: Call) -> bool:
     Every replica gets the same object. Through a tensor in it the replicas' graphs may share nodes, which no replica's
     backward may free.
     """
-    return any(
-        not isinstance(leaf, torch.Tensor) and type(leaf) not in INERT and batch_type_of(leaf) is None
-        for leaf in call.arguments.leaves
-    )
+    others = [leaf for leaf in call.arguments.leaves if type(leaf) not in _CARRIES_NOTHING]
+    return bool([leaf for leaf in others if not isinstance(leaf, torch.Tensor) and batch_type_of(leaf) is None])
+
+
+_CARRIES_NOTHING = INERT | {torch.Tensor}
 
 
 def look_for_live_tensors(

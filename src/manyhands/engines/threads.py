@@ -102,7 +102,7 @@ class ThreadsEngine(Engine):
             return output
 
         with unchanged_on_failure(pool.buffers), one_pass(contexts) as replica_context:
-            tasks = [partial(run, i) for i in range(len(call.devices))]  # step 4
+            tasks = [partial(run, i) for i, _ in enumerate(call.devices)]  # step 4
             outputs = values_or_raise(run_together(tasks, call.devices, replica_context), where)
             matched = Outputs(outputs, call.rules, call.sizes)  # step 5
             del outputs
@@ -116,13 +116,14 @@ class ThreadsEngine(Engine):
             if tracked:
                 own_leaves = [leaf for edge in inputs.edges for leaf in edge.tensors if leaf is not None]
                 own_leaves += chain.from_iterable(replicas.leaves)
-                outside = self._outside_leaves(pool, call, matched, own_leaves)
+                with_objects = carries_objects(call)
+                outside = self._outside_leaves(pool, call, with_objects, matched, own_leaves)
                 graphs.inputs = inputs.edges + [
                     BoundaryTensor(Replicate(), leaf.device, [leaf] * len(roots)) for leaf in outside
                 ]
                 graphs.live_parameters, graphs.large = pool.live_parameters, pool.large
                 graphs.leaves, graphs.hooks = replicas.leaves, replicas.hooks
-                graphs.shared_leaves, graphs.keep = bool(outside), carries_objects(call)
+                graphs.shared_leaves, graphs.keep = bool(outside), with_objects
                 graphs.on_release = replicas.give_back
                 graphs.pass_contexts, graphs.backward_context = contexts, backward_context
                 graphs.sync_context = call.sync_context
@@ -150,10 +151,9 @@ class ThreadsEngine(Engine):
         return pool
 
     def _outside_leaves(
-        self, pool: ReplicaPool, call: Call, matched: Outputs, own_leaves: list[torch.Tensor]
+        self, pool: ReplicaPool, call: Call, with_objects: bool, matched: Outputs, own_leaves: list[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Return the leaves in the replicas' graphs that belong neither to the module nor to a replica."""
-        with_objects = carries_objects(call)
         if not with_objects and call.method in pool.self_contained:
             return []
         structure = (call.method, *pool.blueprint.signature)

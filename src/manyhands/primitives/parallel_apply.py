@@ -11,6 +11,7 @@ from manyhands.runtime.devices import DeviceLike
 from manyhands.runtime.errors import annotate
 from manyhands.runtime.rng import own_streams
 from manyhands.runtime.thread_pool import Outcome, run_together
+from manyhands.runtime.thread_state import modes_that_stay
 
 
 def parallel_apply(
@@ -56,7 +57,7 @@ def parallel_apply(
         used = _devices.resolve_each(devices, "devices")
 
     where = [f"replica {i} on {device}" for i, device in enumerate(used)]
-    with own_streams(type(modules[0]).__name__, used) as streams:
+    with own_streams(type(modules[0]).__name__, used[:1] if modes_that_stay() else used) as streams:
 
         def task(index: int) -> Callable[[], Any]:
             def run() -> Any:

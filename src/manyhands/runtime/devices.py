@@ -218,7 +218,7 @@ def computes_on_host(device: torch.device) -> bool:
 
 def all_on_host(devices: Sequence[torch.device]) -> bool:
     """Return whether work on all of `devices` runs in the calling threads."""
-    return all([computes_on_host(device) for device in dict.fromkeys(devices)])
+    return all(map(computes_on_host, {*devices}))
 
 
 def has_streams(device: torch.device) -> bool:

@@ -49,7 +49,6 @@ from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.errors import log_once
 from manyhands.runtime.thread_pool import inside_replica
-from manyhands.runtime.thread_state import modes_that_stay
 
 # The operations that draw on the host; all others that draw call these. Each has an overload with a generator, except
 # those that end in "_like" in older releases of torch.
@@ -84,11 +83,13 @@ def own_streams(
 ) -> AbstractContextManager[Callable[[int], AbstractContextManager[None]]]:
     """Return the context of one pass over replicas on `devices`; it gives the context of replica i in its thread.
 
+    Not for replicas that run one after the other under a mode: they have no threads.
+
     Args:
         name: what messages call the model.
         devices: one a replica.
     """
-    if len(devices) < 2 or inside_replica() or modes_that_stay():
+    if len(devices) < 2 or inside_replica():
         return contextlib.nullcontext(lambda index: contextlib.nullcontext())
     return _OwnStreams(name, devices)
 

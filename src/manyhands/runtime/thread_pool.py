@@ -162,12 +162,16 @@ def _run_in_threads(
             worker.inbox.put(_Order(i, [run], done))
         ended[0] = _outcome(first)
         _raise_if_urgent(ended[0])
-        while len(ended) < len(tasks):
-            with contextlib.suppress(Empty):
+        num_running = len(workers)
+        while num_running:
+            try:
                 index, ended_now = done.get(timeout=_WAKE_S)
-                ended[index] = ended_now
-                del ended_now
-                _raise_if_urgent(ended[index])
+            except Empty:
+                continue
+            num_running -= 1
+            ended[index] = ended_now
+            del ended_now
+            _raise_if_urgent(ended[index])
         return [ended[i] for i in range(len(tasks))]
     finally:
         _pool.give_back([worker for i, worker in enumerate(workers, 1) if i in ended])

@@ -551,8 +551,10 @@ def flattened(tensors: list[torch.Tensor]) -> torch.Tensor:
 def clones(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return a clone of each tensor, in one call instead of one for each. Fallback: one for each."""
     if tensors and {torch.Tensor}.issuperset(map(type, tensors)):
-        with contextlib.suppress(AttributeError):
+        try:
             return list(torch._foreach_clone(tensors))
+        except AttributeError:
+            pass
     return [tensor.clone() for tensor in tensors]
 
 

@@ -1,0 +1,54 @@
+"""How many Python calls a step makes: bounds that hold exactly, because calls do not depend on the clock."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "host_calls.py"
+
+
+@pytest.fixture(scope="module")
+def host_calls() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("host_calls", BENCHMARK)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("engine", "replicas", "per_parameter", "fixed"),
+    [
+        ("threads", 1, 0, 20),
+        ("threads", 2, 0, 600),
+        ("threads", 8, 0, 990),
+        ("separate memory", 2, 17, 800),
+        ("processes", 2, 2, 1080),
+    ],
+)
+def test_a_steady_step_makes_few_calls(
+    host_calls: ModuleType, engine: str, replicas: int, per_parameter: float, fixed: float
+) -> None:
+    """Beyond the plain module's, with a batch norm behind each layer: for each parameter, and for the whole step."""
+    found = host_calls.cost(engine, replicas, batch_norm=True)
+    assert found.per_parameter == pytest.approx(0, abs=per_parameter + 0.01)
+    assert found.fixed <= fixed
+
+
+def test_a_change_of_the_module_is_paid_for_once(host_calls: ModuleType) -> None:
+    """The count sees what it should: a step after a change makes calls for each parameter, the next one none."""
+    import manyhands
+
+    def calls(number: int) -> list[int]:
+        model = manyhands.DataParallel(host_calls.layers(number, batch_norm=False), ["cpu"] * 2)
+        host_calls.calls_of(model)
+        model.module[0].bias.requires_grad_(False)
+        return [host_calls.calls_of_steps(model, 1) for _ in range(3)]
+
+    short, long = calls(5), calls(25)
+    first, second, third = [b - a for a, b in zip(short, long, strict=True)]
+    assert first > second
+    assert second == third
