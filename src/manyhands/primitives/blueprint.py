@@ -153,18 +153,16 @@ class Blueprint:
         self.buffers = {id(buffer): buffer for buffer in buffers if buffer is not None}
         self._sort_tensors(found)
 
-    @property
-    def follows_from_attributes(self) -> bool:
-        """Whether no attribute, slot or hook refers to a module: there is only the tree of registered modules.
-
-        Then a blueprint holds as long as every module's `__dict__`, and the containers in it, hold the same objects.
-        """
-        return not (self._to_rebind or self._slots or self._script_classes or self.compiled)
-
     @cached_property
     def is_reusable(self) -> bool:
-        """Whether `is_current` can ever be True: what the blueprint follows from can be compared."""
-        return self.follows_from_attributes and all(map(is_plain, self.tensors))
+        """Whether `is_current` can ever be True: what the blueprint follows from can be compared.
+
+        Not where an attribute, slot or hook refers to a module or a parameter; attributes that are tensors do no harm.
+        """
+        if self._slots or self._script_classes or self.compiled:
+            return False
+        referring = (value for _, _, value in self._referring_attributes())
+        return all(id(value) in self.constants for value in referring) and all(map(is_plain, self.tensors))
 
     @cached_property
     def tracker(self) -> ChangeTracker:
