@@ -7,7 +7,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.runtime import torch_private
@@ -120,6 +121,47 @@ def test_hooks_of_older_releases(older: bool) -> None:
             assert not torch_private.has_saved_tensor_hooks()
             assert torch_private.saved_tensor_hooks_disabled() == "not now"
         assert not torch_private.has_saved_tensor_hooks()
+
+
+def test_checkpoints_that_older_releases_leave_open() -> None:
+    """R13, F1: those around an error, and around the errors that led to it, are ended, even with errors of their own."""
+
+    def opened():
+        with saved_tensors_hooks(lambda t: t, lambda t: t):
+            try:
+                yield
+            finally:
+                raise KeyError("at the end of a checkpoint")
+
+    def checkpoint(function):
+        generator = opened()
+        next(generator)
+        function()
+
+    def fails() -> None:
+        raise ValueError("in forward")
+
+    def raises_another() -> None:
+        try:
+            older(lambda: older(fails))
+        except ValueError as error:
+            raise RuntimeError("and so") from error
+
+    older = FunctionType(checkpoint.__code__, {"__name__": "torch.utils.checkpoint"}, closure=checkpoint.__closure__)
+    with pytest.raises(RuntimeError, match="and so") as raised:
+        older(raises_another)
+    assert torch_private.has_saved_tensor_hooks()
+    torch_private.end_checkpoints(raised.value)
+    assert not torch_private.has_saved_tensor_hooks()
+
+
+def test_dispatch_modes_of_which_torch_keeps_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R13: its flags may have other names, or be gone."""
+    for name in [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]:
+        monkeypatch.delattr(_python_dispatch, name)
+    before = set(vars(_python_dispatch))
+    torch_private.forget_dispatch_modes()
+    assert set(vars(_python_dispatch)) == before
 
 
 def test_function_modes_and_the_default_device() -> None:
