@@ -124,7 +124,7 @@ def test_hooks_of_older_releases(older: bool) -> None:
 
 
 def test_checkpoints_that_older_releases_leave_open() -> None:
-    """R13, F1: those around an error, and around the errors that led to it, are ended, even with errors of their own."""
+    """R13, F1: those around an error, and around the errors that led to it, are ended, even by another error."""
 
     def opened():
         with saved_tensors_hooks(lambda t: t, lambda t: t):
