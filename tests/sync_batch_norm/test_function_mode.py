@@ -6,6 +6,7 @@ accelerators, where one call runs backward of all replicas' graphs as one; simul
 
 import contextlib
 import copy
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,9 +28,22 @@ pytestmark = pytest.mark.usefixtures("float64")
 # ---- which calls are replaced --------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def processes_have_started() -> None:
+    """The process that workers are forked from has imported torch, and what checkpoints import in older releases.
+
+    On a busy machine that takes longer than `in_time` waits for what may hang.
+    """
+    importlib.import_module("torch._dynamo")
+    with contextlib.closing(DataParallel(nn.Identity(), ["cpu"] * 2, engine="processes")) as model:
+        model(torch.ones(2, 1))
+
+
 @pytest.fixture(params=["threads", "processes"])
 def over_replicas(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
     """Call a function as a replica's forward, on its rows and a batch norm; return what is gathered of two replicas."""
+    if request.param == "processes":
+        request.getfixturevalue("processes_have_started")
     models = []
 
     def call(function: Callable[..., Any], x: torch.Tensor) -> Any:
