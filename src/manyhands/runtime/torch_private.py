@@ -677,6 +677,13 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def store_of_group(group: Any) -> Any:
+    """Return the store of a process group. Older releases have it in a table of all groups."""
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    return torch.distributed.distributed_c10d._get_process_group_store(group)
+
+
 def timeout_of_group(group: Any) -> timedelta:
     """Return the timeout of a process group. Fallback: 30 minutes, which is gloo's default."""
     default = timedelta(minutes=30)
