@@ -428,7 +428,8 @@ def test_a_program_that_fails_in_the_first_process(tmp_path):
     step()
     """
     ended = run_program(tmp_path, body)
-    assert [(end.returncode, end.stdout) for end in ended] == [(1, "mine\n")] * 2
+    # Some releases of torch print before that the processes are connected.
+    assert [(end.returncode, end.stdout.splitlines()[-1]) for end in ended] == [(1, "mine")] * 2
     assert "ValueError: bad line in the file" in ended[0].stderr
     last = ended[1].stderr.strip().splitlines()[-1]
     assert "rank 0" in last.lower()

@@ -11,17 +11,20 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from helpers.garbage import no_garbage
 from helpers.in_time import WAIT_S, in_time
 from helpers.programs import run_script
-from manyhands.runtime import thread_pool
+from manyhands.runtime import thread_pool, torch_private
 from manyhands.runtime.thread_pool import Outcome, inside_replica, replica_path, run_together
 from manyhands.runtime.thread_state import ThreadState
 
@@ -168,6 +171,47 @@ def test_a_worker_that_cannot_take_the_callers_state(monkeypatch: pytest.MonkeyP
     assert "no such state here" in str(outcomes[1].error)
     assert left[0].is_set()
     assert values(lambda: 0, lambda: 1) == [0, 1]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+def test_a_checkpoint_that_fails_leaves_no_hooks_in_its_thread() -> None:
+    """R13, F1: as long as the error lives, too; older releases of torch leave that to the error's end."""
+    failed = run(*[partial(checkpoint, raises(ValueError()), use_reentrant=False)] * 3)
+    assert [type(outcome.error) for outcome in failed] == [ValueError] * 3
+    assert values(*[torch_private.has_saved_tensor_hooks] * 3) == [False] * 3
+    assert not torch_private.has_saved_tensor_hooks()
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_torch_compiles_after_dispatch_modes_that_overlapped() -> None:
+    """R13: older releases think that the second mode, which ends last, is still active, and compile nothing."""
+    first_entered, second_entered, first_left = threading.Event(), threading.Event(), threading.Event()
+
+    def first() -> None:
+        with Mode():
+            first_entered.set()
+            assert second_entered.wait(WAIT_S)
+        first_left.set()
+
+    def second() -> None:
+        assert first_entered.wait(WAIT_S)
+        with Mode():
+            second_entered.set()
+            assert first_left.wait(WAIT_S)
+
+    compiled = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        compiled.append(graph)
+        return graph.forward
+
+    values(first, second)
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(1))
+    assert len(compiled) == 1
 
 
 # ---- threads of torch ------------------------------------------------------------------------------

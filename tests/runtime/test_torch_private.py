@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.programs import run_script
@@ -119,6 +120,47 @@ def test_hooks_of_older_releases(older: bool) -> None:
             assert not torch_private.has_saved_tensor_hooks()
             assert torch_private.saved_tensor_hooks_disabled() == "not now"
         assert not torch_private.has_saved_tensor_hooks()
+
+
+def test_checkpoints_that_older_releases_leave_open() -> None:
+    """R13, F1: those around an error, and around the errors that led to it, are ended, even by another error."""
+
+    def opened():
+        with saved_tensors_hooks(lambda t: t, lambda t: t):
+            try:
+                yield
+            finally:
+                raise KeyError("at the end of a checkpoint")
+
+    def checkpoint(function):
+        generator = opened()
+        next(generator)
+        function()
+
+    def fails() -> None:
+        raise ValueError("in forward")
+
+    def raises_another() -> None:
+        try:
+            older(lambda: older(fails))
+        except ValueError as error:
+            raise RuntimeError("and so") from error
+
+    older = FunctionType(checkpoint.__code__, {"__name__": "torch.utils.checkpoint"}, closure=checkpoint.__closure__)
+    with pytest.raises(RuntimeError, match="and so") as raised:
+        older(raises_another)
+    assert torch_private.has_saved_tensor_hooks()
+    torch_private.end_checkpoints(raised.value)
+    assert not torch_private.has_saved_tensor_hooks()
+
+
+def test_dispatch_modes_of_which_torch_keeps_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R13: its flags may have other names, or be gone."""
+    for name in [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]:
+        monkeypatch.delattr(_python_dispatch, name)
+    before = set(vars(_python_dispatch))
+    torch_private.forget_dispatch_modes()
+    assert set(vars(_python_dispatch)) == before
 
 
 def test_function_modes_and_the_default_device() -> None:
@@ -342,6 +384,14 @@ def test_process_groups(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delattr(torch.distributed, f"ProcessGroup{backend.title()}", raising=False)
         with pytest.raises(RuntimeError, match=f"torch.distributed with {backend}, which this build of torch .* lacks"):
             torch_private.process_group(backend, store, 0, 1)
+
+
+def test_the_store_of_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C1: of the group itself; in older releases, of torch's table."""
+    assert torch_private.store_of_group(SimpleNamespace(get_group_store=lambda: "its own")) == "its own"
+    older = object()
+    monkeypatch.setitem(torch.distributed.distributed_c10d._world.pg_map, older, ("gloo", "in the table"))
+    assert torch_private.store_of_group(older) == "in the table"
 
 
 @pytest.mark.parametrize("local_world_size", ["2", "4"])

@@ -274,6 +274,8 @@ def test_long_epochs_are_saved_in_between_with_all_steps(
     assert all(steps == recorded for steps, recorded in saved)
 
 
+# Older releases of torch warn of autocast that is off, too.
+@pytest.mark.filterwarnings("ignore:In sim autocast, but the target dtype:UserWarning")
 def test_data_that_fit_are_trained_on_where_the_model_is(
     uninterrupted: RunFolder, folder: RunFolder, monkeypatch: pytest.MonkeyPatch, sim: list[torch.device]
 ) -> None:
@@ -332,7 +334,10 @@ def test_a_model_is_compiled_for_each_size_once(
 ) -> None:
     """Steps of 120 and 119 rows, shared by the replicas; test batches of other sizes are not compiled."""
     display = train_on(folder, devices=devices, compile=True)
-    assert graphs.frame_count == 2
+    if devices == "1" or hasattr(torch._C._dynamo.eval_frame, "_set_lru_cache"):
+        assert graphs.frame_count == 2
+    else:  # replicas that look for their code at the same moment may compile it again
+        assert graphs.frame_count >= 2
     assert losses_of(folder) == pytest.approx(losses_of(uninterrupted), rel=1e-4)
     busy = [line for line in display.said if line.startswith("compiling")]
     assert busy == [f"compiling the model for steps of {rows} rows" for rows in (120, 119)]

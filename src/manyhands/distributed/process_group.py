@@ -106,7 +106,7 @@ class Communicator:
         self.timeout_s = torch_private.timeout_of_group(process_group).total_seconds()
         self._ranks = distributed.get_process_group_ranks(process_group)
         self.is_world = self.world_size == distributed.get_world_size()
-        self._store = distributed.PrefixStore("manyhands", process_group.get_group_store())
+        self._store = distributed.PrefixStore("manyhands", torch_private.store_of_group(process_group))
         self._failure_store = FailureStore(self._store, self.rank)
         self._check_every_s = max(_CHECK_EVERY_S, self.world_size / 500)
         self._num_barriers = self._num_models = 0

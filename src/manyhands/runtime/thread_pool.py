@@ -177,6 +177,7 @@ def _run_in_threads(
         _pool.give_back([worker for i, worker in enumerate(workers, 1) if i in ended])
         _pool.abandon([worker for i, worker in enumerate(workers, 1) if i not in ended])
         _thread_counts.end(threads_before, threads_each)
+        torch_private.forget_dispatch_modes()  # the caller's thread is in none: `modes_that_stay`
         ended.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
 
 
@@ -220,6 +221,7 @@ def _outcome(task: Callable[[], T]) -> Outcome[T]:
     try:
         return Outcome(value=task())
     except BaseException as error:  # noqa: BLE001 - raised in the caller
+        torch_private.end_checkpoints(error)
         return Outcome(error=error)
 
 

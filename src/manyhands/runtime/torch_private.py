@@ -11,6 +11,7 @@ import operator
 import os
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.utils.parametrize
+import torch.utils._python_dispatch
 
 # ---- backward ------------------------------------------------------------------------------------
 
@@ -233,6 +235,25 @@ def has_saved_tensor_hooks() -> bool:
     return False
 
 
+def end_checkpoints(error: BaseException) -> None:
+    """End the activation checkpoints through which `error` has passed in this thread.
+
+    Older releases of torch leave them open until the error is freed. Until then their saved-tensor hooks stay active in
+    this thread; and if another thread frees the error, theirs stay for good, and that thread loses others.
+    Fallback: nothing; then that happens.
+    """
+    errors = [error]
+    for each in errors:  # the list grows
+        errors += [other for other in (each.__cause__, each.__context__) if other is not None and other not in errors]
+    for each in reversed(errors):
+        for frame in reversed([frame for frame, _ in traceback.walk_tb(each.__traceback__)]):
+            if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+                for local in frame.f_locals.values():
+                    if isinstance(local, types.GeneratorType):  # it goes on to the end of the checkpoint
+                        with contextlib.suppress(Exception):  # the error itself is what the caller is told
+                            local.close()
+
+
 def saved_tensor_hooks_disabled() -> str | None:
     """Return the message of `torch.autograd.graph.disable_saved_tensors_hooks` where that is active, else None."""
     try:
@@ -277,6 +298,22 @@ def has_dispatch_modes() -> bool:
         return bool(torch._C._len_torch_dispatch_stack())
     except AttributeError:
         return False
+
+
+def forget_dispatch_modes() -> None:
+    """Tell torch that no `TorchDispatchMode` is active in any thread.
+
+    torch keeps flags of it for the whole process: a mode sets them, and at its end sets them to what it found. Where
+    modes of several threads overlap, the flags stay set, and older releases of torch compile nothing any more.
+    Fallback: nothing; then that happens.
+    """
+    for flag in (
+        "_is_in_torch_dispatch_mode",
+        "_is_in_non_infra_torch_dispatch_mode",
+        "_is_in_any_mode_without_ignore_compile_internals",
+    ):
+        if hasattr(torch.utils._python_dispatch, flag):
+            setattr(torch.utils._python_dispatch, flag, False)
 
 
 def has_transforms() -> bool:
@@ -738,6 +775,13 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def store_of_group(group: Any) -> Any:
+    """Return the store of a process group. Older releases have it in a table of all groups."""
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    return torch.distributed.distributed_c10d._get_process_group_store(group)
 
 
 def timeout_of_group(group: Any) -> timedelta:

@@ -391,8 +391,10 @@ class _BatchNormMode(TorchFunctionMode):
         def of_torch() -> torch.Tensor:
             return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
-        if not training or eps <= 0 or input.dim() < 2:  # the latter two are errors, which torch raises
+        if not training or input.dim() < 2:  # the latter is an error, which torch raises
             return of_torch()
+        if eps <= 0:  # newer releases of torch refuse it, and raise an error here; older ones compute with it
+            F.batch_norm(input.new_ones(2, 1), None, None, training=True, eps=eps)
         if torch_private.has_transforms():
             raise RuntimeError(_TRANSFORM)
         tensors = (running_mean, running_var, weight, bias)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from manyhands.console.errors import CommandError, OptionError
 from manyhands.distributed.process_group import AllGatherWork, Communicator, communicator_for, distributed
+from manyhands.runtime import torch_private
 
 _LAST_WORDS_S = 300.0  # how long rank 0 may take to save, and to print why it stops
 
@@ -161,7 +162,7 @@ class Ranks:
         if self._communicator is None or (self.are_lost and not self.is_first):
             return
         with contextlib.suppress(RuntimeError):  # the store ended with the process that kept it
-            store = distributed.PrefixStore("manyhands train", distributed.group.WORLD.get_group_store())
+            store = distributed.PrefixStore("manyhands train", torch_private.store_of_group(distributed.group.WORLD))
             if self.is_first:
                 store.set("done", "")
             else:

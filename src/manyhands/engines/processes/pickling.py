@@ -58,6 +58,14 @@ class _ModulePickler(cloudpickle.Pickler):  # type: ignore[misc]
         if type(value) is weakref.ref:
             target = value()
             return (weakref.ref, (target,)) if id(target) in self._modules else (_dead_reference, ())
+        if (
+            type(value) is types.MethodType
+            and isinstance(value.__self__, type)
+            and getattr(value.__self__, value.__name__, None) == value
+        ):
+            # A class method, by name: cloudpickle may take its function apart, and in older releases of torch that of
+            # an autograd.Function's `apply` refers to what cannot be pickled.
+            return getattr, (value.__self__, value.__name__)
         if isinstance(value, types.ModuleType) and type(value) is not types.ModuleType:
             # An object in place of a module: torch.backends.cudnn, torch.ops, torch.ops.aten.
             parent, _, name = value.__name__.rpartition(".")
