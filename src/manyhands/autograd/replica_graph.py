@@ -221,11 +221,11 @@ class ReplicaGraphs:
         Args:
             failed: whether a backward was left half done, so that the replicas are not as they were.
         """
-        if not (failed or self.keep):
-            self.on_release()
+        on_release, self.on_release = self.on_release, lambda: None
         self.inputs, self.outputs, self.live_inputs, self.leaves, self.hooks = [], [], (), (), ()
         self.pass_contexts, self.backward_context, self.released = (), nullcontext, True
-        self.on_release = lambda: None
+        if not (failed or self.keep):
+            on_release()
 
     @property
     def first_parameter(self) -> int:

@@ -113,7 +113,7 @@ class Replica:
         for key, constant in blueprint.constants.items():
             tensors[key] = copied.get(key, constant)
         self.hooks = LeafHooks(dict(enumerate(self.leaves)))
-        self._copied = [(key, tensors[key]) for key in copied]
+        self.copied = [(key, tensors[key]) for key in copied]
         self._stamped = blueprint.stamp(tensors)
         self._links = Links(self._stamped.links) if self._stamped.links else None
         self.tensors_in_place = [tensor for key, tensor in tensors.items() if key not in copied]
@@ -129,11 +129,11 @@ class Replica:
     @property
     def is_remote(self) -> bool:
         """Whether its parameters are copies in memory of their own."""
-        return bool(self._copied)
+        return bool(self.copied)
 
     def renew_copies(self, copied: Mapping[int, torch.Tensor]) -> None:
         """Use new copies of what is not on the replica's device."""
-        for key, own in self._copied:
+        for key, own in self.copied:
             own.data = copied[key]
 
     def commit_buffers(self) -> None:
@@ -143,7 +143,7 @@ class Replica:
 
     def drop_copies(self) -> None:
         """Free memory of its own, until the next forward."""
-        for _, own in self._copied:
+        for _, own in self.copied:
             own.data = own.data.new_empty(0)
 
 
@@ -156,13 +156,18 @@ class Replicas:
     Args:
         each: one a device.
         broadcast: what copies the live module's tensors to them.
+        kind: of the forwards that they fit.
         returns_to: where to put them when they are given back; None: nowhere.
     """
 
     def __init__(
-        self, each: Sequence[Replica], broadcast: CoalescedBroadcast, returns_to: "list[Replicas] | None"
+        self,
+        each: Sequence[Replica],
+        broadcast: CoalescedBroadcast,
+        kind: tuple[Any, ...],
+        returns_to: "list[Replicas] | None",
     ) -> None:
-        self.each = each
+        self.each, self.kind = each, kind
         self.roots = [replica.root for replica in each]
         self.leaves = [replica.leaves for replica in each]
         self.hooks = [replica.hooks for replica in each]
@@ -175,7 +180,9 @@ class Replicas:
         self._modules = [module for replica in each for module in replica.modules]
         registries = [module.__dict__[name] for name in _STAMPED_REGISTRIES for module in self._modules]
         self._dicts = DictSnapshot([*[module.__dict__ for module in self._modules], *registries])
+        self._classes = [*map(type, self._modules)]
         self._tensors = TensorSnapshot([tensor for replica in each for tensor in replica.tensors_in_place])
+        self._copies = TensorSnapshot([own for replica in each for _, own in replica.copied], with_memory=False)
         self._num_references = self._count_references()
         self._all_leaves = [leaf for leaves in self.leaves for leaf in leaves]
 
@@ -186,7 +193,9 @@ class Replicas:
         """
         return (
             self._dicts.is_current()
+            and [*map(type, self._modules)] == self._classes
             and self._tensors.is_current()
+            and (not self.is_remote or self._copies.is_current())
             and self._count_references() == self._num_references
             and torch_private.num_hooks(self._all_leaves) == sum([hooks.num_installed for hooks in self.hooks])
             and not [leaf for leaf in self._all_leaves if leaf.grad is not None]
@@ -209,18 +218,23 @@ class Replicas:
             torch_private.copy_all_in_place(self._own_buffers, self._live_buffers)
 
     def give_back(self) -> None:
-        """Let a later forward use them. To be called when no graph of theirs is left."""
-        free, self._returns_to = self._returns_to, None
-        if free is not None and len(free) < _MOST_IDLE:
-            if not self._dicts.is_current():
-                self._dicts.restore()  # undo what forward has assigned
-            if self.is_remote:
-                for replica in self.each:
-                    replica.drop_copies()
-            free.append(self)
+        """Let a later forward use them. To be called when no graph of theirs is left.
+
+        If something outside refers to a module of theirs, they are left to it as forward has left them.
+        """
+        returns_to, self._returns_to = self._returns_to, None
+        if returns_to is None or self._count_references() != self._num_references:
+            return
+        if not self._dicts.is_current():
+            self._dicts.restore()  # undo what forward has assigned
+        if self.is_remote:
+            for replica in self.each:
+                replica.drop_copies()
+        returns_to.append(self)
+        del returns_to[:-_MOST_IDLE]
 
 
-_MOST_IDLE = 2  # sets of replicas that are kept for a kind of call: forwards may follow each other before a backward
+_MOST_IDLE = 3  # sets of replicas that are kept: forwards may follow each other before a backward
 
 
 class ReplicaPool:
@@ -244,7 +258,7 @@ class ReplicaPool:
         self.large = [k for k, parameter in enumerate(self.live_parameters) if parameter.nbytes >= LARGE_BYTES]
         self.buffers = list(blueprint.buffers.values())
         self.self_contained: set[str | None] = set()
-        self._idle: dict[Any, list[Replicas]] = {}
+        self._idle: list[Replicas] = []
 
     @cached_property
     def reduce_buckets(self) -> ReduceBuckets:
@@ -262,15 +276,15 @@ class ReplicaPool:
     ) -> Replicas:
         """Return a replica for each device, the first with the live module's buffers unless these are elsewhere."""
         kind = (tracked, torch.is_inference_mode_enabled(), *devices)
-        idle = self._idle.setdefault(kind, []) if self.blueprint.is_reusable else None
-        while idle:
-            try:
-                replicas = idle.pop()
-            except IndexError:  # another thread has taken it
-                break
-            if replicas.are_unchanged():
-                replicas.renew(copies, idle)
-                return replicas
+        for replicas in self._idle[::-1]:
+            if replicas.kind == kind:
+                try:
+                    self._idle.remove(replicas)
+                except ValueError:  # another thread has taken it
+                    continue
+                if replicas.are_unchanged():
+                    replicas.renew(copies, self._idle)
+                    return replicas
         blueprint = self.blueprint
         # A plain tensor in an attribute is copied with the module if it is on the module's device.
         constants = {key: c for key, c in blueprint.constants.items() if _devices.same_device(c.device, self.source)}
@@ -280,7 +294,7 @@ class ReplicaPool:
             Replica(blueprint, copied, tracked, with_live_buffers and i == 0)
             for i, copied in enumerate(broadcast(copies))
         ]
-        return Replicas(each, broadcast, idle)
+        return Replicas(each, broadcast, kind, self._idle if self.blueprint.is_reusable else None)
 
 
 def own_leaf(parameter: torch.Tensor, data: torch.Tensor) -> torch.Tensor:

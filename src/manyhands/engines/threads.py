@@ -147,7 +147,7 @@ class ThreadsEngine(Engine):
             check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], source)
             pool = ReplicaPool(blueprint, source)
             if not inside_replica():  # there, each replica of an outer module has this engine
-                self._pool = pool
+                self._pool = pool if blueprint.is_reusable else None
         return pool
 
     def _outside_leaves(

@@ -162,6 +162,8 @@ class Blueprint:
         if self._slots or self._script_classes or self.compiled:
             return False
         referring = (value for _, _, value in self._referring_attributes())
+        if not all([parameter.is_leaf for parameter in self.parameters.values()]):
+            return False
         return all(id(value) in self.constants for value in referring) and all(map(is_plain, self.tensors))
 
     @cached_property

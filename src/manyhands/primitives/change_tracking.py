@@ -10,8 +10,7 @@ changes inside objects of other classes, and in containers of many items.
 """
 
 import types
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -19,12 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.primitives.references import INERT
+from manyhands.primitives.references import DEEP, INERT, LARGE, TRACKED
 
-_LARGE = 1000  # items; larger containers are not checked
-_TRACKED = (dict, OrderedDict, defaultdict, list, set, deque)
 _values = dict.values
-_own_attributes, _requires_grad, _dtype = attrgetter("__dict__"), attrgetter("requires_grad"), attrgetter("dtype")
+_own_attributes, _requires_grad, _forward = map(attrgetter, ("__dict__", "requires_grad", "forward"))
+_MEMORY: tuple[Callable[[torch.Tensor], Any], ...] = (
+    *(torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride, attrgetter("dtype")),
+    *(torch.Tensor.is_conj, torch.Tensor.is_neg),
+)
 
 
 class GONE:
@@ -41,13 +42,16 @@ class DictSnapshot:
     def take(self) -> None:
         """Take the items as they are now."""
         self.copies = [*map(dict, self.dicts)]
+        self._lengths = [*map(len, self.copies)]
         self._keys = [*chain.from_iterable(self.copies)]
         self._values = [*chain.from_iterable(map(_values, self.copies))]
 
     def is_current(self) -> bool:
-        """Return whether the dicts hold the same objects under the same keys."""
-        return [*chain.from_iterable(self.dicts)] == self._keys and all(
-            map(is_, chain.from_iterable(map(_values, self.dicts)), self._values)
+        """Return whether the dicts hold the same objects under the same keys, in the same order."""
+        return (
+            [*map(len, self.dicts)] == self._lengths  # with equal lengths, no item can have moved to the next dict
+            and [*chain.from_iterable(self.dicts)] == self._keys
+            and all(map(is_, chain.from_iterable(map(_values, self.dicts)), self._values))
         )
 
     def restore(self) -> None:
@@ -62,26 +66,30 @@ class TensorSnapshot:
 
     Whoever keeps a snapshot keeps the tensors' memory too, in a tensor of its own: otherwise other memory could come to
     lie at the same address.
+
+    Args:
+        with_memory: whether memory and form matter.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor], *, with_memory: bool = True) -> None:
         self._tensors = [*tensors]
+        self._with_memory = with_memory
+        self._attributes = DictSnapshot([*map(_own_attributes, self._tensors)])
+        self._have_attributes = any(self._attributes.dicts)  # hardly any have
         self._before = self._state()
 
     def is_current(self) -> bool:
         """Return whether all of it is as it was. Values that were written do not matter."""
-        return _equal(self._state(), self._before)
+        if self._state() != self._before:
+            return False
+        return self._attributes.is_current() if self._have_attributes else not any(self._attributes.dicts)
 
     def _state(self) -> list[Any]:
         tensors = self._tensors
-        return [
-            *map(torch.Tensor.data_ptr, tensors),
-            *map(torch.Tensor.size, tensors),
-            *map(torch.Tensor.stride, tensors),
-            *map(_requires_grad, tensors),
-            *map(_dtype, tensors),
-            *map(dict, map(_own_attributes, tensors)),
-        ]
+        state = [*map(_requires_grad, tensors), *map(type, tensors)]
+        for read in _MEMORY if self._with_memory else ():
+            state += map(read, tensors)
+        return state
 
 
 class ChangeTracker:
@@ -90,8 +98,10 @@ class ChangeTracker:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._classes = [*map(type, modules)]
+        self._forwards = [*map(_forward, dict.fromkeys(self._classes))]
         self._attributes = DictSnapshot([module.__dict__ for module in modules])
         registries: list[dict[Any, Any]] = []
+        self._name_sets: list[set[str]] = []
         self._containers: list[Any] = []
         seen: set[int] = set()
         for attributes in self._attributes.dicts:
@@ -99,38 +109,46 @@ class ChangeTracker:
                 if name in _REGISTRIES and isinstance(value, dict):
                     registries.append(value)
                 elif name in _REGISTRIES:
-                    self._containers.append(value)
+                    self._name_sets.append(value)
                 elif type(value) not in INERT:
                     self._find(value, seen, 0)
         self._registries = DictSnapshot(registries)
-        self._containers_before = [*map(_copy, self._containers)]
+        self._name_sets_before = [*map(set, self._name_sets)]
+        self._containers_before = [*map(_items, self._containers)]
 
     def is_current(self) -> bool:
         """Return whether nothing changed that a replica would not see by itself.
 
         It sees what happens in a container of plain values, which is the live module's own.
         """
-        if not (self._attributes.is_current() and self._registries.is_current()):
+        if not (self._attributes.is_current() and self._structure_is_current()):
             return False
-        if [*map(type, self._modules)] != self._classes:
-            return False
-        if _equal(self._containers, self._containers_before):
-            return True
-        for number, (now, before) in enumerate(zip(self._containers, self._containers_before, strict=True)):
-            if not _equal(now, before):
-                if not INERT.issuperset(map(type, chain(now, now.values()) if isinstance(now, dict) else now)):
+        for number, container in enumerate(self._containers):
+            items = _items(container)
+            if not _same(items, self._containers_before[number]):
+                if not INERT.issuperset(map(type, items)):
                     return False
-                self._containers_before[number] = _copy(now)
+                self._containers_before[number] = items
         return True
+
+    def _structure_is_current(self) -> bool:
+        classes = [*map(type, self._modules)]
+        return (
+            self._registries.is_current()
+            and self._name_sets == self._name_sets_before
+            and classes == self._classes
+            and [*map(_forward, dict.fromkeys(classes))] == self._forwards
+        )
+
+    def _containers_are_current(self) -> bool:
+        return all(map(_same, map(_items, self._containers), self._containers_before))
 
     def changes(self) -> list[tuple[int, str, Any]] | None:
         """Return what was rebound as (number of the module, name, value), one `GONE` for what was deleted.
 
         Returns None where anything else changed: a container, or a value that is not plain.
         """
-        if not (self._registries.is_current() and _equal(self._containers, self._containers_before)):
-            return None
-        if [*map(type, self._modules)] != self._classes:
+        if not (self._structure_is_current() and self._containers_are_current()):
             return None
         if self._attributes.is_current():
             return []
@@ -148,14 +166,13 @@ class ChangeTracker:
 
     def commit(self) -> None:
         """Take the containers' present contents as known."""
-        if not _equal(self._containers, self._containers_before):
-            self._containers_before = [*map(_copy, self._containers)]
+        self._containers_before = [*map(_items, self._containers)]
 
     def _find(self, value: Any, seen: set[int], depth: int) -> None:
         """Add the containers in a value: itself and those that it leads to."""
-        if type(value) not in _TRACKED and not issubclass(type(value), tuple):
+        if type(value) not in TRACKED and not issubclass(type(value), tuple):
             return
-        if id(value) in seen or len(value) > _LARGE or depth > 20:
+        if id(value) in seen or len(value) > LARGE or depth > DEEP:
             return
         seen.add(id(value))
         if not issubclass(type(value), tuple):
@@ -168,16 +185,18 @@ class ChangeTracker:
 _REGISTRIES = frozenset(name for name, value in nn.Module().__dict__.items() if isinstance(value, dict | set))
 
 
-def _copy(container: Any) -> Any:
-    return dict(container) if isinstance(container, dict) else type(container)(container)
+def _items(container: Any) -> Any:
+    """Return what a container holds: keys and values in order; a set as a copy."""
+    if isinstance(container, dict):
+        return [*container, *container.values()]
+    return set(container) if isinstance(container, set) else [*container]
 
 
-def _equal(now: Any, before: Any) -> bool:
-    """Return whether containers hold the same; quick where they hold the same objects."""
-    try:
+def _same(now: Any, before: Any) -> bool:
+    """Return whether two results of `_items` hold the same objects."""
+    if type(now) is set:
         return bool(now == before)
-    except Exception:  # noqa: BLE001 - the comparison of two tensors, arrays or other objects may raise: not the same
-        return False
+    return len(now) == len(before) and all(map(is_, now, before))
 
 
 def _is_value(value: Any) -> bool:

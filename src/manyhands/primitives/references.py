@@ -7,15 +7,15 @@ replica: on the wrong device, and its gradients would be lost.
 
 `references` finds what a value refers to; `rebind` returns the value with each live object replaced by the replica's.
 Both search the same places: containers, bound methods, partials, functions' closures and defaults, weak references and
-proxies. They do not search objects of other classes, containers of more than `_LARGE` items (such as a vocabulary), or
-more than `_DEEP` levels; what they miss is found in the output's graph (engines/threads.py).
+proxies. They do not search objects of other classes, containers of more than `LARGE` items (such as a vocabulary), or
+more than `DEEP` levels; what they miss is found in the output's graph (engines/threads.py).
 """
 
 import copy
 import functools
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,8 +24,8 @@ from torch import nn
 
 from manyhands.primitives.pytree import fill_mapping
 
-_LARGE = 1000
-_DEEP = 100
+LARGE = 1000
+DEEP = 100
 _GRAPHED = (
     "this module replays CUDA graphs (torch.cuda.make_graphed_callables): a graph reads its input and writes its "
     "output in one place, which replicas cannot share. Wrap it for one device, DataParallel(model, [0]), or wrap the "
@@ -39,9 +39,8 @@ INERT = frozenset(
     | {types.BuiltinFunctionType, types.ModuleType}
 )
 
-_CHANGING = frozenset(
-    {types.FunctionType, types.MethodType, functools.partial, weakref.ref, weakref.ProxyType, weakref.CallableProxyType}
-)
+# Containers of exactly these types are compared with what they held (change_tracking.py).
+TRACKED = (dict, OrderedDict, defaultdict, list, set, deque)
 PROXIES = frozenset({weakref.ProxyType, weakref.CallableProxyType})
 
 
@@ -51,9 +50,9 @@ def is_inert(value: Any) -> bool:
     if kind in INERT:
         return True
     if kind is tuple or kind is list or kind is set:
-        return len(value) > _LARGE or INERT.issuperset(map(type, value))
+        return len(value) > LARGE or INERT.issuperset(map(type, value))
     if kind is dict:
-        return len(value) > _LARGE or (
+        return len(value) > LARGE or (
             INERT.issuperset(map(type, value.values())) and INERT.issuperset(map(type, value))
         )
     return False
@@ -65,11 +64,18 @@ def references(value: Any) -> list[nn.Module | torch.Tensor]:
 
 
 def may_refer_later(value: Any) -> bool:
-    """Return whether `value` may come to refer to another object although no container in it changes.
+    """Return whether `value` may come to refer to another object although no tracked container in it changes.
 
-    A variable that a function closes over can be assigned; a weak reference can die.
+    A variable that a function closes over can be assigned; a weak reference can die; containers of other classes are
+    not tracked.
     """
-    return not _CHANGING.isdisjoint(map(type, _reachable(value)))
+    return any(type(part) in PROXIES or _is_changing(part) for part in _reachable(value))
+
+
+def _is_changing(part: Any) -> bool:
+    if isinstance(part, types.FunctionType | types.MethodType | functools.partial | weakref.ref):
+        return True
+    return isinstance(part, dict | list | set | deque) and type(part) not in TRACKED
 
 
 def _reachable(value: Any) -> list[Any]:
@@ -77,7 +83,7 @@ def _reachable(value: Any) -> list[Any]:
     found: list[Any] = []
     seen: set[int] = set()
     level = [value]
-    for _ in range(_DEEP):
+    for _ in range(DEEP):
         below: list[Any] = []
         for part in level:
             if type(part) in INERT or id(part) in seen:
@@ -131,9 +137,9 @@ def _parts(value: Any) -> list[Any]:
     if type(value) in PROXIES:
         return [referent(value)]
     if isinstance(value, dict):
-        return [*value, *value.values()] if len(value) <= _LARGE else []
+        return [*value, *value.values()] if len(value) <= LARGE else []
     if isinstance(value, list | tuple | set | frozenset | deque):
-        return list(value) if len(value) <= _LARGE else []
+        return list(value) if len(value) <= LARGE else []
     if isinstance(value, types.MethodType):
         return [value.__self__]
     if isinstance(value, functools.partial):

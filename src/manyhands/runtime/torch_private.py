@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.utils.parametrize
-import torch.utils._python_dispatch
+from torch.utils import _python_dispatch
 
 # ---- backward ------------------------------------------------------------------------------------
 
@@ -307,13 +307,17 @@ def forget_dispatch_modes() -> None:
     modes of several threads overlap, the flags stay set, and older releases of torch compile nothing any more.
     Fallback: nothing; then that happens.
     """
-    for flag in (
-        "_is_in_torch_dispatch_mode",
-        "_is_in_non_infra_torch_dispatch_mode",
-        "_is_in_any_mode_without_ignore_compile_internals",
-    ):
-        if hasattr(torch.utils._python_dispatch, flag):
-            setattr(torch.utils._python_dispatch, flag, False)
+    flags = vars(_python_dispatch)
+    for flag in _DISPATCH_MODE_FLAGS if True in map(flags.get, _DISPATCH_MODE_FLAGS) else ():
+        if flag in flags:
+            flags[flag] = False
+
+
+_DISPATCH_MODE_FLAGS = (
+    "_is_in_torch_dispatch_mode",
+    "_is_in_non_infra_torch_dispatch_mode",
+    "_is_in_any_mode_without_ignore_compile_internals",
+)
 
 
 def has_transforms() -> bool:
