@@ -412,6 +412,11 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         if gradient_sync is not None:
             gradient_sync.next_weight = number
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Do what `half`, `to` and their like do; the engine refers no longer to the memory that this replaces."""
+        self._engine.refresh()
+        return nn.Module._apply(self, fn, recurse)  # type: ignore[no-untyped-call]
+
     def close(self) -> None:
         """Release what the engine holds: threads, or worker processes. A later forward starts again.
 

@@ -25,7 +25,7 @@ def host_calls() -> ModuleType:
         ("threads", 1, 0, 20),
         ("threads", 2, 0, 600),
         ("threads", 8, 0, 990),
-        ("separate memory", 2, 17, 800),
+        ("separate memory", 2, 17, 830),
         ("processes", 2, 2, 1080),
     ],
 )

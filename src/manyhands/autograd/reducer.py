@@ -40,16 +40,16 @@ class LeafHooks:
 
     Args:
         leaves: by the numbers that reducers have for them. A leaf gets its hook when it first needs one, and keeps it.
+
+    Attributes:
+        num_installed: how many leaves have one.
     """
 
     def __init__(self, leaves: Mapping[int, torch.Tensor]) -> None:
         self._leaves = leaves
         self._installed: set[int] = set()
+        self.num_installed = 0
         self._active: list[Reducer] = []  # the hooks refer to this list only: no reference cycle leads to the leaves
-
-    @property
-    def num_installed(self) -> int:
-        return len(self._installed)
 
     @contextlib.contextmanager
     def handing_to(self, reducer: Reducer | None) -> Iterator[None]:
@@ -61,6 +61,7 @@ class LeafHooks:
             leaf = None if number in self._installed else self._leaves.get(number)
             if leaf is not None and leaf.is_leaf and leaf.requires_grad:
                 self._installed.add(number)
+                self.num_installed += 1
                 leaf.register_post_accumulate_grad_hook(partial(_hand_over, self._active, number))  # type: ignore[no-untyped-call]
         self._active.append(reducer)
         try:

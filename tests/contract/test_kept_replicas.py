@@ -1,0 +1,176 @@
+"""What is kept between steps is what it would be if it were made anew: no change is missed, nothing is left behind."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.contract import Wrap, assert_all_same, assert_same, in_processes, loss_of, twins
+from helpers.modules import Calls
+from manyhands.runtime import torch_private
+
+
+class Table(dict[str, Any]):
+    """A container of a class of its own."""
+
+
+def use_head(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x = model.body(x)
+    return model.head(x) if hasattr(model, "head") else 2 * x
+
+
+def move_child(model: nn.Module) -> None:
+    head = model.head
+    del model.head
+    model.body.add_module("head", head)
+
+
+def use_table(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model.table["layer"](x) if "layer" in model.table else model.head(x) * model.table["scale"]
+
+
+def fill_table(model: nn.Module) -> None:
+    model.table["layer"] = model.head
+
+
+def use_flag(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model.head(x) * (3 if model.head.weight.flag is True else 1)
+
+
+def set_flag(model: nn.Module) -> None:
+    model.head.weight.flag = True
+
+
+def use_rate(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model.head(x) * model.rate()
+
+
+def set_rate(model: nn.Module) -> None:
+    model.rate.__closure__[0].cell_contents = 5.0
+
+
+def rate_of(value: float) -> Callable[[], float]:
+    return lambda: value
+
+
+# Name -> (what forward computes, the module's attributes, the change).
+CHANGES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], dict[str, Any]], Callable[[nn.Module], None]]] = {
+    "a child that moves to the next module": (
+        use_head,
+        lambda: {"body": nn.Sequential(), "head": nn.Linear(4, 4)},
+        move_child,
+    ),
+    "a module in a container of another class": (
+        use_table,
+        lambda: {"head": nn.Linear(4, 4), "table": Table(scale=2.0)},
+        fill_table,
+    ),
+    "an attribute of a parameter that becomes an equal one": (
+        use_flag,
+        lambda: {"head": nn.Linear(4, 4)},
+        set_flag,
+    ),
+    "a variable that a function closes over": (
+        use_rate,
+        lambda: {"head": nn.Linear(4, 4), "rate": rate_of(2.0)},
+        set_rate,
+    ),
+}
+NOT_SEEN_BY_WORKERS = [*CHANGES][1:]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_between_steps(wrap: Wrap, engine: str, change: str) -> None:
+    """R8"""
+    forward, attributes, change_module = CHANGES[change]
+    plain, model = twins(wrap, Calls(forward, **attributes()).double(), 3)
+    x = torch.randn(6, 4).double()
+    for module in (plain, model.module):
+        module.head.weight.flag = 1
+    for step in range(4):
+        if step == 2:
+            change_module(plain)
+            change_module(model.module)
+            if in_processes(engine) and change in NOT_SEEN_BY_WORKERS:
+                model.refresh()
+        outputs = [module(x) for module in (model, plain)]
+        assert_same(*outputs)
+        gradients = [
+            torch.autograd.grad(loss_of(y), [*m.parameters()]) for y, m in zip(outputs, (model, plain), strict=True)
+        ]
+        assert_all_same(*gradients)
+
+
+def test_conjugated_data(wrap: Wrap, engine: str) -> None:
+    """R8: `.data =` with the same memory, read in another way."""
+    if in_processes(engine):
+        pytest.skip("workers read the memory as it is")
+    plain, model = twins(wrap, Calls(lambda model, x: x * model.factor, factor=nn.Parameter(torch.tensor([1 + 2j]))), 2)
+    x = torch.randn(4, 1, dtype=torch.complex64)
+    for _ in range(3):
+        assert_same(model(x), plain(x), tolerance=1e-6)
+        for module in (plain, model.module):
+            module.factor.data = module.factor.data.conj()
+
+
+class Remembers(nn.Module):
+    """Keeps itself, what it computed, and another class for its layer, as forward is asked to."""
+
+    def __init__(self, kept: list[nn.Module]) -> None:
+        super().__init__()
+        self.layer, self.kept, self.way = nn.Linear(4, 4), kept, ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.aux = self.layer(x)
+        if self.way == "itself":
+            self.kept.append(self)
+        if self.way == "class":
+            self.layer.__class__ = Doubled
+        return self.layer(x)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_replica_that_the_caller_keeps_stays_as_it_is(wrap: Wrap, engine: str, grad: bool) -> None:
+    """R6: what forward assigned can be read as long as the replica is referred to."""
+    if in_processes(engine):
+        pytest.skip("the other replicas are in other processes")
+    kept: list[nn.Module] = []
+    model = wrap(Remembers(kept), 2)
+    x = torch.randn(6, 4)
+    for way in ("", "itself", "", ""):
+        model.module.way = way
+        with torch.set_grad_enabled(grad):
+            y = model(x)
+        if grad:
+            y.sum().backward()
+        model.module.kept = kept
+    assert sum(len(replica.aux) for replica in kept) == len(x)
+
+
+def test_a_class_that_forward_changes_goes_with_the_call(wrap: Wrap) -> None:
+    """R6"""
+    plain, model = twins(wrap, Remembers([]).double(), 3)
+    x = torch.randn(6, 4).double()
+    for way in ("", "class", "", ""):
+        model.module.way = way
+        y = model(x)
+        assert_same(y, plain(x) * (2 if way else 1))
+        y.sum().backward()
+
+
+def test_memory_that_a_conversion_replaces_is_freed(wrap: Wrap, engine: str) -> None:
+    """N10: replicas share the parameters' memory, and must not keep it."""
+    if in_processes(engine):
+        pytest.skip("parameters are in memory that all processes map")
+    model = wrap(nn.Linear(4, 4), 2)
+    model(torch.randn(6, 4)).sum().backward()
+    storage = model.module.weight.untyped_storage()
+    model.half()
+    assert torch_private.num_references(storage) == 1
