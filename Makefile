@@ -69,6 +69,7 @@ bench: $(READY)  ## measure, side by side, on a machine that does nothing else; 
 	$(BIN)/manyhands bench --output benchmarks
 	$(BIN)/python benchmarks/replicate.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/host_calls.py
 
 # Sets up nothing and downloads nothing: a machine with a GPU has a torch of its own.
 GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(firstword $(wildcard $(BIN)/python) python3),$(PYTHON))

@@ -65,10 +65,10 @@ def test_goals():
     ]
     judged = {verdict.goal: verdict for verdict in goals.verdicts(results(*workloads, one_device_us={"a": 12.0}))}
     assert judged["processes on resnet: at least 0.95 of the limit's speed"].word == "met"
-    assert judged["processes on mlp: at least 0.90 of the limit's speed"].word == "missed"
+    assert judged["processes on mlp: at least 0.85 of the limit's speed"].word == "missed"
     assert judged["processes on tiny: at least 0.70 of the limit's speed"].measured == "0.67"
     assert judged["processes on gpt: at least 1.00 of DDP's speed"].word == "met"
-    assert judged["processes, geometric mean of the four: at least 1.30 of DDP's speed"].measured == "1.37"
+    assert judged["processes, geometric mean of the four: at least 1.25 of DDP's speed"].measured == "1.37"
     assert judged["threads on gpt: at least 1.00 of DDP's speed"].word == "missed"
     assert judged["processes on mlp: memory at most 0.75 of DDP's"].word == "missed"
     assert judged["the wrapper on one device: at most 20 µs a forward"].measured == "12.0 µs"

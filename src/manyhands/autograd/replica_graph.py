@@ -352,7 +352,7 @@ class ReplicaGraphs:
             devices = [timing.device for timing in self.timings]
             return CoalescedReduce(self.buckets, devices, emit, emitted, separate_memory=self.separate_memory)
         numbers = set(emitted)
-        if self._one_backward_each and len(self.timings) > 1 and reduction is None:
+        if self._one_backward_each and len(self.timings) > 1:
             numbers.update(self.large, [~k for k in self._replicated_inputs()])
         return nullcontext(RunningSums(len(self.timings), numbers, emit, emitted) if numbers else None)
 
