@@ -199,7 +199,6 @@ def run_here(
         patch.setattr(sys, "argv", [name, *arguments])
         patch.setattr(sys, "stdout", stdout)
         patch.setattr(torch.accelerator, "device_count", lambda: num_accelerators)
-        patch.setattr(torch.accelerator, "is_available", lambda: num_accelerators > 0)
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     return stdout
 
