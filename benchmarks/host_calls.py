@@ -31,14 +31,14 @@ ENGINES: dict[str, Callable[[], Engine]] = {
 REPLICAS = (1, 2, 4, 8)
 _NUM_LAYERS = (20, 120)
 _ROWS, _WIDTH = 16, 4
-_WARM_UP, _COUNTED = 4, 3
+_WARM_UP, _COUNTED = 4, 5
 _WAITING = ("poll", "sched_yield", "perf_counter", "monotonic", "sleep")  # how often they are called depends on time
 
 
 class Calls(NamedTuple):
     """Calls in one step of a model, and the model's number of parameters."""
 
-    calls: float
+    calls: int
     parameters: int
 
 
@@ -90,7 +90,8 @@ def layers(number: int, *, batch_norm: bool) -> nn.Sequential:
 def calls_of(model: nn.Module) -> Calls:
     """Return the calls of a steady step of a model."""
     calls_of_steps(model, _WARM_UP)
-    return Calls(calls_of_steps(model, _COUNTED) / _COUNTED, sum(1 for _ in model.parameters()))
+    # The fewest of several steps: a step that has to wait long looks for Ctrl-C meanwhile, which takes calls, too.
+    return Calls(min(calls_of_steps(model, 1) for _ in range(_COUNTED)), sum(1 for _ in model.parameters()))
 
 
 def calls_of_steps(model: nn.Module, number: int) -> int:

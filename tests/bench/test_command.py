@@ -69,7 +69,7 @@ def test_everything_of_ours(measured: list, capsys: pytest.CaptureFixture[str]):
     out = capsys.readouterr().out
     saved = Path("runs/bench/results.md").read_text()
     assert saved in out
-    assert "| processes on mlp: at least 0.90 of the limit's speed                |     0.91 |    met |" in saved
+    assert "| processes on mlp: at least 0.85 of the limit's speed                |     0.91 |    met |" in saved
     assert "## Each added replica" in saved
     assert "## Advice" not in saved
     assert Path("runs/bench/results.png").stat().st_size > 1000
