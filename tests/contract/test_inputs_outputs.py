@@ -20,6 +20,7 @@ from helpers.contract import (
     same_results,
 )
 from helpers.modules import Calls, Fn
+from manyhands.runtime.buckets import LARGE_BYTES
 
 # ---- rows on other axes --------------------------------------------------------------------------
 
@@ -38,6 +39,18 @@ def test_one_input_whole_and_outputs_on_other_axes(wrap: Wrap, n: int, rows: int
     scale = torch.tensor(2.0, requires_grad=True)
     wrapped = wrap(model, n, in_dims={"mask": None}, out_dims={"weights": 1, "mask": None})
     same_results(model, wrapped, (x, mask, scale), [x, mask, scale])
+
+
+def test_a_large_input_that_goes_whole(wrap: Wrap) -> None:
+    """N1: its gradient, summed while backward runs, was once given to a parameter."""
+
+    class Projected(nn.Linear):
+        def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+            return super().forward(x @ table)
+
+    plain, x, table = Projected(100, 3), torch.randn(7, 100), torch.randn(100, 100, requires_grad=True)
+    assert table.nbytes >= LARGE_BYTES
+    same_results(plain, wrap(plain, 3, in_dims={"table": None}), (x, table), [table])
 
 
 @over_gloo_too

@@ -334,7 +334,7 @@ class ReplicaGraphs:
             totals = {} if sums is None else sums.end()
         joined = self._joined([graph.take_gradients() for graph in graphs])
         for number, total in totals.items():
-            joined[number if number < 0 else self.first_parameter + number] = total
+            joined[~number if number < 0 else self.first_parameter + number] = total
         return joined
 
     def _joined(
