@@ -86,9 +86,12 @@ class ProcessesEngine(Engine):
         self._worker_group: WorkerGroup | None = None
         self._timings: list[ReplicaTiming] = []
         self._pool: ReplicaPool | None = None  # of the first replica
-        self._module_leaves: ModuleLeaves | None = None  # of the pool's replicas
+        self._linked_pool: ReplicaPool | None = None  # the one whose leaves are described by the following
+        self._module_leaves = ModuleLeaves(())
         self._remote_leaves: dict[int, torch.Tensor] = {}
-        self._checked: tuple[str | None, ReplicaPool] | None = None  # whose first replica's graph has been checked
+        self._leaf_forms: tuple[Any, ...] = ()
+        # The method, and the signature of the blueprint, for which the first replica's graph has been checked.
+        self._checked: tuple[str | None, tuple[Any, ...]] | None = None
         self._outside: list[torch.Tensor] = []  # leaves found there that are not the module's: globals, say
 
     def forward(self, module: nn.Module, call: Call) -> Any:
@@ -179,9 +182,8 @@ class ProcessesEngine(Engine):
         """Return the pool of the first replicas; those of other blueprints are dropped, with what they refer to."""
         if self._pool is None or self._pool.blueprint is not blueprint or self._pool.source != source:
             check_device(blueprint.root, [*blueprint.parameters.values(), *blueprint.buffers.values()], source)
-            self._pool = ReplicaPool(blueprint, source)
+            self._pool, self._linked_pool = ReplicaPool(blueprint, source), None
             self._threads_engine.refresh()
-            self._module_leaves = None
         return self._pool
 
     def _check_first_graph(
@@ -189,11 +191,12 @@ class ProcessesEngine(Engine):
     ) -> None:
         """Find the leaves in the first replica's graph that are not its own, unless they are known."""
         with_objects = carries_objects(call)
-        if with_objects or self._checked != (call.method, pool):
+        checked = (call.method, pool.blueprint.signature)
+        if with_objects or self._checked != checked:
             of_first = [replace(group, tensors=group.tensors[:1]) for group in matched.groups]
             self._outside = look_for_live_tensors(pool.blueprint, of_first, call.where()[:1], own_leaves)
             # The next call may have other objects.
-            self._checked = None if with_objects else (call.method, pool)
+            self._checked = None if with_objects else checked
 
     def _joined(
         self,
@@ -296,16 +299,27 @@ class ProcessesEngine(Engine):
             of_first = tensor if key in in_first else None
             edges.append(BoundaryTensor(replicate, tensor.device, [of_first, *[of_workers] * num_workers]))
             graphs.keys.append(in_workers.get(key))
-        if self._module_leaves is None:
-            self._module_leaves = ModuleLeaves(module_sync.numbers(pool.live_parameters))
-            self._remote_leaves = dict(zip(self._module_leaves.numbers, pool.live_parameters, strict=True))
-            self._remote_leaves.update((n, module_sync.tensors[n]) for n in module_sync.outside)
+        if self._linked_pool is not pool:
+            self._linked_pool = pool
+            self._describe_leaves(pool)
         graphs.module_leaves, graphs.remote_leaves = self._module_leaves, self._remote_leaves
         graphs.inputs, graphs.live_parameters = edges, pool.live_parameters
         graphs.leaves, graphs.hooks = replicas.leaves, replicas.hooks
         graphs.shared_leaves = bool(self._outside)
         graphs.keep = bool(objects)
         return [*inputs.live, *objects, *outside.values()]
+
+    def _describe_leaves(self, pool: ReplicaPool) -> None:
+        """Describe the leaves that workers have; by the same objects, if they have the same leaves as before."""
+        module_sync = self._module_sync
+        numbers = module_sync.numbers(pool.live_parameters)
+        leaves = dict(zip(numbers, pool.live_parameters, strict=True))
+        leaves.update((number, module_sync.tensors[number]) for number in module_sync.outside)
+        forms = [(n, t.dtype, t.size(), t.stride(), t.layout, type(t)) for n, t in leaves.items()]
+        if (numbers, forms) != self._leaf_forms:
+            self._leaf_forms = numbers, forms
+            self._module_leaves, self._remote_leaves = ModuleLeaves(numbers), {}
+        self._remote_leaves.update(leaves)
 
     def check(self, devices: Sequence[torch.device], *, sync_batch_norm: bool) -> None:
         named = ", ".join(map(str, devices))
