@@ -7,9 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.contract import Wrap, assert_all_same, assert_same, in_processes, loss_of, twins
+from helpers.contract import Wrap, assert_all_same, assert_same, in_processes, loss_of, on_engines, twins
 from helpers.modules import Calls
+from manyhands.engines import replica
 from manyhands.runtime import torch_private
+
+# The other engines' replicas are in other processes.
+in_this_process = on_engines(["threads", "threads with separate memory"])
 
 
 class Table(dict[str, Any]):
@@ -103,10 +107,9 @@ def test_changes_between_steps(wrap: Wrap, engine: str, change: str) -> None:
         assert_all_same(*gradients)
 
 
-def test_conjugated_data(wrap: Wrap, engine: str) -> None:
-    """R8: `.data =` with the same memory, read in another way."""
-    if in_processes(engine):
-        pytest.skip("workers read the memory as it is")
+@in_this_process
+def test_conjugated_data(wrap: Wrap) -> None:
+    """R8: `.data =` with the same memory, read in another way; workers read the memory as it is."""
     plain, model = twins(wrap, Calls(lambda model, x: x * model.factor, factor=nn.Parameter(torch.tensor([1 + 2j]))), 2)
     x = torch.randn(4, 1, dtype=torch.complex64)
     for _ in range(3):
@@ -136,11 +139,10 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
+@in_this_process
 @pytest.mark.parametrize("grad", [True, False])
-def test_a_replica_that_the_caller_keeps_stays_as_it_is(wrap: Wrap, engine: str, grad: bool) -> None:
+def test_a_replica_that_the_caller_keeps_stays_as_it_is(wrap: Wrap, grad: bool) -> None:
     """R6: what forward assigned can be read as long as the replica is referred to."""
-    if in_processes(engine):
-        pytest.skip("the other replicas are in other processes")
     kept: list[nn.Module] = []
     model = wrap(Remembers(kept), 2)
     x = torch.randn(6, 4)
@@ -165,10 +167,40 @@ def test_a_class_that_forward_changes_goes_with_the_call(wrap: Wrap) -> None:
         y.sum().backward()
 
 
-def test_memory_that_a_conversion_replaces_is_freed(wrap: Wrap, engine: str) -> None:
+def layers_with(change: Callable[[nn.Linear], object]) -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4))
+    change(model[0])
+    return model
+
+
+STEADY: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "several kinds of layers": (lambda: layers_with(lambda layer: None), {}),
+    "synchronised": (lambda: layers_with(lambda layer: None), {"sync_batch_norm": True}),
+    "forward assigns an attribute": (lambda: Remembers([]), {}),
+    "a forward hook": (lambda: layers_with(lambda layer: layer.register_forward_hook(lambda *_: None)), {}),
+    "a backward hook": (lambda: layers_with(lambda layer: layer.register_full_backward_hook(lambda *_: None)), {}),
+}
+
+
+@pytest.mark.parametrize("name", STEADY)
+def test_steady_calls_make_no_replicas(wrap: Wrap, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """N10: neither in training nor in evaluation, once there are some."""
+    make, options = STEADY[name]
+    made: list[object] = []
+    make_replica = replica.Replica.__init__
+    monkeypatch.setattr(replica.Replica, "__init__", lambda *args: made.append(args[0]) or make_replica(*args))
+    model = wrap(make(), 2, **options)
+    x = torch.randn(8, 4, requires_grad=True)
+    for call in (lambda: model(x).sum().backward(), torch.no_grad()(lambda: model(x))):
+        for step in range(4):
+            made.clear()
+            call()
+            assert bool(made) <= (step < 2)
+
+
+@in_this_process
+def test_memory_that_a_conversion_replaces_is_freed(wrap: Wrap) -> None:
     """N10: replicas share the parameters' memory, and must not keep it."""
-    if in_processes(engine):
-        pytest.skip("parameters are in memory that all processes map")
     model = wrap(nn.Linear(4, 4), 2)
     model(torch.randn(6, 4)).sum().backward()
     storage = model.module.weight.untyped_storage()

@@ -80,7 +80,7 @@ class ReduceBuckets:
     """The buckets in which the gradients of some parameters are reduced, planned once.
 
     Attributes:
-        homes: the devices of the parameters, each once.
+        homes, home_of: the devices of the parameters, each once; and that of each parameter.
         bucket_of: each parameter's bucket; -1 for one that is copied by itself.
     """
 
@@ -210,9 +210,10 @@ class CoalescedReduce:
         del totals
         for total in found.values() if self._streams[self._plan.home_of[numbers[0]]] else ():
             self._copies.record_stream(total, reader)
-        if self._emit is not None and not self._ending:
+        emitted = [] if self._ending else [k for k in found if k in self._emitted]
+        if self._emit is not None and emitted:
             with self._copies.read(reader):
-                for k in [k for k in found if k in self._emitted]:
+                for k in emitted:
                     self._emit(k, found.pop(k))
         self._totals.update(found)
 

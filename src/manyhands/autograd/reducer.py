@@ -42,26 +42,21 @@ class LeafHooks:
         leaves: by the numbers that reducers have for them. A leaf gets its hook when it first needs one, and keeps it.
 
     Attributes:
-        num_installed: how many leaves have one.
+        installed: the numbers of the leaves that have one.
     """
 
     def __init__(self, leaves: Mapping[int, torch.Tensor]) -> None:
         self._leaves = leaves
-        self._installed: set[int] = set()
-        self.num_installed = 0
+        self.installed: set[int] = set()
         self._active: list[Reducer] = []  # the hooks refer to this list only: no reference cycle leads to the leaves
 
     @contextlib.contextmanager
-    def handing_to(self, reducer: Reducer | None) -> Iterator[None]:
+    def handing_to(self, reducer: Reducer) -> Iterator[None]:
         """Within the context, hand the gradients to `reducer`; a gradient that it takes is not left in `.grad`."""
-        if reducer is None:
-            yield
-            return
         for number in reducer.numbers:
-            leaf = None if number in self._installed else self._leaves.get(number)
+            leaf = None if number in self.installed else self._leaves.get(number)
             if leaf is not None and leaf.is_leaf and leaf.requires_grad:
-                self._installed.add(number)
-                self.num_installed += 1
+                self.installed.add(number)
                 leaf.register_post_accumulate_grad_hook(partial(_hand_over, self._active, number))  # type: ignore[no-untyped-call]
         self._active.append(reducer)
         try:
@@ -97,7 +92,6 @@ class RunningSums:
         emit: Emit | None = None,
         emitted: Collection[int] = (),
     ) -> None:
-        self.numbers = numbers
         self._sums = {
             number: _RunningSum(num_replicas, partial(emit, number) if emit and number in emitted else None)
             for number in numbers

@@ -359,7 +359,8 @@ class ReplicaGraphs:
     def let_outputs_stream_wait(self) -> None:
         """Make the stream of the boundary's first output, which autograd uses, wait for the inputs' gradients."""
         if not self._one_backward_each:
-            wait_for_streams(self.outputs[0].device, [edge.device for edge in self.all_inputs])
+            homes = [edge.device for edge in self.inputs] + [live.device for live in self.live_parameters]
+            wait_for_streams(self.outputs[0].device, homes)
 
     def differentiable_backward(
         self, output_grads: Sequence[torch.Tensor | None]

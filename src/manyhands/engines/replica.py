@@ -20,7 +20,7 @@ from manyhands.autograd.replica_graph import BoundaryTensor
 from manyhands.engines.base import Call
 from manyhands.primitives.batch_types import batch_type_of
 from manyhands.primitives.blueprint import Blueprint, Links
-from manyhands.primitives.change_tracking import DictSnapshot, TensorSnapshot
+from manyhands.primitives.change_tracking import DictSnapshot, TensorSnapshot, fill
 from manyhands.primitives.outputs import Group
 from manyhands.primitives.placements import Placement
 from manyhands.primitives.references import INERT
@@ -46,7 +46,7 @@ class Inputs:
         self.live: list[torch.Tensor] = []
         self.edges: list[BoundaryTensor] = []
         self.parts_elsewhere: set[int] = set()
-        on_cpu = {device.type for device in call.devices} == {"cpu"}
+        all_on_cpu = _devices.are_cpu(call.devices)
 
         def place(tensor: torch.Tensor, placement: Placement) -> list[torch.Tensor | None]:
             data = tensor.detach()
@@ -60,8 +60,8 @@ class Inputs:
             if num_here < num_replicas:
                 self.parts_elsewhere.update([id(part) for part in parts[num_here:]])
             here = parts[:num_here]
-            if on_cpu and tensor.device.type == "cpu":  # the common case, with few calls
-                placed = [None if part is None else part.to("cpu", copy=True) for part in here]
+            if all_on_cpu and _devices.is_cpu(tensor.device):  # the common case, with few calls
+                placed = _devices.copies_on_cpu(here)
             else:
                 placed = [None if p is None else _copied(p, i, call.devices[i], copies) for i, p in enumerate(here)]
             placed += parts[num_here:]
@@ -197,7 +197,7 @@ class Replicas:
             and self._tensors.is_current()
             and (not self.is_remote or self._copies.is_current())
             and self._count_references() == self._num_references
-            and torch_private.num_hooks(self._all_leaves) == sum([hooks.num_installed for hooks in self.hooks])
+            and torch_private.num_hooks(self._all_leaves) == sum(map(len, [hooks.installed for hooks in self.hooks]))
             and not [leaf for leaf in self._all_leaves if leaf.grad is not None]
         )
 
@@ -223,10 +223,13 @@ class Replicas:
         If something outside refers to a module of theirs, they are left to it as forward has left them.
         """
         returns_to, self._returns_to = self._returns_to, None
-        if returns_to is None or self._count_references() != self._num_references:
+        if returns_to is None:
             return
-        if not self._dicts.is_current():
-            self._dicts.restore()  # undo what forward has assigned
+        assigned = [] if self._dicts.is_current() else self._dicts.restore()  # undo what forward has assigned
+        if self._count_references() != self._num_references:
+            for attributes, items in assigned:
+                fill(attributes, items)
+            return
         if self.is_remote:
             for replica in self.each:
                 replica.drop_copies()

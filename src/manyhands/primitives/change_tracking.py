@@ -54,11 +54,21 @@ class DictSnapshot:
             and all(map(is_, chain.from_iterable(map(_values, self.dicts)), self._values))
         )
 
-    def restore(self) -> None:
-        """Give the dicts the items that they had."""
-        for now, before in zip(self.dicts, self.copies, strict=True):
-            now.clear()
-            now.update(before)
+    def restore(self) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+        """Give the dicts the items that they had; return those that differed, each with what it held."""
+        held = []
+        values, values_before = map(_values, self.dicts), map(_values, self.copies)
+        for now, before, *both in zip(self.dicts, self.copies, values, values_before, strict=True):
+            if [*now] != [*before] or [*map(id, both[0])] != [*map(id, both[1])]:
+                held.append((now, dict(now)))
+                fill(now, before)
+        return held
+
+
+def fill(target: dict[Any, Any], items: dict[Any, Any]) -> None:
+    """Give a dict other items."""
+    target.clear()
+    target.update(items)
 
 
 class TensorSnapshot:

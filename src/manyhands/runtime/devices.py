@@ -146,6 +146,16 @@ def is_cpu(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def are_cpu(devices: Sequence[torch.device]) -> bool:
+    """Return whether all of `devices` are the CPU."""
+    return {device.type for device in devices} == {"cpu"}
+
+
+def copies_on_cpu(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Return differentiable copies of tensors that are on the CPU."""
+    return [None if tensor is None else tensor.to(_CPU, copy=True) for tensor in tensors]
+
+
 def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return `tensor` on `device`: itself if it is there already, else a differentiable copy.
 
@@ -261,8 +271,7 @@ def begin_copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[bo
 
 def current_streams(devices: Sequence[torch.device]) -> list[torch.Stream]:
     """Return the calling thread's current stream on each accelerator among `devices`."""
-    different = dict.fromkeys(devices)
-    return [torch.accelerator.current_stream(d) for d in different if d.type != "cpu" and not computes_on_host(d)]
+    return [torch.accelerator.current_stream(d) for d in dict.fromkeys(devices) if not computes_on_host(d)]
 
 
 @contextlib.contextmanager

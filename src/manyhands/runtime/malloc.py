@@ -9,7 +9,7 @@ returned to the kernel whatever the settings. So all threads use the first arena
 is negligible beside a tensor operation.
 
 The setting belongs to the process and cannot be undone: malloc's default depends on what was freed before. So a user's
-process keeps it unless the user asks. A worker process is ours, and always has it.
+process is left as it is until the user calls the function. Worker processes call it when they start.
 """
 
 import ctypes

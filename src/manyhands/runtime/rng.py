@@ -124,7 +124,7 @@ class _OwnStreams:
         if _state_of(torch.default_generator) != self._state and _process.last_move is self._last_move:
             on_host = _WHAT_IS_NOT_CAUGHT if self._caught else _NOTHING_IS_CAUGHT
             log_once(_SHARED.format(name=self._name, what=on_host if self._on_host else _ON_ACCELERATORS))
-        if [stream for stream in self._streams if stream.generator_or_none is not None and stream.has_moved()]:
+        if [stream for stream in self._streams if stream.generator_made is not None and stream.has_moved()]:
             _process.move_on()
         for device, before in self._on_accelerators.items():
             if not torch.equal(before, _devices.shared_random_states([device, device])[device]):
@@ -140,18 +140,18 @@ class _Stream:
     def __init__(self, state: bytes, index: int) -> None:
         self._origin = state, index
         self._first_state = b""
-        self.generator_or_none: torch.Generator | None = None
+        self.generator_made: torch.Generator | None = None
 
     @property
     def generator(self) -> torch.Generator:
-        if self.generator_or_none is None:
-            self.generator_or_none = torch.Generator("cpu").manual_seed(_seed(*self._origin))
-            self._first_state = _state_of(self.generator_or_none)
-        return self.generator_or_none
+        if self.generator_made is None:
+            self.generator_made = torch.Generator("cpu").manual_seed(_seed(*self._origin))
+            self._first_state = _state_of(self.generator_made)
+        return self.generator_made
 
     def has_moved(self) -> bool:
         """Return whether the random state has advanced; False if it was restored after draws, as checkpointing does."""
-        return self.generator_or_none is not None and _state_of(self.generator_or_none) != self._first_state
+        return self.generator_made is not None and _state_of(self.generator_made) != self._first_state
 
 
 class SeededStreams:

@@ -135,8 +135,9 @@ def _run_in_threads(
     tasks: Sequence[Callable[[], T]], devices: Sequence[torch.device], around: ReplicaContext
 ) -> list[Outcome[T]]:
     state = ThreadState.capture()
-    streams = _devices.current_streams(devices)
-    own_cores = affinity.cores_per_replica(len(tasks)) if _devices.all_on_host(devices) else [()] * len(tasks)
+    on_host = _devices.all_on_host(devices)
+    streams = None if on_host else _devices.current_streams(devices)
+    own_cores = affinity.cores_per_replica(len(tasks)) if on_host else [()] * len(tasks)
     threads_before, threads_each = _thread_counts.begin(devices)
     done: SimpleQueue[tuple[int, Outcome[T]]] = SimpleQueue()
     context = contextvars.copy_context()
@@ -192,7 +193,11 @@ class divided_intra_op_threads:  # noqa: N801 - a context manager, as a class be
 
     def __enter__(self) -> int:
         self._before, self._each = _thread_counts.begin(self._devices)
-        _set_intra_op_threads(self._each)
+        try:
+            _set_intra_op_threads(self._each)
+        except BaseException:
+            _thread_counts.end(self._before, self._each)
+            raise
         return self._each
 
     def __exit__(self, *_: object) -> None:
@@ -229,7 +234,7 @@ def _run_here(
     task: Callable[[], T], device: torch.device, index: int, around: AbstractContextManager[None]
 ) -> Outcome[T]:
     def run() -> T:
-        with around, _AsReplica(device, index, None, []):
+        with around, _AsReplica(device, index, None, None if _devices.computes_on_host(device) else []):
             return task()
 
     outcome = _outcome(run)
@@ -296,12 +301,16 @@ class _AsReplica:
     """The context of a replica's task in its thread: the number of intra-op threads, device, streams, and its mark.
 
     The number is not restored: whoever divides the threads does that (`_ThreadCounts`).
+
+    Args:
+        num_threads: None: as many as the thread has.
+        streams: those of the caller's thread on the replicas' devices; None on the host, which has none.
     """
 
     __slots__ = ("_before", "_device", "_index", "_num_threads", "_streams", "_using")
 
     def __init__(
-        self, device: torch.device, index: int, num_threads: int | None, streams: Sequence[torch.Stream]
+        self, device: torch.device, index: int, num_threads: int | None, streams: Sequence[torch.Stream] | None
     ) -> None:
         self._device, self._index, self._num_threads, self._streams = device, index, num_threads, streams
 
@@ -309,7 +318,7 @@ class _AsReplica:
         if self._num_threads is not None:
             _set_intra_op_threads(self._num_threads)
         self._using = None
-        if self._device.type != "cpu":
+        if self._streams is not None:
             self._using = _devices.using(self._device, self._streams)
             self._using.__enter__()
         self._before = replica_device(), replica_path()

@@ -134,20 +134,19 @@ class ProcessesEngine(Engine):
             streams = SeededStreams(len(where))
             objects = self._send(graphs, blueprint, call, inputs, num_threads, streams.seeds)
             replicas = pool.take(call.devices[:1], tracked, copies)  # step 3
-            root = replicas.each[0].root
             graphs.on_release = replicas.give_back
             graphs.sync_context = call.sync_context
             if call.sync_batch_norm:
                 new_exchange = partial(worker_group.open_exchange, cross_process=call.cross_process)
-                roots = [root, *[None] * (len(where) - 1)]
-                batch_norm = BatchNormOverReplicas(roots, BackwardMode.PER_REPLICA, new_exchange)
-                graphs.pass_contexts = [batch_norm.one_pass]
+                roots = [*replicas.roots, *[None] * (len(where) - 1)]
+                graphs.pass_contexts = [BatchNormOverReplicas(roots, BackwardMode.PER_REPLICA, new_exchange).one_pass]
+                del roots  # when a replica is given back, no variable may refer to it
 
             def run() -> Any:
                 started = time.perf_counter()
                 copies.wait_copies(0)
                 args, kwargs = inputs.shards[0]
-                output = called(root, call.method)(*args, **kwargs)
+                output = called(replicas.roots[0], call.method)(*args, **kwargs)
                 timings[0].forward_s = time.perf_counter() - started
                 return output
 
@@ -164,6 +163,7 @@ class ProcessesEngine(Engine):
                     outputs = values_or_raise(outcomes, [where[0], *(where[i + 1] for i in sorted(replies))])
                 finally:
                     outcomes.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
+            del replica_context  # it may refer to the replica
             matched = Outputs(outputs, call.rules, call.sizes)  # step 5
             del outputs
             if tracked:

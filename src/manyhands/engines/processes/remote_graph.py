@@ -123,8 +123,7 @@ class RemoteGraphs(ReplicaGraphs):
         return [self._outcome(i, reply) for i, reply in sorted(replies.items())]
 
     def joined_outputs(self) -> list[torch.Tensor]:
-        """Return the joined outputs where no backward will follow."""
-        joined = [edge.join(edge.tensors) for edge in self.outputs]
+        joined = ReplicaGraphs.joined_outputs(self)
         return [tensor.clone() if id(tensor) in self._output_numbers else tensor for tensor in joined]
 
     def pass_on_gradients_of_forward(self, live: Sequence[torch.Tensor], replies: dict[int, Reply]) -> None:
