@@ -404,7 +404,10 @@ assert not hasattr(torch, "sim")
 import manyhands.testing
 
 assert not torch.accelerator.is_available()
-assert torch.accelerator.device_count() == 0
+try:
+    assert torch.accelerator.device_count() == 0
+except RuntimeError as error:  # older releases raise it for any kind of device without a driver, CUDA's too
+    assert "not linked with support" in str(error)
 assert torch.accelerator.current_accelerator(check_available=True) is None
 torch.manual_seed(0)
 torch.seed()
