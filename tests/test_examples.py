@@ -198,6 +198,8 @@ def run_here(
     with monkeypatch.context() as patch, torch.random.fork_rng(devices=[]):
         patch.setattr(sys, "argv", [name, *arguments])
         patch.setattr(sys, "stdout", stdout)
+        patch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+        patch.setattr(torch.accelerator, "is_available", lambda: num_accelerators > 0)
         patch.setattr(torch.accelerator, "device_count", lambda: num_accelerators)
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     return stdout

@@ -409,7 +409,7 @@ class Communicator:
         """Tell the other ranks that this one has left a collective half-way, because of `error`."""
         self.report_failure(f"{type(error).__name__}: {error}")
         if self._broken is None:
-            self._broken = (
+            self._break(
                 f"this process has left a collective half-way ({type(error).__name__}: {error}): the "
                 "processes no longer agree on what comes next. Restart them."
             )
@@ -434,8 +434,12 @@ class Communicator:
             )
 
     def _failure(self, text: str) -> RuntimeError:
-        self._broken = text
+        self._break(text)
         return RuntimeError(text)
+
+    def _break(self, text: str) -> None:
+        self._broken = text
+        _groups_of_broken.append((self._control, self._groups))
 
     def report_exit(self) -> None:
         """Tell the other ranks that this program has ended."""
@@ -480,6 +484,9 @@ def broadcast_plan(tensors: Sequence[torch.Tensor]) -> tuple[Bucket, ...]:
 
 
 _communicators: "weakref.WeakKeyDictionary[Any, Communicator]" = weakref.WeakKeyDictionary()
+# Kept as long as the process: in older releases of torch, destroying a group of gloo while a transfer of it fails is a
+# deadlock. The destructor holds the GIL and waits for gloo's thread, which waits for the GIL to free the tensors.
+_groups_of_broken: list[Any] = []
 _reporting: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
 _hook_is_installed = False
 _lock = threading.Lock()
