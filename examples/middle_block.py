@@ -63,7 +63,7 @@ def report(name: str) -> Callable[[nn.Module, tuple[torch.Tensor], torch.Tensor]
 
 def pick_devices(num: int) -> list[int] | list[str]:
     """Return `num` devices: accelerators, in turn if there are fewer than that; without any, the CPU `num` times."""
-    present = torch.accelerator.device_count()
+    present = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     return [i % present for i in range(num)] if present else ["cpu"] * num
 
 
