@@ -30,10 +30,11 @@ from manyhands.primitives.outputs import gathered
 from manyhands.primitives.parallel_apply import parallel_apply
 from manyhands.primitives.replicate import check_device, replicate, unchanged_on_failure
 from manyhands.primitives.scatter_gather import check_kwargs
-from manyhands.primitives.split_sizes import Shares, check_shares, split_rows
+from manyhands.primitives.split_sizes import Shares, check_shares, split_rows, unequal
 from manyhands.runtime import devices as _devices
 from manyhands.runtime.devices import DeviceLike
 from manyhands.runtime.errors import log_once
+from manyhands.runtime.rng import draws_for_whole_batch
 from manyhands.runtime.thread_pool import ReplicaTiming, inside_replica, replica_device
 from manyhands.runtime.thread_state import modes_that_stay
 from manyhands.sync_batch_norm.function_mode import inside_synchronised_replica, run_synchronised
@@ -45,9 +46,23 @@ _NO_ACCELERATOR = (
     'DataParallel(model, ["cpu"] * n).'
 )
 _RUNS_WHOLE = (
-    "DataParallel with sync_batch_norm=True runs the whole batch on its first device while a mode is active that "
-    "cannot follow into other threads: a dispatch or function mode, a torch.func transform, saved-tensor hooks. In one "
-    "thread replicas cannot wait for each other."
+    "DataParallel with {option} runs the whole batch on its first device while a mode is active that cannot follow "
+    "into other threads: a dispatch or function mode, a torch.func transform, saved-tensor hooks. In one thread "
+    "replicas cannot wait for each other."
+)
+_RANDOMNESS = ("per_replica", "one_device")
+_ONE_DEVICE = "one_device"
+_ON_THE_CPU_ONLY = (
+    'randomness="one_device" on {devices}: replicas can draw as one device on the CPU only, as yet. Use '
+    'randomness="per_replica".'
+)
+_IN_ONE_PROCESS_ONLY = (
+    'randomness="one_device" in one of several processes: how many rows the other processes have is not known when '
+    'numbers are drawn. Use randomness="per_replica", or keep the model to this process with process_group=False.'
+)
+_NO_VERBS = (
+    '{name}.{verb} is overridden, and with randomness="one_device" the rows of every replica have to be known: leave '
+    'it as it is, or use randomness="per_replica".'
 )
 _COMPILED_OUTSIDE = (
     "torch.compile stops at a DataParallel: to have its replicas compiled, compile the module in it, "
@@ -75,6 +90,18 @@ def _engine_of(engine: object) -> Engine:
     from manyhands.engines.processes.engine import ProcessesEngine  # only now: it needs more than torch
 
     return ProcessesEngine()
+
+
+def _checked_randomness(randomness: object, devices: Sequence[torch.device], one_of_several: bool) -> str:
+    """Return the argument `randomness`; raise TypeError or ValueError if it cannot be used."""
+    if not isinstance(randomness, str) or randomness not in _RANDOMNESS:
+        wrong = ValueError if isinstance(randomness, str) else TypeError
+        raise wrong(f"randomness={randomness!r}: expected one of {list(_RANDOMNESS)}")
+    if randomness == _ONE_DEVICE and one_of_several:
+        raise ValueError(_IN_ONE_PROCESS_ONLY)
+    if randomness == _ONE_DEVICE and len(devices) > 1 and not _devices.all_on_host(devices):
+        raise ValueError(_ON_THE_CPU_ONLY.format(devices=", ".join(map(str, devices))))
+    return randomness
 
 
 class DataParallel(Wrapper, nn.DataParallel[Any]):
@@ -121,6 +148,13 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             own: `torch.nn.BatchNorm1d`, 2d and 3d, subclasses, and `torch.nn.functional.batch_norm`. Outputs,
             gradients and running statistics are then those of one device. The replicas wait for each other at every
             batch norm, forward and backward; where they do not all call the same ones, an error says so.
+        randomness: which random numbers dropout and all other draws have. "per_replica": each replica has a stream of
+            its own; equal seeds give equal runs. "one_device": those of one device with the same seed, for any number
+            of replicas; afterwards torch's random state is that of one device, too. Each replica draws for the whole
+            batch and takes its own rows, and waits for the other replicas at every draw. An even split gives one row
+            of the last replica to the first: by the shapes of replicas with different numbers of rows it is known
+            which axis of a draw has the rows. What cannot be told is an error that names the operation. On the CPU
+            only, and within one process.
         process_group: which processes train the model together, where a launcher such as torchrun has started several.
             None: all of them, or this one alone if there is no launcher and no default process group; a
             `torch.distributed.ProcessGroup`: those in it; False: this one alone.
@@ -161,6 +195,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         in_dims: Any = ...,
         out_dims: Any = ...,
         sync_batch_norm: bool = False,
+        randomness: str = "per_replica",
         process_group: Any = None,
         loss: str = "mean",
     ) -> None:
@@ -185,6 +220,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         self.in_dims = in_dims
         self.out_dims = out_dims
         self.sync_batch_norm = check_flag(sync_batch_norm, "sync_batch_norm")
+        self.randomness = _checked_randomness(randomness, self.devices, one_of_several)
         self._engine.check(self.devices, sync_batch_norm=sync_batch_norm)
         self._most_rows = [0.0]  # of the batches so far; a list, because to assign an attribute here takes 18 calls
         if self.devices:
@@ -467,6 +503,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             rules=self._rules(),
             method=method,
             sync_batch_norm=self.sync_batch_norm,
+            one_device_randomness=self.randomness == _ONE_DEVICE,
         )
 
     def _arguments(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -476,7 +513,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         return OutputRules(self.dim, self.out_dims, self.scalars)
 
     def _sizes(self, rows: int | None) -> list[int]:
-        return split_rows(rows or 0, len(self.devices), self.shares)
+        sizes = split_rows(rows or 0, len(self.devices), self.shares)
+        return unequal(sizes) if self.randomness == _ONE_DEVICE else sizes
 
     def _has_share(self) -> list[bool]:
         """Return for each device whether its share is more than 0."""
@@ -499,7 +537,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             return
         idle = [str(d) for d, size, share in zip(self.devices, sizes, self._has_share(), strict=True) if share > size]
         if idle:
-            better = 'shares="even"' if rows >= len(sizes) else f"batches of {len(sizes)} rows or more"
+            needed = len(sizes) + (self.randomness == _ONE_DEVICE)  # then two replicas have different numbers of rows
+            better = 'shares="even"' if rows >= needed else f"batches of {needed} rows or more"
             log_once(
                 f"a batch of {rows} rows gives {list(sizes)} rows to the {len(sizes)} devices: {len(idle)} of them "
                 f"({', '.join(dict.fromkeys(idle))}) stay idle. Use {better}."
@@ -518,6 +557,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         verb = self._overridden_verb()
         if verb and (reason := self._engine.why_no_verbs(self.module)):
             raise RuntimeError(f"{type(self).__name__}.{verb} is overridden, and {reason}")
+        if verb and self.randomness == _ONE_DEVICE:
+            raise RuntimeError(_NO_VERBS.format(name=type(self).__name__, verb=verb))
         if not must_run and (verb or modes_that_stay()):
             return self._run_plain_composition(method, inputs, kwargs)
         try:
@@ -548,11 +589,12 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         return output if inside or self._gather_on == first else _moved(output, self._gather_on)
 
     def _runs_whole(self) -> bool:
-        """Return whether batch norm needs all rows but the replicas would run one after the other."""
+        """Return whether batch norm or draws need all rows but the replicas would run one after the other."""
+        one_device = self.randomness == _ONE_DEVICE
         if inside_replica():
-            return self.sync_batch_norm or inside_synchronised_replica()
-        if self.sync_batch_norm and modes_that_stay():
-            log_once(_RUNS_WHOLE)
+            return self.sync_batch_norm or one_device or inside_synchronised_replica() or draws_for_whole_batch()
+        if (self.sync_batch_norm or one_device) and modes_that_stay():
+            log_once(_RUNS_WHOLE.format(option='randomness="one_device"' if one_device else "sync_batch_norm=True"))
             return True
         return False
 

@@ -32,6 +32,7 @@ class Call:
         output_device, rules: where and how outputs are joined.
         method: the module's method that is called; None: the module itself.
         sync_batch_norm: whether batch norms in training see the rows of all replicas.
+        one_device_randomness: whether replicas draw the random numbers of one device.
         sync_context: the weight of this call in sums of gradients over several processes; None: there are no such sums.
         cross_process: what exchanges batch norm's statistics with other processes; None: they stay in this one.
     """
@@ -45,6 +46,7 @@ class Call:
     rules: OutputRules
     method: str | None = None
     sync_batch_norm: bool = False
+    one_device_randomness: bool = False
     sync_context: SyncContext | None = None
     cross_process: Callable[[str, dict[int, Any]], dict[int, Any]] | None = None
 

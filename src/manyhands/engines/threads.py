@@ -16,6 +16,7 @@ Assumes that the module does not change while a forward runs. Calls from several
 of its own.
 """
 
+import contextlib
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import nullcontext
@@ -38,10 +39,10 @@ from manyhands.primitives.parallel_apply import values_or_raise
 from manyhands.primitives.placements import Replicate
 from manyhands.primitives.replicate import check_device, unchanged_on_failure
 from manyhands.runtime import devices as _devices
-from manyhands.runtime.rng import own_streams
+from manyhands.runtime.exchange import LocalExchange, exchanging
+from manyhands.runtime.rng import no_draws, one_stream, own_streams
 from manyhands.runtime.streams import Copies
 from manyhands.runtime.thread_pool import PassContext, ReplicaTiming, inside_replica, one_pass, run_together
-from manyhands.sync_batch_norm.exchange import LocalExchange
 from manyhands.sync_batch_norm.function_mode import BackwardMode, BatchNormOverReplicas
 
 _MOST_STRUCTURES = 64
@@ -85,10 +86,9 @@ class ThreadsEngine(Engine):
 
         contexts: list[PassContext] = [partial(own_streams, type(module).__name__, call.devices)]
         backward_context: BackwardContext = nullcontext
-        if call.sync_batch_norm:
-            begin_batch_norm, backward_context = _batch_norm_over_replicas(call, roots)
-            contexts += begin_batch_norm
-        elif blueprint.compiled:  # not with sync_batch_norm: then replicas wait for each other, and not for a lock
+        if call.sync_batch_norm or call.one_device_randomness:
+            contexts, backward_context = _contexts_with_exchange(type(module).__name__, call, roots)
+        elif blueprint.compiled:  # not where replicas wait for each other: then no replica may wait for a lock
             contexts += self._compile_lock.if_new(
                 [(tracked, module.training, *_kind(shard)) for shard in inputs.shards]
             )
@@ -183,23 +183,47 @@ class ThreadsEngine(Engine):
         return partial(type(self), separate_memory=self._separate_memory), ()
 
 
-def _batch_norm_over_replicas(call: Call, roots: Sequence[nn.Module]) -> tuple[list[PassContext], BackwardContext]:
-    """Return the contexts in which batch norm sees all rows: of each pass, and of one backward through all graphs.
+def _contexts_with_exchange(
+    name: str, call: Call, roots: Sequence[nn.Module]
+) -> tuple[list[PassContext], BackwardContext]:
+    """Return the contexts of each pass over the replicas, and that of one backward through all graphs.
+
+    In them the replicas exchange values: for random numbers of one device, for batch norm over all rows, or for both.
+
+    Args:
+        name: what messages call the model.
 
     Raises:
         RuntimeError: replicas on accelerators would have to wait for other processes in backward.
     """
-    if len(roots) == 1 and call.cross_process is None:
-        return [], nullcontext
+    alone = len(roots) == 1
+    contexts: list[PassContext] = [partial(own_streams, name, call.devices)]
+    if alone and call.cross_process is None:
+        return contexts, nullcontext
+    exchange = exchanging(len(roots), partial(LocalExchange, cross_process=call.cross_process))
+    if call.one_device_randomness and not alone:
+        contexts = [partial(one_stream, name, call.sizes)]
+    contexts.insert(0, exchange)
     on_host = all(map(_devices.computes_on_host, call.devices))
-    if call.cross_process is not None and len(roots) > 1 and not on_host:
+    if not call.sync_batch_norm:
+        return contexts, no_draws
+    if call.cross_process is not None and not alone and not on_host:
         raise RuntimeError(_TOO_MANY_ACCELERATORS)
-    backward_mode = BackwardMode.PER_REPLICA if on_host or len(roots) == 1 else BackwardMode.ONE_CALL
-    batch_norm = BatchNormOverReplicas(roots, backward_mode, partial(LocalExchange, cross_process=call.cross_process))
+    backward_mode = BackwardMode.PER_REPLICA if on_host or alone else BackwardMode.ONE_CALL
+    batch_norm = BatchNormOverReplicas(roots, backward_mode)
+    contexts.append(batch_norm.one_pass)
     if on_host:
-        return [batch_norm.one_pass], nullcontext
-    one_call = backward_mode is BackwardMode.ONE_CALL
-    return [batch_norm.one_pass], batch_norm.recomputation if one_call else batch_norm.single_replica
+        return contexts, no_draws if call.one_device_randomness else nullcontext
+    if backward_mode is BackwardMode.ONE_CALL:
+        return contexts, batch_norm.recomputation
+    return contexts, partial(_single_replica, exchange, batch_norm)
+
+
+@contextlib.contextmanager
+def _single_replica(exchange: PassContext, batch_norm: BatchNormOverReplicas) -> Iterator[None]:
+    """The backward of a single replica on an accelerator, as a context: there is no other replica in this process."""
+    with one_pass([exchange, batch_norm.one_pass]) as replica_context, replica_context(0):
+        yield
 
 
 def _kind(shard: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[Hashable]:

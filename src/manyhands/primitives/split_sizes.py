@@ -39,6 +39,22 @@ def check_shares(shares: object, num_replicas: int | None) -> Shares:
     return weights
 
 
+def unequal(sizes: Sequence[int]) -> list[int]:
+    """Return the rows of replicas of which two differ, or only one has any: the same, if that is so already.
+
+    >>> unequal([5, 3]), unequal([4, 4, 0]), unequal([1, 1, 1])
+    ([5, 3], [5, 3, 0], [2, 1, 0])
+
+    Otherwise the last replica with rows gives one to the first.
+    """
+    used = [i for i, size in enumerate(sizes) if size]
+    changed = [*sizes]
+    if len(used) > 1 and len({sizes[i] for i in used}) == 1:
+        changed[used[0]] += 1
+        changed[used[-1]] -= 1
+    return changed
+
+
 def split_rows(rows: int, num_replicas: int, shares: Shares = "chunk") -> list[int]:
     """Return how many of `rows` rows each replica gets; the result has `num_replicas` entries that sum to `rows`.
 

@@ -354,8 +354,11 @@ def _default_generator(device: torch.device) -> torch.Generator | None:
     return generators[device.index] if device.index is not None and device.index < len(generators) else None
 
 
-def seed(device: torch.device, number: int) -> None:
-    """Seed the generators of the host and of `device`."""
+def seed(device: torch.device, number: int | bytes) -> None:
+    """Seed the generators of the host and of `device`; or, given the bytes of a state, set that of the host's."""
+    if isinstance(number, bytes):
+        torch.default_generator.set_state(torch.frombuffer(bytearray(number), dtype=torch.uint8))
+        return
     torch.default_generator.manual_seed(number)
     if not computes_on_host(device):
         torch.empty(0, device=device)  # before a process has used the kind of device, it may have no generators

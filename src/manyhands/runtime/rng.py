@@ -6,7 +6,14 @@ while replicas run, every draw in a replica's thread (dropout inside an LSTM or 
 `torch.get_rng_state`, `set_rng_state`, `manual_seed` and `fork_rng` act on that stream. Activation checkpointing
 saves and restores the random state with these, so what it computes again in backward has the masks of its own forward.
 
-Guarantees
+The streams differ (`own_streams`), or they are all the same, that of one device (`one_stream`): then a replica draws
+for the whole batch and takes the part of its rows (whole_batch_draws.py).
+
+Guarantees of `one_stream`
+    - After a pass, torch's random state is that of one device.
+    - If replicas end at different states, or if something draws from the shared generator, the pass is an error.
+
+Guarantees of `own_streams`
     - Equal seeds, equal runs: a stream's seed is computed from torch's random state at the start of the pass and the
       replica's index. There is no other state, so restoring torch's random state repeats what was drawn after it.
     - Streams of different replicas differ.
@@ -48,7 +55,9 @@ import torch
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.errors import log_once
-from manyhands.runtime.thread_pool import inside_replica
+from manyhands.runtime.exchange import taking_part
+from manyhands.runtime.thread_pool import ReplicaContext, inside_replica
+from manyhands.runtime.whole_batch_draws import Part, draw_part
 
 # The operations that draw on the host; all others that draw call these. Each has an overload with a generator, except
 # those that end in "_like" in older releases of torch.
@@ -75,6 +84,21 @@ _ONE_DEVICE = (
     "several replicas of {name} are on {device} and draw from its one random generator, in any order: runs with equal "
     "seeds may differ. Give each replica a device of its own, or draw outside the model and pass the result to it as "
     "an input."
+)
+_NOT_CAUGHT_HERE = (
+    'random numbers of one device (randomness="one_device"): torch\'s random generator was drawn from while the '
+    "replicas of {name} ran, by {what}. Draw with torch's functions on plain tensors, or draw outside of the model and "
+    'pass the result to it as an input; or make the wrapper with randomness="per_replica".'
+)
+_DREW_DIFFERENTLY = (
+    'random numbers of one device (randomness="one_device"): the replicas of {name} have ended at different random '
+    "states. Let forward seed the generator (torch.manual_seed, torch.set_rng_state) in all replicas alike, or make "
+    'the wrapper with randomness="per_replica".'
+)
+_PACKED = (
+    'random numbers of one device (randomness="one_device"): the dropout of {operation} cannot be drawn for the whole '
+    "batch, because it is given packed sequences, in which the rows of each time step follow each other. Give it "
+    'padded sequences, or a dropout of 0; or make the wrapper with randomness="per_replica".'
 )
 
 
@@ -114,7 +138,7 @@ class _OwnStreams:
     def _context_of(self, index: int) -> AbstractContextManager[None]:
         if self._caught is None:
             return contextlib.nullcontext()
-        stream = _Stream(self._state, index)
+        stream = _Stream(partial(_seeded, _seed(self._state, index)))
         self._streams.append(stream)
         return _DrawingFrom(stream, self._caught)
 
@@ -134,24 +158,94 @@ class _OwnStreams:
 class _Stream:
     """The random numbers of one replica in one pass; the generator is made when it is first asked for.
 
-    No operation of torch is called to seed it: it may be asked for under any mode or transform.
+    Args:
+        new_generator: makes it. It calls no operation of torch, because it may be called under any mode or transform.
+        part: the replica's part of the batch, where it draws for the whole batch.
     """
 
-    def __init__(self, state: bytes, index: int) -> None:
-        self._origin = state, index
+    def __init__(self, new_generator: Callable[[], torch.Generator], part: Part | None = None) -> None:
+        self._new_generator = new_generator
         self._first_state = b""
         self.generator_made: torch.Generator | None = None
+        self.part = part
 
     @property
     def generator(self) -> torch.Generator:
         if self.generator_made is None:
-            self.generator_made = torch.Generator("cpu").manual_seed(_seed(*self._origin))
+            self.generator_made = self._new_generator()
             self._first_state = _state_of(self.generator_made)
         return self.generator_made
 
     def has_moved(self) -> bool:
         """Return whether the random state has advanced; False if it was restored after draws, as checkpointing does."""
         return self.generator_made is not None and _state_of(self.generator_made) != self._first_state
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator("cpu").manual_seed(seed)
+
+
+def _with_state(state: torch.Tensor) -> torch.Generator:
+    generator = torch.Generator("cpu")
+    generator.set_state(state)
+    return generator
+
+
+class one_stream:  # noqa: N801 - a context manager
+    """The context of one pass in which all replicas draw what one device would draw for the whole batch.
+
+    It goes inside of `exchange.exchanging`, and gives the context of replica i in its thread. The replicas may be in
+    different processes: then each process enters it, from the same state of torch's generator.
+
+    Args:
+        name: what messages call the model.
+        sizes: the rows of each replica, of which two differ.
+
+    Raises:
+        RuntimeError: at the end of the pass: the replicas have drawn differently, or something could not be caught.
+    """
+
+    def __init__(self, name: str, sizes: Sequence[int]) -> None:
+        self._name, self._sizes = name, tuple(sizes)
+
+    def __enter__(self) -> ReplicaContext:
+        caught = _process.catch_draws()
+        if caught is None:
+            raise RuntimeError(_NOT_CAUGHT_HERE.format(name=self._name, what=_NOTHING_IS_CAUGHT))
+        self._caught = caught
+        self._last_move, self._state = _process.last_move, torch.default_generator.get_state()
+        self._streams: list[_Stream] = []  # of the replicas that have begun
+        return self._context_of
+
+    def _context_of(self, index: int) -> AbstractContextManager[None]:
+        stream = _Stream(partial(_with_state, self._state), Part(index, self._sizes))
+        self._streams.append(stream)
+        return _DrawingFrom(stream, self._caught)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            return
+        before = _bytes_of(self._state)
+        if _state_of(torch.default_generator) != before and _process.last_move is self._last_move:
+            raise RuntimeError(_NOT_CAUGHT_HERE.format(name=self._name, what=_WHAT_IS_NOT_CAUGHT))
+        generators = [stream.generator_made for stream in self._streams]
+        states = {before if generator is None else _state_of(generator) for generator in generators}
+        if len(states) > 1:
+            raise RuntimeError(_DREW_DIFFERENTLY.format(name=self._name))
+        if states and states != {before}:
+            _process.move_to(generators[0])
+
+
+@contextlib.contextmanager
+def no_draws() -> Iterator[None]:
+    """The context of a backward of replicas that draw as one device but do not run together: a draw is an error."""
+    caught = _process.catch_draws()
+    if caught is None:
+        yield
+        return
+    stream = _Stream(partial(_with_state, torch.default_generator.get_state()), Part(0, ()))
+    with taking_part(None, 0), _DrawingFrom(stream, caught):
+        yield
 
 
 class SeededStreams:
@@ -161,24 +255,67 @@ class SeededStreams:
 
     Attributes:
         seeds: one a replica, for the generator of its process.
-        others_drew: to be set to True if a replica in another process has drawn.
     """
+
+    seeds: Sequence[int | bytes]
 
     def __init__(self, num_replicas: int) -> None:
         self._before = torch.default_generator.get_state()
         state = _state_of(torch.default_generator)
         self.seeds = [_seed(state, index) for index in range(num_replicas)]
-        self.others_drew = False
+        self._first_seed = _seed(state, 0)
+        self._others_drew = False
 
     def __enter__(self) -> None:
-        torch.default_generator.manual_seed(self.seeds[0])
+        torch.default_generator.manual_seed(self._first_seed)
         self._begun = _state_of(torch.default_generator)
 
+    def ended(self, digests: Sequence[int | None]) -> None:
+        """Take notice of how the other processes' replicas have ended: `digest_of` their random states."""
+        self._others_drew = digests.count(None) < len(digests)
+
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        drew = self.others_drew or _state_of(torch.default_generator) != self._begun
+        drew = self._others_drew or _state_of(torch.default_generator) != self._begun
         torch.default_generator.set_state(self._before)
         if drew and kind is None:
             _process.move_on()
+
+
+class SharedStream:
+    """The same as `SeededStreams` for replicas that draw as one device: around `one_stream` in the caller's process.
+
+    Attributes:
+        seeds: one a replica: the state of torch's generator, for that of its process.
+    """
+
+    seeds: Sequence[int | bytes]
+
+    def __init__(self, num_replicas: int) -> None:
+        self._before = torch.default_generator.get_state()
+        self.seeds = [_bytes_of(self._before)] * num_replicas
+        self._digests: set[int | None] = set()
+
+    def __enter__(self) -> None:
+        pass
+
+    def ended(self, digests: Sequence[int | None]) -> None:
+        """See `SeededStreams`."""
+        self._digests = set(digests)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        digest = digest_of([self._before], [torch.default_generator.get_state()])
+        if kind is None and self._digests <= {digest}:
+            return
+        torch.default_generator.set_state(self._before)
+        if kind is None:
+            raise RuntimeError(_DREW_DIFFERENTLY.format(name="the model"))
+
+
+def digest_of(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> int | None:
+    """Return a digest of the states of generators; None if they are as before."""
+    if all(torch.equal(*pair) for pair in zip(before, after, strict=True)):
+        return None
+    return zlib.crc32(b"".join(map(_bytes_of, after)))
 
 
 def _seed(state: bytes, index: int) -> int:
@@ -187,7 +324,10 @@ def _seed(state: bytes, index: int) -> int:
 
 
 def _state_of(generator: torch.Generator) -> bytes:
-    state = generator.get_state()
+    return _bytes_of(generator.get_state())
+
+
+def _bytes_of(state: torch.Tensor) -> bytes:
     return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
@@ -198,22 +338,33 @@ class _DrawingFrom:
         self._stream, self._catching = stream, caught()
 
     def __enter__(self) -> None:
+        self._before = _current_stream()
         _thread.stream = self._stream
         try:
             self._catching.__enter__()
         except BaseException:
-            _thread.stream = None
+            _thread.stream = self._before
             raise
 
     def __exit__(self, *error: Any) -> None:
         try:
             self._catching.__exit__(*error)
         finally:
-            _thread.stream = None
+            _thread.stream = self._before
+
+
+def draws_for_whole_batch() -> bool:
+    """Return whether the calling thread runs a replica that draws for the whole batch."""
+    stream = _current_stream()
+    return stream is not None and stream.part is not None
+
+
+def _current_stream() -> _Stream | None:
+    return getattr(_thread, "stream", None)
 
 
 def _generator_of_thread() -> torch.Generator:
-    stream: _Stream | None = getattr(_thread, "stream", None)
+    stream = _current_stream()
     return torch.default_generator if stream is None else stream.generator
 
 
@@ -234,6 +385,9 @@ class _Process:
                     torch.ops.aten.native_dropout.default: _native_dropout,
                     torch.ops.aten.embedding_renorm_.default: _renormalise,
                 }
+                for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+                    operation = getattr(torch.ops.aten, name).data
+                    handlers[operation] = partial(_packed, operation)
                 for operation, drawn_by in operations_that_draw():
                     num_before = [argument.name for argument in drawn_by._schema.arguments].index("generator")
                     handlers[operation] = partial(_draw, operation, drawn_by, num_before)
@@ -246,6 +400,13 @@ class _Process:
         """Advance torch's random state by one number; `last_move` tells passes that are running that we did it."""
         self.last_move = object()
         torch.rand((), device="cpu", generator=torch.default_generator)
+        self.last_move = object()
+
+    def move_to(self, generator: torch.Generator | None) -> None:
+        """Set torch's random state to that of a generator."""
+        assert generator is not None
+        self.last_move = object()
+        torch.default_generator.set_state(generator.get_state())
         self.last_move = object()
 
     def after_fork(self) -> None:
@@ -291,6 +452,8 @@ def _draw(operation: Any, drawn_by: Any, num_before: int, keys: Any, *args: Any,
     """
     named = args[num_before] if len(args) > num_before else kwargs.get("generator")
     generator = _own_generator(named, args, kwargs)
+    if generator is not None and (part := _thread.stream.part) is not None:
+        return draw_part(drawn_by, num_before, args, kwargs, generator, part)
     if generator is not None:
         # A tensor subclass may implement the operation without a generator only. Then it draws from the shared one.
         with contextlib.suppress(NotImplementedError):
@@ -305,6 +468,8 @@ def _native_dropout(keys: Any, tensor: torch.Tensor, p: float, train: bool | Non
     """
     generator = _own_generator(None, (tensor,), {})
     if generator is not None and train is not False and not tensor.is_nested:
+        if draws_for_whole_batch():
+            generator = None  # `bernoulli_` is intercepted, and draws for the whole batch
         kept = torch.empty_like(tensor, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
         return tensor * kept * (1 / (1 - p) if p < 1 else 0.0), kept
     return torch.ops.aten.native_dropout.default.redispatch(keys, tensor, p, train)
@@ -314,6 +479,17 @@ def _renormalise(keys: Any, *args: Any) -> torch.Tensor:
     """Replace `embedding_renorm_`: one replica at a time, so each row is scaled once."""
     with _process.weights_lock:
         return torch.ops.aten.embedding_renorm_.default.redispatch(keys, *args)  # type: ignore[no-any-return]
+
+
+def _packed(operation: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace an RNN over packed sequences: for the whole batch, its dropout cannot be drawn.
+
+    A packed tensor has rows of each time step one after the other, and how many there are follows from the lengths.
+    """
+    dropout, train = args[6:8]
+    if draws_for_whole_batch() and dropout > 0 and train:
+        raise RuntimeError(_PACKED.format(operation=operation._schema.name.removeprefix("aten::")))
+    return operation.redispatch(keys, *args, **kwargs)
 
 
 def _own_generator(

@@ -10,7 +10,7 @@ call. No class and no attribute is changed; the live module keeps its types and 
 backward too, because activation checkpoints run parts of the forward again there.
 
 Names. A batch norm is named after its tensors in the replica. All replicas have to call the same ones in the same
-order, in forward and in backward; otherwise the exchange (sync_batch_norm/exchange.py) raises an error with the names.
+order, in forward and in backward; otherwise the exchange (runtime/exchange.py) raises an error with the names.
 In backward that is no more than the numbers need: a replica without a part in it would miss the gradient that reaches
 its rows through the mean and the variance.
 
@@ -45,8 +45,8 @@ from torch.overrides import TorchFunctionMode
 
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
+from manyhands.runtime.exchange import Exchange, LocalExchange, Request, Result, current_exchange, taking_part
 from manyhands.runtime.thread_pool import inside_replica
-from manyhands.sync_batch_norm.exchange import Exchange, LocalExchange, Request, Result
 from manyhands.sync_batch_norm.statistics import ReduceGrad, Statistics
 
 _NOT_RUNNING_TOGETHER = (
@@ -116,17 +116,10 @@ class BatchNormOverReplicas:
     Args:
         replicas: the replicas; None for each that runs in another process.
         backward_mode: how their graphs will run backward.
-        new_exchange: makes the exchange of so many replicas for one pass.
     """
 
-    def __init__(
-        self,
-        replicas: Sequence[Callable[..., Any] | None],
-        backward_mode: BackwardMode,
-        new_exchange: Callable[[int], Exchange] = LocalExchange,
-    ) -> None:
+    def __init__(self, replicas: Sequence[Callable[..., Any] | None], backward_mode: BackwardMode) -> None:
         self.backward_mode = backward_mode
-        self._new_exchange = new_exchange
         self.identity = object()  # for the graphs: a reference to this object would keep the replicas alive
         self.num_replicas = len(replicas)
         self._replicas = replicas
@@ -135,35 +128,25 @@ class BatchNormOverReplicas:
 
     @contextlib.contextmanager
     def one_pass(self) -> Iterator[Callable[[int], AbstractContextManager[None]]]:
-        """A pass over all replicas, as a context; yield the context of replica i in its thread."""
-        yield self.begin()
+        """A forward or (`BackwardMode.PER_REPLICA`) a backward of all replicas, as a context in that of their exchange.
 
-    def begin(self) -> Callable[[int], AbstractContextManager[None]]:
-        """Begin a forward or (`BackwardMode.PER_REPLICA`) a backward of all replicas; return replica i's context."""
-        exchange = self._new_exchange(self.num_replicas) if not inside_replica() else None
+        It yields the context of replica i in its thread.
+        """
         tracked = torch.is_grad_enabled()
-        return lambda index: self._in_replica(exchange, index, tracked)
+        yield lambda index: self.in_replica(index, tracked)
 
     @contextlib.contextmanager
-    def _in_replica(self, exchange: Exchange | None, index: int, tracked: bool) -> Iterator[None]:
+    def in_replica(self, index: int, tracked: bool) -> Iterator[None]:
+        """One pass of replica `index`, as a context; `tracked` says whether a backward can follow."""
+        exchange = current_exchange()
         replica_pass = _ReplicaPass(self, exchange, index, tracked) if exchange is not None else None
         before = _current_pass()
         _thread.replica_pass = replica_pass
-        failed = True
         try:
             with _BatchNormMode(lambda tensors: replica_pass):
                 yield
-            failed = False
         finally:
             _thread.replica_pass = before
-            if exchange is not None:
-                exchange.withdraw(index, failed=failed)
-
-    @contextlib.contextmanager
-    def single_replica(self) -> Iterator[None]:
-        """The backward of a single replica, as a context: there is no other replica in this process."""
-        with self.begin()(0):
-            yield
 
     def recomputation(self) -> AbstractContextManager[Any]:
         """Return the context of a backward of all graphs (`BackwardMode.ONE_CALL`), for recomputed batch norms."""
@@ -205,11 +188,13 @@ def run_synchronised(
     replicas: Sequence[Callable[..., Any]], calls: Sequence[Callable[..., Any]]
 ) -> list[Callable[..., Any]]:
     """Return `calls`, one a replica, with batch norm over all replicas. Each is to be called once, all at once."""
-    context_of = BatchNormOverReplicas(replicas, BackwardMode.CALLERS).begin()
+    batch_norm = BatchNormOverReplicas(replicas, BackwardMode.CALLERS)
+    exchange = LocalExchange(len(replicas)) if not inside_replica() else None
+    tracked = torch.is_grad_enabled()
 
     def synchronised(index: int) -> Callable[..., Any]:
         def run(*inputs: Any, **kwargs: Any) -> Any:
-            with context_of(index):
+            with taking_part(exchange, index), batch_norm.in_replica(index, tracked):
                 return calls[index](*inputs, **kwargs)
 
         return run

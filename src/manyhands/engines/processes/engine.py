@@ -51,9 +51,11 @@ from manyhands.primitives.replicate import check_device, unchanged_on_failure
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.errors import log_once
-from manyhands.runtime.rng import SeededStreams
+from manyhands.runtime.exchange import exchanging
+from manyhands.runtime.rng import SeededStreams, SharedStream, one_stream
 from manyhands.runtime.streams import Copies
 from manyhands.runtime.thread_pool import (
+    PassContext,
     ReplicaTiming,
     divided_intra_op_threads,
     inside_replica,
@@ -131,16 +133,23 @@ class ProcessesEngine(Engine):
             Copies(call.devices[:1]) as copies,
         ):
             inputs = Inputs(call, tracked, copies, num_here=1)  # step 2
-            streams = SeededStreams(len(where))
+            graphs.new_streams = SharedStream if call.one_device_randomness else SeededStreams
+            streams = graphs.new_streams(len(where))
             objects = self._send(graphs, blueprint, call, inputs, num_threads, streams.seeds)
             replicas = pool.take(call.devices[:1], tracked, copies)  # step 3
             graphs.on_release = replicas.give_back
             graphs.sync_context = call.sync_context
-            if call.sync_batch_norm:
+            contexts: list[PassContext] = []
+            if call.sync_batch_norm or call.one_device_randomness:
                 new_exchange = partial(worker_group.open_exchange, cross_process=call.cross_process)
+                contexts.append(exchanging(len(where), new_exchange))
+            if call.one_device_randomness:
+                contexts.append(partial(one_stream, type(module).__name__, call.sizes))
+            if call.sync_batch_norm:
                 roots = [*replicas.roots, *[None] * (len(where) - 1)]
-                graphs.pass_contexts = [BatchNormOverReplicas(roots, BackwardMode.PER_REPLICA, new_exchange).one_pass]
+                contexts.append(BatchNormOverReplicas(roots, BackwardMode.PER_REPLICA).one_pass)
                 del roots  # when a replica is given back, no variable may refer to it
+            graphs.pass_contexts = contexts
 
             def run() -> Any:
                 started = time.perf_counter()
@@ -216,7 +225,13 @@ class ProcessesEngine(Engine):
         return join(graphs, live, ())
 
     def _send(
-        self, graphs: RemoteGraphs, blueprint: Blueprint, call: Call, inputs: Inputs, num_threads: int, seeds: list[int]
+        self,
+        graphs: RemoteGraphs,
+        blueprint: Blueprint,
+        call: Call,
+        inputs: Inputs,
+        num_threads: int,
+        seeds: Sequence[int | bytes],
     ) -> list[torch.Tensor]:
         """Send every worker its forward; return the tensors inside objects in the inputs that need a gradient."""
         worker_group, module_sync = graphs.worker_group, self._module_sync
@@ -260,7 +275,9 @@ class ProcessesEngine(Engine):
                 seed=seeds[i + 1],
                 num_threads=num_threads,
                 where=graphs.where[i + 1],
-                exchange_rank=(i + 1, num_workers + 1) if call.sync_batch_norm else None,
+                exchange_rank=(i + 1, num_workers + 1) if call.sync_batch_norm or call.one_device_randomness else None,
+                sync_batch_norm=call.sync_batch_norm,
+                rows=call.sizes if call.one_device_randomness else None,
                 device=call.devices[i + 1],
                 rendezvous=worker_group.transport.rendezvous(i + 1) if update.sent else None,
                 replicas=replicas,

@@ -66,7 +66,7 @@ class Message:
     specs: list[TensorSpec]
     thread: ThreadState
     num_threads: int
-    seed: int
+    seed: int | bytes
     segments: list[tuple[int, int]] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
     released_graphs: list[int] = field(default_factory=list)
@@ -79,7 +79,9 @@ class Forward(Message):
 
     Attributes:
         shard: the replica's positional and keyword inputs, pickled.
-        exchange_rank: where batch norm is over all replicas: this replica's index and their number; else None.
+        exchange_rank: where replicas exchange values: this replica's index and their number; else None.
+        sync_batch_norm: whether batch norm is over all replicas.
+        rows: where replicas draw the random numbers of one device: the rows of each; else None.
         device: the replica's.
         rendezvous: of the process group over which parameters are sent; None if none are.
         replicas: those that take part.
@@ -91,6 +93,8 @@ class Forward(Message):
     shard: bytes
     where: str
     exchange_rank: tuple[int, int] | None
+    sync_batch_norm: bool
+    rows: tuple[int, ...] | None
     device: torch.device
     rendezvous: Rendezvous | None
     replicas: tuple[int, ...]
@@ -126,7 +130,7 @@ class Reply:
         seconds: how long it took.
         error: what the worker raised, if it did.
         specs, segments: as in `Message`.
-        drew: whether random numbers were drawn.
+        random_digest: of the generators' states; None if no random numbers were drawn.
         warnings: (text, class, file, line) of each.
         log_messages: to be logged once.
         missed_collective: whether it failed before its part in a collective, for which the others would wait for ever.
@@ -139,7 +143,7 @@ class Reply:
     error: "RemoteError | None" = None
     specs: list[TensorSpec] = field(default_factory=list)
     segments: list[tuple[int, int]] = field(default_factory=list)
-    drew: bool = False
+    random_digest: int | None = None
     warnings: list[tuple[str, type[Warning], str, int]] = field(default_factory=list)
     log_messages: list[str] = field(default_factory=list)
     missed_collective: bool = False

@@ -1,4 +1,4 @@
-"""A worker's view of an exchange (sync_batch_norm/exchange.py) that the caller's process holds, and its messages.
+"""A worker's view of an exchange (runtime/exchange.py) that the caller's process holds, and its messages.
 
     worker i                                     caller, whose own replica waits at the exchange or has ended
     submits ──► a `Request`, on its channel ─────────► `LocalExchange.submit`
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from manyhands.engines.processes.channel import Channel
-from manyhands.sync_batch_norm.exchange import Exchange, Request, Response
+from manyhands.runtime.exchange import Exchange, Request, Response
 
 _SPIN_S = 0.0002
 

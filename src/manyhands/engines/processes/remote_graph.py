@@ -46,7 +46,7 @@ from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import LARGE_BYTES
 from manyhands.runtime.errors import log_once
-from manyhands.runtime.rng import SeededStreams
+from manyhands.runtime.rng import SeededStreams, SharedStream
 from manyhands.runtime.thread_pool import Outcome, divided_intra_op_threads, one_pass, run_together
 from manyhands.runtime.thread_state import ProcessState, ThreadState, modes_that_stay
 
@@ -65,6 +65,7 @@ class RemoteGraphs(ReplicaGraphs):
 
     Attributes:
         worker_group, step_lock, module_sync: the engine's.
+        new_streams: makes the random streams of so many replicas for one pass.
         number: the workers' number of this graph.
         keys: the number in the workers of the leaf of each of `inputs`; None where they have none.
         module_leaves: the numbers of the parameters' leaves.
@@ -74,6 +75,7 @@ class RemoteGraphs(ReplicaGraphs):
     worker_group: WorkerGroup = field(kw_only=True)
     step_lock: StepLock = field(kw_only=True)
     module_sync: ModuleSync = field(kw_only=True)
+    new_streams: Callable[[int], SeededStreams | SharedStream] = field(default=SeededStreams, kw_only=True)
     number: int = field(kw_only=True)
     keys: list[int | None] = field(default_factory=list, kw_only=True)
     module_leaves: ModuleLeaves = field(default_factory=lambda: ModuleLeaves(()), kw_only=True)
@@ -105,10 +107,10 @@ class RemoteGraphs(ReplicaGraphs):
     def graphs(self) -> list[ReplicaGraph]:
         return [self.graph(0)]
 
-    def take_replies(self, streams: SeededStreams) -> dict[int, Reply]:
+    def take_replies(self, streams: SeededStreams | SharedStream) -> dict[int, Reply]:
         """Wait for the workers' replies; repeat their warnings and log messages; note if they drew random numbers."""
         replies = self.worker_group.replies(self.where)
-        streams.others_drew = any(reply.drew for reply in replies.values())
+        streams.ended([reply.random_digest for reply in replies.values()])
         for _, reply in sorted(replies.items()):
             for text in reply.log_messages:
                 log_once(text)
@@ -169,7 +171,7 @@ class RemoteGraphs(ReplicaGraphs):
     ) -> list[torch.Tensor | None]:
         with self._step() as num_threads:
             state = ThreadState.capture(), ProcessState.capture()
-            streams = SeededStreams(len(self.where))
+            streams = self.new_streams(len(self.where))
             sent_grads: list[tuple[torch.Tensor | None, int | None]] = [(grad, None) for grad in output_grads]
             asked = {i: parts for i in range(len(self.where) - 1) if (parts := self._grads_for(i, sent_grads))}
             transport, replicas = self.worker_group.transport, (0, *(i + 1 for i in asked))
@@ -223,7 +225,7 @@ class RemoteGraphs(ReplicaGraphs):
 
         with self._step() as num_threads:
             state = ThreadState.capture(), ProcessState.capture()
-            streams = SeededStreams(len(self.where))
+            streams = self.new_streams(len(self.where))
             for i in range(len(self.where) - 1):
                 if own_parts := self._grads_for(i, sent_grads):
                     seed = streams.seeds[i + 1]
@@ -265,7 +267,7 @@ class RemoteGraphs(ReplicaGraphs):
         create_graph_as: int | None,
         num_threads: int,
         state: tuple[ThreadState, ProcessState],
-        seed: int,
+        seed: int | bytes,
         reducer_config: SharedMemoryConfig | CollectiveConfig | None,
     ) -> None:
         """Have a worker run its graph's backward."""
@@ -296,7 +298,7 @@ class RemoteGraphs(ReplicaGraphs):
         self.worker_group.send(index, message, segments, process, self.where[index + 1])
 
     def _run_backward(
-        self, backward_own: Callable[[], T], streams: SeededStreams, reducer: WorkerReducer | None = None
+        self, backward_own: Callable[[], T], streams: SeededStreams | SharedStream, reducer: WorkerReducer | None = None
     ) -> tuple[T, dict[int, Reply]]:
         """Run the first replica's backward, and wait for the workers; raise what one of them raised."""
         with streams, one_pass(self.pass_contexts) as replica_context:

@@ -11,6 +11,7 @@ It replies to each message before it reads the next:
 Its module (worker_module.py) has parameters in shared memory, or its own. fork_server.py starts and ends the process.
 """
 
+import contextlib
 import importlib
 import logging
 import pickle
@@ -19,7 +20,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,7 +47,9 @@ from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import Bucket
 from manyhands.runtime.errors import log
-from manyhands.runtime.thread_pool import ReplicaContext, run_together
+from manyhands.runtime.exchange import exchanging
+from manyhands.runtime.rng import digest_of, one_stream
+from manyhands.runtime.thread_pool import PassContext, ReplicaContext, one_pass, run_together
 from manyhands.sync_batch_norm.function_mode import BackwardMode, BatchNormOverReplicas
 
 _SPIN_S = 0.0002
@@ -159,7 +162,7 @@ class Worker:
                 self._backward(message, reply)
             reply.seconds += time.perf_counter() - started
             states_now = _devices.generator_states(self._device)
-            reply.drew = not all(torch.equal(*pair) for pair in zip(random_states, states_now, strict=True))
+            reply.random_digest = digest_of(random_states, states_now)
             reply.specs = self._send_buffer.flush()
         except BaseException as error:  # noqa: BLE001 - the caller handles it
             self._send_buffer.clear()
@@ -232,14 +235,24 @@ class Worker:
             self._reply_with_gradients(kept, reply)
 
     def _replica_context(self, message: Forward, root: nn.Module) -> ReplicaContext:
-        """Return the context of the replica in each pass: batch norm over all replicas, or none."""
+        """Return the context of the replica in each pass: random numbers, and batch norm, of all replicas, or none."""
         if message.exchange_rank is None:
             return lambda _: nullcontext()
         index, num_replicas = message.exchange_rank
-        replicas = [root if i == index else None for i in range(num_replicas)]
         channel = self._channel
-        batch_norm = BatchNormOverReplicas(replicas, BackwardMode.PER_REPLICA, lambda _: RemoteExchange(channel))
-        return lambda _: batch_norm.begin()(index)
+        contexts: list[PassContext] = [exchanging(num_replicas, lambda _: RemoteExchange(channel))]
+        if message.rows is not None:
+            contexts.append(partial(one_stream, type(root).__name__, message.rows))
+        if message.sync_batch_norm:
+            replicas = [root if i == index else None for i in range(num_replicas)]
+            contexts.append(BatchNormOverReplicas(replicas, BackwardMode.PER_REPLICA).one_pass)
+
+        @contextlib.contextmanager
+        def one_pass_of_replica(_: int) -> Iterator[None]:
+            with one_pass(contexts) as replica_context, replica_context(index):
+                yield
+
+        return one_pass_of_replica
 
     def _check_for_outside_leaves(
         self, message: Forward, outputs: list[torch.Tensor], leaves: list[torch.Tensor]

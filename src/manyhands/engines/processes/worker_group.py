@@ -30,8 +30,8 @@ from manyhands.engines.processes.shared_memory import Segment, SendBuffer
 from manyhands.runtime import affinity
 from manyhands.runtime import devices as _devices
 from manyhands.runtime.errors import annotate
+from manyhands.runtime.exchange import CrossProcess, LocalExchange, Request, Response
 from manyhands.runtime.thread_state import ProcessState
-from manyhands.sync_batch_norm.exchange import CrossProcess, LocalExchange, Request, Response
 
 _SPIN_S = 0.0005
 _END_TIMEOUT_S = 1.0  # within which all connections of a killed process close

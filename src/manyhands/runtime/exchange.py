@@ -17,20 +17,33 @@ Assumes that every replica withdraws, however it ends, and that the replicas do 
 """
 
 import abc
+import contextlib
+import enum
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+from manyhands.runtime.thread_pool import PassContext, ReplicaContext, inside_replica
+
 _WAKE_S = 0.1  # a waiting replica checks for Ctrl-C this often: Ctrl-C cannot always wake it
 
-_DIFFERENT_WAYS = (
-    "batch norm over all replicas (sync_batch_norm=True) needs every replica, and the replicas went different ways: "
-    "{ways}. Let all replicas call the same batch norms in the same order, whatever their rows and random numbers are, "
-    "and let the output of each depend on all of them (output + 0 * unused.sum() does). Or make the wrapper with "
-    "sync_batch_norm=False."
-)
+
+class Purpose(enum.Enum):
+    """What an all-gather is for; the value is the error where the replicas went different ways."""
+
+    BATCH_NORM = (
+        "batch norm over all replicas (sync_batch_norm=True) needs every replica, and the replicas went different "
+        "ways: {ways}. Let all replicas call the same batch norms in the same order, whatever their rows and random "
+        "numbers are, and let the output of each depend on all of them (output + 0 * unused.sum() does). Or make the "
+        "wrapper with sync_batch_norm=False."
+    )
+    DRAW = (
+        'random numbers of one device (randomness="one_device") need every replica, and the replicas went different '
+        "ways: {ways}. Let all replicas draw the same things in the same order, whatever their rows are. Or make the "
+        'wrapper with randomness="per_replica".'
+    )
 
 
 @dataclass(frozen=True)
@@ -54,21 +67,25 @@ class Request(NamedTuple):
     """What a replica submits to take part in an all-gather.
 
     Attributes:
-        name: of the batch norm.
+        name: of the batch norm, or of the operation that draws.
         value: the replica's value.
         forward: in backward, the number of the all-gather in forward that this is the backward of.
+        purpose: what it is for.
     """
 
     name: str
     value: Any
     forward: int | None = None
+    purpose: Purpose = Purpose.BATCH_NORM
 
     @property
-    def key(self) -> tuple[str, int | None]:
+    def key(self) -> tuple[Purpose, str, int | None]:
         """What the requests of all replicas have in common."""
-        return self.name, self.forward
+        return self.purpose, self.name, self.forward
 
     def __str__(self) -> str:
+        if self.purpose is Purpose.DRAW:
+            return self.name
         return (
             f"the batch norm of {self.name}"
             if self.forward is None
@@ -184,7 +201,9 @@ class LocalExchange(Exchange):
             return alone
         if self._withdrawn or len({request.key for request in requests.values()}) > 1:
             self.failed = True
-            return {**alone, min(requests): _DIFFERENT_WAYS.format(ways=_ways(requests, self._withdrawn))}
+            lowest = min(requests)
+            text = requests[lowest].purpose.value.format(ways=_ways(requests, self._withdrawn))
+            return {**alone, lowest: text}
         values = {index: request.value for index, request in requests.items()}
         if self._cross_process is not None:
             try:
@@ -198,7 +217,7 @@ class LocalExchange(Exchange):
 
 def _ways(requests: Mapping[int, Request], ended: Set[int]) -> str:
     """Return in words at which request each replica is, and which replicas have ended."""
-    replicas_at: dict[tuple[str, int | None], list[int]] = {}
+    replicas_at: dict[tuple[Purpose, str, int | None], list[int]] = {}
     for index, request in requests.items():
         replicas_at.setdefault(request.key, []).append(index)
     ways = [f"{_replicas(at)} called {requests[at[0]]}" for at in replicas_at.values()]
@@ -212,3 +231,49 @@ def _replicas(indices: Sequence[int]) -> str:
 
 
 _numbers = itertools.count()
+
+
+# ---- the exchange of the calling thread -----------------------------------------------------------
+
+
+def exchanging(num_replicas: int, new_exchange: Callable[[int], Exchange]) -> PassContext:
+    """Return the context of a pass in which the replicas can exchange values.
+
+    A pass inside a replica has no exchange: its replicas run one after the other.
+
+    Args:
+        new_exchange: makes the exchange of so many replicas for one pass.
+    """
+
+    @contextlib.contextmanager
+    def one_pass() -> Iterator[ReplicaContext]:
+        exchange = None if inside_replica() else new_exchange(num_replicas)
+        yield lambda index: taking_part(exchange, index)
+
+    return one_pass
+
+
+@contextlib.contextmanager
+def taking_part(exchange: Exchange | None, index: int) -> Iterator[None]:
+    """The context in which the calling thread is replica `index` of an exchange; at its end the replica withdraws.
+
+    It goes around everything that uses the exchange.
+    """
+    before = current_exchange()
+    _thread.exchange = exchange
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        _thread.exchange = before
+        if exchange is not None:
+            exchange.withdraw(index, failed=failed)
+
+
+def current_exchange() -> Exchange | None:
+    """Return the exchange in which the calling thread takes part; None if it takes part in none."""
+    return getattr(_thread, "exchange", None)
+
+
+_thread = threading.local()
