@@ -220,7 +220,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         self.in_dims = in_dims
         self.out_dims = out_dims
         self.sync_batch_norm = check_flag(sync_batch_norm, "sync_batch_norm")
-        self.randomness = _checked_randomness(randomness, self.devices, one_of_several)
+        self.randomness = _checked_randomness(randomness, self.devices, communicator is not None)
         self._engine.check(self.devices, sync_batch_norm=sync_batch_norm)
         self._most_rows = [0.0]  # of the batches so far; a list, because to assign an attribute here takes 18 calls
         if self.devices:

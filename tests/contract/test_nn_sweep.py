@@ -4,13 +4,14 @@ The classes are not listed here but found in torch.nn, so that one that a later 
 (how to make it, and on what to run it) or is in `EXCLUDED` with its reason. The oracle is the plain module on the
 whole batch, also for batch normalisation, by `sync_batch_norm=True`. There is one exception: running statistics of
 instance normalisation are means over the batch, so there it is `data_parallel`, the plain composition. Modules that
-draw random numbers have settings that leave nothing to chance (test_random.py has the others).
+draw random numbers have settings that leave nothing to chance; with other settings, where they do draw, they are
+compared with `randomness="one_device"`.
 """
 
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -480,6 +481,7 @@ def compare_in(
     """Compare in one mode; return why the plain module cannot be run on the first device, if it is not the CPU."""
     devices, twin = model.devices, model.module
     batch = [tensor.detach().to(devices[0]).requires_grad_(tensor.requires_grad) for tensor in recipe.batch(rows)]
+    random_state = torch.get_rng_state()
     plain.train(training)
     twin.train(training)
 
@@ -496,6 +498,7 @@ def compare_in(
         twin.load_state_dict(plain.state_dict())  # which may have been written before it failed
         return error
     try:
+        torch.set_rng_state(random_state)
         actual = dict(step(model, twin, batch))
         assert actual.keys() == expected.keys()
         for name, theirs in expected.items():
@@ -509,6 +512,43 @@ def compare_in(
         error.add_note(f"in {'training' if training else 'eval mode'}, with {rows} rows on {len(devices)} replicas")
         raise
     return None
+
+
+DRAWING = [
+    *(recipe(kind, 0.4, on=on) for kind, on in DROPOUTS),
+    recipe(nn.RReLU, on=[real(3, 4)]),
+    *(drawing for kind in (nn.RNN, nn.LSTM, nn.GRU) for drawing in recurrent(kind, dropout=0.4)),
+    recipe(
+        nn.MultiheadAttention,
+        8,
+        2,
+        dropout=0.3,
+        batch_first=True,
+        how=with_padding_mask,
+        on=[real(4, 8), integers(1, 5)],
+    ),
+    recipe(nn.TransformerEncoderLayer, 8, 2, 16, dropout=0.3, on=[real(4, 8, rows_at=1)], options={"dim": 1}),
+    recipe(nn.TransformerEncoderLayer, 8, 2, 16, dropout=0.3, batch_first=True, on=[real(4, 8)]),
+    recipe(nn.TransformerDecoderLayer, 8, 2, 16, dropout=0.3, batch_first=True, on=[real(4, 8), real(3, 8)]),
+    recipe(nn.Transformer, 8, 2, 1, 1, 16, dropout=0.3, batch_first=True, on=[real(4, 8), real(3, 8)]),
+    recipe(nn.FractionalMaxPool2d, 2, output_ratio=0.6, on=plane(2)),
+    recipe(nn.FractionalMaxPool3d, 2, output_ratio=0.6, on=space(2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("engine", "splits"),
+    [
+        pytest.param("threads", [*SPLITS, (4, 8), (8, 17)], id="threads"),
+        pytest.param("processes", [(2, 7)], id="processes", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("recipe", DRAWING, ids=str)
+def test_one_that_draws_is_the_plain_one(engine: str, recipe: Recipe, splits: list[tuple[int, int]]) -> None:
+    """N12: with the random numbers of one device."""
+    recipe = replace(recipe, options={**recipe.options, "randomness": "one_device"})
+    for num_replicas, rows in splits:
+        compare(engine, recipe, ["cpu"] * num_replicas, rows)
 
 
 for_every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=str)

@@ -29,33 +29,11 @@ from helpers.contract import (
     twins,
 )
 from helpers.in_time import WAIT_S
-from helpers.modules import Calls, Fn, WithBackward
+from helpers.modules import Fn, WithBackward
+from helpers.random_layers import RandomLayers, recomputed, with_dropout
 from manyhands import data_parallel
 
 pytestmark = on_the_cpu
-
-
-def recomputed(module: nn.Module, reentrant: bool) -> nn.Module:
-    """Return a module whose activations are computed again in backward."""
-    return Calls(lambda model, x: checkpoint(model.module, x, use_reentrant=reentrant), module=module)
-
-
-def with_dropout(width: int = 5) -> nn.Module:
-    return nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.4), nn.Tanh(), nn.Linear(8, width), nn.Dropout(0.2))
-
-
-class RandomLayers(nn.Module):
-    """Draws in many ways: in dropout layers, inside an LSTM, inside attention, and in activations computed again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(with_dropout(), recomputed(with_dropout(), True), recomputed(with_dropout(), False))
-        self.recurrent = nn.LSTM(5, 8, num_layers=2, dropout=0.3, batch_first=True)
-        self.attention = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden, _ = self.recurrent(self.blocks(x)[:, None].expand(-1, 3, -1))
-        return self.attention(hidden)
 
 
 def run_steps(model: nn.Module, x: torch.Tensor, seed: int, num_steps: int = 1) -> list[torch.Tensor]:

@@ -452,8 +452,18 @@ def _draw(operation: Any, drawn_by: Any, num_before: int, keys: Any, *args: Any,
     """
     named = args[num_before] if len(args) > num_before else kwargs.get("generator")
     generator = _own_generator(named, args, kwargs)
-    if generator is not None and (part := _thread.stream.part) is not None:
-        return draw_part(drawn_by, num_before, args, kwargs, generator, part)
+    stream = _current_stream()
+    if (
+        stream is not None
+        and stream.part is not None
+        and (generator is not None or named is not None)
+        and not torch_private.is_tracing()
+    ):
+        _thread.stream = None  # what this calls is not intercepted
+        try:
+            return draw_part(drawn_by, num_before, args, kwargs, generator, stream.part)
+        finally:
+            _thread.stream = stream
     if generator is not None:
         # A tensor subclass may implement the operation without a generator only. Then it draws from the shared one.
         with contextlib.suppress(NotImplementedError):

@@ -69,16 +69,19 @@ class Part:
 
 
 class _Given(NamedTuple):
-    """What an operation is given as one argument: a size, or a tensor.
+    """What an operation is given as one argument: a size, a tensor, or a number.
 
     Attributes:
-        strides: of a tensor; None for a size.
+        shape: of a tensor, or the size; () for a number.
+        strides: of a tensor; else None.
         values: of a tensor on whose values the draw depends; else None.
+        number: the number; else None.
     """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None = None
     values: torch.Tensor | None = None
+    number: float | None = None
 
 
 class _RowsAxis(NamedTuple):
@@ -93,7 +96,7 @@ def draw_part(
     num_before: int,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    generator: torch.Generator,
+    generator: torch.Generator | None,
     part: Part,
 ) -> Any:
     """Draw for the whole batch; return the replica's part. Arguments that the operation writes into get theirs.
@@ -102,6 +105,7 @@ def draw_part(
         drawn_by: the operation, in the overload that takes a generator.
         num_before: how many positional arguments come before the generator.
         args, kwargs: those of the call.
+        generator: the replica's; None if the call names another one.
 
     Raises:
         RuntimeError: the replica's part cannot be told, or another replica draws something else. Names the operation.
@@ -115,8 +119,8 @@ def draw_part(
     arguments.update((name, value) for name, value in kwargs.items() if name != "generator")
     if operation.startswith("rrelu") and not arguments.get("training"):  # it draws nothing
         return drawn_by(*args[:num_before], **{**kwargs, "generator": generator})
-    _check(operation, arguments)
-    given = {name: _given(drawn_by, name, value) for name, value in arguments.items() if _has_shape(name, value)}
+    _check(operation, arguments, generator)
+    given = {name: _given(drawn_by, name, value) for name, value in arguments.items() if _is_given(name, value)}
     all_given = exchange.all_gather(
         part.index, Request(drawn_by.name().removeprefix("aten::"), given, purpose=Purpose.DRAW)
     ).values
@@ -158,10 +162,12 @@ def _keywords(whole: Mapping[str, Any], names: Sequence[str], args: Sequence[Any
     return {name: value for name, value in whole.items() if name not in by_position}
 
 
-def _check(operation: str, arguments: Mapping[str, Any]) -> None:
+def _check(operation: str, arguments: Mapping[str, Any], generator: torch.Generator | None) -> None:
     """Raise RuntimeError if the shapes of a call do not say what it draws."""
     why = ""
-    if torch_private.has_transforms():
+    if generator is None:
+        why = "because it is given a generator of its own, which replicas share, or of which each has a copy"
+    elif torch_private.has_transforms():
         why = "because it is inside a torch.func transform, where shapes are hidden"
     elif (arguments.get("low"), arguments.get("high")) == _SEEDS_OF_INDUCTOR:
         why = "because code that torch.compile has compiled draws by itself, from seeds"
@@ -176,13 +182,16 @@ def _check(operation: str, arguments: Mapping[str, Any]) -> None:
         raise RuntimeError(_CANNOT.format(operation=operation, why=why))
 
 
-def _has_shape(name: str, value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or name in ("size", "n")
+def _is_given(name: str, value: Any) -> bool:
+    """Return whether an argument decides what is drawn; dtypes, devices and their like do not matter here."""
+    return name == "size" or isinstance(value, torch.Tensor | int | float)
 
 
 def _given(drawn_by: Any, name: str, value: Any) -> _Given:
     if name == "n":  # of randperm
         return _Given((value,))
+    if isinstance(value, int | float):
+        return _Given((), number=value)
     if name == "size":
         return _Given(tuple(value))
     values = value.detach().clone() if _reads(drawn_by, name) else None
@@ -208,6 +217,10 @@ def _rows_axes(operation: str, of_replicas: Sequence[Mapping[str, _Given]], part
     """
     found: dict[str, _RowsAxis] = {}
     for name in of_replicas[0]:
+        numbers = [given[name].number for given in of_replicas]
+        if numbers.count(numbers[0]) < len(numbers):
+            why = f"because the replicas give it different numbers: {name}={', '.join(map(str, numbers))}"
+            raise RuntimeError(_CANNOT.format(operation=operation, why=why))
         shapes = [given[name].shape for given in of_replicas]
         axes = _axes_that_differ(shapes)
         if not axes:

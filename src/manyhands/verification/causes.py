@@ -26,6 +26,11 @@ from manyhands.verification.step import RecordedStep
 # An option that was given with this value explains the difference.
 _ASKS_FOR = {Cause.PER_SHARD_BATCH_NORM: ("sync_batch_norm", False), Cause.ONE_NUMBER_A_SHARD: ("scalars", "stack")}
 
+_NOT_THOSE_OF_ONE_DEVICE = (
+    'the numbers are not those of one device, although randomness="one_device" asks for them: rows may interact, or an '
+    "axis that is drawn may have all rows k times, block after block, instead of k entries of each row"
+)
+
 _UNCERTAIN = (Cause.ROWS_INTERACT, Cause.UNKNOWN)  # repeating the step shows more about these
 
 
@@ -175,10 +180,15 @@ class Comparison:
         return bool(vars(self.wrapped).get("sync_batch_norm", False))
 
     def _random_numbers(self, divergence: Divergence) -> Finding:
+        if vars(self.wrapped).get("randomness") == "one_device":
+            return self._finding(divergence.name, Cause.RANDOM_NUMBERS, _NOT_THOSE_OF_ONE_DEVICE)
         class_name = type(self.wrapped.module.get_submodule(divergence.name)).__name__
         dropout = divergence.inputs_same and "dropout" in class_name.lower()
         what = "dropout is active, and replicas draw" if dropout else "random numbers are drawn, and replicas draw"
-        text = f"{what} from streams of their own. Everything after it is compared in eval mode only"
+        text = (
+            f"{what} from streams of their own. Everything after it is compared in eval mode only; with "
+            'randomness="one_device", in both modes'
+        )
         cause = Cause.ACTIVE_DROPOUT if dropout else Cause.RANDOM_NUMBERS
         return self._finding(divergence.name, cause, text, explained=True)
 

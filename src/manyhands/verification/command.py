@@ -78,6 +78,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="batch norm with the statistics of the whole batch; with --no, given, of each shard, as intended",
     )
     parser.add_argument(
+        "--randomness",
+        choices=("per_replica", "one_device"),
+        help="the random numbers of dropout and other draws; with one_device they are compared too (default: "
+        "per_replica)",
+    )
+    parser.add_argument(
         "--rtol",
         type=_tolerance,
         metavar="R",
