@@ -20,6 +20,7 @@ from helpers.contract import (
     assert_all_same,
     assert_same,
     fresh,
+    in_processes,
     in_time,
     loss_of,
     on_engines,
@@ -58,7 +59,7 @@ def assert_as_one_device(
     """Check that steps are those of the plain module, and that the random state afterwards is, too."""
     plain, model = twins(wrap, module, num_replicas, **ONE_DEVICE, **options)
     expected = run_steps(plain, x)
-    assert_all_same(in_time(lambda: run_steps(model, x)), expected)
+    assert_all_same(run_steps(model, x), expected)
     return model
 
 
@@ -121,7 +122,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Sequence[int], dict[str, Any]]]
     },
     "an image": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout2d(0.4), nn.AlphaDropout(0.2)), (3, 6, 6), {}),
     "batch norm too": (
-        lambda: nn.Sequential(with_dropout(8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.BatchNorm1d(8), with_dropout(8)),
+        lambda: nn.Sequential(with_dropout(8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.BatchNorm1d(8), nn.Linear(8, 5)),
         (5,),
         {"sync_batch_norm": True},
     ),
@@ -168,6 +169,7 @@ def test_derivatives_of_higher_order(wrap: Wrap) -> None:
         results = []
         for each in (plain, model):
             torch.manual_seed(4)
+            each.zero_grad()
             penalty_loss(each, torch.linspace(-1, 1, 40).view(8, 5)).backward()
             results.append([*(p.grad for p in each.parameters()), torch.get_rng_state()])
         assert_all_same(results[1], results[0], 1e-10)
@@ -175,7 +177,7 @@ def test_derivatives_of_higher_order(wrap: Wrap) -> None:
 
 def test_without_gradients_and_in_eval_mode(wrap: Wrap) -> None:
     """N12: in eval mode nothing is drawn."""
-    plain, model = twins(wrap, RandomLayers(), 3, **ONE_DEVICE)
+    plain, model = twins(wrap, with_dropout(), 3, **ONE_DEVICE)
     x = torch.randn(7, 5)
     outputs = []
     for each in (plain, model):
@@ -216,13 +218,28 @@ class AttentionInPieces(nn.Module):
         return self.attention(pieces, pieces, pieces)[0].flatten(1)
 
 
-def test_verify_compares_models_with_active_dropout(wrap: Wrap) -> None:
-    """N12: `verify` has nothing to excuse; without the option it says which one there is."""
+def test_verify_compares_models_with_active_dropout(wrap: Wrap, engine: str) -> None:
+    """N12: `verify` has nothing to excuse; without the option it names it."""
     module, x = RandomLayers(), torch.randn(7, 5)
     assert verify(wrap(module, 3, **ONE_DEVICE), x, show=False).same
     report = verify(wrap(module, 3), x, show=False)
     assert not report.same
-    assert 'randomness="one_device"' in str(report) or report.first_module is None
+    if not in_processes(engine):  # whose calls are not recorded
+        assert 'with randomness="one_device", in both modes' in " ".join(str(report).split())
+
+
+@on_threads
+def test_verify_shows_rows_that_are_drawn_block_after_block(wrap: Wrap) -> None:
+    """N12: shapes cannot tell this from k entries of each row."""
+
+    def dropped_twice(x: torch.Tensor) -> torch.Tensor:
+        first, second = F.dropout(torch.cat([x, x])).chunk(2)
+        return first + second
+
+    report = verify(wrap(Fn(dropped_twice), 2, **ONE_DEVICE), torch.ones(8, 20), show=False)
+    assert not report.same
+    assert not report.explained
+    assert "block after block" in " ".join(str(report).split())
 
 
 # ---- where replicas do not run together ----------------------------------------------------------
@@ -231,9 +248,10 @@ def test_verify_compares_models_with_active_dropout(wrap: Wrap) -> None:
 @on_threads
 def test_under_a_mode_one_device_runs_the_whole_batch(wrap: Wrap, caplog: pytest.LogCaptureFixture) -> None:
     """N12, R14"""
-    module, x = with_dropout(), torch.randn(8, 5)
+    plain, model = twins(wrap, with_dropout(), 2, **ONE_DEVICE)
+    x = torch.randn(8, 5)
     with torch.autograd.graph.save_on_cpu():
-        assert_as_one_device(wrap, module, x)
+        assert_all_same(run_steps(model, x), run_steps(plain, x))
     (message,) = [record.getMessage() for record in caplog.records]
     assert message.startswith('DataParallel with randomness="one_device" runs the whole batch on its first device')
 
@@ -290,6 +308,7 @@ def test_a_replica_that_fails(wrap: Wrap, row: int) -> None:
 
 
 def draws_by_rows(x: torch.Tensor) -> torch.Tensor:
+    F.dropout(x)
     return torch.rand(len(x), 2) if x[0, 0] == 0 else torch.randn(len(x), 2)
 
 
@@ -298,12 +317,12 @@ def test_draws_that_differ_between_replicas(wrap: Wrap, case: str) -> None:
     """N12: an error that names the operations; the next call works."""
     function = draws_by_rows if case == "ways" else lambda x: torch.rand(len(x), len(x))
     message = "replica 0 called rand.*, replicas 1 and 2 called randn" if case == "ways" else "rand cannot be drawn"
-    model = wrap(nn.Sequential(nn.Dropout(0.1), Fn(function)), 3, **ONE_DEVICE)
+    model = wrap(nn.Sequential(Fn(function), nn.Dropout(0.1)), 3, **ONE_DEVICE)
     before = torch.get_rng_state()
     with pytest.raises(RuntimeError, match=message):
         in_time(lambda: model(torch.arange(8.0).view(8, 1)))
     assert torch.equal(torch.get_rng_state(), before)
-    model.module[1] = nn.Identity()
+    model.module[0] = nn.Dropout()
     x = torch.randn(8, 1)
     torch.manual_seed(1)
     expected = model.module(x)
@@ -344,6 +363,14 @@ def test_accelerators_are_refused(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -
     """A13, N12: as yet."""
     monkeypatch.setattr("manyhands.runtime.devices.computes_on_host", lambda device: False)
     with pytest.raises(ValueError, match=r"on cpu, cpu: .* on the CPU only, as yet"):
+        wrap(nn.Dropout(), 2, **ONE_DEVICE)
+
+
+@on_threads
+def test_several_processes_are_refused(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A13, N12: a process does not know the rows of the others."""
+    monkeypatch.setattr("manyhands.data_parallel.communicator_for", lambda process_group: object())
+    with pytest.raises(ValueError, match=r"in one of several processes: .* process_group=False\."):
         wrap(nn.Dropout(), 2, **ONE_DEVICE)
 
 

@@ -57,7 +57,7 @@ def some_rows(*shape: int) -> torch.Tensor:
 def arguments_for(operation: Any, x: torch.Tensor) -> dict[str, Any]:
     """Return arguments with which an operation draws numbers for the rows of `x`, or as many in each replica."""
     name, tensors = operation._schema.name.removeprefix("aten::"), {"count": 50 * x, "noise": torch.empty_like(x)}
-    integers = name in ("multinomial", "randperm")
+    dtype = torch.int64 if name in ("multinomial", "randperm") else x.dtype
     values = {
         "size": [len(x), 6],
         "n": 9,
@@ -70,7 +70,9 @@ def arguments_for(operation: Any, x: torch.Tensor) -> dict[str, Any]:
         "mean": 0.5,
         "std": 2.0,
         "training": True,
-        "out": torch.empty(0, dtype=torch.int64 if integers else x.dtype),
+        "generator": None,
+        # Some operations expect an `out` of the right size.
+        "out": torch.empty_like(x) if name in ("normal", "rrelu_with_noise") else torch.empty(0, dtype=dtype),
         "self": x - 0.5 if name.startswith("rrelu") else 10 * x if name == "poisson" else x.clone(),
     }
     given: dict[str, Any] = {}
@@ -114,6 +116,25 @@ def test_draws_that_depend_on_values_with_other_arguments(draw: Callable[..., to
     assert_as_one_device(lambda x: draw(x, *more), some_rows(6))
 
 
+TRANSFORMS: dict[str, Function] = {
+    "vmap over rows": torch.vmap(F.dropout, randomness="different"),
+    "vmap over rows, the same for all": torch.vmap(F.dropout, randomness="same"),
+    "vmap over columns": torch.vmap(F.dropout, 1, 1, randomness="different"),
+    "vmap over columns, the same for all": torch.vmap(F.dropout, 1, 1, randomness="same"),
+    "vmap of vmap": torch.vmap(torch.vmap(torch.rand_like, randomness="different"), randomness="different"),
+    "vmap of values": torch.vmap(torch.bernoulli, randomness="different"),
+    "vmap of a new tensor": torch.vmap(lambda x: x + torch.rand(3, 6), randomness="different"),
+    "grad": torch.func.grad(lambda x: F.dropout(x).square().sum()),
+    "grad in vmap": torch.vmap(torch.func.grad(lambda x: F.dropout(x).square().sum()), randomness="different"),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_inside_forward(name: str) -> None:
+    """N12: what a transform draws has shapes with the axis over which it maps."""
+    assert_as_one_device(TRANSFORMS[name], some_rows(6))
+
+
 def test_what_draws_depend_on_keeps_its_gradient() -> None:
     """N12, N1: of the parameters of a gamma distribution, and through a random leaky ReLU."""
 
@@ -132,7 +153,7 @@ def test_what_draws_depend_on_keeps_its_gradient() -> None:
 # ---- memory layouts and axes ---------------------------------------------------------------------
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "contiguous": lambda x: x,
+    "contiguous": torch.clone,
     "rows in the middle of memory": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
     "rows innermost in memory": lambda x: x.movedim(0, -1).contiguous().movedim(-1, 0),
     "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
@@ -218,7 +239,6 @@ ERRORS: dict[str, tuple[Function, str]] = {
         lambda x: torch.normal(x[:, :1], x[:, 0]),
         "normal cannot be drawn .* depend on the other rows",
     ),
-    "a transform": (torch.vmap(F.dropout, randomness="different"), "inside a torch.func transform"),
     "sparse": (lambda x: torch.rand_like(x.to_sparse()), "a sparse or nested tensor"),
     "a subclass": (lambda x: torch.rand_like(x.as_subclass(Subclass)), "it is given a Subclass, a subclass of Tensor"),
     "a row of the batch": (

@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from manyhands.runtime import torch_private
 from manyhands.runtime.exchange import Purpose, Request, current_exchange
 
 _OPTION = 'random numbers of one device (randomness="one_device")'
@@ -167,8 +166,6 @@ def _check(operation: str, arguments: Mapping[str, Any], generator: torch.Genera
     why = ""
     if generator is None:
         why = "because it is given a generator of its own, which replicas share, or of which each has a copy"
-    elif torch_private.has_transforms():
-        why = "because it is inside a torch.func transform, where shapes are hidden"
     elif (arguments.get("low"), arguments.get("high")) == _SEEDS_OF_INDUCTOR:
         why = "because code that torch.compile has compiled draws by itself, from seeds"
     for value in arguments.values():
