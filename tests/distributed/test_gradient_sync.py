@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import cProfile
-import gc
 import io
 import os
 import pstats
@@ -19,6 +18,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import manyhands
+from helpers.garbage import no_garbage
 from helpers.modules import Calls
 from helpers.ranks import run_ranks
 from helpers.twins import assert_same_gradients, rows_of, twins
@@ -203,14 +203,8 @@ def test_nothing_outlives_a_step(rank: int, options: dict) -> None:
         model.zero_grad()
 
     step()
-    gc.collect()
-    gc.disable()
-    step()
-    gc.set_debug(gc.DEBUG_SAVEALL)
-    gc.collect()
-    gc.set_debug(0)
-    left = [type(thing) for thing in gc.garbage]
-    assert not [kind for kind in left if kind is torch.Tensor or kind.__module__.startswith("manyhands")]
+    with no_garbage():
+        step()
 
 
 @case(ONE)

@@ -2,7 +2,6 @@
 
 import _thread
 import contextlib
-import gc
 import os
 import signal
 import sys
@@ -324,7 +323,6 @@ def test_workers_keep_nothing_alive() -> None:
                 outcomes = run(*tasks)
                 del tasks, outcomes, thing, result
                 assert [reference() for reference in references] == [None, None]
-            gc.collect()  # other threads of the process, the test runner's own, leave garbage in so long a time
             run(*[Thing] * 3)
     finally:
         ended.set()
