@@ -229,7 +229,6 @@ def test_data_is_read_and_replaced():
 # Autograd
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, for forward derivatives
 def test_derivatives_that_are_known_to_be_zero():
     """Second derivatives of a linear layer, and forward derivatives: torch makes their zeros in a way of its own."""
 

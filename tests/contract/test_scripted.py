@@ -23,7 +23,7 @@ def engine() -> str:
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
 CPU = ["cpu", "cpu"]

@@ -159,7 +159,6 @@ def scripted(x: torch.Tensor) -> torch.Tensor:
     return torch.dropout(x, 0.5, True) + torch.rand_like(x)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize(
     "make",
     [

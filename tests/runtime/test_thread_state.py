@@ -225,7 +225,6 @@ def test_a_step_under_a_mode(model: DataParallel, forward: Callable[[], Any], ba
     torch.testing.assert_close(step(model, forward, backward), step(model.module))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own use
 def test_func_transforms(model: DataParallel) -> None:
     """R14: torch.func's grad, vmap, jvp, jacrev over a wrapped module; forward-mode AD by hand."""
     x, v = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)

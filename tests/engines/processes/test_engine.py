@@ -1019,6 +1019,8 @@ def test_what_a_class_of_main_holds_that_pickle_looks_up_by_name():
 
 _ENDLESS = """
     import os, torch, manyhands
+    # Backward imports it in a thread, and an import that goes on makes Python forget that Ctrl-C has ended the program.
+    import torch.fx.experimental.symbolic_shapes
 
     def busy(*args):
         print("busy", flush=True)
