@@ -37,7 +37,6 @@ from manyhands.engines.base import Call, Engine, called, check_flag
 from manyhands.engines.processes.messages import Forward, Reply, TensorRef
 from manyhands.engines.processes.module_sync import ModuleSync
 from manyhands.engines.processes.pickling import dumps
-from manyhands.engines.processes.reducers.base import ModuleLeaves
 from manyhands.engines.processes.remote_graph import RemoteGraphs
 from manyhands.engines.processes.shared_memory import SendBuffer
 from manyhands.engines.processes.worker_group import StepLock, WorkerGroup
@@ -87,9 +86,8 @@ class ProcessesEngine(Engine):
         self._timings: list[ReplicaTiming] = []
         self._pool: ReplicaPool | None = None  # of the first replica
         self._linked_pool: ReplicaPool | None = None  # the one whose leaves are described by the following
-        self._module_leaves = ModuleLeaves(())
         self._remote_leaves: dict[int, torch.Tensor] = {}
-        self._leaf_forms: tuple[Any, ...] = ()
+        self._leaf_forms: list[tuple[Any, ...]] = []
         # The method, and the signature of the blueprint, for which the first replica's graph has been checked.
         self._checked: tuple[str | None, tuple[Any, ...]] | None = None
         self._outside: list[torch.Tensor] = []  # leaves found there that are not the module's: globals, say
@@ -97,7 +95,7 @@ class ProcessesEngine(Engine):
     def forward(self, module: nn.Module, call: Call) -> Any:
         if inside_replica() or len(call.devices) == 1:
             return self._threads_engine.forward(module, call)
-        with self._step_lock.acquire() as is_outermost:
+        with self._step_lock as is_outermost:
             if not is_outermost:
                 return self._threads_engine.forward(module, call)
             if torch_private.hooks_of_every_module():
@@ -116,18 +114,11 @@ class ProcessesEngine(Engine):
         blueprint = self._module_sync.diff(module)  # step 1
         pool = self._pool_of(blueprint, call.source)
         number = next(worker_group.graph_numbers)
-        graphs = RemoteGraphs(
-            timings,
-            where,
-            worker_group=worker_group,
-            step_lock=self._step_lock,
-            module_sync=self._module_sync,
-            number=number,
-        )
+        graphs = RemoteGraphs(timings, where, worker_group=worker_group, step_lock=self._step_lock, number=number)
         with (
             divided_intra_op_threads(call.devices) as num_threads,
             unchanged_on_failure(pool.buffers),
-            worker_group.ended_on_failure(),
+            worker_group,
             Copies(call.devices[:1]) as copies,
         ):
             inputs = Inputs(call, tracked, copies, num_here=1)  # step 2
@@ -154,7 +145,7 @@ class ProcessesEngine(Engine):
                 outcomes = run_together([run], call.devices[:1], replica_context)
                 try:
                     self._module_sync.commit()
-                    with worker_group.collective():
+                    with worker_group.collective:
                         worker_group.transport.end_sending(lambda: worker_group.poll(where))
                     replies = graphs.take_replies(streams)  # step 4
                     for i, reply in replies.items():
@@ -224,8 +215,6 @@ class ProcessesEngine(Engine):
         update = module_sync.pack(blueprint, call.source, worker_group.transport.shares_parameters)
         if update.module is not None:
             _log_if_hooks(blueprint)
-            for worker in worker_group.workers:
-                worker.placed = None
         if update.has_content:
             worker_group.num_in_sync = num_workers
         thread, process = ThreadState.capture(), ProcessState.capture()
@@ -269,7 +258,7 @@ class ProcessesEngine(Engine):
                 [*module_sync.segments, *worker_group.transport.segments] if update.sent else module_sync.segments
             )
             worker_group.send(i, message, segments, process, graphs.where[i + 1])
-        with worker_group.collective():
+        with worker_group.collective:
             worker_group.transport.begin_sending(
                 module_sync.take_flats(), replicas, lambda: worker_group.poll(graphs.where)
             )
@@ -289,11 +278,10 @@ class ProcessesEngine(Engine):
         for tensor in objects:  # the first replica's graph contains it already
             edges.append(BoundaryTensor(replicate, tensor.device, [None, *[tensor.detach()] * num_workers]))
         graphs.keys = [~k for k in range(len(edges))]
-        in_workers = {id(module_sync.tensors[number]): number for number in module_sync.outside}
+        from_outside = module_sync.tensors_from_outside()
+        in_workers = {id(tensor): n for n, tensor in enumerate(from_outside, len(pool.live_parameters))}
         in_first = set(map(id, self._outside))
-        outside = {
-            id(tensor): tensor for tensor in (*(module_sync.tensors[n] for n in module_sync.outside), *self._outside)
-        }
+        outside = {id(tensor): tensor for tensor in (*from_outside, *self._outside)}
         for key, tensor in outside.items():
             of_workers = tensor if key in in_workers else None
             of_first = tensor if key in in_first else None
@@ -301,25 +289,20 @@ class ProcessesEngine(Engine):
             graphs.keys.append(in_workers.get(key))
         if self._linked_pool is not pool:
             self._linked_pool = pool
-            self._describe_leaves(pool)
-        graphs.module_leaves, graphs.remote_leaves = self._module_leaves, self._remote_leaves
+            self._describe_leaves([*pool.live_parameters, *from_outside])
+        graphs.remote_leaves = self._remote_leaves
         graphs.inputs, graphs.live_parameters = edges, pool.live_parameters
         graphs.leaves, graphs.hooks = replicas.leaves, replicas.hooks
         graphs.shared_leaves = bool(self._outside)
         graphs.keep = bool(objects)
         return [*inputs.live, *objects, *outside.values()]
 
-    def _describe_leaves(self, pool: ReplicaPool) -> None:
-        """Describe the leaves that workers have; by the same objects, if they have the same leaves as before."""
-        module_sync = self._module_sync
-        numbers = module_sync.numbers(pool.live_parameters)
-        leaves = dict(zip(numbers, pool.live_parameters, strict=True))
-        leaves.update((number, module_sync.tensors[number]) for number in module_sync.outside)
-        forms = [(n, t.dtype, t.size(), t.stride(), t.layout, type(t)) for n, t in leaves.items()]
-        if (numbers, forms) != self._leaf_forms:
-            self._leaf_forms = numbers, forms
-            self._module_leaves, self._remote_leaves = ModuleLeaves(numbers), {}
-        self._remote_leaves.update(leaves)
+    def _describe_leaves(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Describe the leaves that workers have; by the same object, if they are of the same forms as before."""
+        forms = [(leaf.dtype, leaf.size(), leaf.stride(), leaf.layout, type(leaf)) for leaf in leaves]
+        if forms != self._leaf_forms:
+            self._leaf_forms, self._remote_leaves = forms, {}
+        self._remote_leaves.update(enumerate(leaves))
 
     def check(self, devices: Sequence[torch.device], *, sync_batch_norm: bool) -> None:
         named = ", ".join(map(str, devices))
@@ -343,12 +326,12 @@ class ProcessesEngine(Engine):
         return self._timings or self._threads_engine.timings()
 
     def refresh(self) -> None:
-        with self._step_lock.acquire():
+        with self._step_lock:
             self._module_sync.invalidate()
             self._checked = None
 
     def close(self) -> None:
-        with self._step_lock.acquire():
+        with self._step_lock:
             self._timings = []
             self._threads_engine.close()
             self._end_worker_group()

@@ -2,8 +2,9 @@
 
 Before its reply a worker may send requests of the replicas' batch norms, any number of them (remote_exchange.py).
 
-A tensor in a message is a spec in the sender's buffer. Leaves are named by numbers that both sides know: n for the
-module's tensor n, ~k for the k-th tensor of a call that needs a gradient.
+A tensor in a message is a spec in the sender's buffer. Leaves are named by numbers that both sides know: n from 0 for
+the parameters that need a gradient, then for tensors from outside the module; ~k for the k-th tensor of a call that
+needs a gradient.
 """
 
 import contextlib
@@ -103,7 +104,7 @@ class Backward(Message):
     Attributes:
         grads: (number of the output, its gradient, the leaf of that gradient if it needs a gradient itself).
         create_graph_as: the number under which to keep the gradients' own graph; None: they have none.
-        placed: a place for the gradient of each of the module's tensors that has a small one; None if unchanged.
+        placed: the places of small gradients of parameters, by leaf; None if unchanged.
         reducer_config: what the worker's reducer is made of; None if no gradient is reduced.
     """
 

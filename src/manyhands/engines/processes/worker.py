@@ -33,7 +33,7 @@ from manyhands.engines.base import called
 from manyhands.engines.processes.channel import Channel
 from manyhands.engines.processes.messages import Backward, Forward, Message, RemoteError, Reply, TensorRef
 from manyhands.engines.processes.pickling import classes_by_value, dumps, loads
-from manyhands.engines.processes.reducers.base import ModuleLeaves, PlacedGradients, WorkerReducer
+from manyhands.engines.processes.reducers.base import WorkerReducer
 from manyhands.engines.processes.reducers.collectives import CollectiveReducer, ProcessGroups, Rendezvous
 from manyhands.engines.processes.reducers.shared_memory import ReduceBuffers, SharedMemoryConfig, SharedMemoryReducer
 from manyhands.engines.processes.remote_exchange import RemoteExchange
@@ -58,7 +58,6 @@ class Graph:
 
     Attributes:
         keys: the numbers of its inputs' leaves.
-        module_leaves: those of its parameters' leaves.
         replica_context: the context of each pass.
         replicas: what it needs.
         has_higher: whether a graph of its gradients shares nodes with it.
@@ -66,10 +65,14 @@ class Graph:
 
     graph: ReplicaGraph
     keys: list[int]
-    module_leaves: ModuleLeaves
     replica_context: ReplicaContext
     replicas: Replicas
     has_higher: bool = False
+
+    @property
+    def all_keys(self) -> list[int]:
+        """The numbers of all its leaves."""
+        return [*self.keys, *range(len(self.graph.parameters))]
 
 
 class Worker:
@@ -83,7 +86,7 @@ class Worker:
         self._graphs: dict[int, Graph] = {}
         self._idle: Replicas | None = None  # to be given back after the reply
         self._module: WorkerModule | None = None
-        self._placed = PlacedGradients({})
+        self._placed: dict[int, torch.Tensor] = {}  # the places of small gradients, by leaf
         self._device = torch.device("cpu")
         self._reduce_buffers: ReduceBuffers | None = None
         self._groups: ProcessGroups | None = None
@@ -180,20 +183,19 @@ class Worker:
         if update.module is not None:
             sys.path[:] = update.path
             importlib.invalidate_caches()
-            self._module, self._checked_signature, self._placed = None, (), PlacedGradients({})
+            self._module, self._checked_signature = None, ()
             self._module = WorkerModule(update.module, self._segments, self._device)
         assert self._module is not None
         self._module.apply(update)
         self._module.load_parameters(buckets, flats)
         del flats
-        tracked = message.thread.grad_enabled
-        module = self._module
+        tracked, module = message.thread.grad_enabled, self._module
         with message.thread.applied():
             replicas = module.take(tracked)
             root = replicas.each[0].root
             leaves: dict[int, torch.Tensor] = {}  # of the inputs, and of tensors from outside the module
             call = [self._shard(message, leaves)]
-            leaves.update((number, module.tensors[number]) for number in module.outside if tracked)
+            leaves.update(enumerate(module.outside if tracked else (), len(replicas.leaves[0])))
             replica_context = self._replica_context(message, root)
 
             def run() -> Any:
@@ -226,7 +228,7 @@ class Worker:
         replica = replicas.each[0]
         self._check_for_outside_leaves(message, outputs, [*leaves.values(), *replica.leaves])
         graph = ReplicaGraph(list(leaves.values()), replica.leaves, outputs, [replica.hooks])
-        kept = Graph(graph, list(leaves), module.leaves, replica_context, replicas)
+        kept = Graph(graph, list(leaves), replica_context, replicas)
         self._graphs[message.graph] = kept
         if [leaf for leaf in graph.leaves if leaf is not None and leaf.grad is not None]:  # forward has called backward
             self._reply_with_gradients(kept, reply)
@@ -282,8 +284,7 @@ class Worker:
     def _backward(self, message: Backward, reply: Reply) -> None:
         kept = self._graphs[message.graph]
         if message.placed is not None:
-            specs = message.placed.items()
-            self._placed = PlacedGradients({n: self._segments[spec.segment].view(spec) for n, spec in specs})
+            self._placed = {k: self._segments[spec.segment].view(spec) for k, spec in message.placed.items()}
         ends: list[torch.Tensor | None] = []
         grads: list[torch.Tensor | None] = []
         incoming: dict[int, torch.Tensor] = {}
@@ -302,7 +303,7 @@ class Worker:
         if not message.keep:
             del self._graphs[message.graph]
         reducer = self._new_reducer(message)
-        run = partial(graph.backward, grads, message.keep, kept.module_leaves.part(reducer))
+        run = partial(graph.backward, grads, message.keep, reducer)
         del graph, grads
         try:
             with message.thread.applied():
@@ -348,7 +349,7 @@ class Worker:
         with message.thread.applied(), torch.enable_grad():
             _run(differentiate, self._device, kept.replica_context)
         outputs: list[torch.Tensor] = []
-        for key, result in zip([*kept.keys, *kept.module_leaves.numbers], found[0], strict=True):
+        for key, result in zip(kept.all_keys, found[0], strict=True):
             if result is not None:
                 tensor_ref = TensorRef.put(self._send_buffer, result)
                 reply.gradients.append(
@@ -387,16 +388,16 @@ class Worker:
     def _reply_with_gradients(self, kept: Graph, reply: Reply) -> None:
         """Move the leaves' gradients to their places or into the send buffer."""
         of_inputs, of_parameters = kept.graph.take_gradients()
-        places, views = self._placed.of(kept.module_leaves)
-        found = [of_parameters[k] for k in places]
+        placed = self._placed
+        found = [of_parameters[k] for k in placed]
         plain = [grad for grad in found if grad is not None and grad.layout is torch.strided]
-        if places and len(plain) == len(places) and {torch.Tensor}.issuperset(map(type, plain)):
+        if placed and len(plain) == len(placed) and {torch.Tensor}.issuperset(map(type, plain)):
             with torch.no_grad():
-                torch_private.copy_all_in_place(views, plain)
+                torch_private.copy_all_in_place([*placed.values()], plain)
             reply.all_placed = True
-            for k in places:
+            for k in placed:
                 of_parameters[k] = None
-        keyed = zip([*kept.keys, *kept.module_leaves.numbers], [*of_inputs, *of_parameters], strict=True)
+        keyed = zip(kept.all_keys, [*of_inputs, *of_parameters], strict=True)
         reply.gradients = [(key, TensorRef.put(self._send_buffer, grad)) for key, grad in keyed if grad is not None]
 
     def _received(self, sent: TensorRef, message: Message) -> torch.Tensor:
