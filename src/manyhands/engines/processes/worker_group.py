@@ -78,14 +78,17 @@ class WorkerHandle:
         if isinstance(message, Forward) and message.update.module is not None:  # frees the last one's segments
             message.freed = list(self.known_segments - {segment.number for segment in (*needed, *kept)})
             self.known_segments.difference_update(message.freed)
-        new = [segment for segment in needed if segment.number not in self.known_segments]
+        known = self.known_segments
+        new = {segment.number: segment for segment in needed if segment.number not in known}
         message.released_graphs = self.released_graphs[:]
         del self.released_graphs[: len(message.released_graphs)]
         if process != self._process:
             message.process = self._process = process
-        message.segments = [(segment.number, segment.num_bytes) for segment in new]
-        self.channel.send(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL), [segment.fd for segment in new])
-        self.known_segments.update(segment.number for segment in new)
+        if new:
+            message.segments = [(segment.number, segment.num_bytes) for segment in new.values()]
+        fds = [segment.fd for segment in new.values()]
+        self.channel.send(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL), fds)
+        known.update(new)
 
     def receive(self) -> Reply | Request | Withdrawal:
         """Return the worker's next message: its reply, or a request or withdrawal of a batch norm's exchange."""
