@@ -8,6 +8,7 @@ needs a gradient.
 """
 
 import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from manyhands.engines.processes.module_sync import Update
 from manyhands.engines.processes.pickling import dumps, loads
 from manyhands.engines.processes.reducers.collectives import CollectiveConfig, Rendezvous
 from manyhands.engines.processes.reducers.shared_memory import SharedMemoryConfig
-from manyhands.engines.processes.shared_memory import SendBuffer, TensorSpec, is_plain_strided
+from manyhands.engines.processes.shared_memory import Segment, SendBuffer, TensorSpec, is_plain_strided
 from manyhands.runtime.thread_state import ProcessState, ThreadState
 
 
@@ -44,7 +45,20 @@ class TensorRef(NamedTuple):
         tensor = tensor.detach()
         if is_plain_strided(tensor):
             return cls(spec_index=send_buffer.add(tensor))
-        return cls(inline=dumps(tensor.cpu(), lambda tensor: None))
+        return cls(inline=dumps(tensor.cpu()))
+
+    def tensor(self, specs: Sequence[TensorSpec], segments: Mapping[int, Segment]) -> torch.Tensor:
+        """Return the tensor, in memory that the sender's next message may overwrite.
+
+        Args:
+            specs: the message's.
+            segments: the receiver's, by number.
+        """
+        if self.inline is not None:
+            inline: torch.Tensor = loads(self.inline)
+            return inline
+        spec = specs[self.spec_index]
+        return segments[spec.segment].view(spec)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -169,7 +183,7 @@ class RemoteError:
         error: BaseException | None = None
         if self.pickled is not None:
             with contextlib.suppress(Exception):
-                loaded = loads(self.pickled, lambda reference: reference)
+                loaded = loads(self.pickled)
                 if isinstance(loaded, tuple):
                     cls, args, attributes = loaded
                     loaded = cls.__new__(cls, *args)

@@ -235,12 +235,11 @@ class ModuleSync:
         self._track(blueprint)
         pickled = self._pickled(blueprint)
         recipes = self._copied_into_segment(self._recipes(blueprint, source, shares_parameters))
-        tensors = dumps(recipes, lambda tensor: None)
         for needs_gradient in (True, False):  # separate buckets for what an optimizer changes and what is frozen
             forms = {n: form for n, form in self._sent.items() if self.tensors[n].requires_grad == needs_gradient}
             self._buckets += [_SentBucket(bucket) for bucket in buckets_of(forms)]
         return Update(
-            module=dumps((tensors, pickled, len(self._requires_grad), self._outside), lambda tensor: None),
+            module=dumps((recipes, pickled, len(self._requires_grad), self._outside)),
             path=tuple(sys.path),
             buckets=tuple([sent.bucket for sent in self._buckets]),
             sent=self._changed_parameters(),

@@ -216,7 +216,7 @@ class RemoteGraphs(ReplicaGraphs):
         streams = SeededStreams(len(self.where))
         edges = [] if higher is None else zip(higher.inputs, higher.keys, strict=True)
         leaf_of = {id(leaf): key for edge, key in edges for leaf in edge.tensors if leaf is not None}
-        asked = {i: sent for i, _ in enumerate(group.workers) if (sent := self._put_grads(i, grads[i + 1], leaf_of))}
+        asked = {i: sent for i, _ in enumerate(self.where[1:]) if (sent := self._put_grads(i, grads[i + 1], leaf_of))}
         replicas = (0, *[i + 1 for i in asked])
         has_work = higher is None and bool(asked) and group.transport.begin_backward(self.remote_leaves, replicas)
         for i, sent in asked.items():
@@ -380,11 +380,7 @@ class RemoteGraphs(ReplicaGraphs):
         return joined + totals
 
     def _received(self, index: int, sent: TensorRef, reply: Reply) -> torch.Tensor:
-        if sent.inline is not None:
-            tensor: torch.Tensor = loads(sent.inline, lambda reference: reference)
-            return tensor
-        spec = reply.specs[sent.spec_index]
-        return self.worker_group.workers[index].received_segments[spec.segment].view(spec)
+        return sent.tensor(reply.specs, self.worker_group.workers[index].received_segments)
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[int]:

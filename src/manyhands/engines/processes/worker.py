@@ -192,7 +192,7 @@ class Worker:
         tracked, module = message.thread.grad_enabled, self._module
         with message.thread.applied():
             replicas = module.take(tracked)
-            root = replicas.each[0].root
+            root = replicas.roots[0]
             leaves: dict[int, torch.Tensor] = {}  # of the inputs, and of tensors from outside the module
             call = [self._shard(message, leaves)]
             leaves.update(enumerate(module.outside if tracked else (), len(replicas.leaves[0])))
@@ -271,7 +271,7 @@ class Worker:
 
     def _shard(self, message: Forward, leaves: dict[int, torch.Tensor]) -> Any:
         def from_reference(sent: TensorRef) -> torch.Tensor:
-            tensor = self._received(sent, message)
+            tensor = sent.tensor(message.specs, self._segments)
             if sent.leaf is not None:
                 leaves[sent.leaf] = tensor = tensor.requires_grad_()
             # The next message overwrites the received memory, and a leaf must not be written into.
@@ -292,7 +292,7 @@ class Worker:
             end = kept.graph.outputs[output]
             assert end is not None
             ends.append(end)
-            grads.append(grad := self._received(tensor_ref, message).to(end.device, copy=True))
+            grads.append(grad := tensor_ref.tensor(message.specs, self._segments).to(end.device, copy=True))
             if tensor_ref.leaf is not None:
                 incoming[tensor_ref.leaf] = grad.requires_grad_()
         graph = replace(kept.graph, outputs=ends)
@@ -400,13 +400,6 @@ class Worker:
         keyed = zip(kept.all_keys, [*of_inputs, *of_parameters], strict=True)
         reply.gradients = [(key, TensorRef.put(self._send_buffer, grad)) for key, grad in keyed if grad is not None]
 
-    def _received(self, sent: TensorRef, message: Message) -> torch.Tensor:
-        if sent.inline is not None:
-            tensor: torch.Tensor = pickle.loads(sent.inline)
-            return tensor
-        spec = message.specs[sent.spec_index]
-        return self._segments[spec.segment].view(spec)
-
     def _remote_error(self, error: BaseException) -> RemoteError:
         known = set(classes_by_value())
         text = "".join(traceback.format_exception_only(error)).strip()
@@ -414,8 +407,8 @@ class Worker:
         where = "".join(traceback.format_exception(error))
         for attempt in (error, (type(error), error.args, dict(error.__dict__)), (type(error), error.args, {})):
             try:
-                pickled = dumps(attempt, lambda tensor: None, known=known)
-                again = loads(pickled, lambda reference: reference)
+                pickled = dumps(attempt, known=known)
+                again = loads(pickled)
                 if attempt is not error or (type(again) is type(error) and again.args == error.args):
                     return RemoteError(pickled, text, where, notes, not isinstance(error, Exception))
             except Exception:  # noqa: BLE001 - whatever its class raises: try the next form

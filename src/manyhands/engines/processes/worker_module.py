@@ -3,7 +3,6 @@
 As the threads engine has replicas of the live module, a worker has some of its own.
 """
 
-import pickle
 from collections.abc import Sequence
 
 import torch
@@ -30,8 +29,7 @@ class WorkerModule:
 
     def __init__(self, update: bytes, segments: dict[int, Segment], device: torch.device) -> None:
         self._device = device
-        tensors, pickled, self._num_parameters, outside = pickle.loads(update)
-        recipes: list[TensorRecipe] = pickle.loads(tensors)
+        recipes, pickled, self._num_parameters, outside = loads(update)
         self.tensors = [_tensor(recipe, segments, device) for recipe in recipes]
         self.outside = [self.tensors[number] for number in outside]
         # Tensors that were copied from shared memory, each with its source: copied again when that is rewritten.
