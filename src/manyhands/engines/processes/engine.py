@@ -22,7 +22,6 @@ Guarantees
 Assumes, as the threads engine does, that the module does not change while a forward runs.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,14 +32,14 @@ from torch import nn
 
 from manyhands.autograd.boundary import join
 from manyhands.autograd.replica_graph import BoundaryTensor
-from manyhands.engines.base import Call, Engine, called, check_flag
-from manyhands.engines.processes.messages import Forward, Reply, TensorRef
+from manyhands.engines.base import Call, Engine, check_flag
+from manyhands.engines.processes.messages import Forward, TensorRef
 from manyhands.engines.processes.module_sync import ModuleSync
 from manyhands.engines.processes.pickling import dumps
 from manyhands.engines.processes.remote_graph import RemoteGraphs
 from manyhands.engines.processes.shared_memory import SendBuffer
 from manyhands.engines.processes.worker_group import StepLock, WorkerGroup
-from manyhands.engines.replica import Inputs, ReplicaPool, Replicas, carries_objects, look_for_live_tensors
+from manyhands.engines.replica import GraphSearch, Inputs, ReplicaPool, Replicas, call_replica, carries_objects
 from manyhands.engines.threads import ThreadsEngine
 from manyhands.primitives.blueprint import HOOKS, Blueprint
 from manyhands.primitives.outputs import Outputs
@@ -88,9 +87,7 @@ class ProcessesEngine(Engine):
         self._linked_pool: ReplicaPool | None = None  # the one whose leaves are described by the following
         self._remote_leaves: dict[int, torch.Tensor] = {}
         self._leaf_forms: list[tuple[Any, ...]] = []
-        # The method, and the signature of the blueprint, for which the first replica's graph has been checked.
-        self._checked: tuple[str | None, tuple[Any, ...]] | None = None
-        self._outside: list[torch.Tensor] = []  # leaves found there that are not the module's: globals, say
+        self._search = GraphSearch()
 
     def forward(self, module: nn.Module, call: Call) -> Any:
         if inside_replica() or len(call.devices) == 1:
@@ -133,15 +130,8 @@ class ProcessesEngine(Engine):
                 graphs.pass_contexts = [BatchNormOverReplicas(roots, BackwardMode.PER_REPLICA, new_exchange).one_pass]
                 del roots  # when a replica is given back, no variable may refer to it
 
-            def run() -> Any:
-                started = time.perf_counter()
-                copies.wait_copies(0)
-                args, kwargs = inputs.shards[0]
-                output = called(replicas.roots[0], call.method)(*args, **kwargs)
-                timings[0].forward_s = time.perf_counter() - started
-                return output
-
             with streams, one_pass(graphs.pass_contexts) as replica_context:
+                run = partial(call_replica, call, inputs, replicas.roots, copies, timings, 0)
                 outcomes = run_together([run], call.devices[:1], replica_context)
                 try:
                     self._module_sync.commit()
@@ -157,13 +147,22 @@ class ProcessesEngine(Engine):
             del replica_context  # it may refer to the replica
             matched = Outputs(outputs, call.rules, call.sizes)  # step 5
             del outputs
-            if tracked:
-                own_leaves = [edge.tensors[0] for edge in inputs.edges if edge.tensors[0] is not None]
-                self._check_first_graph(pool, call, matched, [*own_leaves, *replicas.each[0].leaves])
             graphs.outputs = [
                 BoundaryTensor(group.placement, call.output_device, group.tensors) for group in matched.groups
             ]
-            output = matched.put_together(self._joined(graphs, inputs, objects, pool, replicas, replies, tracked))
+            if tracked:
+                own_leaves = [edge.tensors[0] for edge in inputs.edges if edge.tensors[0] is not None]
+                own_leaves += replicas.leaves[0]
+                of_first = [replace(group, tensors=group.tensors[:1]) for group in matched.groups]
+                outside = self._search.outside_leaves(
+                    pool, call, of_first, where[:1], own_leaves, carries_objects(call)
+                )
+                live = self._link(graphs, inputs, objects, outside, pool, replicas)
+                graphs.pass_on_gradients_of_forward([*live, *pool.live_parameters], replies)
+                joined = join(graphs, live, ())
+            else:
+                joined = graphs.joined_outputs()
+            output = matched.put_together(joined)
         replicas.each[0].commit_buffers()
         if not tracked:
             graphs.release()
@@ -176,35 +175,6 @@ class ProcessesEngine(Engine):
             self._pool, self._linked_pool = ReplicaPool(blueprint, source), None
             self._threads_engine.refresh()
         return self._pool
-
-    def _check_first_graph(
-        self, pool: ReplicaPool, call: Call, matched: Outputs, own_leaves: list[torch.Tensor]
-    ) -> None:
-        """Find the leaves in the first replica's graph that are not its own, unless they are known."""
-        with_objects = carries_objects(call)
-        checked = (call.method, pool.blueprint.signature)
-        if with_objects or self._checked != checked:
-            of_first = [replace(group, tensors=group.tensors[:1]) for group in matched.groups]
-            self._outside = look_for_live_tensors(pool.blueprint, of_first, call.where()[:1], own_leaves)
-            # The next call may have other objects.
-            self._checked = None if with_objects else checked
-
-    def _joined(
-        self,
-        graphs: RemoteGraphs,
-        inputs: Inputs,
-        objects: list[torch.Tensor],
-        pool: ReplicaPool,
-        replicas: Replicas,
-        replies: dict[int, Reply],
-        tracked: bool,
-    ) -> Sequence[torch.Tensor]:
-        """Return the joined outputs, linked to the caller's tensors through the boundary if any needs a gradient."""
-        if not tracked:
-            return graphs.joined_outputs()
-        live = self._link(graphs, inputs, objects, pool, replicas)
-        graphs.pass_on_gradients_of_forward([*live, *pool.live_parameters], replies)
-        return join(graphs, live, ())
 
     def _send(
         self, graphs: RemoteGraphs, blueprint: Blueprint, call: Call, inputs: Inputs, num_threads: int, seeds: list[int]
@@ -265,11 +235,20 @@ class ProcessesEngine(Engine):
         return objects
 
     def _link(
-        self, graphs: RemoteGraphs, inputs: Inputs, objects: list[torch.Tensor], pool: ReplicaPool, replicas: Replicas
+        self,
+        graphs: RemoteGraphs,
+        inputs: Inputs,
+        objects: list[torch.Tensor],
+        outside_first: list[torch.Tensor],
+        pool: ReplicaPool,
+        replicas: Replicas,
     ) -> list[torch.Tensor]:
         """Give the boundary its inputs; return the live tensors behind them, without the parameters.
 
         A worker's leaf cannot be seen from here, only that there is one: any tensor of its size represents it.
+
+        Args:
+            outside_first: leaves of the first replica's graph that are not its own: globals, say.
         """
         num_workers = len(graphs.where) - 1
         module_sync = self._module_sync
@@ -280,8 +259,8 @@ class ProcessesEngine(Engine):
         graphs.keys = [~k for k in range(len(edges))]
         from_outside = module_sync.tensors_from_outside()
         in_workers = {id(tensor): n for n, tensor in enumerate(from_outside, len(pool.live_parameters))}
-        in_first = set(map(id, self._outside))
-        outside = {id(tensor): tensor for tensor in (*from_outside, *self._outside)}
+        in_first = set(map(id, outside_first))
+        outside = {id(tensor): tensor for tensor in (*from_outside, *outside_first)}
         for key, tensor in outside.items():
             of_workers = tensor if key in in_workers else None
             of_first = tensor if key in in_first else None
@@ -293,7 +272,7 @@ class ProcessesEngine(Engine):
         graphs.remote_leaves = self._remote_leaves
         graphs.inputs, graphs.live_parameters = edges, pool.live_parameters
         graphs.leaves, graphs.hooks = replicas.leaves, replicas.hooks
-        graphs.shared_leaves = bool(self._outside)
+        graphs.shared_leaves = bool(outside_first)
         graphs.keep = bool(objects)
         return [*inputs.live, *objects, *outside.values()]
 
@@ -328,7 +307,7 @@ class ProcessesEngine(Engine):
     def refresh(self) -> None:
         with self._step_lock:
             self._module_sync.invalidate()
-            self._checked = None
+            self._search.clear()
 
     def close(self) -> None:
         with self._step_lock:
