@@ -31,6 +31,16 @@ def move_child(model: nn.Module) -> None:
     model.body.add_module("head", head)
 
 
+def use_layers(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    first, second = model.layers
+    return second(first(x))
+
+
+def layers_in_a_list() -> dict[str, Any]:
+    head, tail = nn.Linear(4, 4), nn.Linear(4, 4)
+    return {"head": head, "tail": tail, "layers": [head, tail]}
+
+
 def use_table(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model.table["layer"](x) if "layer" in model.table else model.head(x) * model.table["scale"]
 
@@ -66,6 +76,7 @@ CHANGES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], dict[str, Any
         lambda: {"body": nn.Sequential(), "head": nn.Linear(4, 4)},
         move_child,
     ),
+    "layers in a list that change places": (use_layers, layers_in_a_list, lambda model: model.layers.reverse()),
     "a module in a container of another class": (
         use_table,
         lambda: {"head": nn.Linear(4, 4), "table": Table(scale=2.0)},
@@ -82,7 +93,7 @@ CHANGES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], dict[str, Any
         set_rate,
     ),
 }
-NOT_SEEN_BY_WORKERS = [*CHANGES][1:]
+NOT_SEEN_BY_WORKERS = [*CHANGES][2:]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -178,6 +189,8 @@ STEADY: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "synchronised": (lambda: layers_with(lambda layer: None), {"sync_batch_norm": True}),
     "forward assigns an attribute": (lambda: Remembers([]), {}),
     "a forward hook": (lambda: layers_with(lambda layer: layer.register_forward_hook(lambda *_: None)), {}),
+    "layers in a list": (lambda: Calls(use_layers, **layers_in_a_list()), {}),
+    "weights in a list": (lambda: Calls(lambda model, x: model.lstm(x)[0], lstm=nn.LSTM(4, 4)), {}),
     "a backward hook": (lambda: layers_with(lambda layer: layer.register_full_backward_hook(lambda *_: None)), {}),
 }
 

@@ -14,10 +14,11 @@ The parameters are many, and go through in bulk: as one list a replica, without 
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
@@ -366,21 +367,31 @@ class ReplicaGraphs:
         self, output_grads: Sequence[torch.Tensor | None]
     ) -> tuple[Self, list[list[torch.Tensor | None]]]:
         """Run backward with create_graph=True; return its graphs, without outputs yet, and each input's gradients."""
-        replicas = range(len(self.timings))
         incoming: list[BoundaryTensor] = []
-        end_grads: list[list[torch.Tensor | None]] = [[] for _ in replicas]
+        end_grads: list[list[torch.Tensor | None]] = [[] for _ in self.timings]
         for edge, grad in zip(self.outputs, output_grads, strict=True):
-            parts: list[torch.Tensor | None] = [None for _ in replicas]
+            parts: list[torch.Tensor | None] = [None for _ in self.timings]
             if grad is not None:
-                parts = [edge.part(grad.detach(), i, self.timings[i].device) for i in replicas]
+                devices = [
+                    timing.device if end is None else end.device
+                    for end, timing in zip(edge.tensors, self.timings, strict=True)
+                ]
+                parts = [edge.part(grad.detach(), i, device) for i, device in enumerate(devices)]
                 parts = [None if p is None else p.detach().requires_grad_(grad.requires_grad) for p in parts]
                 incoming.append(
                     BoundaryTensor(edge.placement, grad.device, parts if grad.requires_grad else [None] * len(parts))
                 )
             for i, part in enumerate(parts):
                 end_grads[i].append(part)
-        together = any_batched(output_grads) or modes_that_stay()
-        return self._higher(incoming), self._gradients(end_grads, together=together, create_graph=True)
+        higher = self._higher(incoming)
+        return higher, self._differentiate(end_grads, higher)
+
+    def _differentiate(
+        self, grads: Sequence[Sequence[torch.Tensor | None]], higher: Self
+    ) -> list[list[torch.Tensor | None]]:
+        """Return each input's gradients, from `grads` of each replica's outputs; their graphs will be in `higher`."""
+        together = any_batched(chain.from_iterable(grads)) or modes_that_stay()
+        return self._gradients(grads, together=together, create_graph=True)
 
     def _higher(self, incoming: Sequence[BoundaryTensor], **changes: Any) -> Self:
         """Return the graphs of these graphs' gradients, without outputs yet; `incoming` are their further inputs."""
@@ -437,5 +448,5 @@ def pass_on(live: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | Non
     torch_private.run_backward([tensor for tensor, _ in reached], [grad for _, grad in reached], keep=False)
 
 
-def any_batched(grads: Sequence[torch.Tensor | None]) -> bool:
+def any_batched(grads: Iterable[torch.Tensor | None]) -> bool:
     return bool([grad for grad in grads if grad is not None and torch_private.is_batched(grad)])

@@ -16,7 +16,6 @@ Assumes that the module does not change while a forward runs. Calls from several
 of its own.
 """
 
-import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -28,9 +27,9 @@ from torch import nn
 
 from manyhands.autograd.boundary import join
 from manyhands.autograd.replica_graph import BackwardContext, BoundaryTensor, ReplicaGraphs
-from manyhands.engines.base import Call, Engine, called, check_flag
+from manyhands.engines.base import Call, Engine, check_flag
 from manyhands.engines.compile_lock import CompileLock
-from manyhands.engines.replica import Inputs, ReplicaPool, carries_objects, look_for_live_tensors
+from manyhands.engines.replica import GraphSearch, Inputs, ReplicaPool, call_replica, carries_objects
 from manyhands.primitives import pytree
 from manyhands.primitives.blueprint import Blueprint, collector_paused
 from manyhands.primitives.outputs import Outputs
@@ -44,7 +43,6 @@ from manyhands.runtime.thread_pool import PassContext, ReplicaTiming, inside_rep
 from manyhands.sync_batch_norm.exchange import LocalExchange
 from manyhands.sync_batch_norm.function_mode import BackwardMode, BatchNormOverReplicas
 
-_MOST_STRUCTURES = 64
 _TOO_MANY_ACCELERATORS = (
     "sync_batch_norm=True over several processes, with several accelerators in this one: replicas on accelerators "
     "cannot wait for other processes in backward. Start one process for each accelerator."
@@ -61,8 +59,7 @@ class ThreadsEngine(Engine):
 
     def __init__(self, *, separate_memory: bool = False) -> None:
         self._separate_memory = check_flag(separate_memory, "separate_memory")
-        # Structures whose replica graphs have been searched and lead to the replicas' own leaves only.
-        self._self_contained: set[tuple[Any, ...]] = set()
+        self._search = GraphSearch()
         self._pool: ReplicaPool | None = None
         self._timings: list[ReplicaTiming] = []
         self._compile_lock = CompileLock()
@@ -93,15 +90,8 @@ class ThreadsEngine(Engine):
                 [(tracked, module.training, *_kind(shard)) for shard in inputs.shards]
             )
 
-        def run(index: int) -> Any:
-            started = time.perf_counter()
-            copies.wait_copies(index)
-            args, kwargs = inputs.shards[index]
-            output = called(roots[index], call.method)(*args, **kwargs)
-            timings[index].forward_s = time.perf_counter() - started
-            return output
-
         with unchanged_on_failure(pool.buffers), one_pass(contexts) as replica_context:
+            run = partial(call_replica, call, inputs, roots, copies, timings)
             tasks = [partial(run, i) for i, _ in enumerate(call.devices)]  # step 4
             outputs = values_or_raise(run_together(tasks, call.devices, replica_context), where)
             matched = Outputs(outputs, call.rules, call.sizes)  # step 5
@@ -117,7 +107,7 @@ class ThreadsEngine(Engine):
                 own_leaves = [leaf for edge in inputs.edges for leaf in edge.tensors if leaf is not None]
                 own_leaves += chain.from_iterable(replicas.leaves)
                 with_objects = carries_objects(call)
-                outside = self._outside_leaves(pool, call, with_objects, matched, own_leaves)
+                outside = self._search.outside_leaves(pool, call, matched.groups, where, own_leaves, with_objects)
                 graphs.inputs = inputs.edges + [
                     BoundaryTensor(Replicate(), leaf.device, [leaf] * len(roots)) for leaf in outside
                 ]
@@ -150,29 +140,11 @@ class ThreadsEngine(Engine):
                 self._pool = pool if blueprint.is_reusable else None
         return pool
 
-    def _outside_leaves(
-        self, pool: ReplicaPool, call: Call, with_objects: bool, matched: Outputs, own_leaves: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Return the leaves in the replicas' graphs that belong neither to the module nor to a replica."""
-        if not with_objects and call.method in pool.self_contained:
-            return []
-        structure = (call.method, *pool.blueprint.signature)
-        if not with_objects and structure in self._self_contained:
-            pool.self_contained.add(call.method)
-            return []
-        outside = look_for_live_tensors(pool.blueprint, matched.groups, call.where(), own_leaves)
-        if not outside and not with_objects:
-            pool.self_contained.add(call.method)
-            if len(self._self_contained) >= _MOST_STRUCTURES:
-                self._self_contained.clear()
-            self._self_contained.add(structure)
-        return outside
-
     def timings(self) -> list[ReplicaTiming]:
         return self._timings
 
     def refresh(self) -> None:
-        self._self_contained.clear()
+        self._search.clear()
         self._pool = None
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from manyhands.primitives.blueprint import Blueprint, check_initialized, collector_paused, constant_for
+from manyhands.primitives.blueprint import Blueprint, check_initialized, collector_paused
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.devices import DeviceLike
@@ -54,9 +54,10 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
                 for key, parameter in blueprint.parameters.items():
                     there = _devices.copy_to(parameter, device)
                     tensors[key] = there.detach() if detach else there
-            for key, constant in blueprint.constants.items():
-                tensors[key] = constant_for(constant, source, device)
-            replicas.append(blueprint.stamp(tensors).root)
+            for key, constant in blueprint.constants_on(source).items():
+                tensors[key] = _devices.copy_to(constant, device)
+            (root, *_), _ = blueprint.stamp(tensors)
+            replicas.append(root)
     return replicas  # type: ignore[return-value]
 
 

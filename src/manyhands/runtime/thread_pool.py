@@ -68,8 +68,9 @@ class one_pass:  # noqa: N801 - a context manager, as a class because a step ent
         self._contexts = contexts
 
     def __enter__(self) -> ReplicaContext:
-        if len(self._contexts) == 1:
-            self._entered: AbstractContextManager[Any] = self._contexts[0]()
+        if len(self._contexts) <= 1:
+            context = self._contexts[0] if self._contexts else _no_context
+            self._entered: AbstractContextManager[Any] = context()
             only: ReplicaContext = self._entered.__enter__()
             return only
         with contextlib.ExitStack() as stack:
@@ -79,6 +80,10 @@ class one_pass:  # noqa: N801 - a context manager, as a class because a step ent
 
     def __exit__(self, *error: Any) -> None:
         self._entered.__exit__(*error)
+
+
+def _no_context() -> AbstractContextManager[ReplicaContext]:
+    return nullcontext(lambda index: nullcontext())
 
 
 @contextlib.contextmanager

@@ -130,29 +130,28 @@ class SendBuffer:
 
     def __init__(self) -> None:
         self.segment = Segment.create(_PAGE)
-        self._allocator = BumpAllocator()
-        self._waiting: list[tuple[TensorSpec, torch.Tensor]] = []
+        self._waiting: list[torch.Tensor] = []
 
     def add(self, tensor: torch.Tensor) -> int:
-        """Add a tensor to the next `flush`; return its index in this message."""
-        self._waiting.append((self._allocator.allocate(tensor), tensor))
+        """Add a tensor that needs no gradient to the next `flush`; return its index in this message."""
+        self._waiting.append(tensor)
         return len(self._waiting) - 1
 
     def flush(self) -> list[TensorSpec]:
         """Write the tensors that were added since the last time; return their specs, by index."""
-        waiting, allocator = self._waiting, self._allocator
-        self._waiting, self._allocator = [], BumpAllocator()
+        waiting, self._waiting = self._waiting, []
+        allocator = BumpAllocator()
+        specs = [allocator.allocate(tensor, self.segment.number) for tensor in waiting]
         if allocator.num_bytes > self.segment.num_bytes:
             self.segment = Segment.create(max(allocator.num_bytes, 2 * self.segment.num_bytes))
-        specs = [spec._replace(segment=self.segment.number) for spec, _ in waiting]
-        with torch.no_grad():
-            for spec, (_, tensor) in zip(specs, waiting, strict=True):
-                self.segment.view(spec).copy_(tensor)
+            specs = [spec._replace(segment=self.segment.number) for spec in specs]
+        for spec, tensor in zip(specs, waiting, strict=True):
+            self.segment.view(spec).copy_(tensor)
         return specs
 
     def clear(self) -> None:
         """Drop the tensors that were added, after a message that could not be written."""
-        self._waiting, self._allocator = [], BumpAllocator()
+        self._waiting = []
 
 
 # ---- moving live tensors ----------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from manyhands.engines.base import called
 from manyhands.engines.processes.channel import Channel
 from manyhands.engines.processes.messages import Backward, Forward, Message, RemoteError, Reply, TensorRef
 from manyhands.engines.processes.pickling import classes_by_value, dumps, loads
-from manyhands.engines.processes.reducers.base import ModuleLeaves, PlacedGradients, WorkerReducer
+from manyhands.engines.processes.reducers.base import WorkerReducer
 from manyhands.engines.processes.reducers.collectives import CollectiveReducer, ProcessGroups, Rendezvous
 from manyhands.engines.processes.reducers.shared_memory import ReduceBuffers, SharedMemoryConfig, SharedMemoryReducer
 from manyhands.engines.processes.remote_exchange import RemoteExchange
@@ -58,7 +58,6 @@ class Graph:
 
     Attributes:
         keys: the numbers of its inputs' leaves.
-        module_leaves: those of its parameters' leaves.
         replica_context: the context of each pass.
         replicas: what it needs.
         has_higher: whether a graph of its gradients shares nodes with it.
@@ -66,10 +65,14 @@ class Graph:
 
     graph: ReplicaGraph
     keys: list[int]
-    module_leaves: ModuleLeaves
     replica_context: ReplicaContext
     replicas: Replicas
     has_higher: bool = False
+
+    @property
+    def all_keys(self) -> list[int]:
+        """The numbers of all its leaves."""
+        return [*self.keys, *range(len(self.graph.parameters))]
 
 
 class Worker:
@@ -83,7 +86,7 @@ class Worker:
         self._graphs: dict[int, Graph] = {}
         self._idle: Replicas | None = None  # to be given back after the reply
         self._module: WorkerModule | None = None
-        self._placed = PlacedGradients({})
+        self._placed: dict[int, torch.Tensor] = {}  # the places of small gradients, by leaf
         self._device = torch.device("cpu")
         self._reduce_buffers: ReduceBuffers | None = None
         self._groups: ProcessGroups | None = None
@@ -180,20 +183,19 @@ class Worker:
         if update.module is not None:
             sys.path[:] = update.path
             importlib.invalidate_caches()
-            self._module, self._checked_signature, self._placed = None, (), PlacedGradients({})
+            self._module, self._checked_signature = None, ()
             self._module = WorkerModule(update.module, self._segments, self._device)
         assert self._module is not None
         self._module.apply(update)
         self._module.load_parameters(buckets, flats)
         del flats
-        tracked = message.thread.grad_enabled
-        module = self._module
+        tracked, module = message.thread.grad_enabled, self._module
         with message.thread.applied():
             replicas = module.take(tracked)
-            root = replicas.each[0].root
+            root = replicas.roots[0]
             leaves: dict[int, torch.Tensor] = {}  # of the inputs, and of tensors from outside the module
             call = [self._shard(message, leaves)]
-            leaves.update((number, module.tensors[number]) for number in module.outside if tracked)
+            leaves.update(enumerate(module.outside if tracked else (), len(replicas.leaves[0])))
             replica_context = self._replica_context(message, root)
 
             def run() -> Any:
@@ -226,7 +228,7 @@ class Worker:
         replica = replicas.each[0]
         self._check_for_outside_leaves(message, outputs, [*leaves.values(), *replica.leaves])
         graph = ReplicaGraph(list(leaves.values()), replica.leaves, outputs, [replica.hooks])
-        kept = Graph(graph, list(leaves), module.leaves, replica_context, replicas)
+        kept = Graph(graph, list(leaves), replica_context, replicas)
         self._graphs[message.graph] = kept
         if [leaf for leaf in graph.leaves if leaf is not None and leaf.grad is not None]:  # forward has called backward
             self._reply_with_gradients(kept, reply)
@@ -269,7 +271,7 @@ class Worker:
 
     def _shard(self, message: Forward, leaves: dict[int, torch.Tensor]) -> Any:
         def from_reference(sent: TensorRef) -> torch.Tensor:
-            tensor = self._received(sent, message)
+            tensor = sent.tensor(message.specs, self._segments)
             if sent.leaf is not None:
                 leaves[sent.leaf] = tensor = tensor.requires_grad_()
             # The next message overwrites the received memory, and a leaf must not be written into.
@@ -282,8 +284,7 @@ class Worker:
     def _backward(self, message: Backward, reply: Reply) -> None:
         kept = self._graphs[message.graph]
         if message.placed is not None:
-            specs = message.placed.items()
-            self._placed = PlacedGradients({n: self._segments[spec.segment].view(spec) for n, spec in specs})
+            self._placed = {k: self._segments[spec.segment].view(spec) for k, spec in message.placed.items()}
         ends: list[torch.Tensor | None] = []
         grads: list[torch.Tensor | None] = []
         incoming: dict[int, torch.Tensor] = {}
@@ -291,7 +292,7 @@ class Worker:
             end = kept.graph.outputs[output]
             assert end is not None
             ends.append(end)
-            grads.append(grad := self._received(tensor_ref, message).to(end.device, copy=True))
+            grads.append(grad := tensor_ref.tensor(message.specs, self._segments).to(end.device, copy=True))
             if tensor_ref.leaf is not None:
                 incoming[tensor_ref.leaf] = grad.requires_grad_()
         graph = replace(kept.graph, outputs=ends)
@@ -302,7 +303,7 @@ class Worker:
         if not message.keep:
             del self._graphs[message.graph]
         reducer = self._new_reducer(message)
-        run = partial(graph.backward, grads, message.keep, kept.module_leaves.part(reducer))
+        run = partial(graph.backward, grads, message.keep, reducer)
         del graph, grads
         try:
             with message.thread.applied():
@@ -348,7 +349,7 @@ class Worker:
         with message.thread.applied(), torch.enable_grad():
             _run(differentiate, self._device, kept.replica_context)
         outputs: list[torch.Tensor] = []
-        for key, result in zip([*kept.keys, *kept.module_leaves.numbers], found[0], strict=True):
+        for key, result in zip(kept.all_keys, found[0], strict=True):
             if result is not None:
                 tensor_ref = TensorRef.put(self._send_buffer, result)
                 reply.gradients.append(
@@ -387,24 +388,17 @@ class Worker:
     def _reply_with_gradients(self, kept: Graph, reply: Reply) -> None:
         """Move the leaves' gradients to their places or into the send buffer."""
         of_inputs, of_parameters = kept.graph.take_gradients()
-        places, views = self._placed.of(kept.module_leaves)
-        found = [of_parameters[k] for k in places]
+        placed = self._placed
+        found = [of_parameters[k] for k in placed]
         plain = [grad for grad in found if grad is not None and grad.layout is torch.strided]
-        if places and len(plain) == len(places) and {torch.Tensor}.issuperset(map(type, plain)):
+        if placed and len(plain) == len(placed) and {torch.Tensor}.issuperset(map(type, plain)):
             with torch.no_grad():
-                torch_private.copy_all_in_place(views, plain)
+                torch_private.copy_all_in_place([*placed.values()], plain)
             reply.all_placed = True
-            for k in places:
+            for k in placed:
                 of_parameters[k] = None
-        keyed = zip([*kept.keys, *kept.module_leaves.numbers], [*of_inputs, *of_parameters], strict=True)
+        keyed = zip(kept.all_keys, [*of_inputs, *of_parameters], strict=True)
         reply.gradients = [(key, TensorRef.put(self._send_buffer, grad)) for key, grad in keyed if grad is not None]
-
-    def _received(self, sent: TensorRef, message: Message) -> torch.Tensor:
-        if sent.inline is not None:
-            tensor: torch.Tensor = pickle.loads(sent.inline)
-            return tensor
-        spec = message.specs[sent.spec_index]
-        return self._segments[spec.segment].view(spec)
 
     def _remote_error(self, error: BaseException) -> RemoteError:
         known = set(classes_by_value())
@@ -413,8 +407,8 @@ class Worker:
         where = "".join(traceback.format_exception(error))
         for attempt in (error, (type(error), error.args, dict(error.__dict__)), (type(error), error.args, {})):
             try:
-                pickled = dumps(attempt, lambda tensor: None, known=known)
-                again = loads(pickled, lambda reference: reference)
+                pickled = dumps(attempt, known=known)
+                again = loads(pickled)
                 if attempt is not error or (type(again) is type(error) and again.args == error.args):
                     return RemoteError(pickled, text, where, notes, not isinstance(error, Exception))
             except Exception:  # noqa: BLE001 - whatever its class raises: try the next form
