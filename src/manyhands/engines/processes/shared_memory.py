@@ -5,7 +5,7 @@ as a file descriptor. It is freed with the last process that maps it, however th
 does not matter.
 
 Guarantees
-    - A tensor in a segment keeps the mapping alive: a ctypes array between the two keeps the map's buffer open, and an
+    - A tensor in a segment keeps the mapping alive: a memoryview between the two keeps the map's buffer open, and an
       open buffer cannot be unmapped.
     - `SendBuffer` writes into one segment again and again. It returns specs, not tensors: only the engine makes tensors
       of them, and it hands none out. So nothing in use is overwritten.
@@ -13,7 +13,6 @@ Guarantees
 Assumes that the two processes alternate: while one reads from a send buffer, the other does not write to it.
 """
 
-import ctypes
 import itertools
 import math
 import mmap
@@ -76,8 +75,8 @@ class Segment:
 
     def storage(self, offset: int, num_bytes: int) -> torch.UntypedStorage:
         """Return a new storage over `num_bytes` (at least 1) from `offset`."""
-        array = (ctypes.c_char * num_bytes).from_buffer(self._map, offset)
-        return torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
+        part = memoryview(self._map)[offset : offset + num_bytes]
+        return torch.frombuffer(part, dtype=torch.uint8).untyped_storage()
 
     def view(self, spec: TensorSpec) -> torch.Tensor:
         """Return the tensor of a spec; its storage is that of the whole segment."""
