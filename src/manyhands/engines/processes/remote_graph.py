@@ -242,9 +242,6 @@ class RemoteGraphs(ReplicaGraphs):
         def poll_workers() -> None:
             group.poll(self.where)
 
-        with group.collective:
-            reducer = group.transport.reducer(poll_workers) if has_work else None
-
         def run() -> T:
             started = time.perf_counter()
             result = backward_own(reducer)
@@ -252,6 +249,8 @@ class RemoteGraphs(ReplicaGraphs):
             return result
 
         with streams, one_pass(self.pass_contexts) as replica_context:
+            with group.collective:  # workers that are connected already may come to a batch norm meanwhile
+                reducer = group.transport.reducer(poll_workers) if has_work else None
             outcomes: list[Outcome[Any]] = [*run_together([run], [self.timings[0].device], replica_context)]
             try:
                 if reducer is not None:
