@@ -17,10 +17,11 @@ buckets that never become full.
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
-from manyhands.autograd.reducer import Emit, Reducer, sum_in_place, sums_of
+from manyhands.autograd.reducer import Emit, Part, Reducer, sum_in_place, sums_of
 from manyhands.runtime import devices as _devices
 from manyhands.runtime.buckets import Bucket, Form, buckets_of, is_plain
 from manyhands.runtime.streams import Copies
@@ -135,7 +136,7 @@ class CoalescedReduce:
 
     def of(self, replica: int) -> Reducer:
         """Return a replica's part."""
-        return _PartOfReduce(self, replica, range(len(self._plan.bucket_of)))
+        return Part(range(len(self._plan.bucket_of)), partial(self._take, replica))
 
     def __enter__(self) -> "CoalescedReduce":
         self._copies.__enter__()
@@ -144,18 +145,19 @@ class CoalescedReduce:
     def __exit__(self, *error: object) -> None:
         self._copies.__exit__(*error)
 
-    def take(self, k: int, replica: int, gradient: torch.Tensor) -> None:
+    def _take(self, replica: int, k: int, gradient: torch.Tensor) -> bool:
         """Take a replica's gradient of parameter k; copy its bucket home if that is full now."""
         b = self._plan.bucket_of[k]
         with self._lock:
             waiting = self._waiting.setdefault((b, replica), {}) if b >= 0 else None
             if waiting is None or k in waiting or not is_plain(gradient):
                 self._beside.setdefault(k, {}).setdefault(replica, []).append(gradient)
-                return
+                return True
             waiting[k] = gradient
             del gradient
             if len(waiting) == len(self._plan.buckets[b].items):
                 self._copy_home(b, replica)
+        return True
 
     def end(self) -> dict[int, torch.Tensor]:
         """Copy what still waits, make the calling thread's streams wait for all sums, and return them."""
@@ -217,18 +219,3 @@ class CoalescedReduce:
                 if number < len(of_parameter[replica]):
                     part = _devices.copied_to(of_parameter[replica][number], self._plan.home_of[k])
                     self._totals[k] = sum_in_place([self._totals[k], part]) if k in self._totals else part
-
-
-class _PartOfReduce(Reducer):
-    """One replica's part in a `CoalescedReduce`."""
-
-    def __init__(self, reduce: CoalescedReduce, replica: int, numbers: Collection[int]) -> None:
-        self._reduce, self._replica, self._numbers = reduce, replica, numbers
-
-    @property
-    def numbers(self) -> Collection[int]:
-        return self._numbers
-
-    def add(self, number: int, gradient: torch.Tensor) -> bool:
-        self._reduce.take(number, self._replica, gradient)
-        return True

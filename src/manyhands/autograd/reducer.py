@@ -37,6 +37,20 @@ class Reducer(abc.ABC):
         """Add a leaf's gradient; return False, and do nothing, if it cannot be reduced, such as a second one."""
 
 
+class Part(Reducer):
+    """A replica's part in a sum in this process: the numbers, and what `add` calls."""
+
+    def __init__(self, numbers: Collection[int], add: Callable[[int, torch.Tensor], bool]) -> None:
+        self._numbers, self._add = numbers, add
+
+    @property
+    def numbers(self) -> Collection[int]:
+        return self._numbers
+
+    def add(self, number: int, gradient: torch.Tensor) -> bool:
+        return self._add(number, gradient)
+
+
 class LeafHooks:
     """Hands the gradients of one replica's leaves to a reducer, each as soon as backward has computed it.
 
@@ -120,30 +134,17 @@ class RunningSums:
 
     def of(self, replica: int) -> Reducer:
         """Return a replica's part."""
-        return _PartOfSums(self._sums, replica)
+        return Part(self._sums.keys(), partial(self._add, replica))
+
+    def _add(self, replica: int, number: int, gradient: torch.Tensor) -> bool:
+        if number in self._sums:
+            self._sums[number].add(replica, gradient)
+        return number in self._sums
 
     def end(self) -> dict[int, torch.Tensor]:
         """Add the gradients that still wait; return the sums, by number."""
         sums = {number: running.end() for number, running in self._sums.items()}
         return {number: total for number, total in sums.items() if total is not None}
-
-
-class _PartOfSums(Reducer):
-    """One replica's part in `RunningSums`."""
-
-    def __init__(self, sums: Mapping[int, "_RunningSum"], replica: int) -> None:
-        self._sums, self._replica = sums, replica
-
-    @property
-    def numbers(self) -> Collection[int]:
-        return self._sums.keys()
-
-    def add(self, number: int, gradient: torch.Tensor) -> bool:
-        running = self._sums.get(number)
-        if running is None:
-            return False
-        running.add(self._replica, gradient)
-        return True
 
 
 def sum_in_place(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

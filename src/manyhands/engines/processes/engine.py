@@ -271,7 +271,7 @@ class ProcessesEngine(Engine):
             self._describe_leaves([*pool.live_parameters, *from_outside])
         graphs.remote_leaves = self._remote_leaves
         graphs.inputs, graphs.live_parameters = edges, pool.live_parameters
-        graphs.leaves, graphs.hooks = replicas.leaves, replicas.hooks
+        graphs.leaves, graphs.hooks = replicas.leaves * len(graphs.where), replicas.hooks
         graphs.shared_leaves = bool(outside_first)
         graphs.keep = bool(objects)
         return [*inputs.live, *objects, *outside.values()]

@@ -38,7 +38,6 @@ from manyhands.engines.processes.reducers.base import WorkerReducer
 from manyhands.engines.processes.shared_memory import BumpAllocator, Segment, TensorSpec, is_plain_strided
 from manyhands.engines.processes.worker_group import StepLock, WorkerGroup, WorkerHandle
 from manyhands.primitives.parallel_apply import values_or_raise
-from manyhands.primitives.placements import Replicate
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import LARGE_BYTES
@@ -57,8 +56,8 @@ _registry: dict[Any, Any] = {}  # of the workers' warnings that were given; the 
 class RemoteGraphs(ReplicaGraphs):
     """See the module's docstring.
 
-    In an output edge, a worker's output is a view of memory that its next reply overwrites. In an input edge, a
-    worker's leaf is any tensor of its size.
+    In an output edge, a worker's output is a view of memory that its next reply overwrites. In an input edge, and in
+    `leaves`, a worker's leaf is any tensor of its size.
 
     Attributes:
         worker_group, step_lock: the engine's.
@@ -84,13 +83,6 @@ class RemoteGraphs(ReplicaGraphs):
             self.worker_group.release_graph(self.number)
         self.remote_leaves = {}
         ReplicaGraphs.release(self, failed)
-
-    @property
-    def all_inputs(self) -> list[BoundaryTensor]:
-        num_replicas = len(self.where)
-        pairs = zip(self.live_parameters, self.leaves[0] if self.leaves else (), strict=True)
-        replicate = Replicate()
-        return [*self.inputs, *(BoundaryTensor(replicate, live.device, [leaf] * num_replicas) for live, leaf in pairs)]
 
     @property
     def _edge_of(self) -> dict[int, int]:

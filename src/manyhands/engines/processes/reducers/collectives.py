@@ -6,9 +6,9 @@ and buckets in host memory. The processes find each other through a store in mem
 
 One backward, on every replica that takes part:
 
-    1. a gradient is copied into its bucket as soon as backward has made it
-    2. a bucket is reduced onto the first replica as soon as it is full and all earlier ones have been submitted;
-       backward goes on meanwhile
+    1. gradients are copied into their bucket as soon as backward has made all of them
+    2. the bucket is reduced onto the first replica as soon as all earlier ones have been submitted; backward goes on
+       meanwhile
     3. at the end, gradients that are missing are filled with zeros and the last buckets are submitted
 
 The order in which the first replica's gradients were made in its first backward decides which share a bucket.
