@@ -374,9 +374,8 @@ class ReplicaGraphs:
             if grad is not None:
                 parts = [edge.part(grad.detach(), i, self.timings[i].device) for i in replicas]
                 parts = [None if p is None else p.detach().requires_grad_(grad.requires_grad) for p in parts]
-                incoming.append(
-                    BoundaryTensor(edge.placement, grad.device, parts if grad.requires_grad else [None] * len(parts))
-                )
+                tensors = parts if grad.requires_grad else [None] * len(parts)
+                incoming.append(BoundaryTensor(edge.placement.of_gradients(), grad.device, tensors))
             for i, part in enumerate(parts):
                 end_grads[i].append(part)
         together = any_batched(output_grads) or modes_that_stay()

@@ -210,7 +210,7 @@ class RemoteGraphs(ReplicaGraphs):
             if grad.requires_grad:
                 own = None if own is None else own.detach().requires_grad_()
                 parts = [own, *(edge.placement.part(grad.detach(), i) for i in range(1, len(self.where)))]
-            incoming.append(BoundaryTensor(edge.placement, grad.device, parts))
+            incoming.append(BoundaryTensor(edge.placement.of_gradients(), grad.device, parts))
             keys.append(key)
             own_grads.append(own)
             sent_grads.append((grad.detach(), key))
