@@ -138,8 +138,9 @@ def test_caches_that_cannot_be_split_or_joined(wrap: Wrap) -> None:
         wrap(nn.Identity(), 2)(x, past=_cache_of(x[:3]))
     room = transformers.StaticCache(gpt2().config, max_cache_len=8)
     pair = transformers.EncoderDecoderCache(transformers.DynamicCache(), room)
-    with pytest.raises(TypeError, match="EncoderDecoderCache of a StaticCache cannot be split or joined"):
+    with pytest.raises(TypeError, match="EncoderDecoderCache of a StaticCache cannot be split or joined") as raised:
         wrap(nn.Identity(), 2)(x, past=pair)
+    assert raised.value.__notes__ == ["while kwargs['past'] was scattered"]
     cache = transformers.DynamicCache([(torch.zeros(2, 1, 3, 4),) * 2, (torch.zeros(3, 1, 3, 4),) * 2])
     with pytest.raises(ValueError, match=r"this DynamicCache have different numbers of rows, \[2, 3\]"):
         wrap(nn.Identity(), 2)(cache)

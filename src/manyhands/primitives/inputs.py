@@ -59,7 +59,11 @@ class Arguments:
                 if leaf.ndim:
                     counts.append(leaf.shape[axis])
             elif axis is not None and (batch_type := batch_type_of(leaf)) is not None:
-                rows = batch_type.rows(leaf)
+                try:
+                    rows = batch_type.rows(leaf)
+                except Exception as error:
+                    error.add_note(f"while {self._named()[number][0]} was scattered")
+                    raise
                 counts += [] if rows is None else [rows]
         if counts and counts.count(counts[0]) < len(counts):
             raise self._different_rows()
