@@ -96,6 +96,7 @@ def test_public_names():
         "data_parallel",
         "gather",
         "keep_freed_memory",
+        "pad",
         "parallel_apply",
         "register_batch_type",
         "replicate",

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import functools
+import importlib.util
 import io
 import itertools
 import os
@@ -143,6 +144,18 @@ def check_verbs_by_hand(output: str, devices: tuple[str, ...]) -> None:
     assert in_order(output) == in_order(VERBS_BY_HAND.format(*in_turn(devices, 3)))
 
 
+def check_transformers_trainer(output: str, devices: tuple[str, ...]) -> None:
+    losses = r"    epoch 1: loss (\S+)\n    epoch 2: loss (\S+)\n    epoch 3: loss (\S+)\n    epoch 4: loss (\S+)\n"
+    end = r"Same numbers: parameters differ by (\d\.\de-\d\d|0\.0e\+00) at most\n"
+    match = re.fullmatch(rf"One device:\n{losses}Wrapped:\n{losses}{end}", output)
+    assert match, output
+    *values, difference = map(float, match.groups())
+    one_device, wrapped = values[:4], values[4:]
+    assert one_device == sorted(one_device, reverse=True)
+    assert wrapped == pytest.approx(one_device, abs=1.01e-4)  # they are printed with four digits
+    assert difference < 1e-4
+
+
 # Of each example: the arguments it is run with, and what reads its output.
 CHECKS = {
     "transcript.py": (["--devices", "8"], lambda output, devices: check_transcript(output, 8, devices)),
@@ -152,7 +165,17 @@ CHECKS = {
     "bce_training.py": (["--devices", "2", "--epochs", "10"], check_bce_training),
     "verbs_by_hand.py": ([], check_verbs_by_hand),
     "several_processes.py": ([], check_several_processes),
+    "transformers_trainer.py": ([], check_transformers_trainer),
 }
+# Trainer chooses its devices itself, and knows no simulated ones; importing it takes seconds.
+WITH_ANY_DEVICE = CHECKS.keys() - {"transformers_trainer.py"}
+
+
+def expect_installed(name: str) -> None:
+    if name == "transformers_trainer.py":
+        for library in ("transformers", "accelerate"):
+            if importlib.util.find_spec(library) is None:
+                pytest.skip(f"{library} is not installed")
 
 
 def in_turn(devices: tuple[str, ...], num_replicas: int) -> list[str]:
@@ -225,6 +248,7 @@ def test_every_example_has_a_test_a_row_in_the_index_and_its_command() -> None:
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_runs_as_a_program(name: str) -> None:
+    expect_installed(name)
     done = run_program(name)
     assert (done.returncode, done.stderr) == (0, "")
     CHECKS[name][1](done.stdout, ("cpu",))
@@ -236,7 +260,7 @@ def test_transcript(num_devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check_transcript(stdout.getvalue(), num_devices, ("cpu",))
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", sorted(WITH_ANY_DEVICE))
 def test_on_accelerators_too(name: str, two_accelerators: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """The first replica is on the first of two accelerators, the second on the second, and so on.
 
@@ -296,6 +320,7 @@ def test_help_has_an_example(name: str, monkeypatch: pytest.MonkeyPatch, capsys:
 @pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a GPU")
 @pytest.mark.parametrize("name", CHECKS)
 def test_runs_on_gpus(name: str) -> None:
+    expect_installed(name)
     done = run_program(name, use_gpus=True)
     assert (done.returncode, done.stderr) == (0, "")
     CHECKS[name][1](done.stdout, tuple(f"cuda:{i}" for i in range(torch.cuda.device_count())))

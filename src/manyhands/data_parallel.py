@@ -115,7 +115,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         in_dims: the axis of the rows in each input, as `torch.func.vmap` has it: an int for all; or a tuple with one
             entry a positional input, or a dict with names of inputs, nested as far down as needed. None: it has no
             rows, every replica gets all of it. What is left out has `dim`: `in_dims={"mask": 1, "table": None}`.
-        out_dims: the same for outputs; None: the replicas agree on it. `out_dims=(0, 1)` for the output and the hidden
+        out_dims: the same for outputs; None: the replicas agree on it; `manyhands.pad(1)`: what differs in size on axis
+            1 is padded to the longest. `out_dims=(0, 1)` for the output and the hidden
             state of an RNN with batch_first=True.
         sync_batch_norm: whether batch norm in training normalises over the rows of all replicas instead of each one's
             own: `torch.nn.BatchNorm1d`, 2d and 3d, subclasses, and `torch.nn.functional.batch_norm`. Outputs,

@@ -269,7 +269,7 @@ def test_lazy_modules_before_their_first_input(use: Callable[..., Any]) -> None:
         (nn.Sequential(nn.LazyBatchNorm1d(affine=False)), r"layer '0' .* 'running_mean'"),
         (hidden, "call the plain module once"),
     ):
-        with pytest.raises(RuntimeError, match=message):
+        with pytest.raises(ValueError, match=message):
             use(module, x)
     with torch.no_grad():
         network(x[:2])

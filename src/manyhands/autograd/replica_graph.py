@@ -378,9 +378,8 @@ class ReplicaGraphs:
                 ]
                 parts = [edge.part(grad.detach(), i, device) for i, device in enumerate(devices)]
                 parts = [None if p is None else p.detach().requires_grad_(grad.requires_grad) for p in parts]
-                incoming.append(
-                    BoundaryTensor(edge.placement, grad.device, parts if grad.requires_grad else [None] * len(parts))
-                )
+                tensors = parts if grad.requires_grad else [None] * len(parts)
+                incoming.append(BoundaryTensor(edge.placement.of_gradients(), grad.device, tensors))
             for i, part in enumerate(parts):
                 end_grads[i].append(part)
         higher = self._higher(incoming)

@@ -268,7 +268,11 @@ class ReplicaPool:
         self.blueprint, self.source = blueprint, source
         blueprint.keep()
         self.live_parameters = [parameter for parameter in blueprint.parameters.values() if parameter.requires_grad]
-        self.large = [k for k, parameter in enumerate(self.live_parameters) if parameter.nbytes >= LARGE_BYTES]
+        self.large = [
+            k
+            for k, parameter in enumerate(self.live_parameters)
+            if parameter.layout == torch.strided and parameter.nbytes >= LARGE_BYTES
+        ]
         self.buffers = list(blueprint.buffers.values())
         self._idle: list[Replicas] = []
 

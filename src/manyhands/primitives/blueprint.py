@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from manyhands.primitives.change_tracking import ChangeTracker, TensorSnapshot
+from manyhands.primitives.object_state import slot_names
 from manyhands.primitives.references import is_inert, may_refer_later, rebind, references
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
@@ -87,7 +88,7 @@ class Blueprint:
         replays_cuda_graphs: whether such a function replays CUDA graphs.
 
     Raises:
-        RuntimeError: a lazy module that has not had its first input yet; names the remedy.
+        ValueError: a lazy module that has not had its first input yet; names the remedy.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -368,7 +369,7 @@ def check_initialized(root: nn.Module, tensors: Iterable[torch.Tensor | None]) -
     """Check that all of `tensors`, parameters and buffers of `root`, have a shape; a lazy module's have none at first.
 
     Raises:
-        RuntimeError: one has none; names the layer and the remedy.
+        ValueError: one has none; names the layer and the remedy (the type is torch's).
     """
     if _UNINITIALIZED.isdisjoint(map(type, tensors)):
         return
@@ -380,17 +381,8 @@ def check_initialized(root: nn.Module, tensors: Iterable[torch.Tensor | None]) -
     )
     path, module, name = next(uninitialized, ("", root, "parameters"))  # none if an attribute's module has it
     where = f"layer {path!r} ({type(module).__name__})" if path else type(module).__name__
-    raise RuntimeError(
+    raise ValueError(
         f"{where} does not know the shape of its {name!r} yet: it learns it from its first input. Before it "
         "runs on several devices, and before the optimizer is made, call the plain module once, such as `with "
         "torch.no_grad(): model(inputs[:1])`; the plain module of a wrapper is `model.module`."
     )
-
-
-def slot_names(cls: type) -> Iterator[str]:
-    """Yield the names of the slots that a class and its bases have."""
-    for base in cls.__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__"):
-                yield f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") else name

@@ -5,11 +5,24 @@ from collections import OrderedDict
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from manyhands.console.errors import OptionError
+
 MODELS = ("resnet18", "mlp")
 INITS = ("default", "seeds")
 
 _SEEDS_STD = 0.01
 _MLP_WIDTH = 256
+
+
+def expect_known(name: str, init: str) -> None:
+    """Check that there is a model and a way to initialise it with these names.
+
+    Raises:
+        OptionError: there is not.
+    """
+    for option, given, known in (("--model", name, MODELS), ("--init", init, INITS)):
+        if given not in known:
+            raise OptionError(f"{option} {given}: expected one of {', '.join(known)}")
 
 
 def build(name: str, *, num_classes: int, image_shape: tuple[int, int, int], init: str = "default") -> nn.Module:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhands.console.device_option import choose_devices
-from manyhands.console.errors import DivergedError, FolderError, OptionError
+from manyhands.console.errors import DivergedError, FolderError
 from manyhands.data_parallel import DataParallel
 from manyhands.runtime import devices as _devices
 from manyhands.training import checkpoint, data, models
@@ -68,7 +68,7 @@ class Run:
         Raises:
             CommandError: it cannot be set up; the message is one line for the user.
         """
-        _check_names(options)
+        models.expect_known(options.model, options.init)
         devices = ranks.together(lambda: choose_devices(options.devices, among_several=ranks.world_size > 1))
         devices_by_rank = ranks.all_gather(devices)
         dataset = _load(options, display, ranks)
@@ -293,13 +293,3 @@ def _sizes_of(dataset: data.Dataset) -> dict[str, Any]:
         "num_classes": dataset.num_classes,
         "image_shape": list(dataset.image_shape),
     }
-
-
-def _check_names(options: Options) -> None:
-    """Check the names that models.py defines. `Options` has checked all others."""
-    for option, name, known in (
-        ("--model", options.model, models.MODELS),
-        ("--init", options.init, models.INITS),
-    ):
-        if name not in known:
-            raise OptionError(f"{option} {name}: expected one of {', '.join(known)}")

@@ -45,7 +45,7 @@ from manyhands.primitives.blueprint import HOOKS, Blueprint
 from manyhands.primitives.outputs import Outputs
 from manyhands.primitives.parallel_apply import values_or_raise
 from manyhands.primitives.placements import Replicate
-from manyhands.primitives.replicate import check_device, unchanged_on_failure
+from manyhands.primitives.replicate import check_device, check_layouts, unchanged_on_failure
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.errors import log_once
@@ -172,6 +172,7 @@ class ProcessesEngine(Engine):
         """Return the pool of the first replicas; those of other blueprints are dropped, with what they refer to."""
         if self._pool is None or self._pool.blueprint is not blueprint or self._pool.source != source:
             check_device(blueprint.root, [*blueprint.parameters.values(), *blueprint.buffers.values()], source)
+            check_layouts(blueprint.root)
             self._pool, self._linked_pool = ReplicaPool(blueprint, source), None
             self._threads_engine.refresh()
         return self._pool

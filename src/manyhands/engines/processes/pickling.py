@@ -20,7 +20,7 @@ import cloudpickle
 import torch
 from torch import nn
 
-from manyhands.primitives.blueprint import slot_names
+from manyhands.primitives.object_state import slot_names
 from manyhands.primitives.references import PROXIES, referent
 
 ToReference = Callable[[torch.Tensor], Any]  # None: the tensor itself is pickled
