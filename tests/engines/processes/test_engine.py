@@ -30,6 +30,7 @@ from manyhands import DataParallel
 from manyhands.engines.processes import engine, fork_server, worker, worker_group
 from manyhands.engines.processes.channel import _HEADER, Channel
 from manyhands.engines.processes.engine import ProcessesEngine
+from manyhands.engines.processes.module_sync import ModuleSync
 from manyhands.runtime.errors import log_once
 
 WAIT_S = 60.0
@@ -639,6 +640,22 @@ def test_a_forked_child_has_parameters_of_its_own(wrap):
     assert torch.equal(model.module.weight.grad, torch.full((1, 20_000), 4.0))
     model(x).sum().backward()
     assert model.module.bias.grad.item() == 8.0
+
+
+def test_a_forked_child_does_not_read_gradients_on_accelerators(monkeypatch):
+    """F5: their addresses are not the host's; a DataLoader forks while `.grad` is set."""
+    sync = ModuleSync.__new__(ModuleSync)
+    leaf = torch.ones(3, requires_grad=True)
+    leaf.grad = torch.ones(3)
+    sync._in_shared_memory, sync.tensors = [], [leaf]
+    monkeypatch.setattr(ModuleSync, "invalidate", lambda self: None)
+    read = []
+    monkeypatch.setattr("ctypes.memmove", lambda target, source, size: read.append(source))
+    sync.leave_shared_memory()
+    assert len(read) == 1
+    monkeypatch.setattr("manyhands.runtime.devices.is_cpu", lambda device: False)
+    sync.leave_shared_memory()
+    assert len(read) == 1
 
 
 def test_ctrl_c_in_the_middle_of_a_message_ends_the_workers(wrap, monkeypatch):

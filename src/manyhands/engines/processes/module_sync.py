@@ -201,7 +201,8 @@ class ModuleSync:
             for tensor in self._in_shared_memory:
                 tensor.data = _copy_in_this_thread(tensor.detach())
             for tensor in self.tensors:
-                if tensor.is_leaf and tensor.grad is not None and is_plain_strided(tensor.grad):
+                # Not those on an accelerator, which the child of a fork cannot use, and cannot read from the host.
+                if tensor.is_leaf and tensor.grad is not None and _in_host_memory(tensor.grad):
                     tensor.grad = _copy_in_this_thread(tensor.grad)
         self.invalidate()
 
@@ -436,6 +437,10 @@ def _not_picklable_error(blueprint: Blueprint, error: Exception) -> Exception:
         f"({type(error).__name__}: {error}). Make it in forward, or leave it out of the module; or use "
         'engine="threads", which sends nothing.'
     )
+
+
+def _in_host_memory(tensor: torch.Tensor) -> bool:
+    return is_plain_strided(tensor) and _devices.is_cpu(tensor.device)
 
 
 def _copy_in_this_thread(tensor: torch.Tensor) -> torch.Tensor:
