@@ -178,6 +178,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         self.dim = dim
         one_of_several = communicator is not None or (process_group is None and started_by_launcher())
         self.devices = (devices_of_process if one_of_several else _devices.resolve)(device_ids)
+        if one_of_several:
+            _devices.make_current(self.devices[0])
         self.device_ids: list[Any] = [_devices.public_id(device) for device in self.devices]
         self.output_device: Any = None
         self.shares: Shares = check_shares(shares, len(self.devices) or None)

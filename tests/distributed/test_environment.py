@@ -90,6 +90,9 @@ def test_the_device_of_a_process(environment_of, sim, monkeypatch, local_rank):
     environment_of({"LOCAL_RANK": "4"})
     with pytest.raises(ValueError, match=r"LOCAL_RANK=4, and this machine has 4 accelerators: start at most 4"):
         local_device()
+    # As with Slurm's --gpus-per-task: each process sees its own, as number 0.
+    monkeypatch.setattr("manyhands.runtime.devices.accelerators", lambda: sim[:1])
+    assert local_device() == sim[0]
     monkeypatch.setattr("manyhands.runtime.devices.accelerators", list)
     assert local_device() == torch.device("cpu")
 

@@ -1,5 +1,6 @@
 """Random streams: which draws are intercepted, and which are reported. tests/contract/test_random.py has the rest."""
 
+import contextlib
 import functools
 import os
 import threading
@@ -358,12 +359,11 @@ def test_where_torch_offers_no_way(monkeypatch: pytest.MonkeyPatch, caplog: pyte
 
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The CPU represents an accelerator; `states` are those of accelerators that several replicas share."""
-    accelerator = SimpleNamespace(states={})
+    """The CPU represents an accelerator; `generators` are those of accelerators that several replicas share."""
+    accelerator = SimpleNamespace(generators={})
     monkeypatch.setattr(devices, "computes_on_host", lambda device: False)
     monkeypatch.setattr(devices, "seed_differently", lambda devices: None)
-    copied = lambda devices: {device: state.clone() for device, state in accelerator.states.items()}  # noqa: E731
-    monkeypatch.setattr(devices, "shared_random_states", copied)
+    monkeypatch.setattr(devices, "shared_generators", lambda devices: accelerator.generators)
     return accelerator
 
 
@@ -395,15 +395,103 @@ def test_passes_at_the_same_time_are_not_reported(caplog: pytest.LogCaptureFixtu
     assert not logged(caplog)
 
 
-@pytest.mark.parametrize("draws", [True, False])
-def test_two_replicas_on_one_accelerator(
-    accelerator: SimpleNamespace, caplog: pytest.LogCaptureFixture, draws: bool
-) -> None:
-    """N6, A12: they share its generator, which is reported when they draw from it."""
-    state = torch.zeros(16, dtype=torch.uint8)
-    accelerator.states[torch.device("cuda", 1)] = state
+@pytest.fixture
+def generator(accelerator: SimpleNamespace) -> torch.Generator:
+    """The one generator of an accelerator on which all replicas are."""
+    generator = torch.Generator().manual_seed(5)
+    accelerator.generators[CPU] = generator
+    return generator
+
+
+def draw(generator: torch.Generator) -> list[float]:
+    numbers: list[float] = torch.rand(3, generator=generator).tolist()
+    return numbers
+
+
+def checkpointed(generator: torch.Generator, after_saving: Callable[[], object]) -> tuple[list[float], list[float]]:
+    """Save the random state, and draw; return what was drawn, and what is drawn when the state is restored."""
+    state = generator.get_state()
+    after_saving()
+    return draw(generator), draw(generator.set_state(state))
+
+
+def test_replicas_on_one_accelerator_have_a_random_state_each(generator: torch.Generator) -> None:
+    """N6, A12, R13: an activation checkpoint draws again what it drew, although another replica drew in between."""
+    drawn: list[list[float]] = []
+
+    def other_replica() -> None:
+        with rng.waiting_for_others(), streams(1):
+            drawn.append(draw(generator))
+
+    runs = []
     for _ in range(2):
-        with own_streams("Net", [CPU, CPU]):
-            state[0] += draws
-    assert len(logged(caplog)) == draws
-    assert all("several replicas of Net are on cuda:1 and draw from its one" in message for message in logged(caplog))
+        generator.manual_seed(5)
+        with own_streams("Net", [CPU, CPU]) as streams, streams(0):
+            first, again = checkpointed(generator, other_replica)
+        assert first == again
+        assert drawn[-1] != first
+        runs.append((first, drawn[-1], draw(generator)))
+    assert runs[0] == runs[1], "equal seeds, equal runs"
+    generator.manual_seed(5)
+    assert [*runs[0][0], *runs[0][2]] == [*draw(generator), *draw(generator)], "the first replica's is torch's own"
+
+
+def test_replicas_on_one_accelerator_take_turns(generator: torch.Generator) -> None:
+    """N6, A12: one begins when another has ended, or waits for it in an exchange."""
+    at_the_door = threading.Event()
+    order: list[int] = []
+
+    def second() -> None:
+        at_the_door.set()
+        with streams(1):
+            order.append(1)
+
+    with own_streams("Net", [CPU, CPU]) as streams, ThreadPoolExecutor(1) as pool:
+        with streams(0):
+            ended = pool.submit(second)
+            assert at_the_door.wait(WAIT_S)
+            order.append(0)
+        ended.result(WAIT_S)
+    assert order == [0, 1]
+
+
+@pytest.mark.parametrize("which", [0, 1, None])
+def test_the_generator_after_a_pass_of_replicas_on_one_accelerator(
+    generator: torch.Generator, which: int | None
+) -> None:
+    """N6: it has moved if a replica has drawn; a pass that fails leaves it as it was."""
+    before = generator.get_state()
+    for _ in range(2):
+        with contextlib.suppress(KeyError), own_streams("Net", [CPU, CPU]) as streams:
+            for index in range(2):
+                with streams(index):
+                    if index == which:
+                        draw(generator)
+            raise KeyError
+        assert torch.equal(generator.get_state(), before)
+    seen = [before]
+    for _ in range(2):
+        with own_streams("Net", [CPU, CPU]) as streams:
+            for index in range(2):
+                with streams(index):
+                    if index == which:
+                        draw(generator)
+        seen.append(generator.get_state())
+    assert len({bytes(state.tolist()) for state in seen}) == (1 if which is None else 3)
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_replicas_on_one_accelerator_that_wait_for_each_other(
+    generator: torch.Generator, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, draws: bool
+) -> None:
+    """N6, A12: they cannot take turns; they run, and what they draw is reported."""
+    monkeypatch.setattr(rng, "_PATIENCE_S", 0.01)
+    with own_streams("Net", [CPU, CPU]) as streams, streams(0), ThreadPoolExecutor(1) as pool:
+
+        def second() -> None:
+            with streams(1):
+                if draws:
+                    draw(generator)
+
+        pool.submit(second).result(WAIT_S)
+    assert ["several replicas of Net are on cpu" in message for message in logged(caplog)] == [True] * draws

@@ -1,8 +1,10 @@
 """Every private call of torch: its result in each situation, and its fallback where a torch lacks it."""
 
 import contextlib
+import importlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from types import FunctionType, SimpleNamespace
@@ -434,3 +436,44 @@ def test_the_environment_while_a_group_of_nccl_is_made(monkeypatch: pytest.Monke
     }
     torch_private.end_process_group(group)
     assert group.aborted
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
+@pytest.mark.parametrize(
+    ("mode", "replays"), [(None, False), ("max-autotune-no-cudagraphs", False), ("reduce-overhead", True)]
+)
+def test_what_torch_compile_makes_with_cuda_graphs(mode: str | None, replays: bool) -> None:
+    """R13: known without compiling anything."""
+    assert torch_private.replays_cuda_graphs(torch.compile(lambda x: x, mode=mode)) == replays
+    module = torch.compile(torch.nn.Linear(2, 2), mode=mode)
+    assert any(map(torch_private.replays_cuda_graphs, vars(module).values())) == replays
+    assert not torch_private.replays_cuda_graphs(torch.tanh)
+
+
+def test_compiled_code_for_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R13: as many versions for each as torch keeps for one; what the user has set higher stays."""
+    config = importlib.import_module("torch._dynamo.config")
+    before = config.recompile_limit
+    monkeypatch.setattr(torch_private, "_limit_for_one", {})
+    try:
+        for num_devices, expected in ((1, before), (8, 8 * before), (2, 8 * before)):
+            torch_private.keep_code_for_devices(num_devices)
+            assert config.recompile_limit == expected
+    finally:
+        config.recompile_limit = before
+
+
+def test_a_group_is_aborted_without_a_wait() -> None:
+    """C12: gloo's collectives end by themselves; others wait on the accelerator for a rank that never comes."""
+    aborted, may_end = threading.Event(), threading.Event()
+
+    def abort() -> None:
+        aborted.set()
+        may_end.wait()
+
+    backend = SimpleNamespace(abort=abort)
+    group = SimpleNamespace(_device_types=["cpu", "cuda"], _get_backend=lambda kind: backend)
+    torch_private.abort_group(group)
+    assert aborted.wait(60)
+    may_end.set()
+    torch_private.abort_group(SimpleNamespace())

@@ -33,7 +33,8 @@ class Call:
         method: the module's method that is called; None: the module itself.
         sync_batch_norm: whether batch norms in training see the rows of all replicas.
         sync_context: the weight of this call in sums of gradients over several processes; None: there are no such sums.
-        cross_process: what exchanges batch norm's statistics with other processes; None: they stay in this one.
+        cross_process: a `CrossProcess`, which exchanges batch norm's statistics with other processes; None: they stay
+            in this one.
     """
 
     arguments: Arguments
@@ -46,7 +47,7 @@ class Call:
     method: str | None = None
     sync_batch_norm: bool = False
     sync_context: SyncContext | None = None
-    cross_process: Callable[[str, dict[int, Any]], dict[int, Any]] | None = None
+    cross_process: Any = None
 
     def where(self) -> list[str]:
         """Return each replica's name in messages: its number, its device and its rows."""

@@ -122,6 +122,7 @@ class DistributedEngine(Engine):
             if call.sync_batch_norm:
                 communicator = sync_context.gradient_sync.communicator
                 cross_process = CrossProcessAllGather(communicator, call.source, sync_context.weight_of_loss)
+                sync_context = replace(sync_context, has_exchanges=True)
             rules = call.rules
             if len(self._devices) == 1:  # as with one device alone: outputs are not joined, and 0-dim ones stay 0-dim
                 rules = OutputRules(rules.dim, None, rules.scalars)

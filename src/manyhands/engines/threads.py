@@ -38,6 +38,7 @@ from manyhands.primitives.parallel_apply import values_or_raise
 from manyhands.primitives.placements import Replicate
 from manyhands.primitives.replicate import check_device, unchanged_on_failure
 from manyhands.runtime import devices as _devices
+from manyhands.runtime import torch_private
 from manyhands.runtime.rng import own_streams
 from manyhands.runtime.streams import Copies
 from manyhands.runtime.thread_pool import PassContext, ReplicaTiming, inside_replica, one_pass, run_together
@@ -45,6 +46,11 @@ from manyhands.sync_batch_norm.exchange import LocalExchange
 from manyhands.sync_batch_norm.function_mode import BackwardMode, BatchNormOverReplicas
 
 _MOST_STRUCTURES = 64
+_CUDA_GRAPHS = (
+    'the module is compiled with CUDA graphs (torch.compile(mode="reduce-overhead" or "max-autotune")): a graph reads '
+    "its input and writes its output in one place, which replicas cannot share. Compile it in another mode "
+    '(mode="max-autotune-no-cudagraphs", or none), or wrap it for one device, DataParallel(model, [0]).'
+)
 _TOO_MANY_ACCELERATORS = (
     "sync_batch_norm=True over several processes, with several accelerators in this one: replicas on accelerators "
     "cannot wait for other processes in backward. Start one process for each accelerator."
@@ -80,6 +86,10 @@ class ThreadsEngine(Engine):
             inputs = Inputs(call, tracked, copies)
             replicas = pool.take(call.devices, tracked, copies, separate_memory=self._separate_memory)
         blueprint, roots = pool.blueprint, replicas.roots
+        if blueprint.compiled and not _devices.all_on_host(call.devices):
+            if blueprint.replays_cuda_graphs and len(call.devices) > 1:
+                raise RuntimeError(_CUDA_GRAPHS)
+            torch_private.keep_code_for_devices(len({*call.devices}))
         if not inside_replica():
             self._timings = timings
 

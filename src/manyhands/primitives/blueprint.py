@@ -85,6 +85,7 @@ class Blueprint:
         histories: id -> tensor, of tensors in attributes that have a history; a replica cannot use these.
         compiled: whether an attribute or a class holds a function made by torch.compile. Such functions close over the
             live module, and are rebound like any other.
+        replays_cuda_graphs: whether such a function replays CUDA graphs.
 
     Raises:
         RuntimeError: a lazy module that has not had its first input yet; names the remedy.
@@ -99,7 +100,7 @@ class Blueprint:
         self._slots: dict[type, list[str]] = {}  # names of the slots of each class that has any
         self._script_classes: set[type] = set()
         self._script_attributes: list[tuple[int, str, Any]] = []  # id of a module, name, and value that refers
-        self.compiled = False
+        self.compiled = self.replays_cuda_graphs = False
         self._to_search: list[tuple[dict[str, Any], str]] = []  # attributes that may refer to live objects later
         self._num_registered = 0
         parameters: list[torch.Tensor] = []
@@ -304,6 +305,7 @@ class Blueprint:
         """Add what an attribute refers to to `found`; remember the attribute if it refers to anything."""
         value = module.__dict__[name]
         self.compiled = self.compiled or torch_private.is_compiled(value)
+        self.replays_cuda_graphs = self.replays_cuda_graphs or torch_private.replays_cuda_graphs(value)
         if issubclass(type(value), torch.Tensor) and not value.requires_grad:
             self.constants[id(value)] = value
         referred = references(value)

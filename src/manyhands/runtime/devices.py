@@ -127,10 +127,16 @@ def public_id(device: torch.device) -> int | torch.device:
 def identity(device: torch.device) -> str:
     """Return a name of a device that is unique on this machine, and the same in all its processes.
 
-    Indices are not, where CUDA_VISIBLE_DEVICES numbers each process's devices from 0. (Not run on several GPUs so far.)
+    Indices are not, where CUDA_VISIBLE_DEVICES numbers each process's devices from 0. The slices (MIG) of one GPU have
+    different UUIDs and the GPU's address on the bus; they are one device, because NCCL cannot connect two of them.
+    (Not run on several GPUs so far.)
     """
     if not computes_on_host(device):
-        uuid = getattr(torch.get_device_module(device).get_device_properties(device), "uuid", None)
+        properties = torch.get_device_module(device).get_device_properties(device)
+        address = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+        if None not in address:
+            return f"{device.type} at {':'.join(map(str, address))}"
+        uuid = getattr(properties, "uuid", None)
         if uuid is not None:
             return f"{device.type} {uuid}"
     return str(device)
@@ -222,8 +228,16 @@ def computes_on_host(device: torch.device) -> bool:
     """Return whether work on `device` runs in the calling thread rather than on an accelerator's streams."""
     if device.type == "cpu":
         return True
+    if device.type in _accelerator_types:
+        return False
     kind = torch.accelerator.current_accelerator(check_available=True)
-    return kind is None or device.type != kind.type
+    if kind is None or device.type != kind.type:
+        return True
+    _accelerator_types.add(kind.type)
+    return False
+
+
+_accelerator_types: set[str] = set()  # those found so far: torch takes microseconds to say so again
 
 
 def all_on_host(devices: Sequence[torch.device]) -> bool:
@@ -269,6 +283,21 @@ def begin_copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[bo
     return copy, is_there
 
 
+def numbers(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the host's numbers on a device; the host does not wait for the device.
+
+    `torch.tensor(values, device=device)` would: it copies from pageable memory.
+    """
+    if not has_streams(device):
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def has_batch_norm_kernels(device: torch.device) -> bool:
+    """Return whether torch has its kernels of synchronised batch norm for a device (sync_batch_norm/kernels.py)."""
+    return device.type in ("cuda", "xpu")
+
+
 def current_streams(devices: Sequence[torch.device]) -> list[torch.Stream]:
     """Return the calling thread's current stream on each accelerator among `devices`."""
     return [torch.accelerator.current_stream(d) for d in dict.fromkeys(devices) if not computes_on_host(d)]
@@ -280,17 +309,23 @@ def using(device: torch.device, streams: Sequence[torch.Stream]) -> Iterator[Non
     if computes_on_host(device):
         yield
         return
-    device_before = torch.accelerator.current_device_index()
     streams_before = [torch.accelerator.current_stream(stream.device) for stream in streams]
-    try:
-        for stream in streams:
-            torch.accelerator.set_stream(stream)
+    with torch_private.current_device(device):
+        try:
+            for stream in streams:
+                torch.accelerator.set_stream(stream)  # makes its device the current one
+            if streams:
+                torch.accelerator.set_device_index(device.index)
+            yield
+        finally:
+            for stream in streams_before:
+                torch.accelerator.set_stream(stream)
+
+
+def make_current(device: torch.device) -> None:
+    """Make an accelerator the current one, which "cuda" without an index means; on the host nothing happens."""
+    if not computes_on_host(device):
         torch.accelerator.set_device_index(device.index)
-        yield
-    finally:
-        for stream in streams_before:
-            torch.accelerator.set_stream(stream)
-        torch.accelerator.set_device_index(device_before)
 
 
 def random_states() -> list[torch.Tensor]:
@@ -341,11 +376,11 @@ def seed_differently(devices: Sequence[torch.device]) -> None:
             generator.manual_seed((first.initial_seed() + number * _SEED_STEP) % 2**64)
 
 
-def shared_random_states(devices: Sequence[torch.device]) -> dict[torch.device, torch.Tensor]:
-    """Return the state of the random generator of each accelerator that is named more than once."""
+def shared_generators(devices: Sequence[torch.device]) -> dict[torch.device, torch.Generator]:
+    """Return the random generator of each accelerator that is named more than once."""
     shared = [device for device, times in Counter(devices).items() if times > 1 and not computes_on_host(device)]
     generators = {device: _default_generator(device) for device in shared}
-    return {device: generator.get_state() for device, generator in generators.items() if generator is not None}
+    return {device: generator for device, generator in generators.items() if generator is not None}
 
 
 def _default_generator(device: torch.device) -> torch.Generator | None:

@@ -24,10 +24,12 @@ One operation that draws nothing is intercepted in the same way: `embedding_reno
 writes into weights that replicas on the host share. A lock lets one replica write at a time: else two of them could
 scale the same row.
 
-Accelerators have generators of their own. Each gets a seed of its own; two replicas on one accelerator, which share its
-generator, are reported when they draw. Draws on the CPU by replicas on accelerators are reported too: these replicas
-have no streams, because their backward runs in torch's threads, which would restore one replica's random state into
-another's stream.
+Accelerators have generators of their own. Each gets a seed of its own. Replicas on one accelerator share its generator,
+and run one after the other (`_Turns`), each with the generator in a state of its own: kernels draw from it wherever
+they are launched, and an activation checkpoint restores the state that its replica had. This takes no time: they share
+the accelerator's stream, too. Draws on the CPU by replicas on accelerators are reported: these replicas have no
+streams, because their backward runs in torch's threads, which would restore one replica's random state into another's
+stream.
 
 Assumes that no other thread draws from torch's generator while replicas run. Calls from several threads at once are
 safe, but what they draw depends on their order.
@@ -72,10 +74,13 @@ _WHAT_IS_NOT_CAUGHT = (
 _NOTHING_IS_CAUGHT = "the model: this release of torch offers no way to give each replica a stream of its own"
 _ON_ACCELERATORS = "an operation on the CPU: replicas on accelerators have streams of their own on these only"
 _ONE_DEVICE = (
-    "several replicas of {name} are on {device} and draw from its one random generator, in any order: runs with equal "
-    "seeds may differ. Give each replica a device of its own, or draw outside the model and pass the result to it as "
-    "an input."
+    "several replicas of {name} are on {device}, draw from its one random generator, and wait for each other in "
+    "forward, so that they cannot run one after the other: runs with equal seeds may differ, and activation "
+    "checkpoints may draw other numbers. Give each replica a device of its own, or draw outside the model and pass the "
+    "result to it as an input."
 )
+_AFTER_THE_PASS = 1 << 30  # in the place of a replica's number
+_PATIENCE_S = 60.0  # how long a replica waits for its turn on an accelerator
 
 
 def own_streams(
@@ -102,10 +107,11 @@ class _OwnStreams:
 
     def __enter__(self) -> Callable[[int], AbstractContextManager[None]]:
         self._on_host = _devices.all_on_host(self._devices)
-        self._on_accelerators: dict[torch.device, torch.Tensor] = {}
+        self._turns: dict[torch.device, _Turns] = {}
         if not self._on_host:
             _devices.seed_differently(self._devices)
-            self._on_accelerators = _devices.shared_random_states(self._devices)
+            shared = _devices.shared_generators(self._devices)
+            self._turns = {device: _Turns(of, self._devices.index(device)) for device, of in shared.items()}
         self._last_move, self._state = _process.last_move, _state_of(torch.default_generator)
         self._streams: list[_Stream] = []  # of the replicas that have begun
         self._caught = _process.catch_draws() if self._on_host else None
@@ -113,12 +119,17 @@ class _OwnStreams:
 
     def _context_of(self, index: int) -> AbstractContextManager[None]:
         if self._caught is None:
-            return contextlib.nullcontext()
+            turns = self._turns.get(self._devices[index])
+            return contextlib.nullcontext() if turns is None else turns.of(index)
         stream = _Stream(self._state, index)
         self._streams.append(stream)
         return _DrawingFrom(stream, self._caught)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for device, turns in self._turns.items():
+            turns.end(failed=kind is not None)
+            if turns.out_of_turn and kind is None:
+                log_once(_ONE_DEVICE.format(name=self._name, device=device))
         if kind is not None:
             return
         if _state_of(torch.default_generator) != self._state and _process.last_move is self._last_move:
@@ -126,9 +137,112 @@ class _OwnStreams:
             log_once(_SHARED.format(name=self._name, what=on_host if self._on_host else _ON_ACCELERATORS))
         if [stream for stream in self._streams if stream.generator_made is not None and stream.has_moved()]:
             _process.move_on()
-        for device, before in self._on_accelerators.items():
-            if not torch.equal(before, _devices.shared_random_states([device, device])[device]):
-                log_once(_ONE_DEVICE.format(name=self._name, device=device))
+
+
+class _Turns:
+    """Replicas of one accelerator, which run one after the other, each with the generator in a state of its own.
+
+    The first one goes on from the state of before the pass, and leaves its own behind. A replica that waits for the
+    others in an exchange gives up its turn (`waiting_for_others`); one that waits in any other way keeps it, and after
+    `_PATIENCE_S` the others run too: their numbers are then not their own.
+
+    Attributes:
+        out_of_turn: whether a replica has drawn without its turn.
+    """
+
+    def __init__(self, generator: torch.Generator, first: int) -> None:
+        self._generator, self._first = generator, first
+        self._before = generator.get_state()
+        self._states: dict[int, torch.Tensor] = {}  # of the replicas that have had a turn
+        self._moved = False
+        self._lock = threading.Lock()
+        self.out_of_turn = False
+
+    @contextlib.contextmanager
+    def of(self, index: int) -> Iterator[None]:
+        """The context of replica `index`: its turn."""
+        turn = _Turn(self, index)
+        outer = getattr(_thread, "turn", None)
+        turn.take()
+        _thread.turn = turn
+        try:
+            yield
+        finally:
+            _thread.turn = outer
+            turn.give_up()
+
+    def take(self, index: int) -> bool:
+        """Wait for the turn; return False if it did not come."""
+        if not self._lock.acquire(timeout=_PATIENCE_S):
+            return False
+        if index not in self._states:
+            self._states[index] = self._first_state(index)
+        self._generator.set_state(self._states[index])
+        return True
+
+    def give_up(self, index: int) -> None:
+        state = self._generator.get_state()
+        self._moved = self._moved or not torch.equal(state, self._states[index])
+        self._states[index] = state
+        self._lock.release()
+
+    def run_out_of_turn(self) -> Callable[[], None]:
+        """Return what notes, at the end, whether the generator has moved."""
+        before = self._generator.get_state()
+
+        def end() -> None:
+            self.out_of_turn = self.out_of_turn or not torch.equal(before, self._generator.get_state())
+
+        return end
+
+    def _first_state(self, index: int) -> torch.Tensor:
+        if index == self._first:
+            return self._before
+        # Seeded by the state, so that equal states draw equal numbers; the offset into the numbers begins at 0.
+        self._generator.set_state(self._before)
+        self._generator.manual_seed(self._seed_for(index))
+        return self._generator.get_state()
+
+    def _seed_for(self, number: int) -> int:
+        return _seed(ctypes.string_at(self._before.data_ptr(), self._before.nbytes), number)
+
+    def end(self, *, failed: bool) -> None:
+        """Leave the generator as the first replica did, or, after a failure, as it was."""
+        last = self._states.get(self._first, self._before)
+        self._generator.set_state(self._before if failed else last)
+        if self._moved and not failed and torch.equal(last, self._before):  # only other replicas have drawn
+            self._generator.manual_seed(self._seed_for(_AFTER_THE_PASS))
+
+
+class _Turn:
+    """One replica's turn, in its thread."""
+
+    def __init__(self, turns: _Turns, index: int) -> None:
+        self._turns, self._index = turns, index
+        self._end: Callable[[], None] | None = None
+
+    def take(self) -> None:
+        has_turn = self._turns.take(self._index)
+        self._end = partial(self._turns.give_up, self._index) if has_turn else self._turns.run_out_of_turn()
+
+    def give_up(self) -> None:
+        end, self._end = self._end, None
+        if end is not None:
+            end()
+
+
+@contextlib.contextmanager
+def waiting_for_others() -> Iterator[None]:
+    """Around a wait for other replicas: those on the calling replica's accelerator may run meanwhile."""
+    turn: _Turn | None = getattr(_thread, "turn", None)
+    if turn is None:
+        yield
+        return
+    turn.give_up()
+    try:
+        yield
+    finally:
+        turn.take()
 
 
 class _Stream:
