@@ -95,7 +95,7 @@ class RemoteGraphs(ReplicaGraphs):
     def take_replies(self, streams: SeededStreams) -> dict[int, Reply]:
         """Wait for the workers' replies; repeat their warnings and log messages; note if they drew random numbers."""
         replies = self.worker_group.replies(self.where)
-        streams.others_drew = any(reply.drew for reply in replies.values())
+        streams.others_drew = any([reply.drew for reply in replies.values()])
         for _, reply in sorted(replies.items()):
             for text in reply.log_messages:
                 log_once(text)
