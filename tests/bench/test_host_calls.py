@@ -25,9 +25,10 @@ def host_calls() -> ModuleType:
     [
         ("threads", 1, 0, 20),
         ("threads", 2, 0, 600),
-        ("threads", 8, 0, 990),
-        ("separate memory", 2, 17, 830),
-        ("processes", 2, 2, 1080),
+        ("threads", 8, 0, 780),
+        ("separate memory", 2, 14, 780),
+        ("processes", 2, 0, 970),
+        ("processes", 4, 0, 1440),
     ],
 )
 def test_a_steady_step_makes_few_calls(

@@ -150,6 +150,27 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
+def backward_inside(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = model.tail(model.head(x))
+    if model.inside:
+        model.tail(model.head(x)).square().sum().backward()
+    return y
+
+
+def test_a_backward_inside_forward_after_a_parameter_was_frozen(wrap: Wrap) -> None:
+    """R8: the gradients go to the parameters that need one now."""
+    layers = Calls(backward_inside, head=nn.Linear(4, 4), tail=nn.Linear(4, 5), inside=False).double()
+    plain, model = twins(wrap, layers, 3)
+    x = torch.randn(9, 4).double()
+    for step in range(4):
+        for call, module in ((plain, plain), (model, model.module)):
+            module.inside = step >= 2
+            module.head.weight.requires_grad_(step != 2)
+            module.zero_grad()
+            loss_of(call(x)).backward()
+        assert_all_same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+
+
 @in_this_process
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_replica_that_the_caller_keeps_stays_as_it_is(wrap: Wrap, grad: bool) -> None:

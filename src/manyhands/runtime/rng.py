@@ -286,10 +286,10 @@ class SeededStreams:
 
     def __enter__(self) -> None:
         torch.default_generator.manual_seed(self.seeds[0])
-        self._begun = _state_of(torch.default_generator)
+        self._begun = torch.default_generator.get_state()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        drew = self.others_drew or _state_of(torch.default_generator) != self._begun
+        drew = self.others_drew or not torch.equal(torch.default_generator.get_state(), self._begun)
         torch.default_generator.set_state(self._before)
         if drew and kind is None:
             _process.move_on()

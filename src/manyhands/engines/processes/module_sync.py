@@ -400,14 +400,14 @@ def _layouts(
     in_shared_memory: Sequence[torch.Tensor], copied: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> list[Any]:
     """Return what changes when a tensor's memory or form is replaced, as by `.data =`."""
-    tensors = [*in_shared_memory, *(live for live, _ in copied)]
+    tensors = [*in_shared_memory, *[live for live, _ in copied]]
     # Faster than a loop, and this runs in every forward. (A new dtype comes with new memory.)
     return [*map(torch.Tensor.data_ptr, tensors), *map(torch.Tensor.size, tensors), *map(torch.Tensor.stride, tensors)]
 
 
 def _write(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     with torch.inference_mode(False), torch.no_grad():
-        torch_private.copy_all_in_place([copy for _, copy in pairs], [live.detach() for live, _ in pairs])
+        torch_private.copy_all_in_place([copy for _, copy in pairs], [live for live, _ in pairs])
 
 
 def _not_picklable_error(blueprint: Blueprint, error: Exception) -> Exception:

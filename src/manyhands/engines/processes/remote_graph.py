@@ -95,7 +95,7 @@ class RemoteGraphs(ReplicaGraphs):
     def take_replies(self, streams: SeededStreams) -> dict[int, Reply]:
         """Wait for the workers' replies; repeat their warnings and log messages; note if they drew random numbers."""
         replies = self.worker_group.replies(self.where)
-        streams.others_drew = any(reply.drew for reply in replies.values())
+        streams.others_drew = any([reply.drew for reply in replies.values()])
         for _, reply in sorted(replies.items()):
             for text in reply.log_messages:
                 log_once(text)
@@ -118,7 +118,7 @@ class RemoteGraphs(ReplicaGraphs):
         of_caller = set(map(id, live))
         own = [edge.tensors[0] for edge in self.inputs if id(edge.tensors[0]) not in of_caller]
         gradients = [leaf for leaf in (*own, *self.leaves[0]) if leaf is not None and leaf.grad is not None]
-        if not gradients and not any([reply.gradients or reply.all_placed for reply in replies.values()]):
+        if not gradients and not any([reply.gradients for reply in replies.values()]):
             return
         self.check_backward_inside_forward()
         of_inputs, of_parameters = self.graph(0).take_gradients()

@@ -231,7 +231,7 @@ class Worker:
         kept = Graph(graph, list(leaves), replica_context, replicas)
         self._graphs[message.graph] = kept
         if [leaf for leaf in graph.leaves if leaf is not None and leaf.grad is not None]:  # forward has called backward
-            self._reply_with_gradients(kept, reply)
+            self._reply_with_gradients(kept, reply, placed={})  # the places may be for other leaves
 
     def _replica_context(self, message: Forward, root: nn.Module) -> ReplicaContext:
         """Return the context of the replica in each pass: batch norm over all replicas, or none."""
@@ -320,7 +320,7 @@ class Worker:
                     leaf.grad = None
             reply.seconds -= reducer.end()
             self._in_collective = False
-        self._reply_with_gradients(kept, reply)
+        self._reply_with_gradients(kept, reply, self._placed)
         if not message.keep and not kept.has_higher:
             kept.graph.outputs = ()
             self._idle = kept.replicas
@@ -385,10 +385,9 @@ class Worker:
             self._groups = ProcessGroups(self._segments[rendezvous.store], rendezvous, self._device)
         return self._groups
 
-    def _reply_with_gradients(self, kept: Graph, reply: Reply) -> None:
-        """Move the leaves' gradients to their places or into the send buffer."""
+    def _reply_with_gradients(self, kept: Graph, reply: Reply, placed: Mapping[int, torch.Tensor]) -> None:
+        """Move the leaves' gradients to their places in `placed`, or into the send buffer."""
         of_inputs, of_parameters = kept.graph.take_gradients()
-        placed = self._placed
         found = [of_parameters[k] for k in placed]
         plain = [grad for grad in found if grad is not None and grad.layout is torch.strided]
         if placed and len(plain) == len(placed) and {torch.Tensor}.issuperset(map(type, plain)):
