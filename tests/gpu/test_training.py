@@ -84,7 +84,7 @@ def test_what_makes_it_fast(tmp_path: Path, runs: list[Run], pictures: Path, pre
     train(options_for(pictures, precision=precision), RunFolder.for_new_run(tmp_path / "run"), NoWaiting())
     run = runs[-1]
     assert run.dataset.train_images.is_cuda
-    assert run.optimizer.param_groups[0]["fused"]
+    assert run.weights._fused
     weights = [m.weight for m in run.live.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
     inner = [weight for weight in weights if weight.size(1) > 1]
     assert inner

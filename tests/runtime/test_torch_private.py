@@ -1,6 +1,7 @@
 """Every private call of torch: its result in each situation, and its fallback where a torch lacks it."""
 
 import contextlib
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -220,6 +221,17 @@ def test_many_tensors_in_one_call(monkeypatch: pytest.MonkeyPatch, lacks: list[s
     assert [target.sum().item() for target in targets] == [0.0, 12.0]
     torch_private.add_all_in_place([], [])
     torch_private.copy_all_in_place([], [])
+
+
+def test_static_tensors() -> None:
+    """R13: what they are marked with is seen by the compiler in tests/training/test_computation.py."""
+    tensors = [torch.ones(2), nn.Parameter(torch.ones(3))]
+    dynamo = importlib.import_module("torch._dynamo")
+    with lacking(dynamo, "mark_static_address"):
+        torch_private.mark_static(tensors)
+    assert not any(hasattr(tensor, "_dynamo_static_input_type") for tensor in tensors)
+    torch_private.mark_static(tensors)
+    assert all(hasattr(tensor, "_dynamo_static_input_type") for tensor in tensors)
 
 
 @pytest.mark.parametrize("way", ["engine", "no engine", "mode"])
