@@ -416,6 +416,10 @@ def test_rows_for_a_device(sim, monkeypatch, numbers, rows):
         assert found.device == device
         assert torch.equal(found.cpu(), numbers[rows])
     assert torch.equal(devices.rows_on(sim[1], numbers.to(sim[1]), rows.to(sim[1])).cpu(), numbers[rows])
+    for where, device in ((CPU, CPU), (CPU, sim[1]), (sim[1], sim[1])):
+        into = torch.zeros_like(numbers[rows], device=device)
+        assert devices.rows_on(device, numbers.to(where), rows.to(where), into=into) is into
+        assert torch.equal(into.cpu(), numbers[rows])
 
     asked = []
 
@@ -427,6 +431,9 @@ def test_rows_for_a_device(sim, monkeypatch, numbers, rows):
     monkeypatch.setattr(devices.torch, "empty", empty)
     assert torch.equal(devices.rows_on(CPU, numbers, rows), numbers[rows])
     assert asked == [True]
+    into = torch.zeros_like(numbers[rows])
+    assert devices.rows_on(CPU, numbers, rows, into=into) is into
+    assert torch.equal(into, numbers[rows])
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,17 @@ def test_many_tensors_in_one_call(monkeypatch: pytest.MonkeyPatch, lacks: list[s
     torch_private.copy_all_in_place([], [])
 
 
+def test_static_tensors() -> None:
+    """R13: what they are marked with is seen by the compiler in tests/training/test_computation.py."""
+    tensors = [torch.ones(2), nn.Parameter(torch.ones(3))]
+    dynamo = importlib.import_module("torch._dynamo")
+    with lacking(dynamo, "mark_static_address"):
+        torch_private.mark_static(tensors)
+    assert not any(hasattr(tensor, "_dynamo_static_input_type") for tensor in tensors)
+    torch_private.mark_static(tensors)
+    assert all(hasattr(tensor, "_dynamo_static_input_type") for tensor in tensors)
+
+
 @pytest.mark.parametrize("way", ["engine", "no engine", "mode"])
 def test_backward_and_gradients(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They do what torch's functions do."""

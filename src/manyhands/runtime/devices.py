@@ -510,16 +510,23 @@ def has_room_for(device: torch.device, num_bytes: int) -> bool:
     return num_bytes <= torch_private.free_memory_bytes(device) // 4
 
 
-def rows_on(device: torch.device, tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return `tensor[rows]` on `device`; a copy from the host is queued there and not waited for.
+def rows_on(
+    device: torch.device, tensor: torch.Tensor, rows: torch.Tensor, into: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return `tensor[rows]` on `device`, in the memory of `into` if that is given.
 
-    That needs pinned memory: from pageable memory, the calling thread would wait for the copy. torch keeps the pinned
-    memory until the copy has ended, and then reuses it for the next rows.
+    A copy from the host is queued there and not waited for. That needs pinned memory: from pageable memory, the calling
+    thread would wait for the copy. torch keeps the pinned memory until the copy has ended, and then reuses it for the
+    next rows.
     """
+    if into is not None and tensor.device == into.device:
+        return torch.index_select(tensor, 0, rows, out=into)
     if tensor.device != _CPU or not has_streams(device):
-        return tensor[rows].to(device)
+        there = tensor[rows]
+        return there.to(device) if into is None else into.copy_(there)
     pinned = torch.empty(len(rows), *tensor.shape[1:], dtype=tensor.dtype, pin_memory=True)
-    return torch.index_select(tensor, 0, rows, out=pinned).to(device, non_blocking=True)
+    torch.index_select(tensor, 0, rows, out=pinned)
+    return pinned.to(device, non_blocking=True) if into is None else into.copy_(pinned, non_blocking=True)
 
 
 def begin_to_read(number: torch.Tensor) -> Callable[[], float]:
@@ -563,6 +570,11 @@ def float32_products(device: torch.device, *, rounded: bool) -> Iterator[None]:
     finally:
         set_product_flags(products)
         set_convolution_flags(convolutions)
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Return whether torch.compile can capture what it compiles for a device in CUDA graphs."""
+    return device.type == "cuda"
 
 
 def has_fused_optimizers(device: torch.device) -> bool:

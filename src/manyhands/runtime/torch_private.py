@@ -418,6 +418,17 @@ def keep_metrics_of_compiling_by_thread() -> None:
         utils._METRICS_CONTEXT = by_thread(on_exit=context._on_exit)
 
 
+def mark_static(tensors: Iterable[torch.Tensor]) -> None:
+    """Tell torch.compile that tensors keep their addresses: CUDA graphs need no copies of them, and may change them.
+
+    Fallback: nothing. Then a compiled function that changes such a tensor is not captured in a CUDA graph.
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        mark = importlib.import_module("torch._dynamo").mark_static_address
+        for tensor in tensors:
+            mark(tensor, guard=True)
+
+
 def compiler_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions that torch.compile raises when it cannot compile; none where nothing has been compiled.
 

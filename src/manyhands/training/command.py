@@ -129,13 +129,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--precision",
         choices=PRECISIONS,
         help="fp32: float32, exact; tf32: float32 whose products GPUs may round to TF32; bf16: torch.autocast to "
-        f"bfloat16 (default: {default.precision})",
+        "bfloat16; bf16-weights: also the weights that the model computes with, rounded from float32 ones (default: "
+        f"{default.precision})",
     )
     how.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
-        help="compile the model with torch.compile; that takes up to some minutes at the first step, and needs a "
-        "compiler: a C++ compiler on the CPU, Triton and a C compiler on GPUs (default: not compiled)",
+        help="compile the model with torch.compile, on one device the whole step; that takes up to some minutes at the "
+        "first step, and needs a compiler: a C++ compiler on the CPU, Triton and a C compiler on GPUs (default: not "
+        "compiled)",
     )
     how.add_argument("--seed", type=int, metavar="N", help=f"for weights and order (default: {default.seed})")
 
