@@ -241,6 +241,20 @@ class Communicator:
         all_ranks = self._all_gather_padded(lengths, mine, self._control, doing)
         return [pickle.loads(ctypes.string_at(tensor.data_ptr(), len(tensor))) for tensor in all_ranks]
 
+    def gather_object(self, value: Any, doing: str) -> list[Any]:
+        """Return every rank's value on rank 0, in rank order; an empty list on the others. Values are pickled."""
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = [int(length) for (length,) in self.all_gather([len(mine)], doing).wait()]
+        padded = mine.new_zeros(max(lengths))
+        padded[: len(mine)] = mine
+        all_ranks = [torch.empty_like(padded) for _ in lengths] if self.rank == 0 else None
+        gather = partial(distributed.gather, padded, all_ranks, self._ranks[0], self._control, True)
+        self.wait(self.start(gather), doing)
+        return [
+            pickle.loads(ctypes.string_at(tensor.data_ptr(), length))
+            for tensor, length in zip(all_ranks or (), lengths if self.rank == 0 else (), strict=True)
+        ]
+
     def broadcast(
         self, source: int, tensors: Sequence[torch.Tensor], group: Any, doing: str, plan: Sequence[Bucket] | None = None
     ) -> Callable[[], None]:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from manyhands.distributed.gradient_sync import GradientSync, SyncContext, UnboundGradientSync
-from manyhands.engines.base import Call, Engine
+from manyhands.engines.base import Call, Engine, LaneCall, Lanes
 from manyhands.engines.replica import leaves_and_nodes
 from manyhands.primitives import pytree
 from manyhands.primitives.dims import OutputRules
@@ -144,6 +144,9 @@ class DistributedEngine(Engine):
         if any("CheckpointFunctionBackward" in str(node) for node in reached if not isinstance(node, torch.Tensor)):
             raise RuntimeError(_REENTRANT)
         return pytree.map_tensors(lambda tensor: _devices.copy_to(tensor, call.output_device), output)
+
+    def open_lanes(self, module: nn.Module, call: LaneCall) -> Lanes:
+        return self._engine.open_lanes(module, call)  # without gradients, nothing is summed over the processes
 
     def claim(self, wrapper: nn.Module) -> None:
         raise ValueError(f"engine={self!r}: DataParallel makes this engine itself; give the one that runs the replicas")

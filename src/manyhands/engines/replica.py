@@ -291,7 +291,7 @@ class ReplicaPool:
         separate_memory: bool = False,
     ) -> Replicas:
         """Return a replica for each device, the first with the live module's buffers unless these are elsewhere."""
-        kind = (tracked, torch.is_inference_mode_enabled(), *devices)
+        kind = (tracked, torch.is_inference_mode_enabled(), with_live_buffers, *devices)
         for replicas in self._idle[::-1]:
             if replicas.kind == kind:
                 try:

@@ -16,7 +16,7 @@ Assumes that the module does not change while a forward runs. Calls from several
 of its own.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -27,10 +27,10 @@ from torch import nn
 
 from manyhands.autograd.boundary import join
 from manyhands.autograd.replica_graph import BackwardContext, BoundaryTensor, ReplicaGraphs
-from manyhands.engines.base import Call, Engine, check_flag
-from manyhands.engines.compile_lock import CompileLock
+from manyhands.engines.base import Call, Engine, LaneCall, Lanes, check_flag
+from manyhands.engines.compile_lock import CompileLock, kind_of
+from manyhands.engines.lanes import open_local_lanes
 from manyhands.engines.replica import GraphSearch, Inputs, ReplicaPool, call_replica, carries_objects
-from manyhands.primitives import pytree
 from manyhands.primitives.blueprint import Blueprint, collector_paused
 from manyhands.primitives.outputs import Outputs
 from manyhands.primitives.parallel_apply import values_or_raise
@@ -97,7 +97,7 @@ class ThreadsEngine(Engine):
             contexts += begin_batch_norm
         elif blueprint.compiled:  # not with sync_batch_norm: then replicas wait for each other, and not for a lock
             contexts += self._compile_lock.if_new(
-                [(tracked, module.training, *_kind(shard)) for shard in inputs.shards]
+                [(tracked, module.training, *kind_of(shard)) for shard in inputs.shards]
             )
 
         with unchanged_on_failure(pool.buffers), one_pass(contexts) as replica_context:
@@ -138,6 +138,10 @@ class ThreadsEngine(Engine):
         if not tracked:
             replicas.give_back()
         return output
+
+    def open_lanes(self, module: nn.Module, call: LaneCall) -> Lanes:
+        pool = self._pool_for(module, call.source)
+        return Lanes(open_local_lanes(pool.blueprint, call, self._compile_lock, separate_memory=self._separate_memory))
 
     def _pool_for(self, module: nn.Module, source: torch.device) -> ReplicaPool:
         """Return the replicas of `module` as it is now: those of the last forward, if nothing has changed."""
@@ -182,9 +186,3 @@ def _batch_norm_over_replicas(call: Call, roots: Sequence[nn.Module]) -> tuple[l
         return [batch_norm.one_pass], nullcontext
     one_call = backward_mode is BackwardMode.ONE_CALL
     return [batch_norm.one_pass], batch_norm.recomputation if one_call else batch_norm.single_replica
-
-
-def _kind(shard: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[Hashable]:
-    """Yield what torch.compile looks at in inputs, more or less."""
-    for _, tensor in pytree.tensors(shard):
-        yield tensor.shape, tensor.dtype, tensor.requires_grad

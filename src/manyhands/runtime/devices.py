@@ -272,15 +272,25 @@ def begin_copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[bo
     `is_there(False)` returns whether the copy has ended; `is_there(True)` waits for it and returns True.
     """
     copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-    copied = torch.Event(tensor.device)
-    copied.record(torch.accelerator.current_stream(tensor.device))
+    return copy, queued_work(tensor.device)
 
-    def is_there(wait: bool) -> bool:
+
+def queued_work(device: torch.device) -> Callable[[bool], bool]:
+    """Return `is_done(wait)` of what the calling thread has queued on a device.
+
+    `is_done(False)` returns whether it has ended; `is_done(True)` waits for it and returns True.
+    """
+    if computes_on_host(device):
+        return lambda wait: True
+    queued = torch.Event(device)
+    queued.record(torch.accelerator.current_stream(device))
+
+    def is_done(wait: bool) -> bool:
         if wait:
-            copied.synchronize()
-        return wait or bool(copied.query())
+            queued.synchronize()
+        return wait or bool(queued.query())
 
-    return copy, is_there
+    return is_done
 
 
 def numbers(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -389,14 +399,20 @@ def _default_generator(device: torch.device) -> torch.Generator | None:
     return generators[device.index] if device.index is not None and device.index < len(generators) else None
 
 
+def generator_of(device: torch.device) -> torch.Generator | None:
+    """Return an accelerator's own random generator; None on the host, where all threads share one."""
+    if computes_on_host(device):
+        return None
+    torch.empty(0, device=device)  # before a process has used the kind of device, it may have no generators
+    return _default_generator(device)
+
+
 def seed(device: torch.device, number: int) -> None:
     """Seed the generators of the host and of `device`."""
     torch.default_generator.manual_seed(number)
-    if not computes_on_host(device):
-        torch.empty(0, device=device)  # before a process has used the kind of device, it may have no generators
-        generator = _default_generator(device)
-        if generator is not None:
-            generator.manual_seed(number)
+    generator = generator_of(device)
+    if generator is not None:
+        generator.manual_seed(number)
 
 
 def generator_states(device: torch.device) -> list[torch.Tensor]:

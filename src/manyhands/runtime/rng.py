@@ -16,6 +16,9 @@ Guarantees
     - Draws from the shared generator are reported once: those of custom operators, tensor subclasses that know no
       generators (jagged tensors), threads that forward starts, and methods of `torch.default_generator`.
 
+Where whole batches go to whichever replica is free (`DataParallel.map`), each batch has a stream: its seed is computed
+from torch's random state at the start and the batch's number. So what is drawn does not depend on the replica.
+
 No streams are used for: a single replica, and replicas that run one after the other (a wrapper inside a replica, or
 under a mode that other threads cannot join), which draw from the generator of the calling thread; calls that name a
 generator; and what is not torch's: `random`, `numpy.random`.
@@ -121,7 +124,7 @@ class _OwnStreams:
         if self._caught is None:
             turns = self._turns.get(self._devices[index])
             return contextlib.nullcontext() if turns is None else turns.of(index)
-        stream = _Stream(self._state, index)
+        stream = _Stream(partial(_seed, self._state, index))
         self._streams.append(stream)
         return _DrawingFrom(stream, self._caught)
 
@@ -246,20 +249,20 @@ def waiting_for_others() -> Iterator[None]:
 
 
 class _Stream:
-    """The random numbers of one replica in one pass; the generator is made when it is first asked for.
+    """The random numbers of one replica in one pass, or of one batch; the generator is made when first asked for.
 
     No operation of torch is called to seed it: it may be asked for under any mode or transform.
     """
 
-    def __init__(self, state: bytes, index: int) -> None:
-        self._origin = state, index
+    def __init__(self, seed: Callable[[], int]) -> None:
+        self._seed = seed
         self._first_state = b""
         self.generator_made: torch.Generator | None = None
 
     @property
     def generator(self) -> torch.Generator:
         if self.generator_made is None:
-            self.generator_made = torch.Generator("cpu").manual_seed(_seed(*self._origin))
+            self.generator_made = torch.Generator("cpu").manual_seed(self._seed())
             self._first_state = _state_of(self.generator_made)
         return self.generator_made
 
@@ -293,6 +296,63 @@ class SeededStreams:
         torch.default_generator.set_state(self._before)
         if drew and kind is None:
             _process.move_on()
+
+
+class BatchStreams:
+    """The seeds of the streams of batches: of each its own, from torch's random state now and the batch's number."""
+
+    def __init__(self) -> None:
+        self._state = _state_of(torch.default_generator)
+        self._has_moved_on = False
+
+    def seed(self, batch: int) -> int:
+        """Return the seed of a batch's stream; it is none of those that replicas get from the same random state."""
+        return zlib.crc32(b"batch" + batch.to_bytes(8), zlib.crc32(self._state))
+
+    def move_on(self) -> None:
+        """Advance torch's random state by one number, once: some batch has drawn."""
+        if not self._has_moved_on:
+            self._has_moved_on = True
+            _process.move_on()
+
+
+class SeededDraws:
+    """The context in which the calling thread draws from a stream of its own, on the host and on its accelerator.
+
+    An accelerator's generator is seeded for the context, and has its old state afterwards.
+
+    Attributes:
+        drew: whether random numbers were drawn; known when the context has ended.
+    """
+
+    def __init__(self, name: str, seed: int, device: torch.device) -> None:
+        self._name, self._number, self._device = name, seed, device
+        self._stream = _Stream(lambda: seed)
+        self.drew = False
+
+    def __enter__(self) -> None:
+        with contextlib.ExitStack() as stack:
+            caught = _process.catch_draws()
+            if caught is not None:
+                stack.enter_context(_DrawingFrom(self._stream, caught))
+            generator = _devices.generator_of(self._device)
+            if generator is not None:
+                stack.enter_context(_process.lock_of(self._device))  # replicas on one accelerator share its generator
+                stack.callback(self._restore, generator, generator.get_state())
+                generator.manual_seed(self._number)
+                self._first_state = generator.get_state()
+            self._is_caught, self._state = caught is not None, _state_of(torch.default_generator)
+            self._entered = stack.pop_all()
+
+    def _restore(self, generator: torch.Generator, before: torch.Tensor) -> None:
+        self.drew = not torch.equal(generator.get_state(), self._first_state)
+        generator.set_state(before)
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
+        self.drew = self.drew or self._stream.has_moved()
+        if not self._is_caught and _state_of(torch.default_generator) != self._state:
+            log_once(_SHARED.format(name=self._name, what=_NOTHING_IS_CAUGHT))
 
 
 def _seed(state: bytes, index: int) -> int:
@@ -339,6 +399,12 @@ class _Process:
         self.weights_lock = threading.Lock()
         self._caught: list[Callable[[], AbstractContextManager[None]] | None] = []
         self.last_move = object()  # a new object whenever a pass of ours advances torch's random state
+        self._locks: dict[torch.device, threading.Lock] = {}
+
+    def lock_of(self, device: torch.device) -> threading.Lock:
+        """Return the lock of an accelerator's generator."""
+        with self._lock:
+            return self._locks.setdefault(device, threading.Lock())
 
     def catch_draws(self) -> Callable[[], AbstractContextManager[None]] | None:
         """Install the handlers, once; return the context for a replica's thread, None where torch does not allow it."""
@@ -366,6 +432,7 @@ class _Process:
         """In the child of a fork: another thread of the parent may have held a lock, and no replica runs here."""
         self._lock = threading.Lock()
         self.weights_lock = threading.Lock()
+        self._locks = {}
         _thread.stream = None
 
 

@@ -32,9 +32,12 @@ from torch import nn
 
 from manyhands.autograd.boundary import join
 from manyhands.autograd.replica_graph import BoundaryTensor
-from manyhands.engines.base import Call, Engine, check_flag
+from manyhands.engines.base import Call, Engine, LaneCall, Lanes, check_flag
+from manyhands.engines.compile_lock import CompileLock
+from manyhands.engines.lanes import open_local_lanes
+from manyhands.engines.processes.lanes import WorkerLanes, send_update
 from manyhands.engines.processes.messages import Forward, TensorRef
-from manyhands.engines.processes.module_sync import ModuleSync
+from manyhands.engines.processes.module_sync import ModuleSync, Update
 from manyhands.engines.processes.pickling import dumps
 from manyhands.engines.processes.remote_graph import RemoteGraphs
 from manyhands.engines.processes.shared_memory import SendBuffer
@@ -82,6 +85,7 @@ class ProcessesEngine(Engine):
         self._step_lock = StepLock()
         self._module_sync = ModuleSync()
         self._worker_group: WorkerGroup | None = None
+        self._lanes: WorkerLanes | None = None  # the last ones that were opened
         self._timings: list[ReplicaTiming] = []
         self._pool: ReplicaPool | None = None  # of the first replica
         self._linked_pool: ReplicaPool | None = None  # the one whose leaves are described by the following
@@ -90,7 +94,7 @@ class ProcessesEngine(Engine):
         self._search = GraphSearch()
 
     def forward(self, module: nn.Module, call: Call) -> Any:
-        if inside_replica() or len(call.devices) == 1:
+        if inside_replica() or len(call.devices) == 1 or self._workers_belong_to_lanes():
             return self._threads_engine.forward(module, call)
         with self._step_lock as is_outermost:
             if not is_outermost:
@@ -99,6 +103,30 @@ class ProcessesEngine(Engine):
                 log_once(_HOOKS_OF_EVERY_MODULE)
                 return self._threads_engine.forward(module, call)
             return self._forward(module, call)
+
+    def open_lanes(self, module: nn.Module, call: LaneCall) -> Lanes:
+        if inside_replica() or len(call.devices) == 1 or self._workers_belong_to_lanes():
+            return self._threads_engine.open_lanes(module, call)
+        with self._step_lock as is_outermost:
+            if not is_outermost or torch_private.hooks_of_every_module():
+                return self._threads_engine.open_lanes(module, call)
+            worker_group = self._worker_group_for(call.devices)
+            if len(call.devices) - 1 > worker_group.num_in_sync:
+                self._module_sync.invalidate()
+            blueprint = self._module_sync.diff(module)
+            pool = self._pool_of(blueprint, call.source)
+            [here] = open_local_lanes(pool.blueprint, replace(call, devices=call.devices[:1]), CompileLock())
+            update = self._pack(blueprint, call.source, worker_group, len(call.devices) - 1)
+            if update.has_content:
+                with torch.no_grad():
+                    send_update(worker_group, self._module_sync, update, call)
+            self._module_sync.commit()
+            self._lanes = WorkerLanes(worker_group, self._step_lock, call, here)
+            return self._lanes
+
+    def _workers_belong_to_lanes(self) -> bool:
+        """Return whether lanes are open that go on to use the workers."""
+        return self._lanes is not None and self._lanes.are_open
 
     def _forward(self, module: nn.Module, call: Call) -> Any:
         tracked = torch.is_grad_enabled()
@@ -183,11 +211,7 @@ class ProcessesEngine(Engine):
         """Send every worker its forward; return the tensors inside objects in the inputs that need a gradient."""
         worker_group, module_sync = graphs.worker_group, self._module_sync
         num_workers = len(call.devices) - 1
-        update = module_sync.pack(blueprint, call.source, worker_group.transport.shares_parameters)
-        if update.module is not None:
-            _log_if_hooks(blueprint)
-        if update.has_content:
-            worker_group.num_in_sync = num_workers
+        update = self._pack(blueprint, call.source, worker_group, num_workers)
         thread, process = ThreadState.capture(), ProcessState.capture()
         tracked = thread.grad_enabled
         leaves = {id(leaf): ~k for k, edge in enumerate(inputs.edges) for leaf in edge.tensors if leaf is not None}
@@ -234,6 +258,15 @@ class ProcessesEngine(Engine):
                 module_sync.take_flats(), replicas, lambda: worker_group.poll(graphs.where)
             )
         return objects
+
+    def _pack(self, blueprint: Blueprint, source: torch.device, worker_group: WorkerGroup, num_workers: int) -> Update:
+        """Return what the first workers have to be sent so that they have the module as it is, and take it as sent."""
+        update = self._module_sync.pack(blueprint, source, worker_group.transport.shares_parameters)
+        if update.module is not None:
+            _log_if_hooks(blueprint)
+        if update.has_content:
+            worker_group.num_in_sync = num_workers
+        return update
 
     def _link(
         self,

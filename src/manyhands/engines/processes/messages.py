@@ -93,7 +93,7 @@ class Forward(Message):
     """Call the module, and keep its graph as `graph`.
 
     Attributes:
-        shard: the replica's positional and keyword inputs, pickled.
+        shard: the replica's positional and keyword inputs, pickled; None: only take the update.
         exchange_rank: where batch norm is over all replicas: this replica's index and their number; else None.
         device: the replica's.
         rendezvous: of the process group over which parameters are sent; None if none are.
@@ -103,7 +103,7 @@ class Forward(Message):
     graph: int
     update: Update
     method: str | None
-    shard: bytes
+    shard: bytes | None
     where: str
     exchange_rank: tuple[int, int] | None
     device: torch.device

@@ -52,6 +52,14 @@ Gradients: TypeAlias = list[torch.Tensor | None]
 _registry: dict[Any, Any] = {}  # of the workers' warnings that were given; the warnings module fills it
 
 
+def repeat_messages(reply: Reply) -> None:
+    """Give the warnings and log messages of a worker in this process."""
+    for text in reply.log_messages:
+        log_once(text)
+    for text, category, filename, line in reply.warnings:
+        warnings.warn_explicit(text, category, filename, line, registry=_registry)
+
+
 @dataclass
 class RemoteGraphs(ReplicaGraphs):
     """See the module's docstring.
@@ -97,10 +105,7 @@ class RemoteGraphs(ReplicaGraphs):
         replies = self.worker_group.replies(self.where)
         streams.others_drew = any([reply.drew for reply in replies.values()])
         for _, reply in sorted(replies.items()):
-            for text in reply.log_messages:
-                log_once(text)
-            for text, category, filename, line in reply.warnings:
-                warnings.warn_explicit(text, category, filename, line, registry=_registry)
+            repeat_messages(reply)
         return replies
 
     # ---- after a forward ----

@@ -189,6 +189,8 @@ class Worker:
         self._module.apply(update)
         self._module.load_parameters(buckets, flats)
         del flats
+        if message.shard is None:
+            return
         tracked, module = message.thread.grad_enabled, self._module
         with message.thread.applied():
             replicas = module.take(tracked)
@@ -279,6 +281,7 @@ class Worker:
             # Also without grad mode: the module may switch it on inside.
             return own.requires_grad_() if sent.requires_grad and sent.leaf is None else own
 
+        assert message.shard is not None
         return loads(message.shard, from_reference)
 
     def _backward(self, message: Backward, reply: Reply) -> None:

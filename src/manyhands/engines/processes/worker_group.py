@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -36,6 +36,7 @@ from manyhands.sync_batch_norm.exchange import CrossProcess, LocalExchange, Requ
 _SPIN_S = 0.0005
 _END_TIMEOUT_S = 1.0  # within which all connections of a killed process close
 _SLEEP_S = 0.001
+_WAKE_S = 0.1  # a waiting caller looks this often for Ctrl-C
 
 
 class WorkerDiedError(RuntimeError):
@@ -100,6 +101,11 @@ class WorkerHandle:
             self.received_segments = {number: Segment(fd, num_bytes, number)}  # the worker uses only its newest
         return reply
 
+    def how_it_died(self) -> str:
+        """Close the channel of a worker that has died; return what is known about its death."""
+        self.channel.close()
+        return f"worker process {self.pid} {_describe_status(fork_server.server.status(self.pid))}"
+
     def send_response(self, response: Response, failed: bool) -> None:
         """Send the response of the exchange for which the worker waits, and whether a replica has failed."""
         with contextlib.suppress(ChannelClosedError):  # it has died: the next receive from it notices
@@ -107,17 +113,48 @@ class WorkerHandle:
 
 
 class StepLock:
-    """A context that waits until no other thread is in a step; it gives False if this thread is in one."""
+    """A context that waits until no other thread is in a step; it gives False if this thread is in one.
+
+    Batches of lanes, each on a worker of its own, share it: they run at the same time, and steps wait for their end.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._depth = 0  # of the steps of the thread that has the lock
+        self._pid = os.getpid()
+        self._sharing = threading.Condition()
+        self._num_sharing = 0
+
+    @contextlib.contextmanager
+    def share(self) -> Iterator[None]:
+        """Enter the context of one batch: it waits until no other thread is in a step, and steps wait for its end."""
+        with self._lock, self._sharing:
+            self._num_sharing += 1
+        try:
+            yield
+        finally:
+            with self._sharing:
+                self._num_sharing -= 1
+                self._sharing.notify_all()
 
     def __enter__(self) -> bool:
         with self._lock:
             self._depth += 1
             self._lock.acquire()  # held until `__exit__`; what is above cannot leave it locked
-            return self._depth == 1
+        if self._depth == 1 and self._num_sharing:
+            try:
+                self._wait_for_batches()
+            except BaseException:
+                self.__exit__()
+                raise
+        return self._depth == 1
+
+    def _wait_for_batches(self) -> None:
+        if self._pid != os.getpid():  # in the child of a fork there are no lanes
+            return
+        with self._sharing:
+            while self._num_sharing:
+                self._sharing.wait(_WAKE_S)
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
@@ -286,13 +323,11 @@ class WorkerGroup:
 
     def _end_with_error(self, index: int, where: str) -> WorkerDiedError:
         """End the group after a worker's death; return the error that describes it."""
-        pid = self.workers[index].pid
-        self.workers[index].channel.close()
-        how = _describe_status(fork_server.server.status(pid))
+        died = self.workers[index].how_it_died()
         self.end()
         return WorkerDiedError(
-            f"{where}: its worker process {pid} {how}. This step is lost; the module is as it was, and the next "
-            "forward starts other workers."
+            f"{where}: its {died}. This step is lost; the module is as it was, and the next forward starts other "
+            "workers."
         )
 
     def end(self, graceful: bool = False) -> None:
