@@ -25,7 +25,7 @@ import torch
 
 from manyhands.autograd.broadcast import CoalescedReduce, ReduceBuckets
 from manyhands.autograd.reducer import LeafHooks, Reducer, RunningSums, sum_in_place, sums_of
-from manyhands.autograd.reduction import Reduction, SyncContext
+from manyhands.distributed.gradient_sync import RankReduction, SyncContext
 from manyhands.primitives.parallel_apply import values_or_raise
 from manyhands.primitives.placements import Placement, Replicate
 from manyhands.runtime import devices as _devices
@@ -266,7 +266,7 @@ class ReplicaGraphs:
         if self.sync_context is not None:
             raise RuntimeError(_BACKWARD_INSIDE)
 
-    def begin_sum(self, boundary: Any) -> Reduction | None:
+    def begin_sum(self, boundary: Any) -> RankReduction | None:
         """Begin to sum the parameters' gradients over processes; None if this backward reaches no parameter.
 
         Args:
@@ -294,7 +294,7 @@ class ReplicaGraphs:
         pass_on(live, self._joined([graph.take_gradients() for graph in self.graphs()]))
 
     def backward(
-        self, output_grads: Sequence[torch.Tensor | None], keep: bool, reduction: Reduction | None = None
+        self, output_grads: Sequence[torch.Tensor | None], keep: bool, reduction: RankReduction | None = None
     ) -> list[torch.Tensor | None]:
         """Run backward in every replica graph; return the gradient of each of the boundary's inputs.
 
@@ -314,7 +314,7 @@ class ReplicaGraphs:
             self._grad_is_free.release()
 
     def _backward_into_grad(
-        self, output_grads: Sequence[torch.Tensor | None], keep: bool, reduction: Reduction | None
+        self, output_grads: Sequence[torch.Tensor | None], keep: bool, reduction: RankReduction | None
     ) -> list[torch.Tensor | None]:
         graphs, grads = self.graphs(), self._parts_of(output_grads)
 
@@ -346,7 +346,7 @@ class ReplicaGraphs:
         joined = [edge.join_gradients(of) for edge, of in zip(self.inputs, of_inputs, strict=True)]
         return joined + sums_of([of_parameters for _, of_parameters in gradients])
 
-    def _sums(self, reduction: Reduction | None) -> AbstractContextManager[RunningSums | CoalescedReduce | None]:
+    def _sums(self, reduction: RankReduction | None) -> AbstractContextManager[RunningSums | CoalescedReduce | None]:
         """Return the context in which gradients are summed while backward runs."""
         emit, emitted = (reduction.add, reduction.early) if reduction is not None else (None, ())
         if self.buckets is not None:

@@ -237,7 +237,10 @@ class SyncContext:
         return partial(functional_call, function, dict(zip(parameters, summed, strict=True)))
 
     def begin(self, tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> "RankReduction":
-        """Start the reduction of the gradients of `tensors`; `nodes` are their nodes in the running backward."""
+        """Start the reduction of the gradients of `tensors`; `nodes` are their nodes in the running backward.
+
+        The list of an earlier call, itself, says that the module has not changed since then.
+        """
         return (AllReduce if self.synchronised else LocalAccumulation)(self, tensors, nodes)
 
 

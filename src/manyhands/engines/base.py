@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.autograd.reduction import SyncContext
 from manyhands.primitives.dims import OutputRules
 from manyhands.primitives.inputs import Arguments
 from manyhands.runtime.thread_pool import ReplicaTiming
@@ -33,7 +32,8 @@ class Call:
         output_device, rules: where and how outputs are joined.
         method: the module's method that is called; None: the module itself.
         sync_batch_norm: whether batch norms in training see the rows of all replicas.
-        sync_context: the weight of this call in sums of gradients over several processes; None: there are no such sums.
+        sync_context: what this call counts for in sums of gradients over several processes (a `SyncContext` of
+            distributed/gradient_sync.py); None: there are no such sums.
         cross_process: a `CrossProcess`, which exchanges batch norm's statistics with other processes; None: they stay
             in this one.
     """
@@ -47,7 +47,7 @@ class Call:
     rules: OutputRules
     method: str | None = None
     sync_batch_norm: bool = False
-    sync_context: SyncContext | None = None
+    sync_context: Any = None
     cross_process: Any = None
 
     def where(self) -> list[str]:

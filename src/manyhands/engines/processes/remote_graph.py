@@ -23,7 +23,6 @@ from typing import Any, Self, TypeAlias, TypeVar
 import torch
 
 from manyhands.autograd.reducer import sums_of
-from manyhands.autograd.reduction import Reduction
 from manyhands.autograd.replica_graph import (
     BoundaryTensor,
     ReplicaGraph,
@@ -32,6 +31,7 @@ from manyhands.autograd.replica_graph import (
     gradients_of,
     pass_on,
 )
+from manyhands.distributed.gradient_sync import RankReduction
 from manyhands.engines.processes.messages import Backward, Reply, TensorRef
 from manyhands.engines.processes.pickling import loads
 from manyhands.engines.processes.reducers.base import WorkerReducer
@@ -149,7 +149,7 @@ class RemoteGraphs(ReplicaGraphs):
     # ---- backward ----
 
     def backward(
-        self, output_grads: Sequence[torch.Tensor | None], keep: bool, reduction: Reduction | None = None
+        self, output_grads: Sequence[torch.Tensor | None], keep: bool, reduction: RankReduction | None = None
     ) -> list[torch.Tensor | None]:
         # No gradient goes to the sum over processes early: this process's sums are known only at the end.
         if any_batched(output_grads):
