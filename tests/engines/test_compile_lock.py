@@ -58,3 +58,26 @@ def test_replicas_that_wait_for_each_other_do_not_hang(monkeypatch: pytest.Monke
     """F1: they run without the lock after a while."""
     monkeypatch.setattr(compile_lock, "_PATIENCE_S", 0.01)
     assert most_at_once(CompileLock().if_new(["a"]), threading.Barrier(3)) == 3
+
+
+def test_replicas_that_begin_apart_take_turns_until_one_has_run() -> None:
+    """R13, I1: a map's lanes; what fails has not run."""
+    lock = CompileLock()
+    began, second_is_in = threading.Event(), threading.Event()
+
+    def second() -> None:
+        assert began.wait(30)
+        with lock.while_new("a"):
+            second_is_in.set()
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    with pytest.raises(ValueError, match="as asked"), lock.while_new("a"):  # noqa: PT012
+        began.set()
+        assert not second_is_in.is_set()
+        raise ValueError("as asked")
+    thread.join(30)
+    assert second_is_in.is_set()
+    with lock.while_new("a"), lock.while_new("a"):  # known: no lock
+        pass
+    assert lock.if_new(["a"]) == []
