@@ -68,6 +68,7 @@ format: $(READY)  ## let ruff mend and format the code
 bench: $(READY)  ## measure, side by side, on a machine that does nothing else; writes benchmarks/results.md
 	$(BIN)/manyhands bench --output benchmarks
 	$(BIN)/python benchmarks/replicate.py
+	$(BIN)/python benchmarks/map.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/host_calls.py
 

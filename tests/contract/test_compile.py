@@ -328,3 +328,17 @@ def test_a_wrapper_in_a_replica_of_a_compiled_model(wrap: Wrap) -> None:
     plain = nn.Sequential(nn.Linear(5, 5), copy.deepcopy(net))
     model = nn.Sequential(copy.deepcopy(plain[0]), wrap(net))
     train_both(plain, wrap(torch.compile(model, backend="aot_eager")), batches(FEWER))
+
+
+def test_a_map_compiles_once_for_all_lanes() -> None:
+    """R13, I1: whichever lane is first."""
+    counter = CompileCounterWithBackend("eager")
+    net = Net().eval()
+    model = DataParallel(torch.compile(net, backend=counter), ["cpu"] * 3)
+    some = [torch.randn(4, 5) for _ in range(9)]
+    with torch.no_grad():
+        expected = [net(x) for x in some]
+    for _ in range(2):
+        for output, plain in zip(model.map(some), expected, strict=True):
+            torch.testing.assert_close(output, plain)
+    assert counter.frame_count == 1

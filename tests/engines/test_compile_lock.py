@@ -73,3 +73,26 @@ def test_cuda_graphs_on_several_accelerators_are_refused(sim: Any, monkeypatch: 
         pytest.raises(RuntimeError, match=r'compiled with CUDA graphs.*mode="max-autotune-no-cudagraphs"'),
     ):
         model(torch.ones(4, 2, device=sim[0]))
+
+
+def test_replicas_that_begin_apart_take_turns_until_one_has_run() -> None:
+    """R13, I1: a map's lanes; what fails has not run."""
+    lock = CompileLock()
+    began, second_is_in = threading.Event(), threading.Event()
+
+    def second() -> None:
+        assert began.wait(30)
+        with lock.while_new("a"):
+            second_is_in.set()
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    with pytest.raises(ValueError, match="as asked"), lock.while_new("a"):  # noqa: PT012
+        began.set()
+        assert not second_is_in.is_set()
+        raise ValueError("as asked")
+    thread.join(30)
+    assert second_is_in.is_set()
+    with lock.while_new("a"), lock.while_new("a"):  # known: no lock
+        pass
+    assert lock.if_new(["a"]) == []

@@ -24,7 +24,7 @@ from helpers.garbage import no_garbage
 from helpers.in_time import WAIT_S, in_time
 from helpers.programs import run_script
 from manyhands.runtime import thread_pool, torch_private
-from manyhands.runtime.thread_pool import Outcome, inside_replica, replica_path, run_together
+from manyhands.runtime.thread_pool import Background, Outcome, inside_replica, replica_path, run_together
 from manyhands.runtime.thread_state import ThreadState
 
 CPU = torch.device("cpu")
@@ -211,6 +211,63 @@ def test_torch_compiles_after_dispatch_modes_that_overlapped() -> None:
     values(first, second)
     torch.compile(lambda x: x + 1, backend=backend)(torch.ones(1))
     assert len(compiled) == 1
+
+
+# ---- in the background ---------------------------------------------------------------------------
+
+
+def in_background(*tasks: Callable[[], Any], at_end: Callable[[], None] = lambda: None) -> Background:
+    with torch.no_grad():
+        state = ThreadState.capture()
+    return Background(tasks, [CPU] * len(tasks), state, stop=lambda: None, at_end=at_end)
+
+
+def test_background_tasks_run_while_the_caller_goes_on() -> None:
+    """I1, I4: all at once, as replicas, with the state that they are given; the last one calls `at_end`."""
+    go, ended, seen = threading.Event(), SimpleQueue(), SimpleQueue()
+
+    def task() -> None:
+        seen.put((replica_path(), torch.is_grad_enabled()))
+        assert go.wait(WAIT_S)
+
+    background = in_background(task, task, at_end=lambda: ended.put(threading.get_ident()))
+    assert sorted(seen.get(timeout=WAIT_S) for _ in range(2)) == [((0,), False), ((1,), False)]
+    assert not inside_replica()
+    assert torch.is_grad_enabled()
+    assert not background.has_ended
+    assert ended.empty()
+    go.set()
+    in_time(background.wait)
+    assert background.has_ended
+    assert ended.get(timeout=WAIT_S) != threading.get_ident()
+    assert ended.empty()
+
+
+def test_what_a_background_task_raises_ends_that_task_only() -> None:
+    """I6: `wait` returns, and the error is nobody else's."""
+
+    def fail() -> None:
+        raise ValueError("as asked")
+
+    in_time(in_background(fail, lambda: None).wait)
+
+
+def test_a_background_that_cannot_start_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I7: where the system has no thread left; what was started is told to stop, and `at_end` is called."""
+    ended, stopped = SimpleQueue(), threading.Event()
+    start = thread_pool._pool.start
+
+    def start_one(order: Any) -> None:
+        if order.index:
+            raise RuntimeError("can't start new thread")
+        start(order)
+
+    monkeypatch.setattr(thread_pool._pool, "start", start_one)
+    tasks = [lambda: stopped.wait(WAIT_S)] * 2
+    state = ThreadState.capture()
+    with pytest.raises(RuntimeError, match="can't start"):
+        Background(tasks, [CPU] * 2, state, stop=stopped.set, at_end=lambda: ended.put(None))
+    assert ended.get(timeout=WAIT_S) is None
 
 
 # ---- threads of torch ------------------------------------------------------------------------------

@@ -125,23 +125,19 @@ class Lane(abc.ABC):
 class Lanes:
     """The open lanes of a map.
 
-    Args:
+    Attributes:
         each: one a device.
-        stop: called when no lane will be given another batch; some may still compute one.
-        close: called when no lane computes any more; after `stop`, in any thread.
     """
 
-    def __init__(
-        self, each: Sequence[Lane], stop: Callable[[], None] = lambda: None, close: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, each: Sequence[Lane]) -> None:
         self.each = list(each)
-        self.stop = stop
-        self._close = close
+
+    def stop(self) -> None:
+        """Take note that no lane will be given another batch; some may still compute one. From any thread."""
 
     def close(self) -> None:
-        """Give back what the lanes hold."""
+        """Give back what the lanes hold; called after `stop`, when none computes any more. From any thread."""
         self.each = []
-        self._close()
 
 
 def check_flag(value: object, argument: str) -> bool:

@@ -78,7 +78,8 @@ class BatchMap(Outputs):
             self._state = ThreadState.capture()
         self._batches: Iterator[Any] | None = None
         self._source: Iterable[Any] = batches
-        self._open_lanes, self._devices = open_lanes, devices
+        self._open_lanes: Callable[[Sequence[torch.device]], Lanes] | None = open_lanes  # None when it has ended
+        self._devices = devices
         self._has_more = True
         self._num_pulled = self._num_yielded = 0
         self._ready: dict[int, Outcome[LaneOutput]] = {}
@@ -153,6 +154,7 @@ class BatchMap(Outputs):
         # A mode that other threads cannot join; a wrapper inside a replica; a cache of weights, one for all replicas.
         is_alone = inside_replica() or modes_that_stay() or torch_private.caches_parametrizations()
         devices = self._devices[:1] if is_alone else self._devices
+        assert self._open_lanes is not None
         with self._state.applied():
             work = _Work(self._open_lanes(devices), self._ready)
         if not is_alone:
@@ -171,7 +173,7 @@ class BatchMap(Outputs):
         self._num_yielded = self._num_pulled
         self._ready.clear()
         self._hints = {}
-        self._source, self._batches = (), None
+        self._source, self._batches, self._open_lanes = (), None, None
         if self._work is not None and os.getpid() == self._pid:
             self._work.stop()
 

@@ -36,7 +36,8 @@ class Shown(Outputs):
             self._progress.begin(self._task, self._total)
         try:
             output = next(self._outputs)
-        except BaseException:
+        except BaseException as error:
+            self._num_done += not isinstance(error, StopIteration)
             self._hide()
             raise
         self._num_done += 1

@@ -272,6 +272,8 @@ class Background:
         """Wait until all tasks have ended."""
         while not self._ended.wait(_WAKE_S):
             pass
+        if not modes_that_stay():
+            torch_private.forget_dispatch_modes()  # those of the tasks' threads may have overlapped
 
 
 class divided_intra_op_threads:  # noqa: N801 - a context manager, as a class because a step enters it each time

@@ -41,14 +41,14 @@ class WorkerLanes(Lanes):
         self._worker_group = worker_group
         self._is_stopped = False
         self._of_workers = [WorkerLane(worker_group, step_lock, call, number) for number in range(1, len(call.devices))]
-        super().__init__([here, *self._of_workers], self._stop)
+        super().__init__([here, *self._of_workers])
 
     @property
     def are_open(self) -> bool:
         """Whether workers may get another batch."""
         return not self._is_stopped and not self._worker_group.ended
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
         self._is_stopped = True
         if any(lane.has_ended for lane in self._of_workers):
             self._worker_group.end()
