@@ -6,6 +6,7 @@ The oracles are the plain module on the whole batch, and `manyhands.data_paralle
 import copy
 import dataclasses
 import inspect
+import io
 import pickle
 import re
 import threading
@@ -500,9 +501,15 @@ def test_wrong_arguments_are_refused_without_accelerators_too(no_accelerators, o
         DataParallel(mlp(), [0, 1], **{option: value})
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def saved_and_loaded(model: DataParallel) -> DataParallel:
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), saved_and_loaded])
 def test_a_copy_of_the_wrapper_is_one_of_its_own(copied):
-    """A14: deepcopy and pickle, before and after a step."""
+    """A14: deepcopy, pickle and torch.save, before and after a step."""
     model = DataParallel(mlp(), ["cpu"] * 2, shares=[2, 1])
     for _ in range(2):
         twin = copied(model)

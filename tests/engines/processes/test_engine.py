@@ -89,6 +89,8 @@ def gradients(module: nn.Module, *inputs: torch.Tensor) -> list[torch.Tensor | N
 class Returns(nn.Module):
     """Returns, for each row, what a function of this module and the inputs returns, called in the replica's process."""
 
+    offset = 0.0
+
     def __init__(self, function: Callable[..., Any], **attributes: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))
@@ -340,14 +342,18 @@ def test_changes_that_are_seen(wrap):
     assert not model(torch.zeros(4, 1)).requires_grad
 
 
-def test_changes_that_need_refresh(wrap):
-    """R8: the inside of an object of another class."""
-    model = wrap(Returns(lambda module, x: module.box.value, box=Box(1.0)))
+def test_changes_that_need_refresh(wrap, monkeypatch):
+    """R8: the inside of an object of another class, and a class attribute."""
+    box = Box(1.0)
+    model = wrap(Returns(lambda module, x: module.box.value + module.offset, box=box))
     assert returned(model) == [1.0, 1.0]
-    model.module.box.value = 2.0
-    assert returned(model) == [2.0, 1.0]
-    model.refresh()
-    assert returned(model) == [2.0, 2.0]
+    for change in (lambda: setattr(box, "value", 2.0), lambda: monkeypatch.setattr(Returns, "offset", 3.0)):
+        before = returned(model)[0]
+        change()
+        now = box.value + Returns.offset
+        assert returned(model) == [now, before]
+        model.refresh()
+        assert returned(model) == [now, now]
 
 
 # ---- errors --------------------------------------------------------------------------------------
