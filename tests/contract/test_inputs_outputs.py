@@ -9,16 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from helpers.contract import (
-    Wrap,
-    each_with,
-    loss_of,
-    mlp,
-    on_threads,
-    over_engines,
-    over_gloo_too,
-    same_results,
-)
+from helpers.contract import Wrap, each_with, loss_of, mlp, on_threads, over_engines, over_gloo_too, same_results
 from helpers.modules import Calls, Fn
 from manyhands.runtime.buckets import LARGE_BYTES
 
@@ -234,9 +225,6 @@ def test_gradients_switched_on_inside_forward(wrap: Wrap) -> None:
     x = torch.randn(5, 3, requires_grad=True)
     with torch.no_grad():
         torch.testing.assert_close(wrap(Fn(forces))(x), -2 * x.detach())
-
-
-# ---- what does not fit together ------------------------------------------------------------------
 
 
 def test_padding_to_the_longest_of_each_replicas_own_is_explained(wrap: Wrap) -> None:
