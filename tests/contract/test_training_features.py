@@ -191,17 +191,14 @@ class LoRA(nn.Module):
         return self.base(x) if self.merged else self.base(x) + F.linear(F.linear(x, self.down), self.up)
 
 
-def with_lora(model: nn.Sequential) -> nn.Module:
-    for name, child in list(model.named_children()):
-        if isinstance(child, nn.Linear):
-            setattr(model, name, LoRA(child))
-    return model
-
-
 @script
 def lora(wrap: Wrap) -> Results:
     """Low-rank layers around frozen ones; the optimizer has the trainable parameters only; eval merges."""
-    model = wrap(with_lora(mlp()))
+    layers = mlp()
+    for name, child in list(layers.named_children()):
+        if isinstance(child, nn.Linear):
+            setattr(layers, name, LoRA(child))
+    model = wrap(layers)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     for x in batches():
         step(model, optimizer, x)
@@ -379,24 +376,6 @@ def meta_learning(wrap: Wrap) -> Results:
         loss_of(torch.func.functional_call(model, fast, (x * 0.5,))).backward()
         optimizer.step()
     return results(model)
-
-
-@script
-def gradients_by_torch_func(wrap: Wrap) -> Results:
-    """`torch.func.grad`, and gradients of each row by vmap over it, clipped before they are summed."""
-    model = nn.Sequential(wrap(mlp()))
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-
-    def loss(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        return torch.func.functional_call(model, weights, (x,)).pow(2).mean()
-
-    for x in batches():
-        rows = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, x.unsqueeze(1))
-        whole = torch.func.grad(loss)(weights, x)
-        weights = {
-            name: value - 0.1 * (rows[name].clamp(-0.1, 0.1).mean(0) + whole[name]) for name, value in weights.items()
-        }
-    return results(model, **{f"new {name.replace('module.', '')}": value for name, value in weights.items()})
 
 
 # ---- what changes between the steps --------------------------------------------------------------
