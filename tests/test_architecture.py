@@ -297,9 +297,6 @@ def test_the_package_tells_type_checkers_that_it_is_typed():
     assert (PACKAGE / "py.typed").is_file()
 
 
-# Docs
-
-
 def test_every_row_of_the_behaviour_table_has_its_tests():
     """Outside tests/gpu, which needs a GPU."""
     rows, tests = rows_of_behaviour(), find_tests_by_row()

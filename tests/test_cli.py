@@ -211,9 +211,8 @@ def write_rows(folder: Path, num_rows: int) -> None:
         lambda out: (out / "config.json").write_text(
             (out / "config.json").read_text().replace('"batch_size": 128', '"batch_size": "128"')
         ),
-        lambda out: (out / "config.json").write_text("[]"),
     ],
-    ids=["bytes in metrics.jsonl", "a text for a number", "no object"],
+    ids=["bytes in metrics.jsonl", "a text for a number"],
 )
 def test_damaged_files_are_no_traceback(damage: Callable[[Path], object], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--output", "out"]) == 0
@@ -261,7 +260,7 @@ def wait_for_a_step(process: "subprocess.Popen[str]") -> set[int]:
 
 @pytest.mark.parametrize(
     ("engine", "number", "status"),
-    [("threads", signal.SIGINT, 130), ("threads", signal.SIGTERM, 143), ("processes", signal.SIGINT, 130)],
+    [("threads", signal.SIGTERM, 143), ("processes", signal.SIGINT, 130)],
 )
 def test_a_run_that_is_stopped_saves_and_says_how_to_go_on(
     tmp_path: Path, engine: str, number: signal.Signals, status: int

@@ -22,14 +22,8 @@ from helpers.rounding import rounding_bound
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
-# Rows of each shard of a full batch (30 rows) and of the last one (10 rows), by number of devices.
-SHARDS = {
-    1: ([30], [10]),
-    2: ([15, 15], [5, 5]),
-    3: ([10, 10, 10], [4, 4, 2]),
-    4: ([8, 8, 8, 6], [3, 3, 3, 1]),
-    8: ([4, 4, 4, 4, 4, 4, 4, 2], [2, 2, 2, 2, 2]),
-}
+# On 8 devices: rows of each shard of a full batch (30 rows) and of the last one (10 rows).
+FULL, LAST = [4, 4, 4, 4, 4, 4, 4, 2], [2, 2, 2, 2, 2]
 
 MIDDLE_BLOCK = """\
     In block1: input [30, 10] output [30, 20]
@@ -81,10 +75,9 @@ def check_same(output: str, expected: str) -> None:
     assert output == expected
 
 
-def check_transcript(output: str, num_devices: int, devices: tuple[str, ...]) -> None:
-    full, last = SHARDS[num_devices]
-    expected = f"Replicas: {num_devices}\n"
-    for shards in (full, full, full, last):
+def check_transcript(output: str, devices: tuple[str, ...]) -> None:
+    expected = "Replicas: 8\n"
+    for shards in (FULL, FULL, FULL, LAST):
         for rows, device in zip(shards, in_turn(devices, len(shards)), strict=True):
             expected += f"    In model: input [{rows}, 5] output [{rows}, 2] on {device}\n"
         expected += f"Outside: input [{sum(shards)}, 5] output [{sum(shards)}, 2]\n"
@@ -136,10 +129,6 @@ def losses_of_several_processes(output: str, num_processes: int) -> list[float]:
     return losses
 
 
-def check_several_processes(output: str, devices: tuple[str, ...]) -> None:
-    losses_of_several_processes(output, 1)
-
-
 def check_verbs_by_hand(output: str, devices: tuple[str, ...]) -> None:
     assert in_order(output) == in_order(VERBS_BY_HAND.format(*in_turn(devices, 3)))
 
@@ -158,13 +147,13 @@ def check_transformers_trainer(output: str, devices: tuple[str, ...]) -> None:
 
 # Of each example: the arguments it is run with, and what reads its output.
 CHECKS = {
-    "transcript.py": (["--devices", "8"], lambda output, devices: check_transcript(output, 8, devices)),
+    "transcript.py": (["--devices", "8"], check_transcript),
     "middle_block.py": ([], lambda output, devices: check_same(output, MIDDLE_BLOCK)),
     "sequences.py": ([], lambda output, devices: check_same(output, SEQUENCES)),
     "half_on_cpu.py": ([], check_half_on_cpu),
     "bce_training.py": (["--devices", "2", "--epochs", "10"], check_bce_training),
     "verbs_by_hand.py": ([], check_verbs_by_hand),
-    "several_processes.py": ([], check_several_processes),
+    "several_processes.py": ([], lambda output, devices: losses_of_several_processes(output, 1)),
     "transformers_trainer.py": ([], check_transformers_trainer),
 }
 # Trainer chooses its devices itself, and knows no simulated ones; importing it takes seconds.
@@ -252,12 +241,6 @@ def test_runs_as_a_program(name: str) -> None:
     done = run_program(name)
     assert (done.returncode, done.stderr) == (0, "")
     CHECKS[name][1](done.stdout, ("cpu",))
-
-
-@pytest.mark.parametrize("num_devices", sorted(SHARDS.keys() - {8}))  # which test_runs_as_a_program has
-def test_transcript(num_devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    stdout = run_here("transcript.py", ["--devices", str(num_devices)], monkeypatch)
-    check_transcript(stdout.getvalue(), num_devices, ("cpu",))
 
 
 @pytest.mark.parametrize("name", sorted(WITH_ANY_DEVICE))

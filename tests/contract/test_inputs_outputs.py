@@ -496,9 +496,6 @@ def test_gradients_switched_on_inside_forward(wrap: Wrap) -> None:
         torch.testing.assert_close(wrap(Fn(forces))(x), -2 * x.detach())
 
 
-# ---- what does not fit together ------------------------------------------------------------------
-
-
 def test_padding_to_the_longest_of_each_replicas_own_is_explained(wrap: Wrap) -> None:
     """G8: the best-known trap of RNNs."""
 

@@ -41,36 +41,12 @@ def layers_in_a_list() -> dict[str, Any]:
     return {"head": head, "tail": tail, "layers": [head, tail]}
 
 
-def use_table(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model.table["layer"](x) if "layer" in model.table else model.head(x) * model.table["scale"]
-
-
-def fill_table(model: nn.Module) -> None:
-    model.table["layer"] = model.head
-
-
-def use_flag(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model.head(x) * (3 if model.head.weight.flag is True else 1)
-
-
-def set_flag(model: nn.Module) -> None:
-    model.head.weight.flag = True
-
-
-def use_rate(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model.head(x) * model.rate()
-
-
-def set_rate(model: nn.Module) -> None:
-    model.rate.__closure__[0].cell_contents = 5.0
-
-
 def rate_of(value: float) -> Callable[[], float]:
     return lambda: value
 
 
 # Name -> (what forward computes, the module's attributes, the change).
-CHANGES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], dict[str, Any]], Callable[[nn.Module], None]]] = {
+CHANGES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], dict[str, Any]], Callable[[nn.Module], object]]] = {
     "a child that moves to the next module": (
         use_head,
         lambda: {"body": nn.Sequential(), "head": nn.Linear(4, 4)},
@@ -78,19 +54,19 @@ CHANGES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], dict[str, Any
     ),
     "layers in a list that change places": (use_layers, layers_in_a_list, lambda model: model.layers.reverse()),
     "a module in a container of another class": (
-        use_table,
+        lambda model, x: model.table["layer"](x) if "layer" in model.table else model.head(x) * model.table["scale"],
         lambda: {"head": nn.Linear(4, 4), "table": Table(scale=2.0)},
-        fill_table,
+        lambda model: model.table.update(layer=model.head),
     ),
     "an attribute of a parameter that becomes an equal one": (
-        use_flag,
+        lambda model, x: model.head(x) * (3 if model.head.weight.flag is True else 1),
         lambda: {"head": nn.Linear(4, 4)},
-        set_flag,
+        lambda model: setattr(model.head.weight, "flag", True),
     ),
     "a variable that a function closes over": (
-        use_rate,
+        lambda model, x: model.head(x) * model.rate(),
         lambda: {"head": nn.Linear(4, 4), "rate": rate_of(2.0)},
-        set_rate,
+        lambda model: setattr(model.rate.__closure__[0], "cell_contents", 5.0),
     ),
 }
 NOT_SEEN_BY_WORKERS = [*CHANGES][2:]

@@ -55,9 +55,6 @@ def last_error(end: Ended) -> str:
     return [line for line in end.error.splitlines() if line and not line.startswith((" ", "raised in"))][-1]
 
 
-# Exchanges
-
-
 def broadcasts(rank: int, world_size: int) -> None:
     communicator = communicator_for()
     group = communicator.group_for(torch.device("cpu"), "testing")
@@ -187,9 +184,6 @@ def test_ranks_that_wait_at_different_places(function, timeout_s, expected):
     assert all(text in messages for text in ("rank 0", "rank 1", *expected)), messages
 
 
-# Waiting for a rank that does not come
-
-
 def one_batch_norm_more(rank: int) -> None:
     model = wrapped(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), sync_batch_norm=True)
     if rank == 0:
@@ -300,17 +294,18 @@ PROCESSES = {**TWO, "engine": "processes"}
 WAYS = {"one replica": {}, "threads": TWO, "processes": PROCESSES}
 
 
-def each_way(*where: str, with_workers: str) -> pytest.MarkDecorator:
+def each_way(*where: str, fast: bool) -> pytest.MarkDecorator:
     """Parametrise over where a rank fails and how its replicas run.
 
     A rank that waits does the same for every failure, whatever runs its replicas. So one way to fail is enough for the
     engines: each rank with worker processes starts a fork server, which imports torch, three seconds of processor time.
     """
-    cases = [*((each, "one replica") for each in where), ("backward", "threads"), (with_workers, "processes")]
+    with_workers = pytest.param(where[-1], "processes", marks=() if fast else pytest.mark.slow)
+    cases = [*((each, "one replica") for each in where), ("backward", "threads"), with_workers]
     return pytest.mark.parametrize(("where", "way"), cases)
 
 
-@each_way("forward", "backward", "loading", with_workers="backward")
+@each_way("forward", "loading", "backward", fast=False)
 def test_the_others_learn_why_one_has_failed(where, way):
     """C12"""
     ended = end_ranks(3, fails, where, WAYS[way])
@@ -322,7 +317,7 @@ def test_the_others_learn_why_one_has_failed(where, way):
         assert ended[rank].exit_code == 1
 
 
-@each_way("forward", "backward", "loading", "kill", with_workers="kill")
+@each_way("forward", "backward", "loading", "kill", fast=True)
 def test_a_rank_that_waits_at_a_batch_norm_learns_it_too(where, way):
     """C12, C9: also with replicas in worker processes, which wait for the caller's all-gather."""
     ended = end_ranks(2, fails, where, {**WAYS[way], "sync_batch_norm": True})

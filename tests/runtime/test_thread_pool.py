@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from helpers.garbage import no_garbage
 from helpers.in_time import WAIT_S, in_time
+from helpers.modules import PassingMode
 from helpers.programs import run_script
 from manyhands.runtime import thread_pool, torch_private
 from manyhands.runtime.thread_pool import Background, Outcome, inside_replica, replica_path, run_together
@@ -49,9 +49,6 @@ def raises(error: BaseException) -> Callable[[], Any]:
 
 def worker_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "manyhands-worker"}
-
-
-# ---- running ---------------------------------------------------------------------------------------
 
 
 def test_tasks_know_that_they_are_replicas_and_which() -> None:
@@ -181,24 +178,19 @@ def test_a_checkpoint_that_fails_leaves_no_hooks_in_its_thread() -> None:
     assert not torch_private.has_saved_tensor_hooks()
 
 
-class Mode(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 def test_torch_compiles_after_dispatch_modes_that_overlapped() -> None:
     """R13: older releases think that the second mode, which ends last, is still active, and compile nothing."""
     first_entered, second_entered, first_left = threading.Event(), threading.Event(), threading.Event()
 
     def first() -> None:
-        with Mode():
+        with PassingMode():
             first_entered.set()
             assert second_entered.wait(WAIT_S)
         first_left.set()
 
     def second() -> None:
         assert first_entered.wait(WAIT_S)
-        with Mode():
+        with PassingMode():
             second_entered.set()
             assert first_left.wait(WAIT_S)
 
@@ -348,9 +340,6 @@ def test_overlapping_calls_leave_the_number_of_threads_as_it_was(asked_for: int 
     assert torch.get_num_threads() == num_threads_of_a_new_thread() == 4
 
 
-# ---- memory ----------------------------------------------------------------------------------------
-
-
 class Thing:
     pass
 
@@ -454,14 +443,13 @@ IN_A_DAEMON_THREAD = f"threading.Thread(target=lambda: {RUN}, daemon=True).start
 @pytest.mark.parametrize(
     ("first", "call"),
     [
-        ("sys.exit(0)", RUN),
         ("signal.raise_signal(signal.SIGINT)", RUN),
         ("threading.Event().wait()", IN_A_DAEMON_THREAD),  # the caller itself is outside torch
     ],
-    ids=["sys.exit", "Ctrl-C, caught", "daemon thread"],
+    ids=["Ctrl-C, caught", "daemon thread"],
 )
 def test_the_interpreter_exits_while_a_worker_is_busy(first: str, call: str) -> None:
-    """F5, F3: status 0, nothing on stderr. Small operations are in tests/contract/test_callers.py."""
+    """F5, F3: status 0, nothing on stderr. sys.exit and small operations are in tests/contract/test_callers.py."""
     done = run_script(f"""
         import signal, sys, threading
         import torch
@@ -508,22 +496,6 @@ def test_ctrl_c_ends_a_program_as_python_does() -> None:
     assert done.returncode in (-signal.SIGINT, 130, 1)
     assert done.stderr.rstrip().endswith("KeyboardInterrupt"), done.stderr
     assert done.stderr.count("Traceback") == 1, done.stderr
-
-
-def test_workers_end_with_the_interpreter() -> None:
-    """F5: idle ones are stopped, and have ended, when atexit is through."""
-    done = run_script("""
-        import atexit, threading
-
-        def report():  # registered first, so it runs last
-            print([thread.name for thread in threading.enumerate() if thread.name == "manyhands-worker"])
-
-        atexit.register(report)
-        import torch
-        from manyhands.runtime.thread_pool import run_together
-        run_together([lambda: 0] * 4, [torch.device("cpu")] * 4)
-    """)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
 
 
 def test_stopping_waits_for_all_workers_no_longer_than_for_one(monkeypatch: pytest.MonkeyPatch) -> None:

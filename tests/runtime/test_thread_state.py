@@ -141,9 +141,6 @@ def test_what_a_worker_sets_is_not_the_callers() -> None:
         variable.reset(token)
 
 
-# ---- state in a whole step -------------------------------------------------------------------------
-
-
 @pytest.fixture
 def model() -> DataParallel:
     torch.manual_seed(0)
@@ -244,6 +241,3 @@ def test_func_transforms(model: DataParallel) -> None:
     ]
     for transform in transforms:
         torch.testing.assert_close(transform(model), transform(model.module))
-
-
-# ---- the class -------------------------------------------------------------------------------------

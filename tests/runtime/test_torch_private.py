@@ -17,15 +17,10 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.modules import PassingMode
 from helpers.programs import run_script
 from manyhands.runtime import torch_private
-
-
-class Mode(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 class FunctionMode(TorchFunctionMode):
@@ -83,7 +78,7 @@ def test_compiled_code_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("question", "active", "owner", "name"),
     [
-        (torch_private.has_dispatch_modes, Mode, torch._C, "_len_torch_dispatch_stack"),
+        (torch_private.has_dispatch_modes, PassingMode, torch._C, "_len_torch_dispatch_stack"),
         (torch_private.has_transforms, forward_ad.dual_level, torch._C._functorch, "maybe_current_level"),
         (torch_private.function_modes, FunctionMode, torch._C, "_len_torch_function_stack"),
         (torch_private.function_modes, FunctionMode, torch.overrides, "_get_current_function_mode_stack"),

@@ -355,9 +355,6 @@ def test_a_replicate_of_ones_own(wrap: Wrap) -> None:
     assert_like_plain(model, plain, torch.randn(8, 2))
 
 
-# ---- the option ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("value", [None, 1, "yes"])
 def test_the_option_is_true_or_false(value: Any) -> None:
     with pytest.raises(TypeError, match=rf"sync_batch_norm={value!r}: expected True or False"):

@@ -62,9 +62,6 @@ def test_gradients_that_are_added_and_those_that_are_not(make):
     assert torch.equal(result, torch.ones(LARGE))
 
 
-# ---- shared memory -------------------------------------------------------------------------------
-
-
 def test_memory_is_reused_only_when_no_tensor_refers_to_it():
     transport = SharedMemoryTransport()
 
@@ -85,9 +82,6 @@ def test_memory_is_reused_only_when_no_tensor_refers_to_it():
     for value in range(shared_memory._IDLE_BACKWARDS + 1):
         once(float(value))
     assert len(transport.segments) < num_segments, "memory that is no longer needed is freed"
-
-
-# ---- collectives ---------------------------------------------------------------------------------
 
 
 def test_buckets_follow_the_order_of_the_first_backward():
