@@ -15,7 +15,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'torch==2.13.0'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  --editable '.[train]' hypothesis mypy pytest pytest-xdist ruff
+	  --editable '.[train]' accelerate hypothesis mypy pytest pytest-xdist ruff transformers
 	@touch $@
 
 demo: $(READY)  ## train ResNet-18 on real pictures, on every device, and show the result
@@ -48,7 +48,7 @@ compat:  ## run the test suite with another release of torch, in an environment 
 	  needed = project["dependencies"] + project["optional-dependencies"]["train"]; \
 	  print(*[each for each in needed if not each.startswith("torch")], sep="\n")' > $(@D)/requirements.txt
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir -c $(@D)/constraints.txt \
-	  'torch==$*' -r $(@D)/requirements.txt hypothesis pytest pytest-xdist && \
+	  'torch==$*' -r $(@D)/requirements.txt accelerate hypothesis pytest pytest-xdist transformers && \
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable . || \
 	  { rm -rf $(@D); echo "torch $* cannot be installed here with $(PYTHON): what pip says is above" >&2; exit 1; }
 	@touch $@
@@ -68,6 +68,7 @@ format: $(READY)  ## let ruff mend and format the code
 bench: $(READY)  ## measure, side by side, on a machine that does nothing else; writes benchmarks/results.md
 	$(BIN)/manyhands bench --output benchmarks
 	$(BIN)/python benchmarks/replicate.py
+	$(BIN)/python benchmarks/map.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/host_calls.py
 

@@ -70,6 +70,7 @@ class Group:
     check_limit_s: float = 90.0
 
 
+MENDED = "tests/gpu/test_mended.py"
 GPU_TESTS = (
     "tests/gpu/test_gpu.py",
     "tests/gpu/test_order.py",
@@ -84,6 +85,7 @@ def groups_for(kind: str, count: int) -> list[Group]:
     every = ",".join(f"{kind}:{index}" for index in range(count))
     groups = [
         Group("GPU tests", "tests", [*GPU_TESTS, "-m", "gpu"], 170, check_limit_s=150),  # torch.compile is slow
+        Group("mended defects", "tests", [MENDED], 60, check_limit_s=60),
         Group("engine contract, replicas on one GPU", "tests", suite, 130, {"MANYHANDS_TEST_DEVICES": f"{kind}:0"}),
         Group("figures", "figures", [f"{kind}:0"], 220, check_limit_s=150),
         Group("examples", "tests", ["tests/test_examples.py", "-m", "gpu"], 30),
@@ -92,7 +94,7 @@ def groups_for(kind: str, count: int) -> list[Group]:
         several = Group(
             "engine contract, a replica on each GPU", "tests", suite, 100, {"MANYHANDS_TEST_DEVICES": every}
         )
-        groups.insert(2, several)
+        groups.insert(3, several)
     budget_s = sum(group.budget_s for group in groups)
     return [replace(group, budget_s=group.budget_s * min(1.0, BUDGET_S / budget_s)) for group in groups]
 
@@ -102,6 +104,7 @@ def dry_groups() -> list[Group]:
     suite = ["tests/contract/test_gradients.py", "-m", "not slow", "-k", "accumulate and threads"]
     return [
         Group("GPU tests", "tests", ["tests/gpu/test_processes.py", "-k", "sparse"], 60),
+        Group("mended defects", "tests", [MENDED, "-k", "checkpoints"], 60),
         Group("engine contract", "tests", suite, 60, {"MANYHANDS_TEST_DEVICES": "cpu"}),
         Group("figures", "figures", ["cpu", "--dry"], 120),
     ]

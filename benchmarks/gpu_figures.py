@@ -34,7 +34,7 @@ from manyhands import DataParallel
 from manyhands.bench import one_device
 from manyhands.console.errors import OptionError
 from manyhands.runtime.devices import float32_products
-from manyhands.training import data, loop, models, schedule
+from manyhands.training import compiling, data, loop, models, schedule
 from manyhands.training.compiling import expect_compiler
 from manyhands.training.display import Display
 from manyhands.training.options import Options
@@ -171,13 +171,34 @@ def epoch_tf32(bench: Bench) -> Iterator[Figure]:
 
 def epoch_bf16_compiled(bench: Bench) -> Iterator[Figure]:
     """Epochs of `manyhands train --precision bf16 --compile`."""
-    return _epochs(bench, Options(precision="bf16", compile=True), goal_s=1.0)
+    return _epochs(bench, Options(precision="bf16", compile=True), goal_s=0.55)
 
 
-def _epochs(bench: Bench, options: Options, goal_s: float) -> Iterator[Figure]:
+def epoch_bf16_weights(bench: Bench) -> Iterator[Figure]:
+    """Epochs of `manyhands train --precision bf16-weights --compile`."""
+    return _epochs(bench, Options(precision="bf16-weights", compile=True), goal_s=0.55)
+
+
+def epoch_without_graphs(bench: Bench) -> Iterator[Figure]:
+    """The same as `epoch_bf16_compiled`, without CUDA graphs: what they are worth."""
+    return _epochs_in_mode(bench, "default")
+
+
+def epoch_with_autotuning(bench: Bench) -> Iterator[Figure]:
+    """The same with torch.compile's other mode that has CUDA graphs: whether it should be the default."""
+    return _epochs_in_mode(bench, "max-autotune")
+
+
+def _epochs_in_mode(bench: Bench, mode: str) -> Iterator[Figure]:
+    with mock.patch.object(compiling, "GRAPHS_MODE", mode):
+        yield from _epochs(bench, Options(precision="bf16", compile=True), goal_s=0.55, mode=f", mode {mode}")
+
+
+def _epochs(bench: Bench, options: Options, goal_s: float, mode: str = "") -> Iterator[Figure]:
     """Train the tutorials' model on as many pictures as theirs: some timed epochs, and a profiled one."""
     sizes = bench.sizes
-    name = f"an epoch of manyhands train --precision {options.precision}{' --compile' if options.compile else ''}"
+    how = f"--precision {options.precision}{' --compile' if options.compile else ''}{mode}"
+    name = f"an epoch of manyhands train {how}"
     if options.compile and (reason := bench.no_compiler()) is not None:
         yield Figure(name, None, "s", f"not run: {reason}")
         return
@@ -191,7 +212,8 @@ def _epochs(bench: Bench, options: Options, goal_s: float) -> Iterator[Figure]:
     epoch_s = statistics.median(times_s)
     met = "met" if epoch_s <= goal_s else "missed"
     yield Figure(name, epoch_s, "s", f"the tutorials: {beside}; goal on an H200: {goal_s} or less, {met}")
-    tflop, speed = tflop_of_an_epoch(sizes), tflops_per_s(bench, options.precision.replace("tf", "TF"))
+    products = options.precision.split("-")[0].replace("tf", "TF")
+    tflop, speed = tflop_of_an_epoch(sizes), tflops_per_s(bench, products)
     floor_s = tflop / speed
     yield Figure(f"{name}, floor", floor_s, "s", f"{tflop:.4g} TFLOP at the {speed:.4g} TFLOP/s of products")
     yield Figure(f"{name}, in floors", epoch_s / floor_s, "")
@@ -410,6 +432,9 @@ FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
         epoch_on_every_gpu,
         accuracy_bf16_compiled,
         thin_layers,
+        epoch_bf16_weights,
+        epoch_without_graphs,
+        epoch_with_autotuning,  # the last: it tries kernels for minutes
     )
 }
 

@@ -27,9 +27,10 @@ PACKAGES = [
     "sync_batch_norm",
     "autograd",
     "engines",
+    "console",
+    "inference",
     "wrapper",
     "data_parallel",
-    "console",
     "verification",
     "manyhands",
     "testing",
@@ -96,6 +97,7 @@ def test_public_names():
         "data_parallel",
         "gather",
         "keep_freed_memory",
+        "pad",
         "parallel_apply",
         "register_batch_type",
         "replicate",
@@ -293,9 +295,6 @@ def test_import_changes_no_setting_of_the_process():
 
 def test_the_package_tells_type_checkers_that_it_is_typed():
     assert (PACKAGE / "py.typed").is_file()
-
-
-# Docs
 
 
 def test_every_row_of_the_behaviour_table_has_its_tests():

@@ -109,6 +109,7 @@ def test_a_run_is_resumed_with_its_own_options_or_overwritten(capsys: pytest.Cap
         (["--engine", "fibres"], "argument --engine: invalid choice: 'fibres'"),
         (["--mirror", "http://localhost/"], "--mirror http://localhost/ goes with --data fashion-mnist only"),
         (["--output", "file"], "is not a folder; name another one (--output DIR)"),
+        (["--output", "/proc/out"], "--output /proc/out: /proc cannot be written to"),
         (["--resume", "absent"], "--resume absent: there is no such folder"),
         (["--output", ""], "argument --output: expected the name of a folder, got ''"),
         (["--resume", "empty"], "--resume empty: no checkpoint.pt in it"),
@@ -123,7 +124,8 @@ def test_a_mistake_is_one_line_and_leaves_nothing_behind(
 ) -> None:
     Path("file").touch()
     Path("empty").mkdir()
-    assert_misused(["train", *arguments], error, capsys)
+    out = assert_misused(["train", *arguments], error, capsys)
+    assert out == "" or arguments[0] in ("--mirror", "--compile")  # which the data and the model decide
     assert sorted(path.name for path in Path().iterdir()) == ["empty", "file"]
 
 
@@ -209,9 +211,8 @@ def write_rows(folder: Path, num_rows: int) -> None:
         lambda out: (out / "config.json").write_text(
             (out / "config.json").read_text().replace('"batch_size": 128', '"batch_size": "128"')
         ),
-        lambda out: (out / "config.json").write_text("[]"),
     ],
-    ids=["bytes in metrics.jsonl", "a text for a number", "no object"],
+    ids=["bytes in metrics.jsonl", "a text for a number"],
 )
 def test_damaged_files_are_no_traceback(damage: Callable[[Path], object], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--output", "out"]) == 0
@@ -259,7 +260,7 @@ def wait_for_a_step(process: "subprocess.Popen[str]") -> set[int]:
 
 @pytest.mark.parametrize(
     ("engine", "number", "status"),
-    [("threads", signal.SIGINT, 130), ("threads", signal.SIGTERM, 143), ("processes", signal.SIGINT, 130)],
+    [("threads", signal.SIGTERM, 143), ("processes", signal.SIGINT, 130)],
 )
 def test_a_run_that_is_stopped_saves_and_says_how_to_go_on(
     tmp_path: Path, engine: str, number: signal.Signals, status: int
@@ -299,11 +300,14 @@ def test_ctrl_c_twice_leaves_no_process_behind(tmp_path: Path) -> None:
     assert have_ended(others)
 
 
-def test_a_reader_who_has_gone_is_no_traceback(tmp_path: Path) -> None:
+def test_a_reader_who_has_gone_stops_the_training_with_a_word(tmp_path: Path) -> None:
+    """As in `manyhands train | head -1`."""
     with started(*SMALL, "--output", "out", cwd=tmp_path) as process:
         assert process.stdout is not None
         process.stdout.close()
         process.stdout = None
         _, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert err == ""
+    (line,) = err.splitlines()
+    assert line.startswith("manyhands train: error: nothing reads the output any more, so the training has stopped: ")
+    assert "nothing had been saved yet in out" in line

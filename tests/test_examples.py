@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import functools
+import importlib.util
 import io
 import itertools
 import os
@@ -21,14 +22,8 @@ from helpers.rounding import rounding_bound
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
-# Rows of each shard of a full batch (30 rows) and of the last one (10 rows), by number of devices.
-SHARDS = {
-    1: ([30], [10]),
-    2: ([15, 15], [5, 5]),
-    3: ([10, 10, 10], [4, 4, 2]),
-    4: ([8, 8, 8, 6], [3, 3, 3, 1]),
-    8: ([4, 4, 4, 4, 4, 4, 4, 2], [2, 2, 2, 2, 2]),
-}
+# On 8 devices: rows of each shard of a full batch (30 rows) and of the last one (10 rows).
+FULL, LAST = [4, 4, 4, 4, 4, 4, 4, 2], [2, 2, 2, 2, 2]
 
 MIDDLE_BLOCK = """\
     In block1: input [30, 10] output [30, 20]
@@ -71,7 +66,8 @@ Without total_length: ValueError: cannot gather output[0]: replicas returned dif
 (replica 0: (3, 6, 4); replica 1: (2, 5, 4)). Every replica's output must have the same structure; only the number of \
 rows may differ.
     If the module pads its sequences (pad_packed_sequence), each replica pads to the longest of its own: give \
-total_length=. If the rows are on another axis, say so: DataParallel(..., out_dims=...).
+total_length=, or have the outputs padded: DataParallel(..., out_dims=manyhands.pad(axis)). If the rows are on another \
+axis, say so: DataParallel(..., out_dims=...).
 Packed: [17, 4] in 6 steps, as without the wrapper
 """
 
@@ -80,10 +76,9 @@ def check_same(output: str, expected: str) -> None:
     assert output == expected
 
 
-def check_transcript(output: str, num_devices: int, devices: tuple[str, ...]) -> None:
-    full, last = SHARDS[num_devices]
-    expected = f"Replicas: {num_devices}\n"
-    for shards in (full, full, full, last):
+def check_transcript(output: str, devices: tuple[str, ...]) -> None:
+    expected = "Replicas: 8\n"
+    for shards in (FULL, FULL, FULL, LAST):
         for rows, device in zip(shards, in_turn(devices, len(shards)), strict=True):
             expected += f"    In model: input [{rows}, 5] output [{rows}, 2] on {device}\n"
         expected += f"Outside: input [{sum(shards)}, 5] output [{sum(shards)}, 2]\n"
@@ -135,24 +130,42 @@ def losses_of_several_processes(output: str, num_processes: int) -> list[float]:
     return losses
 
 
-def check_several_processes(output: str, devices: tuple[str, ...]) -> None:
-    losses_of_several_processes(output, 1)
-
-
 def check_verbs_by_hand(output: str, devices: tuple[str, ...]) -> None:
     assert in_order(output) == in_order(VERBS_BY_HAND.format(*in_turn(devices, 3)))
 
 
+def check_transformers_trainer(output: str, devices: tuple[str, ...]) -> None:
+    losses = r"    epoch 1: loss (\S+)\n    epoch 2: loss (\S+)\n    epoch 3: loss (\S+)\n    epoch 4: loss (\S+)\n"
+    end = r"Same numbers: parameters differ by (\d\.\de-\d\d|0\.0e\+00) at most\n"
+    match = re.fullmatch(rf"One device:\n{losses}Wrapped:\n{losses}{end}", output)
+    assert match, output
+    *values, difference = map(float, match.groups())
+    one_device, wrapped = values[:4], values[4:]
+    assert one_device == sorted(one_device, reverse=True)
+    assert wrapped == pytest.approx(one_device, abs=1.01e-4)  # they are printed with four digits
+    assert difference < 1e-4
+
+
 # Of each example: the arguments it is run with, and what reads its output.
 CHECKS = {
-    "transcript.py": (["--devices", "8"], lambda output, devices: check_transcript(output, 8, devices)),
+    "transcript.py": (["--devices", "8"], check_transcript),
     "middle_block.py": ([], lambda output, devices: check_same(output, MIDDLE_BLOCK)),
     "sequences.py": ([], lambda output, devices: check_same(output, SEQUENCES)),
     "half_on_cpu.py": ([], check_half_on_cpu),
     "bce_training.py": (["--devices", "2", "--epochs", "10"], check_bce_training),
     "verbs_by_hand.py": ([], check_verbs_by_hand),
-    "several_processes.py": ([], check_several_processes),
+    "several_processes.py": ([], lambda output, devices: losses_of_several_processes(output, 1)),
+    "transformers_trainer.py": ([], check_transformers_trainer),
 }
+# Trainer chooses its devices itself, and knows no simulated ones; importing it takes seconds.
+WITH_ANY_DEVICE = CHECKS.keys() - {"transformers_trainer.py"}
+
+
+def expect_installed(name: str) -> None:
+    if name == "transformers_trainer.py":
+        for library in ("transformers", "accelerate"):
+            if importlib.util.find_spec(library) is None:
+                pytest.skip(f"{library} is not installed")
 
 
 def in_turn(devices: tuple[str, ...], num_replicas: int) -> list[str]:
@@ -225,18 +238,13 @@ def test_every_example_has_a_test_a_row_in_the_index_and_its_command() -> None:
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_runs_as_a_program(name: str) -> None:
+    expect_installed(name)
     done = run_program(name)
     assert (done.returncode, done.stderr) == (0, "")
     CHECKS[name][1](done.stdout, ("cpu",))
 
 
-@pytest.mark.parametrize("num_devices", sorted(SHARDS.keys() - {8}))  # which test_runs_as_a_program has
-def test_transcript(num_devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    stdout = run_here("transcript.py", ["--devices", str(num_devices)], monkeypatch)
-    check_transcript(stdout.getvalue(), num_devices, ("cpu",))
-
-
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", sorted(WITH_ANY_DEVICE))
 def test_on_accelerators_too(name: str, two_accelerators: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """The first replica is on the first of two accelerators, the second on the second, and so on.
 
@@ -296,6 +304,7 @@ def test_help_has_an_example(name: str, monkeypatch: pytest.MonkeyPatch, capsys:
 @pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a GPU")
 @pytest.mark.parametrize("name", CHECKS)
 def test_runs_on_gpus(name: str) -> None:
+    expect_installed(name)
     done = run_program(name, use_gpus=True)
     assert (done.returncode, done.stderr) == (0, "")
     CHECKS[name][1](done.stdout, tuple(f"cuda:{i}" for i in range(torch.cuda.device_count())))

@@ -27,11 +27,7 @@ MIXED = (
 def tied_autoencoder() -> nn.Module:
     encoder, decoder = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
     decoder.weight = encoder.weight
-    return Calls(encode_and_decode, encoder=encoder, decoder=decoder)
-
-
-def encode_and_decode(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model.decoder(torch.tanh(model.encoder(x)))
+    return Calls(lambda model, x: model.decoder(torch.tanh(model.encoder(x))), encoder=encoder, decoder=decoder)
 
 
 # Devices and copies
@@ -229,7 +225,6 @@ def test_data_is_read_and_replaced():
 # Autograd
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, for forward derivatives
 def test_derivatives_that_are_known_to_be_zero():
     """Second derivatives of a linear layer, and forward derivatives: torch makes their zeros in a way of its own."""
 
@@ -331,9 +326,6 @@ def test_state_dict_travels_through_a_file_of_cpu_copies():
     assert all(value.device == SIM1 for value in other.state_dict().values())
 
 
-# Printing
-
-
 def test_tensors_print_their_device():
     x = torch.tensor([1.0, 2.0], device="sim:1")
     assert repr(x) == "tensor([1., 2.], device='sim:1')"
@@ -342,9 +334,6 @@ def test_tensors_print_their_device():
     assert repr(product) == "tensor([2., 4.], device='sim:1', grad_fn=<MulBackward0>)"
     assert f"{product.sum():.2f}" == "6.00"
     assert f"{x.detach()}" == "tensor([1., 2.], device='sim:1')"
-
-
-# simulated_accelerators
 
 
 def test_simulated_accelerators_are_what_the_library_sees():

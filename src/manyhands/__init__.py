@@ -5,6 +5,7 @@ model = manyhands.DataParallel(model)
 
 from manyhands.data_parallel import DataParallel, data_parallel
 from manyhands.primitives.batch_types import register_batch_type
+from manyhands.primitives.dims import pad
 from manyhands.primitives.parallel_apply import parallel_apply
 from manyhands.primitives.replicate import replicate
 from manyhands.primitives.scatter_gather import gather, scatter, scatter_kwargs
@@ -18,6 +19,7 @@ __all__ = [
     "data_parallel",
     "gather",
     "keep_freed_memory",
+    "pad",
     "parallel_apply",
     "register_batch_type",
     "replicate",

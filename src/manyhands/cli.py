@@ -6,6 +6,7 @@ that must be installed) and `run(given)`, which returns the exit status. `given`
 
 import argparse
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -70,9 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         ranks.wait_for_first()
         return _STOPPED + stopped.received
     except CommandError as error:
+        if isinstance(error.__cause__, BrokenPipeError):
+            _discard_output()
         return fail(error, error.exit_status)
     except BrokenPipeError:  # the reader of our output has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for python's own flush at exit
+        _discard_output()
         return FAILED
     except OSError as error:  # such as a full disk
         return fail(error, FAILED)
@@ -80,6 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if ranks.are_lost:
             return fail(error, FAILED)
         raise
+
+
+def _discard_output() -> None:
+    """Let Python's own flush at exit succeed although nothing reads standard output any more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _open_closed_streams() -> None:
@@ -107,7 +115,7 @@ def _parse(argv: Sequence[str]) -> tuple[ModuleType | None, dict[str, Any]]:
         texts = _texts(module.DESCRIPTION, module.EXAMPLES)
         module.add_options(subparsers.add_parser(name, help=module.SUMMARY, **texts))
 
-    arguments, unknown = parser.parse_known_args(argv)
+    arguments, unknown = parser.parse_known_args(_with_negative_values(argv))
     given = vars(arguments)
     name = given.pop("command")
     if unknown:
@@ -117,6 +125,17 @@ def _parse(argv: Sequence[str]) -> tuple[ModuleType | None, dict[str, Any]]:
         return None, given
     expect_installed(_COMMANDS[name].needed(given))
     return _COMMANDS[name], given
+
+
+def _with_negative_values(argv: Sequence[str]) -> list[str]:
+    """Return `--compute -1ms` as `--compute=-1ms`: argparse would take the value for an option."""
+    joined: list[str] = []
+    for word in argv:
+        if joined and re.match(r"-\.?\d", word) and re.fullmatch(r"--[a-z-]+", joined[-1]):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 class _Parser(argparse.ArgumentParser):

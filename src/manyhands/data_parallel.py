@@ -6,7 +6,7 @@ other threads, the plain composition of the verbs runs instead.
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from itertools import chain
 from typing import Any
@@ -19,9 +19,10 @@ from manyhands.distributed.environment import devices_of_process, started_by_lau
 from manyhands.distributed.gradient_sync import GradientSync
 from manyhands.distributed.process_group import communicator_for
 from manyhands.distributed.uneven_inputs import even_batches
-from manyhands.engines.base import Call, Engine, called, check_flag
+from manyhands.engines.base import Call, Engine, LaneCall, Lanes, called, check_flag
 from manyhands.engines.distributed import DistributedEngine
 from manyhands.engines.threads import ThreadsEngine
+from manyhands.inference.verbs import Callee, evaluate_batches, map_batches
 from manyhands.primitives import pytree
 from manyhands.primitives.batch_types import batch_type_of
 from manyhands.primitives.dims import OutputRules, check_dim, check_dims, check_scalars
@@ -34,9 +35,9 @@ from manyhands.primitives.split_sizes import Shares, check_shares, split_rows, u
 from manyhands.runtime import devices as _devices
 from manyhands.runtime.devices import DeviceLike
 from manyhands.runtime.errors import log_once
-from manyhands.runtime.rng import draws_for_whole_batch
 from manyhands.runtime.thread_pool import ReplicaTiming, inside_replica, replica_device
 from manyhands.runtime.thread_state import modes_that_stay
+from manyhands.runtime.whole_batch_draws import draws_for_whole_batch
 from manyhands.sync_batch_norm.function_mode import inside_synchronised_replica, run_synchronised
 from manyhands.wrapper import Wrapper, accept_clean_names
 
@@ -142,7 +143,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         in_dims: the axis of the rows in each input, as `torch.func.vmap` has it: an int for all; or a tuple with one
             entry a positional input, or a dict with names of inputs, nested as far down as needed. None: it has no
             rows, every replica gets all of it. What is left out has `dim`: `in_dims={"mask": 1, "table": None}`.
-        out_dims: the same for outputs; None: the replicas agree on it. `out_dims=(0, 1)` for the output and the hidden
+        out_dims: the same for outputs; None: the replicas agree on it; `manyhands.pad(1)`: what differs in size on axis
+            1 is padded to the longest. `out_dims=(0, 1)` for the output and the hidden
             state of an RNN with batch_first=True.
         sync_batch_norm: whether batch norm in training normalises over the rows of all replicas instead of each one's
             own: `torch.nn.BatchNorm1d`, 2d and 3d, subclasses, and `torch.nn.functional.batch_norm`. Outputs,
@@ -213,6 +215,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         self.dim = dim
         one_of_several = communicator is not None or (process_group is None and started_by_launcher())
         self.devices = (devices_of_process if one_of_several else _devices.resolve)(device_ids)
+        if one_of_several:
+            _devices.make_current(self.devices[0])
         self.device_ids: list[Any] = [_devices.public_id(device) for device in self.devices]
         self.output_device: Any = None
         self.shares: Shares = check_shares(shares, len(self.devices) or None)
@@ -272,9 +276,130 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         Raises:
             AttributeError: the module has no such method. Else as forward.
         """
-        if not callable(getattr(self.module, method, None)):
-            raise AttributeError(f"method: {type(self.module).__name__} has no method {method!r}")
+        self._check_method(method)
         return self._run(method, inputs, kwargs)
+
+    def map(
+        self,
+        batches: Iterable[Any],
+        *,
+        method: str | None = None,
+        batch_size: int | None = None,
+        out: Any = None,
+        progress: bool = False,
+    ) -> Any:
+        """Return an iterator over the outputs of many batches, each computed whole by whichever device is free.
+
+            >>> model = manyhands.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"])
+            >>> loader = [torch.zeros(30, 5), torch.zeros(30, 5), torch.zeros(7, 5)]
+            >>> [output.shape[0] for output in model.map(loader)]
+            [30, 30, 7]
+
+        For inference over a data set. Outputs come in the order of the batches, one a batch, and are those of
+        `model.module(batch)` under `torch.no_grad()`, on `output_device`. They are computed while you use them: at most
+        two batches a device have been pulled from the loader ahead, so memory stays flat. The module is left as it was:
+        every batch finds the same buffers. Random numbers follow from torch's random state and the batch's number.
+
+        Args:
+            batches: a DataLoader or any other iterable, pulled from in this thread. A batch that is a tuple or list has
+                the positional inputs, one that is a mapping the keyword inputs; anything else is the only input.
+            method: the method to call, such as "generate"; None: forward.
+            batch_size: `batches` is a sequence of samples (or a data set, a tensor, an array), and so many of them are
+                one batch, the last one perhaps fewer. Tuples and mappings are taken apart, tensors stacked; what cannot
+                be stacked, tensors of different lengths say, stays a list.
+            out: a tensor, an array of numpy's or a memory map (or these in a form like the output's): all outputs are
+                written into it, row by row, and `map` returns it instead of an iterator, when it is full.
+            progress: show a bar, if standard error is a terminal. It needs rich.
+
+        Returns:
+            An iterator. `close()`, the end of a `with` block, or deleting it ends it early: devices finish the batch at
+            which they are. `out` if that is given.
+
+        Raises:
+            TypeError, ValueError: arguments that cannot be used; an `out` that outputs do not fit into.
+            AttributeError: the module has no such method.
+            BaseException: of a batch: what the module raised, with a note that names the batch, after the outputs
+                before it. The next `next()` goes on with the next batch. What the loader raises ends the iteration.
+            WorkerDiedError: the worker process that had the batch has died; `next()` goes on without it.
+
+        Under a launcher every process is given the same batches and computes its part of them. The first process gets
+        all outputs; the others get none, and help until it has all. There an error ends the iteration in all of them.
+        """
+        return map_batches(self._callee(method), batches, batch_size, out, check_flag(progress, "progress"))
+
+    def evaluate(
+        self,
+        batches: Iterable[Any],
+        metric: Callable[[Any, Any], Any],
+        *,
+        method: str | None = None,
+        batch_size: int | None = None,
+        reduction: str | Mapping[str, str] = "mean",
+        progress: bool = False,
+    ) -> Any:
+        """Return the mean of a metric over all rows of many batches, each computed whole by whichever device is free.
+
+            >>> model = manyhands.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"])
+            >>> loader = [(torch.zeros(30, 5), torch.ones(30, 2)), (torch.zeros(7, 5), torch.ones(7, 2))]
+            >>> loss = model.evaluate(loader, torch.nn.functional.mse_loss)
+            >>> def accuracy(output, target):
+            ...     return {"accuracy": (output.argmax(1) == target[:, 0]).double().mean(), "rows": len(output)}
+            >>> sorted(model.evaluate(loader, accuracy, reduction={"rows": "sum"}))
+            ['accuracy', 'rows']
+
+        Each row counts once: a mean is weighted by the rows of each batch, so the sizes of batches do not matter for a
+        metric that is a mean over rows. The module is not switched to `eval()`; that is for you to do.
+
+        Args:
+            batches: as in `map`, but each with a target: the last value of a tuple or list, as in (x, y). What precedes
+                it are the positional inputs; if that is one mapping, the keyword inputs. A batch that is a mapping has
+                the keyword inputs, and is the target, too.
+            metric: from the output and the target of a batch, both on `output_device`, to a number, or a dict of
+                numbers. It is called in this thread.
+            reduction: what becomes of the numbers of all batches: "mean" or "sum", or a dict from names to these; a
+                name that it lacks has the mean.
+            method, batch_size, progress: as in `map`.
+
+        Returns:
+            A float, or a dict of floats as the metric returns it. Under a launcher it is over the batches of all
+            processes, and the same in each; every process is given the same batches and computes its part of them.
+
+        Raises:
+            TypeError, ValueError: arguments that cannot be used; batches without a target or without rows.
+            BaseException: what the module raised, or the metric.
+        """
+        callee = self._callee(method)
+        return evaluate_batches(callee, batches, metric, batch_size, reduction, check_flag(progress, "progress"))
+
+    def _callee(self, method: str | None) -> Callee:
+        """Return what a map calls for each batch."""
+        self._check_method(method)
+        if verb := self._overridden_verb():
+            raise RuntimeError(
+                f"{type(self).__name__}.{verb} is overridden, and whole batches go through no verb: call the model "
+                "batch by batch instead"
+            )
+        here = self._here()
+        gradient_sync = None if here else self._gradient_sync()
+        devices = [here] if here else self.devices or [torch.device("cpu")]
+        output_device = self._gather_on if self.devices and not here else devices[0]
+
+        def open_lanes(devices: Sequence[torch.device]) -> Lanes:
+            return self._engine.open_lanes(self.module, LaneCall(devices, devices[0], output_device, method))
+
+        return Callee(
+            open_lanes=open_lanes,
+            devices=devices,
+            output_device=output_device,
+            function=getattr(self.module, method or "forward"),
+            in_dims=self.in_dims,
+            rules=self._rules(),
+            communicator=gradient_sync.communicator if gradient_sync is not None else None,
+        )
+
+    def _check_method(self, method: str | None) -> None:
+        if method is not None and not callable(getattr(self.module, method, None)):
+            raise AttributeError(f"method: {type(self.module).__name__} has no method {method!r}")
 
     def _run(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.devices:

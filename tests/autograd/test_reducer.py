@@ -5,8 +5,8 @@ Replicas share the parameters' memory, or have memory of their own, in buckets (
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from helpers.modules import Calls
 from manyhands import DataParallel
 from manyhands.autograd import broadcast
-from manyhands.autograd.reducer import LeafHooks, RunningSums, sums_of
+from manyhands.autograd.reducer import LeafHooks, Reducer, RunningSums, sums_of
 from manyhands.runtime.buckets import buckets_of
 
 LARGE = 1 << 14  # this many float32 numbers are worth summing early
@@ -217,3 +217,52 @@ def test_large_layers(num_replicas: int) -> None:
     torch.testing.assert_close(seen[1], seen[0])
     for gradients in seen[2:]:
         torch.testing.assert_close(gradients, seen[1], rtol=0, atol=0)
+
+
+# ---- streams ---------------------------------------------------------------------------------------
+
+
+class Stream:
+    """An accelerator's stream; the CPU stands for the accelerator."""
+
+    device = CPU
+
+    def __init__(self) -> None:
+        self.waited_for: list[Stream] = []
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.waited_for.append(other)
+
+
+def test_gradients_of_branches_on_other_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """N1: all that a reducer does with them is on one stream, behind those that computed them; memory is kept."""
+    main, side = Stream(), Stream()
+    current = [main]
+    recorded: list[Any] = []
+    seen: list[tuple[Stream, list[Stream]]] = []
+
+    @contextmanager
+    def using(device: torch.device, streams: list[Stream]) -> Iterator[None]:
+        before, current[0] = current[0], streams[0]
+        yield
+        current[0] = before
+
+    class Noting(Reducer):
+        numbers = range(2)
+
+        def add(self, number: int, gradient: torch.Tensor) -> bool:
+            seen.append((current[0], list(main.waited_for)))
+            return True
+
+    monkeypatch.setattr("manyhands.runtime.devices.has_streams", lambda device: True)
+    monkeypatch.setattr("manyhands.runtime.devices.using", using)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: current[0])
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(stream))
+    of_main, of_side = leaves(2, size=3)
+    with LeafHooks({0: of_main, 1: of_side}).handing_to(Noting()):
+        give(of_main, 1.0)
+        current[0] = side
+        give(of_side, 1.0)
+        assert current == [side]
+    assert seen == [(main, []), (main, [side])]
+    assert recorded == [main]

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "host_calls.py"
 
@@ -24,9 +25,10 @@ def host_calls() -> ModuleType:
     [
         ("threads", 1, 0, 20),
         ("threads", 2, 0, 600),
-        ("threads", 8, 0, 990),
-        ("separate memory", 2, 17, 830),
-        ("processes", 2, 2, 1080),
+        ("threads", 8, 0, 780),
+        ("separate memory", 2, 14, 780),
+        ("processes", 2, 0, 970),
+        ("processes", 4, 0, 1440),
     ],
 )
 def test_a_steady_step_makes_few_calls(
@@ -34,6 +36,8 @@ def test_a_steady_step_makes_few_calls(
 ) -> None:
     """Beyond the plain module's, with a batch norm behind each layer: for each parameter, and for the whole step."""
     found = host_calls.cost(engine, replicas, batch_norm=True)
+    if not hasattr(torch, "_foreach_clone") and replicas > 1:  # an older torch clones three buffers singly
+        per_parameter += 3 / 4
     assert found.per_parameter == pytest.approx(0, abs=per_parameter + 0.01)
     assert found.fixed <= fixed
 

@@ -6,15 +6,7 @@ import weakref
 import pytest
 import torch
 
-from helpers.contract import (
-    Watched,
-    Wrap,
-    fresh,
-    loss_of,
-    mlp,
-    num_here,
-    over_gloo_too,
-)
+from helpers.contract import Watched, Wrap, fresh, loss_of, mlp, num_here, over_gloo_too
 
 pytestmark = pytest.mark.usefixtures("collector_off")
 

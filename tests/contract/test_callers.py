@@ -39,8 +39,14 @@ in_a_program_of_its_own = on_engines(["threads", "processes"] if ON_CPU else ["t
 
 @in_a_program_of_its_own
 def test_the_interpreter_exits_cleanly_after_training(engine: str) -> None:
-    """F5: status 0, and nothing on stderr, with outputs and graphs still alive."""
+    """F5: status 0, nothing on stderr, with outputs and graphs still alive; no idle worker when atexit is through."""
     done = run_script(f"""
+        import atexit, threading
+
+        def report():  # registered first, so it runs last
+            print([thread.name for thread in threading.enumerate() if thread.name == "manyhands-worker"])
+
+        atexit.register(report)
         import torch, manyhands
         model = manyhands.DataParallel(torch.nn.Linear(5, 3), ["cpu"] * 3, engine={engine!r})
         for _ in range(3):
@@ -49,7 +55,7 @@ def test_the_interpreter_exits_cleanly_after_training(engine: str) -> None:
         kept = model(torch.randn(7, 5))
         print("trained")
     """)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "trained\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "trained\n[]\n", "")
 
 
 @in_a_program_of_its_own

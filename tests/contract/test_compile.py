@@ -94,7 +94,6 @@ def in_place(net: nn.Module, backend: Any) -> nn.Module:
 WAYS: dict[str, Callable[[nn.Module, Any], nn.Module]] = {
     "the eager backend": lambda net, backend: torch.compile(net, backend="eager"),
     "torch.compile": lambda net, backend: torch.compile(net, backend=backend),
-    "a child": lambda net, backend: nn.Sequential(torch.compile(net, backend=backend), nn.Tanh()),
     "module.compile": in_place,
     "module.compile of a child": lambda net, backend: nn.Sequential(in_place(net, backend), nn.Tanh()),
     "both": lambda net, backend: torch.compile(nn.Sequential(in_place(net, backend), nn.Tanh()), backend=backend),
@@ -127,7 +126,7 @@ def test_ways_to_compile(way: str, wrap: Wrap) -> None:
     module = WAYS[way](Net(), graphs)
     plain = uncompiled(module)
     names = [name for name, _ in module.named_modules()]
-    many_steps = way in ("torch.compile", "module.compile")
+    many_steps = way == "torch.compile"
     train_both(plain, wrap(module, 3), batches(ROWS if many_steps else FEW))
     assert graphs.frame_count > 0 or way == "the eager backend"
     assert graphs.frame_count <= MOST_GRAPHS or not many_steps
@@ -328,3 +327,17 @@ def test_a_wrapper_in_a_replica_of_a_compiled_model(wrap: Wrap) -> None:
     plain = nn.Sequential(nn.Linear(5, 5), copy.deepcopy(net))
     model = nn.Sequential(copy.deepcopy(plain[0]), wrap(net))
     train_both(plain, wrap(torch.compile(model, backend="aot_eager")), batches(FEWER))
+
+
+def test_a_map_compiles_once_for_all_lanes() -> None:
+    """R13, I1: whichever lane is first."""
+    counter = CompileCounterWithBackend("eager")
+    net = Net().eval()
+    model = DataParallel(torch.compile(net, backend=counter), ["cpu"] * 3)
+    some = [torch.randn(4, 5) for _ in range(9)]
+    with torch.no_grad():
+        expected = [net(x) for x in some]
+    for _ in range(2):
+        for output, plain in zip(model.map(some), expected, strict=True):
+            torch.testing.assert_close(output, plain)
+    assert counter.frame_count == 1

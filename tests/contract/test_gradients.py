@@ -69,12 +69,8 @@ def nested_outputs(model: nn.Module, x: torch.Tensor) -> dict[str, Any]:
 
 def embedding_lstm() -> nn.Module:
     lstm = nn.LSTM(4, 5, num_layers=2, batch_first=True, bidirectional=True)
-    return Calls(
-        lambda model, x: model.head(model.lstm(model.embedding(x))[0]),
-        embedding=nn.Embedding(11, 4),
-        lstm=lstm,
-        head=nn.Linear(10, 3),
-    )
+    layers = {"embedding": nn.Embedding(11, 4), "lstm": lstm, "head": nn.Linear(10, 3)}
+    return Calls(lambda model, x: model.head(model.lstm(model.embedding(x))[0]), **layers)
 
 
 def with_unused_and_frozen() -> nn.Module:
@@ -309,19 +305,22 @@ def test_frozen_parameters_toggled_between_steps(wrap: Wrap) -> None:
 
 @over_gloo_too
 def test_without_grad_and_in_inference_mode(wrap: Wrap) -> None:
-    """R14: outputs that need no gradient, and inference tensors."""
+    """R14: outputs that need no gradient, and inference tensors; what the first forward makes serves later ones too."""
     model = wrap(batch_norm_eval())
     x = torch.randn(7, 2, 4, 4)
     expected = model.module(x).detach()
-    with torch.no_grad():
-        output = model(x)
-    assert not output.requires_grad
-    assert_same(output, expected)
     with torch.inference_mode():
         output = model(x)
     assert output.is_inference()
     assert_same(output.clone(), expected)
-    assert_same(model(x).detach(), expected)  # and back again
+    with torch.no_grad():
+        output = model(x)
+    assert not output.requires_grad
+    assert_same(output, expected)
+    model.train()
+    model(x).sum().backward()
+    model.eval()
+    assert_same(model(x).detach(), model.module(x).detach())
 
 
 @in_one_memory

@@ -1,6 +1,7 @@
 """Rows on other axes, numbers and 0-dim outputs, containers, and inputs and outputs that are refused."""
 
-from collections.abc import Callable
+from collections import UserList, deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from helpers.contract import (
     Wrap,
     each_with,
+    in_processes,
     loss_of,
     mlp,
     on_threads,
@@ -20,6 +22,8 @@ from helpers.contract import (
     same_results,
 )
 from helpers.modules import Calls, Fn
+from manyhands import pad
+from manyhands.primitives.object_state import state_of
 from manyhands.runtime.buckets import LARGE_BYTES
 
 # ---- rows on other axes --------------------------------------------------------------------------
@@ -95,6 +99,94 @@ def test_second_derivatives_through_every_placement(wrap: Wrap) -> None:
     torch.testing.assert_close(penalty(wrapped), penalty(model), rtol=1e-12, atol=1e-12)
 
 
+# ---- rows of different lengths --------------------------------------------------------------------
+
+
+def cut_to_lengths(model: nn.Module, x: torch.Tensor, lengths: torch.Tensor) -> dict[str, Any]:
+    """Return sequences as long as the longest of these rows; on one device of the whole batch."""
+    y = model.layer(x)[:, : int(lengths.max())]
+    keep = torch.arange(y.shape[1]) < lengths[:, None]
+    y = torch.where(keep[:, :, None], y, y.new_tensor(-1.5))
+    pairs = (y @ y.transpose(1, 2)) * keep[:, :, None] * keep[:, None, :]
+    return {"y": y, "nested": [pairs, y.transpose(0, 1)], "mask": keep, "words": keep.long() - 1, "lengths": lengths}
+
+
+@over_engines("n", [(2,), (3,)], processes=[(3,)], gloo=[(3,)])
+def test_outputs_are_padded_to_the_longest(wrap: Wrap, n: int) -> None:
+    """G10: at any depth, several axes, rows on another one, and of every dtype; with the plain module's gradients."""
+    model = Calls(cut_to_lengths, layer=nn.Linear(3, 4))
+    x, lengths = torch.randn(7, 6, 3, requires_grad=True), torch.tensor([2, 1, 4, 6, 3, 1, 2])
+    out_dims = {
+        "y": pad(1, value=-1.5),
+        "nested": [pad((-1, 1)), pad(0, value=-1.5, rows=1)],
+        "mask": pad(1, value=False),
+        "words": pad(-1, value=-1),
+    }
+    wrapped = wrap(model, n, out_dims=out_dims)
+    same_results(model, wrapped, (x, lengths), [x])
+    assert wrapped(x, lengths)["mask"].dtype == torch.bool
+
+
+@over_engines("value", [(0.0,), (2.0,)], processes=[(2.0,)], gloo=[])
+def test_second_derivatives_of_padded_outputs(wrap: Wrap, value: float) -> None:
+    """G10, N3: the value that is filled in is a constant, and adds nothing to gradients of gradients."""
+
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        keep = torch.arange(4) < x[:, :1].detach()
+        y = torch.where(keep, torch.tanh(model.layer(x)), torch.tensor(value))
+        return y[:, : int(x.detach()[:, 0].max())]
+
+    model = Calls(forward, layer=nn.Linear(4, 4))
+    x = torch.randn(6, 4)
+    x[:, 0] = torch.tensor([1, 2, 2, 4, 1, 3])
+    x.requires_grad_()
+
+    def penalty(call: Callable[..., Any]) -> tuple[torch.Tensor, ...]:
+        weights = torch.linspace(1, 2, 24, requires_grad=True).view(6, 4)
+        grads = torch.autograd.grad((call(x).square() * weights).sum(), [x, *model.parameters()], create_graph=True)
+        return torch.autograd.grad(sum(grad.square().sum() for grad in grads), [x, *model.parameters()])
+
+    wrapped = wrap(model, 2, out_dims=pad(1, value=value))
+    torch.testing.assert_close(penalty(wrapped), penalty(model), rtol=1e-12, atol=1e-12)
+
+
+@on_threads
+def test_padding_that_is_refused(wrap: Wrap) -> None:
+    """G10, A13: with the path, the axis and the remedy."""
+
+    def ragged(make: Callable[[int], Any]) -> Callable[[torch.Tensor], Any]:
+        return lambda x: {"y": make(int(x[0]) + 2)}
+
+    cases: list[tuple[Any, Callable[[int], torch.Tensor], str]] = [
+        (
+            pad(2),
+            lambda n: torch.zeros(1, n),
+            r"cannot gather output\['y'\] of shape \(1, 2\) by pad\(2, .*no axis of it",
+        ),
+        (pad(0), lambda n: torch.zeros(1, n), "0 is the axis of the rows"),
+        (pad(1), lambda n: torch.zeros(1, n, n), r"axes 0, 1 \(joined, padded\) \(replica 0: \(1, 2, 2\)"),
+        (pad(1, value=0.5), lambda n: torch.zeros(1, n).long(), "its dtype torch.int64 cannot hold that value"),
+        (pad(1, value=-1), lambda n: torch.zeros(1, n).byte(), "its dtype torch.uint8 cannot hold that value"),
+        (pad(1, value=1e9), lambda n: torch.zeros(1, n).half(), "its dtype torch.float16 cannot hold that value"),
+        (pad(1), lambda n: torch.zeros(1, n).to_sparse(), r"cannot be padded; return it \.to_dense\(\)"),
+    ]
+    for padding, make, says in cases:
+        with pytest.raises(ValueError, match=says):
+            wrap(Fn(ragged(make)), 2, out_dims={"y": padding})(torch.arange(2))
+    with pytest.raises(ValueError, match="sizes off the joined axis 0") as raised:
+        wrap(Fn(ragged(lambda n: torch.zeros(1, n))), 2)(torch.arange(2))
+    assert "out_dims=manyhands.pad(axis)" in raised.value.__notes__[0]
+    for arguments, says in (
+        (("1",), "'1' is no axis"),
+        (((),), "dim is empty"),
+        ((1, "0"), "value='0': expected a number"),
+    ):
+        with pytest.raises(TypeError, match=says):
+            pad(*arguments)
+    with pytest.raises(TypeError, match=r"in_dims\['x'\]=pad\(1, value=0\): inputs are not padded"):
+        wrap(nn.Identity(), 2, in_dims={"x": pad(1)})
+
+
 # ---- means and sums ------------------------------------------------------------------------------
 
 
@@ -155,7 +247,7 @@ def test_weights_that_are_refused(wrap: Wrap) -> None:
 
 
 def test_a_container_that_torchs_pytree_registry_knows(wrap: Wrap) -> None:
-    """G4, G5: such as the key-value caches of transformers; replicas must agree on what is not a child of it."""
+    """G4, G5: replicas must agree on what is not a child of it."""
 
     class Cache:
         def __init__(self, keys: list[torch.Tensor], n: int) -> None:
@@ -172,6 +264,97 @@ def test_a_container_that_torchs_pytree_registry_knows(wrap: Wrap) -> None:
     assert again.tolist() == (x * 5).tolist()
     with pytest.raises(ValueError, match=r"different Caches \(replica 0: 3; replica 1: 2\)"):
         model(torch.zeros(5))
+
+
+class Pairs:
+    """An iterable of pairs that is made from an iterable of pairs, as torch's gather makes what it does not know."""
+
+    def __init__(self, pairs: Iterable[Any] = ()) -> None:
+        self.layers = [(torch.cat([keys[:0], keys]), values) for keys, values in pairs]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.layers)
+
+
+class Scaled(Pairs):
+    def __init__(self, pairs: Iterable[Any] = (), scale: float = 1.0) -> None:
+        super().__init__(pairs)
+        self.scale = scale
+
+
+class WithMask(Pairs):
+    def __init__(self, pairs: Iterable[Any] = (), mask: torch.Tensor | None = None) -> None:
+        super().__init__(pairs)
+        self.mask = mask
+
+
+class Rows:
+    def __init__(self, rows: Iterable[torch.Tensor]) -> None:
+        self.all = torch.stack(list(rows))
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.all)
+
+
+def gathered_by_torch(outputs: list[Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What torch's own gather returns; it joins tensors on GPUs only, so this is done for it."""
+
+    class Gather:
+        @staticmethod
+        def apply(device: Any, dim: int, *tensors: torch.Tensor) -> torch.Tensor:
+            return torch.cat(tensors, dim)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.parallel.scatter_gather, "Gather", Gather)
+        return torch.nn.parallel.scatter_gather.gather(outputs, "cpu")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda y: Pairs([(y, y * 2), (y * 3, y * 4)]),
+        lambda y: UserList([y, {"twice": y * 2}, UserList([y * 3])]),
+        lambda y: [deque([y, y * 2]), Pairs()],
+        lambda y: {"pairs": Scaled([(y, y)], scale=1.0), "y": y},
+    ],
+    ids=["pairs", "lists", "empty", "default"],
+)
+def test_iterables_that_torch_makes_anew(
+    wrap: Wrap, make: Callable[[torch.Tensor], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G9: joined to the same values as by torch, at any depth, with gradients."""
+    model, x = Fn(make, nn.Linear(5, 3)), torch.randn(7, 5)
+    with torch.no_grad():
+        expected = gathered_by_torch([model(rows) for rows in x.chunk(2)], monkeypatch)
+    actual = wrap(model)(x)
+    assert type(actual) is type(expected)
+    tensors, theirs = (list(state_of(output).values()) for output in (actual, expected))
+    torch.testing.assert_close(tensors, theirs, rtol=1e-12, atol=1e-12)
+
+    def grads(output: Any) -> tuple[torch.Tensor, ...]:
+        held = [value for value in state_of(output).values() if isinstance(value, torch.Tensor)]
+        return torch.autograd.grad(sum(value.square().sum() for value in held), [*model.parameters()])
+
+    torch.testing.assert_close(grads(actual), grads(model(x)), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda y: Scaled([(y, y)], scale=2.0), "does not make the same object again"),
+        (lambda y: WithMask([(y, y)], mask=y > 0), "does not make the same object again"),
+        (Rows, "makes new tensors each time"),
+        (lambda y: {y}, "a set has no order"),
+        (lambda y: y.detach().numpy(), "does not make the same object again"),
+        (lambda y: nn.ParameterList([y.detach()]), "it has no rows to join"),
+    ],
+    ids=["number", "tensor", "rows", "set", "array", "module"],
+)
+def test_iterables_that_torch_would_join_wrongly(wrap: Wrap, make: Callable[[torch.Tensor], Any], reason: str) -> None:
+    """G9: what iterating does not yield would be lost, or the first replica's; the error has the path and a remedy."""
+    model = wrap(Fn(lambda y: {"y": y, "extra": make(y)}, nn.Linear(5, 3)))
+    with pytest.raises(TypeError, match=rf"cannot gather output\['extra'\]: .*{reason}.*register_batch_type"):
+        model(torch.randn(7, 5))
 
 
 @over_gloo_too
@@ -205,6 +388,83 @@ def test_nested_tensors(wrap: Wrap, layout: torch.layout) -> None:
     loss_of(model(torch.randn(4, 5))).backward()  # the next call works
 
 
+UNPLACEABLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sparse_csr": torch.Tensor.to_sparse_csr,
+    "sparse_csc": torch.Tensor.to_sparse_csc,
+    "mkldnn": lambda x: x.float().to_mkldnn(),
+    "meta": lambda x: x.to("meta"),
+}
+
+
+@pytest.mark.parametrize("kind", UNPLACEABLE)
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_tensors_that_cannot_be_split_or_joined(wrap: Wrap, kind: str) -> None:
+    """S15: errors that say which, and what to do; whole or in rows, as an input and as an output."""
+    make, x = UNPLACEABLE[kind], torch.randn(4, 5)
+    remedy = {"mkldnn": r"\.to_dense\(\)", "meta": r"torch\.empty_like"}.get(
+        kind, r"\.to_sparse_coo\(\) or \.to_dense\(\)"
+    )
+    says = f"a tensor (with the layout torch.*{kind}|on the {kind} device): .*{remedy}"
+    for in_dims in (..., {"table": None}):
+        with pytest.raises(TypeError, match=rf"cannot scatter kwargs\['table'\]\['t'\], {says}"):
+            wrap(Fn(lambda x, table: x), 2, in_dims=in_dims)(x, table={"t": make(x)})
+    with pytest.raises(TypeError, match=rf"cannot gather output\[1\], {says}|cannot leave the worker process"):
+        wrap(Fn(lambda x: (x, make(x))), 2)(x)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("kind", ["sparse_coo", "sparse_csr", "mkldnn"])
+def test_parameters_that_are_not_dense(wrap: Wrap, engine: str, kind: str) -> None:
+    """S15: trained on threads; worker processes cannot share them, which an error says."""
+    make = torch.Tensor.to_sparse if kind == "sparse_coo" else UNPLACEABLE[kind]
+    tensor = make(torch.eye(4))
+
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (model.weight.to_dense().to(x) @ x.T).T
+
+    plain, x = Calls(forward, weight=nn.Parameter(tensor)), torch.randn(6, 4)
+    wrapped = wrap(plain, 2)
+    if in_processes(engine):
+        with pytest.raises(TypeError, match=rf'weight has the layout .*{kind}, .* use engine="threads"'):
+            wrapped(x)
+        return
+    if kind == "mkldnn" and "separate" in engine:
+        pytest.skip("torch has it on the CPU only, where threads share one memory")
+    same = [torch.autograd.grad(call(x).square().sum(), plain.weight)[0].to_dense() for call in (wrapped, plain)]
+    torch.testing.assert_close(same[0], same[1])
+
+
+@over_engines("nesting", [("cycle",), ("dict",), ("deep",)], processes=[("cycle",), ("deep",)], gloo=[])
+def test_containers_without_an_end(wrap: Wrap, nesting: str) -> None:
+    """S3, G3: one that contains itself, or is nested beyond Python's recursion limit, is an error with the path."""
+
+    def nested(x: Any) -> Any:
+        value: Any = {"x": x} if nesting == "dict" else [x]
+        if nesting == "dict":
+            value["again"] = value
+        elif nesting == "cycle":
+            value.append((x, value))
+        else:
+            for _ in range(900):
+                value = [value]
+        return value
+
+    where = {
+        "cycle": r"\[1\]\[1\] is {0} again",
+        "dict": r"\['again'\] is {0} again",
+        "deep": r"(\[0\])+.*more than 100 deep",
+    }
+    x, says = torch.randn(4, 5), where[nesting]
+    with pytest.raises(ValueError, match=r"inputs\[0\]" + says.format(r"inputs\[0\]")):
+        wrap(nn.Identity(), 2)(nested(x))
+    with pytest.raises(
+        (ValueError, TypeError), match="output" + says.format("output") + "|cannot leave the worker process"
+    ):
+        wrap(Fn(nested), 2)(x)
+    with pytest.raises(ValueError, match=r"value" + says.format("value")):
+        wrap(nn.Identity(), 1)(nested(x))
+
+
 def test_an_output_that_is_a_generator(wrap: Wrap) -> None:
     """G5: it cannot be joined, nor leave a worker process."""
     with pytest.raises(TypeError, match=r"cannot gather .*output.* Return tensors, numbers or strings"):
@@ -234,9 +494,6 @@ def test_gradients_switched_on_inside_forward(wrap: Wrap) -> None:
     x = torch.randn(5, 3, requires_grad=True)
     with torch.no_grad():
         torch.testing.assert_close(wrap(Fn(forces))(x), -2 * x.detach())
-
-
-# ---- what does not fit together ------------------------------------------------------------------
 
 
 def test_padding_to_the_longest_of_each_replicas_own_is_explained(wrap: Wrap) -> None:

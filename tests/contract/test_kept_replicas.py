@@ -31,28 +31,14 @@ def move_child(model: nn.Module) -> None:
     model.body.add_module("head", head)
 
 
-def use_table(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model.table["layer"](x) if "layer" in model.table else model.head(x) * model.table["scale"]
+def use_layers(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    first, second = model.layers
+    return second(first(x))
 
 
-def fill_table(model: nn.Module) -> None:
-    model.table["layer"] = model.head
-
-
-def use_flag(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model.head(x) * (3 if model.head.weight.flag is True else 1)
-
-
-def set_flag(model: nn.Module) -> None:
-    model.head.weight.flag = True
-
-
-def use_rate(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model.head(x) * model.rate()
-
-
-def set_rate(model: nn.Module) -> None:
-    model.rate.__closure__[0].cell_contents = 5.0
+def layers_in_a_list() -> dict[str, Any]:
+    head, tail = nn.Linear(4, 4), nn.Linear(4, 4)
+    return {"head": head, "tail": tail, "layers": [head, tail]}
 
 
 def rate_of(value: float) -> Callable[[], float]:
@@ -60,29 +46,30 @@ def rate_of(value: float) -> Callable[[], float]:
 
 
 # Name -> (what forward computes, the module's attributes, the change).
-CHANGES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], dict[str, Any]], Callable[[nn.Module], None]]] = {
+CHANGES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], dict[str, Any]], Callable[[nn.Module], object]]] = {
     "a child that moves to the next module": (
         use_head,
         lambda: {"body": nn.Sequential(), "head": nn.Linear(4, 4)},
         move_child,
     ),
+    "layers in a list that change places": (use_layers, layers_in_a_list, lambda model: model.layers.reverse()),
     "a module in a container of another class": (
-        use_table,
+        lambda model, x: model.table["layer"](x) if "layer" in model.table else model.head(x) * model.table["scale"],
         lambda: {"head": nn.Linear(4, 4), "table": Table(scale=2.0)},
-        fill_table,
+        lambda model: model.table.update(layer=model.head),
     ),
     "an attribute of a parameter that becomes an equal one": (
-        use_flag,
+        lambda model, x: model.head(x) * (3 if model.head.weight.flag is True else 1),
         lambda: {"head": nn.Linear(4, 4)},
-        set_flag,
+        lambda model: setattr(model.head.weight, "flag", True),
     ),
     "a variable that a function closes over": (
-        use_rate,
+        lambda model, x: model.head(x) * model.rate(),
         lambda: {"head": nn.Linear(4, 4), "rate": rate_of(2.0)},
-        set_rate,
+        lambda model: setattr(model.rate.__closure__[0], "cell_contents", 5.0),
     ),
 }
-NOT_SEEN_BY_WORKERS = [*CHANGES][1:]
+NOT_SEEN_BY_WORKERS = [*CHANGES][2:]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -139,6 +126,27 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
+def backward_inside(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = model.tail(model.head(x))
+    if model.inside:
+        model.tail(model.head(x)).square().sum().backward()
+    return y
+
+
+def test_a_backward_inside_forward_after_a_parameter_was_frozen(wrap: Wrap) -> None:
+    """R8: the gradients go to the parameters that need one now."""
+    layers = Calls(backward_inside, head=nn.Linear(4, 4), tail=nn.Linear(4, 5), inside=False).double()
+    plain, model = twins(wrap, layers, 3)
+    x = torch.randn(9, 4).double()
+    for step in range(4):
+        for call, module in ((plain, plain), (model, model.module)):
+            module.inside = step >= 2
+            module.head.weight.requires_grad_(step != 2)
+            module.zero_grad()
+            loss_of(call(x)).backward()
+        assert_all_same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+
+
 @in_this_process
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_replica_that_the_caller_keeps_stays_as_it_is(wrap: Wrap, grad: bool) -> None:
@@ -178,6 +186,8 @@ STEADY: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "synchronised": (lambda: layers_with(lambda layer: None), {"sync_batch_norm": True}),
     "forward assigns an attribute": (lambda: Remembers([]), {}),
     "a forward hook": (lambda: layers_with(lambda layer: layer.register_forward_hook(lambda *_: None)), {}),
+    "layers in a list": (lambda: Calls(use_layers, **layers_in_a_list()), {}),
+    "weights in a list": (lambda: Calls(lambda model, x: model.lstm(x)[0], lstm=nn.LSTM(4, 4)), {}),
     "a backward hook": (lambda: layers_with(lambda layer: layer.register_full_backward_hook(lambda *_: None)), {}),
 }
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from helpers.garbage import collected
 from helpers.modules import Calls
 from manyhands import DataParallel
 
@@ -181,7 +182,7 @@ def grown(model: nn.Module, step: Callable[[nn.Module, torch.Tensor], None]) -> 
     for _ in range(MANY - FEW):
         step(model, x)
     (many, many_bytes), many_allocated = live_tensors(), allocated_bytes()
-    return (many - few, many_bytes - few_bytes), many_allocated - few_allocated, gc.collect()
+    return (many - few, many_bytes - few_bytes), many_allocated - few_allocated, len(collected())
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
@@ -199,6 +200,8 @@ def test_nothing_grows(
     """N10: tensors, bytes, and cycles for the garbage collector beyond those that the plain module leaves."""
     wrapped = DataParallel(MODELS[name](), ["cpu"] * 3, engine=engine, sync_batch_norm=name == "synchronised")
     tensors, allocated, cycles = grown(wrapped, step)
+    if allocated >= SMALLEST_LEAK:  # Python and malloc may still be setting things up; a leak goes on
+        tensors, allocated, cycles = grown(wrapped, step)
     assert tensors == (0, 0)
     assert allocated < SMALLEST_LEAK
     if cycles:  # torch's checkpoints leave some

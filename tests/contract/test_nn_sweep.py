@@ -36,9 +36,6 @@ pytestmark = [
 ]
 SYNC = {"sync_batch_norm": True}
 
-
-# ---- recipes -------------------------------------------------------------------------------------
-
 Batch = Callable[[int], torch.Tensor]  # makes an input of so many rows
 
 
@@ -175,16 +172,8 @@ def with_state(layer: nn.Module, x: torch.Tensor, *state: torch.Tensor) -> Any:
     return layer(x, state if len(state) > 1 else state[0])
 
 
-def ctc(layer: nn.Module, scores: torch.Tensor, *targets_and_lengths: torch.Tensor) -> torch.Tensor:
-    return layer(scores.log_softmax(-1), *targets_and_lengths)
-
-
 def with_count(layer: nn.CrossEntropyLoss, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"loss": layer(x, target), "counted": (target != layer.ignore_index).sum()}
-
-
-def kl(layer: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return layer(x.log_softmax(-1), target)
 
 
 def pool_and_unpool(pool: Callable[..., Any]) -> Callable[..., Any]:
@@ -343,7 +332,8 @@ RECIPES = [
     *losses(nn.BCELoss, on=[between_0_and_1(3), between_0_and_1(3)]),
     *losses(nn.BCEWithLogitsLoss, on=[real(3), between_0_and_1(3)]),
     *losses(
-        nn.CTCLoss, how=ctc, options={"in_dims": (1, 0, 0, 0)},
+        nn.CTCLoss, options={"in_dims": (1, 0, 0, 0)},
+        how=lambda layer, scores, *more: layer(scores.log_softmax(-1), *more),
         on=[real(9, 5, rows_at=1), integers(1, 5, 3), integers(7, 10), integers(1, 4)],
     ),
     *losses(nn.CosineEmbeddingLoss, 0.1, on=[real(5), real(5), signs()]),
@@ -360,7 +350,8 @@ RECIPES = [
     *losses(nn.GaussianNLLLoss, on=[real(3), real(3), between_0_and_1(3)]),
     *losses(nn.HingeEmbeddingLoss, on=[real(3), signs(3)]),
     *losses(nn.HuberLoss, on=[real(3), real(3)]),
-    *losses(nn.KLDivLoss, mean="batchmean", on=[real(5), between_0_and_1(5)], how=kl),
+    *losses(nn.KLDivLoss, mean="batchmean", on=[real(5), between_0_and_1(5)],
+            how=lambda layer, x, target: layer(x.log_softmax(-1), target)),
     *losses(nn.L1Loss, on=[real(3), real(3)]),
     *(  # older releases of torch have no such class
         losses(nn.LinearCrossEntropyLoss, 5, 4, on=[real(5), integers(0, 4)], bias=True)
@@ -427,9 +418,6 @@ def test_every_class_has_a_recipe_or_a_reason() -> None:
         assert not reason.startswith("has no forward") or kind.forward is nn.Module.forward
 
 
-# ---- the comparison ------------------------------------------------------------------------------
-
-
 def assert_same(actual: torch.Tensor | None, expected: torch.Tensor | None, what: str) -> None:
     assert (actual is None) == (expected is None), f"{what}: got {actual}, expected {expected}"
     if actual is None or expected is None:
@@ -455,63 +443,42 @@ def step(
     yield from module.state_dict().items()
 
 
-def compare(engine: str, recipe: Recipe, devices: Sequence[str | torch.device], rows: int) -> None:
+def batch_on(device: str | torch.device, recipe: Recipe, rows: int) -> list[torch.Tensor]:
+    return [tensor.detach().to(device).requires_grad_(tensor.requires_grad) for tensor in recipe.batch(rows)]
+
+
+def compare(
+    engine: str, recipe: Recipe, devices: Sequence[str | torch.device], rows: int, modes: Sequence[bool] = (True, False)
+) -> None:
     """Compare a step in training, and then, from the state that it has left, one in eval mode."""
     plain, twin = recipe.module(), recipe.module()
     twin.load_state_dict(plain.state_dict())  # rather than a deep copy, which the old weight_norm refuses
-    try:
-        plain, twin = plain.to(devices[0]), twin.to(devices[0])
-    except RuntimeError as error:
-        if devices[0] == "cpu":
-            raise
-        pytest.skip(f"simulated devices cannot hold the plain module either: {error}")
+    plain, twin = plain.to(devices[0]), twin.to(devices[0])
     model = DataParallel(twin, devices, engine=engine, **recipe.options)
-    refused = [
-        f"{mode}: {error}"
-        for mode, training in (("training", True), ("eval", False))
-        if (error := compare_in(training, recipe, plain, model, rows)) is not None
-    ]
-    if refused:
-        pytest.skip(f"simulated devices cannot run the plain module either: {'; '.join(refused)}")
+    for training in modes:
+        batch = batch_on(devices[0], recipe, rows)
+        plain.train(training)
+        twin.train(training)
 
+        def oracle(*inputs: torch.Tensor, training: bool = training) -> Any:
+            return data_parallel(plain, inputs, devices) if recipe.interacts and training else plain(*inputs)
 
-def compare_in(
-    training: bool, recipe: Recipe, plain: nn.Module, model: DataParallel, rows: int
-) -> NotImplementedError | RuntimeError | None:
-    """Compare in one mode; return why the plain module cannot be run on the first device, if it is not the CPU."""
-    devices, twin = model.devices, model.module
-    batch = [tensor.detach().to(devices[0]).requires_grad_(tensor.requires_grad) for tensor in recipe.batch(rows)]
-    random_state = torch.get_rng_state()
-    plain.train(training)
-    twin.train(training)
-
-    def oracle(*inputs: torch.Tensor) -> Any:
-        return data_parallel(plain, inputs, devices) if recipe.interacts and training else plain(*inputs)
-
-    try:
-        expected = dict(step(oracle, plain, batch))
-        with torch.no_grad():  # some layers have a shorter way then
-            expected_without = [] if training else tensors_in(plain(*batch))
-    except (NotImplementedError, RuntimeError) as error:
-        if devices[0].type == "cpu":
+        try:
+            random_state = torch.get_rng_state()
+            expected = dict(step(oracle, plain, batch))
+            torch.set_rng_state(random_state)
+            actual = dict(step(model, twin, batch))
+            assert actual.keys() == expected.keys()
+            for name, theirs in expected.items():
+                assert_same(actual[name], theirs, name)
+                assert theirs is None or theirs.requires_grad == actual[name].requires_grad, name
+            with torch.no_grad():  # some layers have a shorter way then
+                outputs = [] if training else [tensors_in(module(*batch)) for module in (model, plain)]
+            for number, (mine, theirs) in enumerate(zip(*outputs, strict=True)):
+                assert_same(mine, theirs, f"output {number}, without gradients")
+        except Exception as error:
+            error.add_note(f"in {'training' if training else 'eval mode'}, with {rows} rows on {len(devices)} replicas")
             raise
-        twin.load_state_dict(plain.state_dict())  # which may have been written before it failed
-        return error
-    try:
-        torch.set_rng_state(random_state)
-        actual = dict(step(model, twin, batch))
-        assert actual.keys() == expected.keys()
-        for name, theirs in expected.items():
-            assert_same(actual[name], theirs, name)
-            assert theirs is None or theirs.requires_grad == actual[name].requires_grad, name
-        with torch.no_grad():
-            without = [] if training else tensors_in(model(*batch))
-        for number, (mine, theirs) in enumerate(zip(without, expected_without, strict=True)):
-            assert_same(mine, theirs, f"output {number}, without gradients")
-    except Exception as error:
-        error.add_note(f"in {'training' if training else 'eval mode'}, with {rows} rows on {len(devices)} replicas")
-        raise
-    return None
 
 
 DRAWING = [
@@ -573,4 +540,17 @@ def test_a_wrapped_module_is_the_plain_one(engine: str, recipe: Recipe, splits: 
 @for_every_recipe
 def test_also_where_each_replica_has_a_device_of_its_own(sim: list[torch.device], recipe: Recipe) -> None:
     """R10, N1: on simulated accelerators, where a tensor that is left behind on another device is an error."""
-    compare("threads", recipe, sim[:3], 7)  # simulated devices exist in this process only
+    refused, modes = [], []
+    for training in (True, False):
+        try:
+            module, batch = recipe.module().to(sim[0]).train(training), batch_on(sim[0], recipe, 7)
+            dict(step(module, module, batch))
+            with torch.no_grad():
+                module(*batch)
+            modes.append(training)
+        except (NotImplementedError, RuntimeError) as error:
+            refused.append(str(error))
+    if modes:
+        compare("threads", recipe, sim[:3], 7, modes)  # simulated devices exist in this process only
+    if refused:
+        pytest.skip(f"simulated devices cannot run the plain module either: {'; '.join(refused)}")

@@ -26,6 +26,20 @@ from helpers.contract import (
 from helpers.modules import Calls, Fn
 
 
+def test_a_replicas_parameters_are_leaves(wrap: Wrap) -> None:
+    """R15: what asks for it in forward sees what it would see in the plain module."""
+
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        assert all(p.is_leaf and p.grad_fn is None and p.requires_grad for p in model.parameters())
+        return model.layer(x)
+
+    plain, wrapped = twins(wrap, Calls(forward, layer=nn.Linear(5, 3)))
+    x = torch.randn(7, 5)
+    for model in (plain, wrapped):
+        model(x).square().sum().backward()
+    assert_same_gradients(wrapped.module, plain)
+
+
 def changeable(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     x = x.to(next(model.parameters()).dtype)
     y = model.linear(x) * model.scale + model.shift + (0 if model.training else 10)

@@ -63,12 +63,10 @@ class Branches(nn.Module):
         self.way = way
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first, second = (self.left, self.right) if x[0, 0] < 3 else (self.right, self.left)
+        first = self.left if x[0, 0] < 3 else self.right
         x = self.linear(x)
         if self.way == "one of two":
             x = first(x)
-        elif self.way == "another order":
-            x = second(torch.tanh(first(x)))
         elif self.way == "one more, last":
             return self.both(x) if first is self.left else self.left(torch.tanh(self.both(x)))
         elif self.way == "checkpoint":
@@ -89,7 +87,6 @@ def branching_rows(*firsts: float) -> torch.Tensor:
 
 WAYS = {
     "one of two": "replicas 0 and 2 called the batch norm of right.running_mean, replica 1 called the batch norm of l",
-    "another order": "replicas 0 and 2 called the batch norm of right.running_mean, replica 1 called the batch norm of",
     "one more, last": "replicas 0 and 2 called the batch norm of left.running_mean, replica 1 called no further one",
     "checkpoint": "replicas 0 and 2 called the batch norm of right.running_mean, replica 1 called the batch norm of l",
 }

@@ -1,4 +1,4 @@
-"""On which device every tensor is, over 2, 3 and 8 simulated devices, and that the numbers are the plain module's."""
+"""Lists and attributes of replicas on 2, 3 and 8 simulated devices. (test_data_parallel.py has inputs and outputs.)"""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from torch import nn
 
 from helpers.modules import Calls
 from manyhands import DataParallel
-from manyhands.testing import SimulatedTensor, simulated_accelerators
+from manyhands.testing import simulated_accelerators
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -19,47 +19,6 @@ pytestmark = pytest.mark.usefixtures("float64")
 def devices(request: pytest.FixtureRequest) -> Iterator[list[torch.device]]:
     with simulated_accelerators(request.param) as devices:
         yield devices
-
-
-def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6).eval(), nn.Tanh(), nn.Linear(6, 3))
-
-
-def watch(model: nn.Module) -> list[tuple[set[str], int]]:
-    """Make every call of the root report on which devices its inputs, parameters, buffers and outputs are."""
-    reports: list[tuple[set[str], int]] = []
-
-    def report(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        tensors = [*args, output, *module.parameters(), *module.buffers()]
-        assert all(isinstance(tensor, SimulatedTensor) for tensor in tensors)
-        reports.append(({str(tensor.device) for tensor in tensors}, len(args[0])))
-
-    model.register_forward_hook(report)
-    return reports
-
-
-@pytest.mark.parametrize("rows", [1, 7, 30])
-@pytest.mark.parametrize("input_on", ["cpu", "sim:0", "sim:1"])
-def test_every_shard_replica_output_and_gradient(devices: list[torch.device], rows: int, input_on: str) -> None:
-    """A1, S11, G1, N1: devices named by index; inputs from anywhere; numbers of the plain module on the CPU."""
-    plain = net()
-    model = DataParallel(copy.deepcopy(plain).to("sim:0"), list(range(len(devices))))
-    reports = watch(model.module)
-    x = torch.randn(rows, 5)
-    x_there = x.to(input_on).detach().requires_grad_()
-    x.requires_grad_()
-    output, expected = model(x_there), plain(x)
-    sizes = [len(chunk) for chunk in torch.arange(rows).chunk(len(devices))]
-    assert sorted(reports, key=str) == sorted([({f"sim:{i}"}, size) for i, size in enumerate(sizes)], key=str)
-    assert str(output.device) == "sim:0"
-    torch.testing.assert_close(output.cpu(), expected)
-    output.pow(2).sum().backward()
-    expected.pow(2).sum().backward()
-    assert str(x_there.grad.device) == input_on
-    torch.testing.assert_close(x_there.grad.cpu(), x.grad)
-    for mine, theirs in zip(model.module.parameters(), plain.parameters(), strict=True):
-        assert str(mine.device) == str(mine.grad.device) == "sim:0"
-        torch.testing.assert_close(mine.grad.cpu(), theirs.grad)
 
 
 def test_lists_that_replicas_append_to(devices: list[torch.device]) -> None:

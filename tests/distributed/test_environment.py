@@ -42,17 +42,13 @@ def test_without_variables_there_is_no_launcher(environment_of):
     assert started_by_launcher()
 
 
-def without(*names: str) -> dict[str, str]:
-    return {name: value for name, value in COMPLETE.items() if name not in names}
-
-
 START = r"\. Start the program with torchrun.*process_group=False.*$"
 
 
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        *((without(name), rf"^[^\n]* but not {name}{START}") for name in COMPLETE),
+        *(({n: v for n, v in COMPLETE.items() if n != name}, rf"^[^\n]* but not {name}{START}") for name in COMPLETE),
         ({"RANK": "0"}, rf"^RANK is set, .* but not WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT{START}"),
         ({**COMPLETE, "RANK": "one"}, "RANK='one': expected a whole number"),
         ({**COMPLETE, "WORLD_SIZE": ""}, "WORLD_SIZE='': expected a whole number"),
@@ -80,9 +76,6 @@ def test_a_torch_without_distributed(monkeypatch, environment_of):
         start_default_group()
 
 
-# Devices
-
-
 @pytest.mark.parametrize("local_rank", [None, "3"])
 def test_the_device_of_a_process(environment_of, sim, monkeypatch, local_rank):
     environment_of({"LOCAL_RANK": local_rank} if local_rank else {})
@@ -90,11 +83,11 @@ def test_the_device_of_a_process(environment_of, sim, monkeypatch, local_rank):
     environment_of({"LOCAL_RANK": "4"})
     with pytest.raises(ValueError, match=r"LOCAL_RANK=4, and this machine has 4 accelerators: start at most 4"):
         local_device()
+    # As with Slurm's --gpus-per-task: each process sees its own, as number 0.
+    monkeypatch.setattr("manyhands.runtime.devices.accelerators", lambda: sim[:1])
+    assert local_device() == sim[0]
     monkeypatch.setattr("manyhands.runtime.devices.accelerators", list)
     assert local_device() == torch.device("cpu")
-
-
-# Processes
 
 
 def joins(rank: int, world_size: int, port: int) -> tuple:

@@ -22,7 +22,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import manyhands
 from helpers.modules import Calls
 from helpers.ranks import Ended, end_ranks, free_port, run_ranks
-from manyhands.distributed.process_group import communicator_for
+from manyhands.distributed import environment, process_group
+from manyhands.distributed.process_group import Communicator, communicator_for
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -52,9 +53,6 @@ def raised_by_all(world_size: int, function: Callable, *args, timeout_s: float =
 
 def last_error(end: Ended) -> str:
     return [line for line in end.error.splitlines() if line and not line.startswith((" ", "raised in"))][-1]
-
-
-# Exchanges
 
 
 def broadcasts(rank: int, world_size: int) -> None:
@@ -186,9 +184,6 @@ def test_ranks_that_wait_at_different_places(function, timeout_s, expected):
     assert all(text in messages for text in ("rank 0", "rank 1", *expected)), messages
 
 
-# Waiting for a rank that does not come
-
-
 def one_batch_norm_more(rank: int) -> None:
     model = wrapped(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), sync_batch_norm=True)
     if rank == 0:
@@ -299,17 +294,18 @@ PROCESSES = {**TWO, "engine": "processes"}
 WAYS = {"one replica": {}, "threads": TWO, "processes": PROCESSES}
 
 
-def each_way(*where: str, with_workers: str) -> pytest.MarkDecorator:
+def each_way(*where: str, fast: bool) -> pytest.MarkDecorator:
     """Parametrise over where a rank fails and how its replicas run.
 
     A rank that waits does the same for every failure, whatever runs its replicas. So one way to fail is enough for the
     engines: each rank with worker processes starts a fork server, which imports torch, three seconds of processor time.
     """
-    cases = [*((each, "one replica") for each in where), ("backward", "threads"), (with_workers, "processes")]
+    with_workers = pytest.param(where[-1], "processes", marks=() if fast else pytest.mark.slow)
+    cases = [*((each, "one replica") for each in where), ("backward", "threads"), with_workers]
     return pytest.mark.parametrize(("where", "way"), cases)
 
 
-@each_way("forward", "backward", "loading", with_workers="backward")
+@each_way("forward", "loading", "backward", fast=False)
 def test_the_others_learn_why_one_has_failed(where, way):
     """C12"""
     ended = end_ranks(3, fails, where, WAYS[way])
@@ -321,7 +317,7 @@ def test_the_others_learn_why_one_has_failed(where, way):
         assert ended[rank].exit_code == 1
 
 
-@each_way("forward", "backward", "loading", "kill", with_workers="kill")
+@each_way("forward", "backward", "loading", "kill", fast=True)
 def test_a_rank_that_waits_at_a_batch_norm_learns_it_too(where, way):
     """C12, C9: also with replicas in worker processes, which wait for the caller's all-gather."""
     ended = end_ranks(2, fails, where, {**WAYS[way], "sync_batch_norm": True})
@@ -477,3 +473,68 @@ def joined_twice(rank: int, folder: str) -> list[bool]:
 
 def test_the_group_of_a_program_can_be_made_anew(tmp_path):
     assert run_ranks(2, joined_twice, str(tmp_path)) == [[True, True]] * 2
+
+
+# Accelerators
+
+
+@pytest.fixture
+def communicator(monkeypatch):
+    """A communicator of two ranks, whose groups are names of backends and purposes, and what the ranks' devices are."""
+    made = Communicator.__new__(Communicator)
+    made.world_size, made._groups, made._kinds, made._broken, made._control = 2, {}, {}, None, None
+    found = [("host", "cuda at 0:1:0", "cuda"), ("host", "cuda at 0:2:0", "cuda")]
+    monkeypatch.setattr(Communicator, "all_gather_object", lambda self, value, doing: found)
+    monkeypatch.setattr(Communicator, "_new_group", lambda self, backend, purpose: (backend, purpose))
+    monkeypatch.setattr(Communicator, "waits_on_host", lambda self, group: group[0] == "gloo")
+    monkeypatch.setattr(process_group._devices, "identity", str)
+    monkeypatch.setattr(process_group._devices, "computes_on_host", lambda device: device.type == "cpu")
+    monkeypatch.setattr(torch.distributed, "get_default_backend_for_device", lambda device: "nccl")
+    return made, found
+
+
+GPU = torch.device("cuda", 0)
+
+
+def test_all_collectives_of_a_gpu_have_one_group(communicator):
+    """C9: two of NCCL's on one GPU wait for each other for ever if two ranks start them in different orders."""
+    made, _ = communicator
+    groups = [made.group_for(GPU, purpose) for purpose in ("gradients", "batch norm", "gradients")]
+    assert groups == [("nccl", "gradients")] * 3
+    assert made.has_one_kind_of_device(GPU)
+
+
+@pytest.mark.parametrize(
+    ("second", "one_kind", "is_said"),
+    [
+        (("host", "cuda at 0:1:0", "cuda"), True, True),
+        (("host", "cpu", "cpu"), False, False),
+    ],
+    ids=["the same GPU, or a slice of it", "a CPU"],
+)
+def test_ranks_that_nccl_cannot_connect_use_gloo(communicator, caplog, second, one_kind, is_said):
+    """C1, C9: gloo's collectives may overlap, so each purpose has a group."""
+    made, found = communicator
+    found[1] = second
+    groups = [made.group_for(GPU, purpose) for purpose in ("gradients", "batch norm")]
+    assert groups == [("gloo", "gradients"), ("gloo", "batch norm")]
+    assert made.has_one_kind_of_device(GPU) == one_kind
+    assert ("several processes share one GPU" in caplog.text) == is_said
+
+
+def test_a_failure_aborts_the_groups_of_accelerators(communicator, monkeypatch):
+    """C12: once each; at exit nothing waits for what will never end."""
+    made, _ = communicator
+    aborted, ended = [], []
+    for purpose in ("gradients", "batch norm"):
+        made.group_for(GPU, purpose)
+    monkeypatch.setattr(process_group.torch_private, "abort_group", aborted.append)
+    monkeypatch.setattr(environment, "_failures", [])
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: ended.append(True))
+    environment._end_default_group()
+    assert ended == [True]
+    made._break("rank 1 has failed")
+    environment._end_default_group()
+    assert ended == [True]
+    assert aborted == [("nccl", "gradients")]

@@ -26,6 +26,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.commands import assert_same_metrics, metrics_of
+
 TOOLS = ("ip", "tc", "unshare", "mount")
 
 pytestmark = [
@@ -159,23 +161,6 @@ def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
         yield a, b
 
 
-def metrics_of(folder: Path) -> list[dict]:
-    if not (folder / "metrics.jsonl").exists():
-        return []
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
-    return [{key: value for key, value in line.items() if key != "kind" and "seconds" not in key} for line in lines]
-
-
-def assert_same_metrics(folder: Path, other: Path) -> None:
-    found, expected = metrics_of(folder), metrics_of(other)
-    assert len(found) == len(expected) == 52
-    for line, oracle in zip(found, expected, strict=True):
-        # Of 360 test rows: where two answers of a row are equal within rounding, either may win.
-        accuracies = [each.pop("test_accuracy", 0.0) for each in (line, oracle)]
-        assert accuracies[0] == pytest.approx(accuracies[1], abs=1.01 / 360)
-        assert line == pytest.approx(oracle, rel=1e-4)
-
-
 def wait_until(holds: Callable[[], bool], folder: Path, *processes: subprocess.Popen) -> None:
     """Wait until something holds; fail with the logs if a process fails first, or after the limit."""
     deadline = time.monotonic() + LIMIT_S
@@ -202,11 +187,14 @@ def test_two_hosts_train_as_one_process_does_also_if_one_dies_and_comes_back(
     a, b = hosts
     running = a.torchrun(*RUN, "--output", "run")
     b.torchrun(*RUN, "--output", "run")
-    wait_until(lambda: len(metrics_of(tmp_path / "run")) >= 18, tmp_path, running)  # an epoch and some steps
+    wait_until(
+        lambda: len(metrics_of(tmp_path / "run" / "metrics.jsonl")) >= 18, tmp_path, running
+    )  # an epoch and some steps
     b.kill()
-    assert len(metrics_of(tmp_path / "run")) < 48, "it was in the middle of it"
+    assert len(metrics_of(tmp_path / "run" / "metrics.jsonl")) < 48, "it was in the middle of it"
     again = b.torchrun(*RUN, "--output", "run")
     wait_until(lambda: running.poll() == again.poll() == 0, tmp_path, running, again)
-    assert_same_metrics(tmp_path / "run", of_one_process)
+    assert len(metrics_of(tmp_path / "run" / "metrics.jsonl")) == 52
+    assert_same_metrics(tmp_path / "run" / "metrics.jsonl", of_one_process / "metrics.jsonl", rel=1e-4)
     assert json.loads((tmp_path / "run" / "config.json").read_text())["processes"] == 4
     assert "going on after step" in "".join((tmp_path / f"{name}.log").read_text() for name in "ab")

@@ -1,10 +1,14 @@
 """Replicas run one at a time where inputs are of a new kind, and none waits for ever."""
 
 import threading
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from helpers.one_graph import simulated_accelerators_with_one_graph
+from manyhands import DataParallel
 from manyhands.engines import compile_lock
 from manyhands.engines.compile_lock import CompileLock
 from manyhands.runtime.thread_pool import PassContext, ReplicaContext, one_pass, run_together
@@ -58,3 +62,37 @@ def test_replicas_that_wait_for_each_other_do_not_hang(monkeypatch: pytest.Monke
     """F1: they run without the lock after a while."""
     monkeypatch.setattr(compile_lock, "_PATIENCE_S", 0.01)
     assert most_at_once(CompileLock().if_new(["a"]), threading.Barrier(3)) == 3
+
+
+def test_cuda_graphs_on_several_accelerators_are_refused(sim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R13: before anything is compiled; on one device, and on the CPU, the mode is torch's own affair."""
+    compiled = torch.compile(nn.Linear(2, 2).to(sim[0]), mode="reduce-overhead")
+    model = DataParallel(compiled, sim[:2])
+    with (
+        simulated_accelerators_with_one_graph(monkeypatch),
+        pytest.raises(RuntimeError, match=r'compiled with CUDA graphs.*mode="max-autotune-no-cudagraphs"'),
+    ):
+        model(torch.ones(4, 2, device=sim[0]))
+
+
+def test_replicas_that_begin_apart_take_turns_until_one_has_run() -> None:
+    """R13, I1: a map's lanes; what fails has not run."""
+    lock = CompileLock()
+    began, second_is_in = threading.Event(), threading.Event()
+
+    def second() -> None:
+        assert began.wait(30)
+        with lock.while_new("a"):
+            second_is_in.set()
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    with pytest.raises(ValueError, match="as asked"), lock.while_new("a"):  # noqa: PT012
+        began.set()
+        assert not second_is_in.is_set()
+        raise ValueError("as asked")
+    thread.join(30)
+    assert second_is_in.is_set()
+    with lock.while_new("a"), lock.while_new("a"):  # known: no lock
+        pass
+    assert lock.if_new(["a"]) == []

@@ -341,6 +341,35 @@ def test_no_data_no_accuracy(gpu_figures: ModuleType, tmp_path: Path) -> None:
     assert figure.note.startswith("not run: no data")
 
 
+@pytest.mark.parametrize(
+    ("name", "mode", "precision", "compiled"),
+    [
+        ("epoch_tf32", "reduce-overhead", "tf32", False),
+        ("epoch_bf16_compiled", "reduce-overhead", "bf16", True),
+        ("epoch_bf16_weights", "reduce-overhead", "bf16-weights", True),
+        ("epoch_without_graphs", "default", "bf16", True),
+        ("epoch_with_autotuning", "max-autotune", "bf16", True),
+    ],
+)
+def test_the_ways_to_compute_an_epoch(
+    gpu_figures: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, mode: str, precision: str, compiled: bool
+) -> None:
+    """Each is trained in its own mode of torch.compile, and has its own name in the report."""
+    asked = []
+
+    def trained(bench: Any, options: Any, look: Any = None) -> list[dict[str, float]]:
+        asked.append((gpu_figures.compiling.GRAPHS_MODE, options.precision, options.compile))
+        return [{"train_seconds": seconds} for seconds in (3.0, 0.5, 0.7)]
+
+    monkeypatch.setattr(gpu_figures, "trained", trained)
+    monkeypatch.setattr(gpu_figures.Bench, "no_compiler", lambda bench: None)
+    figures = list(gpu_figures.FIGURES[name](gpu_figures.bench_on("cpu", dry=True)))
+    assert asked == [(mode, precision, compiled)]
+    assert figures[0].value == 0.5
+    assert f"--precision {precision}" in figures[0].name
+    assert (f"mode {mode}" in figures[0].name) == (mode != "reduce-overhead")
+
+
 def test_the_time_without_kernels(gpu_figures: ModuleType) -> None:
     """Kernels may overlap, and what is on the host does not count."""
 
@@ -364,7 +393,7 @@ def test_a_dry_run_from_end_to_end(tmp_path: Path) -> None:
     """Every figure can be measured, but for what needs a GPU."""
     done = program(tmp_path, "--dry-run", "--output", "results.md")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Complete: 9 checks passed, 1 not run." in done.stdout
+    assert "Complete: 12 checks passed, 1 not run." in done.stdout
     report = (tmp_path / "results.md").read_text()
     _, _, _, _, *figures = report.split("\n## Figures ")[1].split("\n\n## ")[0].splitlines()
     cells = [[cell.strip() for cell in figure.split("|")[1:-1]] for figure in figures]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from helpers.commands import idx_bytes, steps_of
 from helpers.plain_training import train_plainly
@@ -84,7 +85,7 @@ def test_what_makes_it_fast(tmp_path: Path, runs: list[Run], pictures: Path, pre
     train(options_for(pictures, precision=precision), RunFolder.for_new_run(tmp_path / "run"), NoWaiting())
     run = runs[-1]
     assert run.dataset.train_images.is_cuda
-    assert run.optimizer.param_groups[0]["fused"]
+    assert run.weights._fused
     weights = [m.weight for m in run.live.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
     inner = [weight for weight in weights if weight.size(1) > 1]
     assert inner
@@ -107,14 +108,47 @@ def test_losses_are_those_of_torch_alone(
     assert losses_of(folder) == pytest.approx(losses, rel=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
-def test_compiled_in_bf16_it_is_as_accurate(tmp_path: Path, runs: list[Run], pictures: Path) -> None:
+@pytest.fixture
+def compiler() -> None:
+    """Skips, visibly, where torch.compile does not work for the GPU."""
     try:
         expect_compiler(CUDA)
     except OptionError as error:
         pytest.skip(str(error))
+    torch.compiler.reset()
+    counters.clear()
+
+
+class NoWaitingOnceCompiled(NoWaiting):
+    """As above, from the second epoch on: in the first one, torch compiles, tries kernels and captures graphs."""
+
+    def step(self, report: StepReport) -> None:
+        if report.record.epoch > 1:
+            super().step(report)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
+@pytest.mark.parametrize("changes", [{}, {"accumulate": 2}, {"precision": "bf16-weights"}], ids=str)
+def test_a_compiled_step_is_captured(
+    tmp_path: Path, runs: list[Run], pictures: Path, compiler: None, changes: dict[str, Any]
+) -> None:
+    """In CUDA graphs, of which torch skipped none; no step waits; in float32 the losses are those of torch alone."""
+    options = options_for(pictures, model="mlp", lr=0.01, compile=True, epochs=3, **changes)
+    folder = RunFolder.for_new_run(tmp_path / "run")
+    train(options, folder, NoWaitingOnceCompiled())
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    with float32_products(CUDA, rounded=False):
+        losses, _ = train_plainly(options, data.load(options.data).on(CUDA), CUDA)
+    assert losses_of(folder) == pytest.approx(losses, rel=1e-1 if "precision" in changes else 1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
+@pytest.mark.parametrize("precision", ["bf16", "bf16-weights"])
+def test_compiled_in_bf16_it_is_as_accurate(
+    tmp_path: Path, runs: list[Run], pictures: Path, compiler: None, precision: str
+) -> None:
     accuracies = []
-    for changes in ({}, {"precision": "bf16", "compile": True}):
+    for changes in ({}, {"precision": precision, "compile": True}):
         torch.compiler.reset()
         folder = RunFolder.for_new_run(tmp_path / str(len(accuracies)))
         accuracies.append(

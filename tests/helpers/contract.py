@@ -16,6 +16,7 @@ from torch import nn
 from helpers.in_time import WAIT_S
 from helpers.in_time import in_time as _in_time
 from helpers.late_copies import send_late
+from helpers.twins import assert_same_gradients as _assert_same_gradients
 from manyhands import DataParallel
 from manyhands.autograd import broadcast
 from manyhands.engines.processes.engine import ProcessesEngine
@@ -293,12 +294,7 @@ def assert_all_same(actual: Iterable[Any], expected: Iterable[Any], tolerance: f
 
 
 def assert_same_gradients(actual: nn.Module, expected: nn.Module, tolerance: float = 1e-12) -> None:
-    for (name, mine), theirs in zip(actual.named_parameters(), expected.parameters(), strict=True):
-        try:
-            assert_same(mine.grad, theirs.grad, tolerance)
-        except AssertionError as error:
-            error.add_note(f"the gradient of {name}")
-            raise
+    _assert_same_gradients(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def assert_same_state(actual: nn.Module, expected: nn.Module, tolerance: float = 1e-12) -> None:

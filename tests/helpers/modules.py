@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands import DataParallel
 
@@ -46,6 +47,13 @@ class WithBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return ctx.run_backward(grad), None
+
+
+class PassingMode(TorchDispatchMode):
+    """A dispatch mode that changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 class Composed(DataParallel):

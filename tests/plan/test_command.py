@@ -40,6 +40,7 @@ def run(*arguments: str) -> int:
 def test_a_step_that_is_described(capsys: pytest.CaptureFixture[str]):
     assert run(*STEP, "--backward", "200ms", "--between", "10us,10Gbit/s", "--devices-per-machine", "4") == 0
     out = capsys.readouterr().out
+    assert out.startswith("A step computes for 300 ms")  # which `| head -1` shows
     assert "computes for 300 ms on one device, 200 ms of it backward, and has 100 MB of gradients, in 4 buckets" in out
     assert "between machines: 10 µs, 1.25 GB/s" in out
     assert "Weak scaling: every device has the rows that one has" in out
@@ -83,7 +84,8 @@ def test_published_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
         (["--compute", "3ms"], "--gradients is missing"),
         (["--compute", "300", "--gradients", "1MB"], "expected a number and one of the units s, ms"),
         (["--compute", "0ms", "--gradients", "1MB"], "expected more than 0, and finite; got '0ms'"),
-        (["--compute", "-3ms", "--gradients", "1MB"], "expected one argument"),
+        (["--compute", "-3ms", "--gradients", "1MB"], "--compute: expected more than 0, and finite; got '-3ms'"),
+        (["--compute", "3ms", "--gradients", "-.5MB"], "--gradients: expected more than 0, and finite; got '-.5MB'"),
         ([*STEP, "--backward", "301ms"], "--backward 0.301s is a part of --compute 0.3s, and cannot be longer"),
         ([*STEP, "--bucket", "1B"], "--bucket 1B makes 100,000,000 buckets of 100 MB: expected 10,000 at most"),
         (
@@ -94,6 +96,7 @@ def test_published_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
         ([*STEP, "--all-reduce", "butterfly"], "invalid choice: 'butterfly'"),
         ([*STEP, "--output", "own.py"], "--output own.py: "),
         ([*STEP, "--output", "own.py/deeper"], "own.py is not a folder"),
+        ([*STEP, "--output", "/proc/deeper"], "--output /proc/deeper: /proc cannot be written to"),
         (["own:build", "--published"], "--published has its own figures: leave out own:build"),
         (["own:frozen"], "own:frozen: backward gave no parameter a gradient"),
         (["own:failing"], "own:failing could not be measured: RuntimeError: mat1 and mat2 shapes"),

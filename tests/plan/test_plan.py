@@ -26,14 +26,6 @@ STEP = StepCost(compute_s=0.3, backward_s=0.2, gradient_bytes=100e6, bucket_byte
 algorithms = pytest.mark.parametrize("algorithm", [*ALGORITHMS, BEST])
 
 
-def flat(link: Link, num_devices: int = 2048) -> Cluster:
-    """All devices in one machine, so all links are alike."""
-    return Cluster(link, link, num_devices)
-
-
-# All-reduce
-
-
 @pytest.mark.parametrize("all_reduce", ALGORITHMS.values())
 @pytest.mark.parametrize("devices_per_machine", [1, 3, 8, 2048])
 def test_nothing_beats_the_lower_bounds(all_reduce, devices_per_machine):
@@ -47,7 +39,7 @@ def test_nothing_beats_the_lower_bounds(all_reduce, devices_per_machine):
             assert all_reduce(cluster, num_devices, 1e6) >= 2 * (num_devices - 1) / num_devices * 1e-3
 
 
-ALIKE = flat(Link(0.5, 100.0))
+ALIKE = Cluster(Link(0.5, 100.0), Link(0.5, 100.0), 2048)  # all devices in one machine
 BETWEEN_ONLY = Cluster(PERFECT, Link(0.0, 3e9), 8)
 
 
@@ -156,9 +148,6 @@ def test_links_that_limit_together_are_named_together():
     what, better = plan._limit(1024)
     assert better is None
     assert what.startswith("no single figure")
-
-
-# Quantities
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,17 @@
 import pytest
 import torch
 
-from manyhands.primitives.placements import Placement, Replicate, Shard, Single, Stack, WeightedSum
+from manyhands.primitives.placements import PaddedShard, Placement, Replicate, Shard, Single, Stack, WeightedSum
 
 PLACEMENTS = [
     (Shard(0, (2, 0, 3)), (5, 4), [(2, 4), (0, 4), (3, 4)]),
     (Shard(-1, (1, 2, 1)), (3, 4), [(3, 1), (3, 2), (3, 1)]),
+    (PaddedShard(Shard(0, (2, 0, 3)), (1,), ((2,), (0,), (4,)), 0.0), (5, 4), [(2, 2), (0, 0), (3, 4)]),
+    (
+        PaddedShard(Shard(1, (1, 1, 1)), (0, 2), ((2, 1), (3, 1), (1, 2)), 0.0),
+        (3, 3, 2),
+        [(2, 1, 1), (3, 1, 1), (1, 1, 2)],
+    ),
     (Stack(), (3,), [(), (), ()]),
     (Replicate(), (2, 2), [(2, 2)] * 3),
     (Single(1), (4,), [None, (4,), None]),
@@ -27,6 +33,13 @@ def test_part_and_join_are_adjoint(placement: Placement, shape, part_shapes):
     assert [None if p is None else tuple(p.shape) for p in of_t] == part_shapes
     right = sum((p * q).sum() for p, q in zip(parts, of_t, strict=True) if p is not None)
     torch.testing.assert_close((placement.join(parts) * t).sum(), right, rtol=1e-14, atol=1e-14)
+
+
+def test_what_is_filled_in_is_a_constant_and_no_part_of_gradients():
+    placement = PaddedShard(Shard(0, (1, 1)), (1,), ((1,), (3,)), 7.0)
+    parts = [torch.tensor([[1, 2]])[:, :1], torch.tensor([[3, 4, 5]])]
+    assert placement.join(parts).tolist() == [[1, 7, 7], [3, 4, 5]]
+    assert placement.of_gradients().join(parts).tolist() == [[1, 0, 0], [3, 4, 5]]
 
 
 def test_a_weight_of_one_keeps_integers():

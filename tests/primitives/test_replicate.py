@@ -172,7 +172,7 @@ def test_modules_and_tensors_that_only_attributes_lead_to() -> None:
 
 
 class Peculiar(nn.Module):
-    """Truth, equality and length of its own; arguments; attributes before nn.Module's."""
+    """Truth, equality, length, call and assignment of its own; arguments; attributes before nn.Module's."""
 
     def __new__(cls, width: int) -> "Peculiar":
         assert width > 0
@@ -182,6 +182,7 @@ class Peculiar(nn.Module):
         object.__setattr__(self, "early", [1])
         super().__init__()
         self.layer = nn.Linear(width, width)
+        self.doubled = 0.5
 
     def __len__(self) -> int:
         return 0
@@ -195,7 +196,14 @@ class Peculiar(nn.Module):
     def __hash__(self) -> int:
         return 1
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value * 2 if name == "doubled" else value)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return super().__call__(x) * self.doubled
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.doubled = 1.5
         return self.layer(x) * len(self.early)
 
 
@@ -269,7 +277,7 @@ def test_lazy_modules_before_their_first_input(use: Callable[..., Any]) -> None:
         (nn.Sequential(nn.LazyBatchNorm1d(affine=False)), r"layer '0' .* 'running_mean'"),
         (hidden, "call the plain module once"),
     ):
-        with pytest.raises(RuntimeError, match=message):
+        with pytest.raises(ValueError, match=message):
             use(module, x)
     with torch.no_grad():
         network(x[:2])

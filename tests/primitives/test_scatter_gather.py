@@ -76,9 +76,6 @@ def test_devices_to_scatter_to_are_checked(sim):
         manyhands.scatter(numbered(4), [0, 9])
 
 
-# scatter_kwargs
-
-
 def test_one_kind_of_inputs_only():
     """S8: and an only input needs no tuple."""
     inputs, kwargs = manyhands.scatter_kwargs((), {"x": numbered(3)}, ["cpu", "cpu"])

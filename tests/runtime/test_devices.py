@@ -183,16 +183,14 @@ def test_accelerators_with_one_seed_get_seeds_of_their_own(gpus):
     assert [generator.initial_seed() for generator in generators] == [7, 7, 8]
 
 
-def test_random_states_of_accelerators_that_several_replicas_share(gpus, monkeypatch):
+def test_generators_of_accelerators_that_several_replicas_share(gpus, monkeypatch):
     """N6, A12; kinds whose module has no `default_generators` are left alone."""
     present, generators = gpus
-    assert devices.shared_random_states([*present, CPU, CPU]) == {}
-    (device, state), *others = devices.shared_random_states([present[1], present[0], present[1]]).items()
-    assert (device, others) == (present[1], [])
-    assert torch.equal(state, generators[1].get_state())
+    assert devices.shared_generators([*present, CPU, CPU]) == {}
+    assert devices.shared_generators([present[1], present[0], present[1]]) == {present[1]: generators[1]}
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
     devices.seed_differently(present)
-    assert devices.shared_random_states(present * 2) == {}
+    assert devices.shared_generators(present * 2) == {}
 
 
 def test_by_what_processes_are_connected(monkeypatch):
@@ -237,8 +235,43 @@ def test_an_accelerator_is_known_by_its_uuid_where_it_has_one(monkeypatch: pytes
     monkeypatch.setattr(devices, "computes_on_host", lambda device: False)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     assert devices.identity(torch.device("cuda:0")) == "cuda GPU-7"
+    properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id = 0, 27, 0
+    whole = devices.identity(torch.device("cuda:0"))
+    properties.uuid = "MIG-3"  # a slice of the same GPU
+    assert devices.identity(torch.device("cuda:0")) == whole == "cuda at 0:27:0"
+    del properties.pci_bus_id
     del properties.uuid
     assert devices.identity(torch.device("cuda:0")) == "cuda:0"
+
+
+def test_the_device_before_is_left_alone_if_nothing_has_used_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A1: to make a device of CUDA's current takes half a gigabyte there; torch's own context asks first."""
+    calls: list[str] = []
+
+    class device_index:  # noqa: N801 - torch's
+        def __init__(self, index: int) -> None:
+            self._index = index
+
+        def __enter__(self) -> None:
+            calls.append(f"enter {self._index}")
+
+        def __exit__(self, *_: object) -> None:
+            calls.append("back, if that was used")
+
+    cuda = torch.device("cuda", 3)
+    mine, before = SimpleNamespace(device=cuda, name="mine"), SimpleNamespace(device=cuda, name="before")
+    monkeypatch.setattr(devices, "computes_on_host", lambda device: False)
+    monkeypatch.setattr(torch.accelerator, "device_index", device_index, raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: before)
+    monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: calls.append(stream.name))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: calls.append(f"set {index}"))
+    with devices.using(cuda, [mine]):  # type: ignore[list-item]
+        calls.append("block")
+    assert calls == ["enter 3", "mine", "set 3", "block", "before", "back, if that was used"]
+    calls.clear()
+    with devices.using(cuda, []):
+        pass
+    assert calls == ["enter 3", "back, if that was used"]
 
 
 # ---- copies from one accelerator to another ------------------------------------------------------
@@ -383,6 +416,10 @@ def test_rows_for_a_device(sim, monkeypatch, numbers, rows):
         assert found.device == device
         assert torch.equal(found.cpu(), numbers[rows])
     assert torch.equal(devices.rows_on(sim[1], numbers.to(sim[1]), rows.to(sim[1])).cpu(), numbers[rows])
+    for where, device in ((CPU, CPU), (CPU, sim[1]), (sim[1], sim[1])):
+        into = torch.zeros_like(numbers[rows], device=device)
+        assert devices.rows_on(device, numbers.to(where), rows.to(where), into=into) is into
+        assert torch.equal(into.cpu(), numbers[rows])
 
     asked = []
 
@@ -394,6 +431,9 @@ def test_rows_for_a_device(sim, monkeypatch, numbers, rows):
     monkeypatch.setattr(devices.torch, "empty", empty)
     assert torch.equal(devices.rows_on(CPU, numbers, rows), numbers[rows])
     assert asked == [True]
+    into = torch.zeros_like(numbers[rows])
+    assert devices.rows_on(CPU, numbers, rows, into=into) is into
+    assert torch.equal(into, numbers[rows])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Random streams: which draws are intercepted, and which are reported. tests/contract/test_random.py has the rest."""
 
+import contextlib
 import functools
 import os
 import threading
@@ -12,10 +13,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from helpers.modules import Calls
+from helpers.modules import PassingMode
 from manyhands import data_parallel, parallel_apply
 from manyhands.runtime import devices, rng, torch_private
 from manyhands.runtime.rng import operations_that_draw, own_streams
@@ -102,19 +102,6 @@ def test_each_has_an_overload_with_a_generator_in_the_last_place() -> None:
         assert [argument.name for argument in operation._schema.arguments if argument.name != "generator"] == names
 
 
-class Mode(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-def in_mode(function: Function) -> Function:
-    def run_in_mode(x: torch.Tensor) -> torch.Tensor:
-        with Mode():
-            return function(x)
-
-    return run_in_mode
-
-
 DRAWS: dict[str, Function] = {
     "dropout": F.dropout,
     "native_dropout": lambda x: torch.native_dropout(x, 0.3, True)[0],
@@ -134,7 +121,12 @@ DRAWS: dict[str, Function] = {
 )
 def test_in_a_dispatch_mode_the_same_is_drawn(name: str) -> None:
     """N6: a mode runs operations where what they call inside is hidden."""
-    assert_streams(in_mode(DRAWS[name]), same_as=DRAWS[name])
+
+    def run_in_mode(x: torch.Tensor) -> torch.Tensor:
+        with PassingMode():
+            return DRAWS[name](x)
+
+    assert_streams(run_in_mode, same_as=DRAWS[name])
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
@@ -159,17 +151,15 @@ def scripted(x: torch.Tensor) -> torch.Tensor:
     return torch.dropout(x, 0.5, True) + torch.rand_like(x)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize(
     "make",
     [
         lambda: torch.jit.script(scripted),  # which calls operations without Python
-        lambda: torch.vmap(F.dropout, randomness="different"),
         lambda: torch.vmap(F.dropout, randomness="same"),
         lambda: torch.vmap(lambda x: torch.native_dropout(x, 0.5, True)[0], randomness="different"),
         lambda: torch.func.grad(lambda x: F.dropout(x).sum()),
     ],
-    ids=["TorchScript", "vmap", "vmap, the same for all", "vmap of native_dropout", "grad"],
+    ids=["TorchScript", "vmap, the same for all", "vmap of native_dropout", "grad"],
 )
 def test_in_scripts_and_transforms(make: Callable[[], Function]) -> None:
     """N6"""
@@ -236,18 +226,10 @@ def test_recording_is_not_disturbed() -> None:
         assert torch.ops.aten.rand.default in targets
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(lambda: Calls(lambda self, x: torch.rand_like(x)), marks=needs_likes_that_take_generators),
-        lambda: Calls(lambda self, x: torch.multinomial(torch.ones(len(x), 30, device=x.device), 9)),
-        lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
-    ],
-    ids=["rand_like", "multinomial", "transformer"],
-)
-def test_simulated_accelerators(sim: Sequence[torch.device], make: Callable[[], nn.Module]) -> None:
+def test_simulated_accelerators(sim: Sequence[torch.device]) -> None:
     """N6: simulated devices draw on the host."""
-    module, x = make().to(sim[0]), torch.ones(6, 16, 8).to(sim[0])
+    module = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).to(sim[0])
+    x = torch.ones(6, 16, 8).to(sim[0])
     outputs = []
     for _ in range(3):
         torch.manual_seed(1)
@@ -297,7 +279,7 @@ def test_under_a_mode_replicas_draw_from_torchs_generator() -> None:
     """N6: one after the other, because other threads cannot join the mode."""
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
-    with Mode():
+    with PassingMode():
         drawn = parallel_apply([torch.rand] * 3, [(3,)] * 3)
     assert torch.equal(torch.cat(drawn), torch.cat([torch.rand(3, generator=generator) for _ in range(3)]))
 
@@ -358,12 +340,11 @@ def test_where_torch_offers_no_way(monkeypatch: pytest.MonkeyPatch, caplog: pyte
 
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The CPU represents an accelerator; `states` are those of accelerators that several replicas share."""
-    accelerator = SimpleNamespace(states={})
+    """The CPU represents an accelerator; `generators` are those of accelerators that several replicas share."""
+    accelerator = SimpleNamespace(generators={})
     monkeypatch.setattr(devices, "computes_on_host", lambda device: False)
     monkeypatch.setattr(devices, "seed_differently", lambda devices: None)
-    copied = lambda devices: {device: state.clone() for device, state in accelerator.states.items()}  # noqa: E731
-    monkeypatch.setattr(devices, "shared_random_states", copied)
+    monkeypatch.setattr(devices, "shared_generators", lambda devices: accelerator.generators)
     return accelerator
 
 
@@ -395,15 +376,103 @@ def test_passes_at_the_same_time_are_not_reported(caplog: pytest.LogCaptureFixtu
     assert not logged(caplog)
 
 
-@pytest.mark.parametrize("draws", [True, False])
-def test_two_replicas_on_one_accelerator(
-    accelerator: SimpleNamespace, caplog: pytest.LogCaptureFixture, draws: bool
-) -> None:
-    """N6, A12: they share its generator, which is reported when they draw from it."""
-    state = torch.zeros(16, dtype=torch.uint8)
-    accelerator.states[torch.device("cuda", 1)] = state
+@pytest.fixture
+def generator(accelerator: SimpleNamespace) -> torch.Generator:
+    """The one generator of an accelerator on which all replicas are."""
+    generator = torch.Generator().manual_seed(5)
+    accelerator.generators[CPU] = generator
+    return generator
+
+
+def draw(generator: torch.Generator) -> list[float]:
+    numbers: list[float] = torch.rand(3, generator=generator).tolist()
+    return numbers
+
+
+def checkpointed(generator: torch.Generator, after_saving: Callable[[], object]) -> tuple[list[float], list[float]]:
+    """Save the random state, and draw; return what was drawn, and what is drawn when the state is restored."""
+    state = generator.get_state()
+    after_saving()
+    return draw(generator), draw(generator.set_state(state))
+
+
+def test_replicas_on_one_accelerator_have_a_random_state_each(generator: torch.Generator) -> None:
+    """N6, A12, R13: an activation checkpoint draws again what it drew, although another replica drew in between."""
+    drawn: list[list[float]] = []
+
+    def other_replica() -> None:
+        with rng.waiting_for_others(), streams(1):
+            drawn.append(draw(generator))
+
+    runs = []
     for _ in range(2):
-        with own_streams("Net", [CPU, CPU]):
-            state[0] += draws
-    assert len(logged(caplog)) == draws
-    assert all("several replicas of Net are on cuda:1 and draw from its one" in message for message in logged(caplog))
+        generator.manual_seed(5)
+        with own_streams("Net", [CPU, CPU]) as streams, streams(0):
+            first, again = checkpointed(generator, other_replica)
+        assert first == again
+        assert drawn[-1] != first
+        runs.append((first, drawn[-1], draw(generator)))
+    assert runs[0] == runs[1], "equal seeds, equal runs"
+    generator.manual_seed(5)
+    assert [*runs[0][0], *runs[0][2]] == [*draw(generator), *draw(generator)], "the first replica's is torch's own"
+
+
+def test_replicas_on_one_accelerator_take_turns(generator: torch.Generator) -> None:
+    """N6, A12: one begins when another has ended, or waits for it in an exchange."""
+    at_the_door = threading.Event()
+    order: list[int] = []
+
+    def second() -> None:
+        at_the_door.set()
+        with streams(1):
+            order.append(1)
+
+    with own_streams("Net", [CPU, CPU]) as streams, ThreadPoolExecutor(1) as pool:
+        with streams(0):
+            ended = pool.submit(second)
+            assert at_the_door.wait(WAIT_S)
+            order.append(0)
+        ended.result(WAIT_S)
+    assert order == [0, 1]
+
+
+@pytest.mark.parametrize("which", [0, 1, None])
+def test_the_generator_after_a_pass_of_replicas_on_one_accelerator(
+    generator: torch.Generator, which: int | None
+) -> None:
+    """N6: it has moved if a replica has drawn; a pass that fails leaves it as it was."""
+    before = generator.get_state()
+    for _ in range(2):
+        with contextlib.suppress(KeyError), own_streams("Net", [CPU, CPU]) as streams:
+            for index in range(2):
+                with streams(index):
+                    if index == which:
+                        draw(generator)
+            raise KeyError
+        assert torch.equal(generator.get_state(), before)
+    seen = [before]
+    for _ in range(2):
+        with own_streams("Net", [CPU, CPU]) as streams:
+            for index in range(2):
+                with streams(index):
+                    if index == which:
+                        draw(generator)
+        seen.append(generator.get_state())
+    assert len({bytes(state.tolist()) for state in seen}) == (1 if which is None else 3)
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_replicas_on_one_accelerator_that_wait_for_each_other(
+    generator: torch.Generator, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, draws: bool
+) -> None:
+    """N6, A12: they cannot take turns; they run, and what they draw is reported."""
+    monkeypatch.setattr(rng, "_PATIENCE_S", 0.01)
+    with own_streams("Net", [CPU, CPU]) as streams, streams(0), ThreadPoolExecutor(1) as pool:
+
+        def second() -> None:
+            with streams(1):
+                if draws:
+                    draw(generator)
+
+        pool.submit(second).result(WAIT_S)
+    assert ["several replicas of Net are on cpu" in message for message in logged(caplog)] == [True] * draws

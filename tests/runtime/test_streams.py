@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from manyhands.runtime import streams
-from manyhands.runtime.streams import Copies, join_streams, wait_for_streams
+from manyhands.runtime.streams import Copies, queued_on, wait_for_streams
 
 CPU = torch.device("cpu")
 A, B = torch.device("cuda", 0), torch.device("cuda", 1)  # names only
@@ -241,10 +241,15 @@ def test_tensors_that_were_made_on_several_streams(machine: Machine) -> None:
     late = machine.computed_on(A)
     with pytest.raises(AssertionError, match="before it was written"):
         early.read_on(machine.computing[A])
-    join_streams([side, machine.computing[A]], [early, late], A)
-    for tensor in (early, late):
-        tensor.read_on(machine.computing[A])
-        assert tensor.may_be_freed()
+    machine.current[A] = side
+    with queued_on(machine.computing[A], early):
+        assert machine.current[A] is machine.computing[A]
+        for tensor in (early, late):
+            tensor.read_on(machine.current[A])
+            assert tensor.may_be_freed()
+    assert machine.current[A] is side
+    with queued_on(None, early):
+        assert machine.current[A] is side
 
 
 def test_gradients_that_are_ready_on_other_devices(machine: Machine) -> None:

@@ -2,7 +2,6 @@
 
 import _thread
 import contextlib
-import gc
 import os
 import signal
 import sys
@@ -18,14 +17,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from helpers.garbage import no_garbage
 from helpers.in_time import WAIT_S, in_time
+from helpers.modules import PassingMode
 from helpers.programs import run_script
 from manyhands.runtime import thread_pool, torch_private
-from manyhands.runtime.thread_pool import Outcome, inside_replica, replica_path, run_together
+from manyhands.runtime.thread_pool import Background, Outcome, inside_replica, replica_path, run_together
 from manyhands.runtime.thread_state import ThreadState
 
 CPU = torch.device("cpu")
@@ -50,9 +49,6 @@ def raises(error: BaseException) -> Callable[[], Any]:
 
 def worker_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "manyhands-worker"}
-
-
-# ---- running ---------------------------------------------------------------------------------------
 
 
 def test_tasks_know_that_they_are_replicas_and_which() -> None:
@@ -182,24 +178,19 @@ def test_a_checkpoint_that_fails_leaves_no_hooks_in_its_thread() -> None:
     assert not torch_private.has_saved_tensor_hooks()
 
 
-class Mode(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 def test_torch_compiles_after_dispatch_modes_that_overlapped() -> None:
     """R13: older releases think that the second mode, which ends last, is still active, and compile nothing."""
     first_entered, second_entered, first_left = threading.Event(), threading.Event(), threading.Event()
 
     def first() -> None:
-        with Mode():
+        with PassingMode():
             first_entered.set()
             assert second_entered.wait(WAIT_S)
         first_left.set()
 
     def second() -> None:
         assert first_entered.wait(WAIT_S)
-        with Mode():
+        with PassingMode():
             second_entered.set()
             assert first_left.wait(WAIT_S)
 
@@ -212,6 +203,63 @@ def test_torch_compiles_after_dispatch_modes_that_overlapped() -> None:
     values(first, second)
     torch.compile(lambda x: x + 1, backend=backend)(torch.ones(1))
     assert len(compiled) == 1
+
+
+# ---- in the background ---------------------------------------------------------------------------
+
+
+def in_background(*tasks: Callable[[], Any], at_end: Callable[[], None] = lambda: None) -> Background:
+    with torch.no_grad():
+        state = ThreadState.capture()
+    return Background(tasks, [CPU] * len(tasks), state, stop=lambda: None, at_end=at_end)
+
+
+def test_background_tasks_run_while_the_caller_goes_on() -> None:
+    """I1, I4: all at once, as replicas, with the state that they are given; the last one calls `at_end`."""
+    go, ended, seen = threading.Event(), SimpleQueue(), SimpleQueue()
+
+    def task() -> None:
+        seen.put((replica_path(), torch.is_grad_enabled()))
+        assert go.wait(WAIT_S)
+
+    background = in_background(task, task, at_end=lambda: ended.put(threading.get_ident()))
+    assert sorted(seen.get(timeout=WAIT_S) for _ in range(2)) == [((0,), False), ((1,), False)]
+    assert not inside_replica()
+    assert torch.is_grad_enabled()
+    assert not background.has_ended
+    assert ended.empty()
+    go.set()
+    in_time(background.wait)
+    assert background.has_ended
+    assert ended.get(timeout=WAIT_S) != threading.get_ident()
+    assert ended.empty()
+
+
+def test_what_a_background_task_raises_ends_that_task_only() -> None:
+    """I6: `wait` returns, and the error is nobody else's."""
+
+    def fail() -> None:
+        raise ValueError("as asked")
+
+    in_time(in_background(fail, lambda: None).wait)
+
+
+def test_a_background_that_cannot_start_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I7: where the system has no thread left; what was started is told to stop, and `at_end` is called."""
+    ended, stopped = SimpleQueue(), threading.Event()
+    start = thread_pool._pool.start
+
+    def start_one(order: Any) -> None:
+        if order.index:
+            raise RuntimeError("can't start new thread")
+        start(order)
+
+    monkeypatch.setattr(thread_pool._pool, "start", start_one)
+    tasks = [lambda: stopped.wait(WAIT_S)] * 2
+    state = ThreadState.capture()
+    with pytest.raises(RuntimeError, match="can't start"):
+        Background(tasks, [CPU] * 2, state, stop=stopped.set, at_end=lambda: ended.put(None))
+    assert ended.get(timeout=WAIT_S) is None
 
 
 # ---- threads of torch ------------------------------------------------------------------------------
@@ -292,9 +340,6 @@ def test_overlapping_calls_leave_the_number_of_threads_as_it_was(asked_for: int 
     assert torch.get_num_threads() == num_threads_of_a_new_thread() == 4
 
 
-# ---- memory ----------------------------------------------------------------------------------------
-
-
 class Thing:
     pass
 
@@ -324,7 +369,6 @@ def test_workers_keep_nothing_alive() -> None:
                 outcomes = run(*tasks)
                 del tasks, outcomes, thing, result
                 assert [reference() for reference in references] == [None, None]
-            gc.collect()  # other threads of the process, the test runner's own, leave garbage in so long a time
             run(*[Thing] * 3)
     finally:
         ended.set()
@@ -399,14 +443,13 @@ IN_A_DAEMON_THREAD = f"threading.Thread(target=lambda: {RUN}, daemon=True).start
 @pytest.mark.parametrize(
     ("first", "call"),
     [
-        ("sys.exit(0)", RUN),
         ("signal.raise_signal(signal.SIGINT)", RUN),
         ("threading.Event().wait()", IN_A_DAEMON_THREAD),  # the caller itself is outside torch
     ],
-    ids=["sys.exit", "Ctrl-C, caught", "daemon thread"],
+    ids=["Ctrl-C, caught", "daemon thread"],
 )
 def test_the_interpreter_exits_while_a_worker_is_busy(first: str, call: str) -> None:
-    """F5, F3: status 0, nothing on stderr. Small operations are in tests/contract/test_callers.py."""
+    """F5, F3: status 0, nothing on stderr. sys.exit and small operations are in tests/contract/test_callers.py."""
     done = run_script(f"""
         import signal, sys, threading
         import torch
@@ -453,22 +496,6 @@ def test_ctrl_c_ends_a_program_as_python_does() -> None:
     assert done.returncode in (-signal.SIGINT, 130, 1)
     assert done.stderr.rstrip().endswith("KeyboardInterrupt"), done.stderr
     assert done.stderr.count("Traceback") == 1, done.stderr
-
-
-def test_workers_end_with_the_interpreter() -> None:
-    """F5: idle ones are stopped, and have ended, when atexit is through."""
-    done = run_script("""
-        import atexit, threading
-
-        def report():  # registered first, so it runs last
-            print([thread.name for thread in threading.enumerate() if thread.name == "manyhands-worker"])
-
-        atexit.register(report)
-        import torch
-        from manyhands.runtime.thread_pool import run_together
-        run_together([lambda: 0] * 4, [torch.device("cpu")] * 4)
-    """)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
 
 
 def test_stopping_waits_for_all_workers_no_longer_than_for_one(monkeypatch: pytest.MonkeyPatch) -> None:

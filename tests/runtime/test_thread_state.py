@@ -141,9 +141,6 @@ def test_what_a_worker_sets_is_not_the_callers() -> None:
         variable.reset(token)
 
 
-# ---- state in a whole step -------------------------------------------------------------------------
-
-
 @pytest.fixture
 def model() -> DataParallel:
     torch.manual_seed(0)
@@ -225,7 +222,6 @@ def test_a_step_under_a_mode(model: DataParallel, forward: Callable[[], Any], ba
     torch.testing.assert_close(step(model, forward, backward), step(model.module))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own use
 def test_func_transforms(model: DataParallel) -> None:
     """R14: torch.func's grad, vmap, jvp, jacrev over a wrapped module; forward-mode AD by hand."""
     x, v = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
@@ -245,6 +241,3 @@ def test_func_transforms(model: DataParallel) -> None:
     ]
     for transform in transforms:
         torch.testing.assert_close(transform(model), transform(model.module))
-
-
-# ---- the class -------------------------------------------------------------------------------------

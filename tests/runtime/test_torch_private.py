@@ -1,8 +1,10 @@
 """Every private call of torch: its result in each situation, and its fallback where a torch lacks it."""
 
 import contextlib
+import importlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from types import FunctionType, SimpleNamespace
@@ -15,15 +17,10 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.modules import PassingMode
 from helpers.programs import run_script
 from manyhands.runtime import torch_private
-
-
-class Mode(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 class FunctionMode(TorchFunctionMode):
@@ -81,7 +78,7 @@ def test_compiled_code_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("question", "active", "owner", "name"),
     [
-        (torch_private.has_dispatch_modes, Mode, torch._C, "_len_torch_dispatch_stack"),
+        (torch_private.has_dispatch_modes, PassingMode, torch._C, "_len_torch_dispatch_stack"),
         (torch_private.has_transforms, forward_ad.dual_level, torch._C._functorch, "maybe_current_level"),
         (torch_private.function_modes, FunctionMode, torch._C, "_len_torch_function_stack"),
         (torch_private.function_modes, FunctionMode, torch.overrides, "_get_current_function_mode_stack"),
@@ -220,6 +217,17 @@ def test_many_tensors_in_one_call(monkeypatch: pytest.MonkeyPatch, lacks: list[s
     assert [target.sum().item() for target in targets] == [0.0, 12.0]
     torch_private.add_all_in_place([], [])
     torch_private.copy_all_in_place([], [])
+
+
+def test_static_tensors() -> None:
+    """R13: what they are marked with is seen by the compiler in tests/training/test_computation.py."""
+    tensors = [torch.ones(2), nn.Parameter(torch.ones(3))]
+    dynamo = importlib.import_module("torch._dynamo")
+    with lacking(dynamo, "mark_static_address"):
+        torch_private.mark_static(tensors)
+    assert not any(hasattr(tensor, "_dynamo_static_input_type") for tensor in tensors)
+    torch_private.mark_static(tensors)
+    assert all(hasattr(tensor, "_dynamo_static_input_type") for tensor in tensors)
 
 
 @pytest.mark.parametrize("way", ["engine", "no engine", "mode"])
@@ -434,3 +442,43 @@ def test_the_environment_while_a_group_of_nccl_is_made(monkeypatch: pytest.Monke
     }
     torch_private.end_process_group(group)
     assert group.aborted
+
+
+@pytest.mark.parametrize(
+    ("mode", "replays"), [(None, False), ("max-autotune-no-cudagraphs", False), ("reduce-overhead", True)]
+)
+def test_what_torch_compile_makes_with_cuda_graphs(mode: str | None, replays: bool) -> None:
+    """R13: known without compiling anything."""
+    assert torch_private.replays_cuda_graphs(torch.compile(lambda x: x, mode=mode)) == replays
+    module = torch.compile(torch.nn.Linear(2, 2), mode=mode)
+    assert any(map(torch_private.replays_cuda_graphs, vars(module).values())) == replays
+    assert not torch_private.replays_cuda_graphs(torch.tanh)
+
+
+def test_compiled_code_for_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R13: as many versions for each as torch keeps for one; what the user has set higher stays."""
+    config = importlib.import_module("torch._dynamo.config")
+    before = config.recompile_limit
+    monkeypatch.setattr(torch_private, "_limit_for_one", {})
+    try:
+        for num_devices, expected in ((1, before), (8, 8 * before), (2, 8 * before)):
+            torch_private.keep_code_for_devices(num_devices)
+            assert config.recompile_limit == expected
+    finally:
+        config.recompile_limit = before
+
+
+def test_a_group_is_aborted_without_a_wait() -> None:
+    """C12: gloo's collectives end by themselves; others wait on the accelerator for a rank that never comes."""
+    aborted, may_end = threading.Event(), threading.Event()
+
+    def abort() -> None:
+        aborted.set()
+        may_end.wait()
+
+    backend = SimpleNamespace(abort=abort)
+    group = SimpleNamespace(_device_types=["cpu", "cuda"], _get_backend=lambda kind: backend)
+    torch_private.abort_group(group)
+    assert aborted.wait(60)
+    may_end.set()
+    torch_private.abort_group(SimpleNamespace())

@@ -1,15 +1,22 @@
 """Batch norm over all processes' rows is that of one device over all rows; the oracle is the plain module there."""
 
+import re
 import sys
+from collections import Counter
 
 import cloudpickle
 import pytest
 import torch
 from torch import nn
 
+import manyhands
+from helpers.batch_norm_kernels import use_kernels
 from helpers.batch_norms import BATCH_NORMS
+from helpers.modules import Calls
 from helpers.ranks import run_ranks
 from helpers.twins import assert_same_gradients, rows_of, train_twins, twins
+from manyhands.distributed import bucketed_all_reduce, process_group
+from manyhands.sync_batch_norm.across_processes import CrossProcessAllGather
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -60,3 +67,94 @@ def penalty(rank: int, sizes: list[int], loss: str) -> None:
 def test_gradient_penalties(sizes, loss):
     """C5, C9"""
     run_ranks(2, penalty, sizes, loss)
+
+
+def as_on_accelerators(patch: pytest.MonkeyPatch) -> Counter[str]:
+    """Use kernels, and behave as with an accelerator's own backend: the host waits for no collective of it."""
+    calls = use_kernels(patch)
+    patch.setattr(process_group.Communicator, "waits_on_host", lambda self, group: group in (None, self._control))
+    patch.setattr(
+        process_group.torch_private,
+        "all_gather_into",
+        lambda flat, mine, group: torch.distributed.all_gather(list(flat), mine, group, True),
+    )
+    return calls
+
+
+def train_by_kernels(rank: int, world_size: int, name: str) -> tuple[tuple[float, ...], list[str], str]:
+    """Train; return the state, what was read from tensors of batch norms, and the order of collectives."""
+    patch = pytest.MonkeyPatch()
+    calls = as_on_accelerators(patch)
+    for size in ("FIRST_BUCKET_BYTES", "BUCKET_BYTES"):
+        patch.setattr(bucketed_all_reduce, size, 64)  # several buckets
+    read: list[str] = []
+    order: list[str] = []
+    for method in ("item", "tolist", "cpu", "__bool__", "__float__", "__int__"):
+        patch.setattr(torch.Tensor, method, noting_reads(read, method))
+    for owner, method, letter in (
+        (CrossProcessAllGather, "_forward", "f"),
+        (CrossProcessAllGather, "_backward", "b"),
+        (bucketed_all_reduce.BucketedAllReduce, "_send", "g"),
+    ):
+        patch.setattr(owner, method, noting_order(order, getattr(owner, method), letter))
+    ends = train(rank, world_size, {}, name)
+    assert calls["batch_norm_stats"]
+    assert calls["batch_norm_backward_elemt"]
+    return ends, read, "".join(order)
+
+
+def noting_reads(read: list[str], method: str):
+    call = getattr(torch.Tensor, method)
+
+    def noted(tensor: torch.Tensor, *args):
+        caller = sys._getframe(1).f_code.co_filename
+        if tensor.is_floating_point() and "manyhands/sync_batch_norm" in caller:
+            read.append(method)
+        return call(tensor, *args)
+
+    return noted
+
+
+def noting_order(order: list[str], call, letter: str):
+    def noted(*args, **kwargs):
+        order.append(letter)
+        return call(*args, **kwargs)
+
+    return noted
+
+
+@pytest.mark.parametrize("name", ["residual block", "checkpoint, non-reentrant"])
+def test_by_kernels(name: str) -> None:
+    """C9, C8, C2: counts and weights stay on the device; some processes have no rows in some steps.
+
+    Gradients are sent when all exchanges of a backward have begun: an accelerator wants one order on all ranks.
+    """
+    (first, read, order), (second, _, other_order) = run_ranks(2, train_by_kernels, 2, name)
+    assert first == second
+    assert read == []
+    assert order == other_order
+    assert re.fullmatch("(f+(b+f*)+g+)+", order)
+    assert "ggg" in order
+
+
+def takes_another_way(rank: int) -> str:
+    as_on_accelerators(pytest.MonkeyPatch())
+
+    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        norms = [module.first, module.second][:: 1 if rank else -1]
+        for norm in norms:
+            x = norm(x)
+        return x
+
+    model = manyhands.DataParallel(
+        Calls(forward, first=nn.BatchNorm1d(3), second=nn.BatchNorm1d(3)), ["cpu"], sync_batch_norm=True
+    )
+    with pytest.raises(RuntimeError) as raised:
+        model(torch.randn(4, 3)).sum().backward()
+    return str(raised.value)
+
+
+def test_by_kernels_processes_that_take_different_ways() -> None:
+    """C11: noticed at the next batch norm at the latest."""
+    for message in run_ranks(2, takes_another_way):
+        assert "different batch norms: rank" in message or "has failed while this one was at" in message

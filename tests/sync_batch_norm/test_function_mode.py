@@ -8,6 +8,7 @@ import contextlib
 import copy
 import importlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,11 +17,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from helpers.batch_norm_kernels import use_kernels
 from helpers.batch_norms import BATCH_NORMS, CheckpointedBatchNorm
 from helpers.in_time import in_time
 from helpers.modules import Calls, Composed
+from helpers.one_graph import simulated_accelerators_with_one_graph
 from manyhands import DataParallel
-from manyhands.runtime import devices
+from manyhands.sync_batch_norm.function_mode import BackwardMode, BatchNormOverReplicas
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -183,34 +186,24 @@ def test_the_graph_holds_no_more_than_torchs_own(over_replicas: OverReplicas) ->
 # ---- ways of running replicas ---------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def simulated_accelerators_with_one_graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make simulated devices count as accelerators: one call runs backward of all graphs."""
-    with monkeypatch.context() as patch:
-        patch.setattr(devices, "computes_on_host", lambda device: device.type == "cpu")
-        patch.setattr(devices, "has_streams", lambda device: False)
-        patch.setattr(devices, "current_streams", lambda devices: [])
-        patch.setattr(devices, "using", lambda device, streams: contextlib.nullcontext())
-        patch.setattr(devices, "warn_if_unequal", lambda devices: None)
-        yield
-
-
 Wrap = Callable[[nn.Module, int], DataParallel]
 
 
-@pytest.fixture(params=["composition", "accelerators"])
+@pytest.fixture(params=["composition", "accelerators", "accelerators with kernels"])
 def wrap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wrap]:
     """Wrap a copy of a module, synchronised, for a number of replicas, whose graphs are one."""
     way = request.param
     cls = Composed if way == "composition" else DataParallel
     devices = ["cpu"] if way == "composition" else request.getfixturevalue("sim")
-    accelerators = way == "accelerators"
+    accelerators = way != "composition"
 
     def make(module: nn.Module, n: int) -> DataParallel:
         ids = [devices[i % len(devices)] for i in range(n)]
         return cls(copy.deepcopy(module).to(ids[0]), ids, sync_batch_norm=True)
 
     with simulated_accelerators_with_one_graph(monkeypatch) if accelerators else contextlib.nullcontext():
+        if way == "accelerators with kernels":
+            use_kernels(monkeypatch)
         yield make
 
 
@@ -269,7 +262,7 @@ def test_one_graph_and_checkpoints_inside(wrap: Wrap, reentrant: bool, request: 
     plain = CheckpointedBatchNorm(reentrant)
     model = wrap(plain, 3)
     x = torch.randn(7, 5)
-    if way == "accelerators" and not reentrant:
+    if way != "composition" and not reentrant:
         for _ in range(2):
             assert_like_plain(model, plain, x, step_of_cubes)
     else:
@@ -362,10 +355,25 @@ def test_a_replicate_of_ones_own(wrap: Wrap) -> None:
     assert_like_plain(model, plain, torch.randn(8, 2))
 
 
-# ---- the option ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("value", [None, 1, "yes"])
 def test_the_option_is_true_or_false(value: Any) -> None:
     with pytest.raises(TypeError, match=rf"sync_batch_norm={value!r}: expected True or False"):
         DataParallel(nn.BatchNorm1d(2), ["cpu"] * 2, sync_batch_norm=value)
+
+
+def test_a_backward_of_one_replica_in_another_thread() -> None:
+    """N5, A6: torch runs it in the accelerator's thread where the caller's loss is on the CPU."""
+    norm, plain = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    over_replicas = BatchNormOverReplicas([norm], BackwardMode.PER_REPLICA)
+    leaves = [torch.randn(6, 3).requires_grad_()]
+    leaves.append(leaves[0].detach().clone().requires_grad_())
+    with over_replicas.begin()(0):
+        output = norm(leaves[0])
+    with over_replicas.single_replica(), ThreadPoolExecutor(1) as thread:
+        thread.submit(lambda: output.pow(3).sum().backward()).result()
+    plain(leaves[1]).pow(3).sum().backward()
+    torch.testing.assert_close(leaves[0].grad, leaves[1].grad, rtol=1e-12, atol=1e-12)
+    with BatchNormOverReplicas([norm], BackwardMode.PER_REPLICA).begin()(0):
+        output = norm(leaves[0])
+    with pytest.raises(RuntimeError, match="they do not run at the same time"):
+        output.sum().backward()

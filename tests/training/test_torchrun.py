@@ -42,11 +42,6 @@ def torchrun(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         process.wait()
 
 
-def worker(process: subprocess.Popen[str], rank: int) -> psutil.Process:
-    children = psutil.Process(process.pid).children()
-    return next(child for child in children if child.environ().get("RANK") == str(rank))
-
-
 def wait_for_steps(folder: Path, number: int, process: subprocess.Popen[str]) -> Path:
     """Return the run's folder once it has so many records."""
     deadline = time.monotonic() + LIMIT_S
@@ -67,7 +62,8 @@ def test_a_killed_process_and_the_numbers_of_an_undisturbed_run(tmp_path: Path, 
     """No folder is named, nor, the second time, the launch: the processes that are started anew find their run."""
     with torchrun(tmp_path, *how, "--max-restarts", "2", "-m", "manyhands", "train", *TRAIN) as process:
         run = wait_for_steps(tmp_path, 30, process)  # two epochs and some steps
-        worker(process, rank).kill()
+        children = psutil.Process(process.pid).children()
+        next(child for child in children if child.environ().get("RANK") == str(rank)).kill()
         assert process.wait(LIMIT_S) == 0, (tmp_path / "log").read_text()
     log = (tmp_path / "log").read_text()
     assert log.count("going on after step") == 1
@@ -78,7 +74,9 @@ def test_a_killed_process_and_the_numbers_of_an_undisturbed_run(tmp_path: Path, 
     assert_same_metrics(run / "metrics.jsonl", tmp_path / "alone" / "metrics.jsonl", rel=1e-4)
 
 
+@pytest.mark.slow
 def test_ctrl_c(tmp_path: Path) -> None:
+    """tests/training/test_ranks.py has a signal to one of several processes, without torchrun."""
     with torchrun(tmp_path, "--standalone", "-m", "manyhands", "train", *TRAIN, "--epochs", "1000") as process:
         run = wait_for_steps(tmp_path, 3, process)
         process.send_signal(signal.SIGINT)

@@ -64,6 +64,7 @@ def test_a_recorder_keeps_no_activation_alive() -> None:
     assert len(recorder.calls) == 3
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # a later torch's compiler reads it
 def test_submodules_of_compiled_modules_are_not_recorded() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh()))
     model[1].compile(backend="eager")

@@ -59,6 +59,9 @@ def three():
 def nothing():
     pass
 
+def without_rows():
+    return nn.Linear(5, 2), x[:0]
+
 def unknown():
     return {"model": nn.Linear(5, 2), "inputs": x, "colour": "red"}
 
@@ -163,6 +166,14 @@ def test_the_report_and_the_status(
         (["theirs:nothing"], "returned a value of type NoneType: expected (model, inputs)"),
         (["theirs:unknown"], "returned a dict with 'colour' in it; known are model, inputs, target, criterion"),
         (["theirs:without_inputs"], "returned a dict without 'inputs'"),
+        *(
+            ([*arguments], f"{arguments[0]}: nothing was compared, because one device had all rows")
+            for arguments in (
+                ["theirs:without_rows", *TWO],
+                ["theirs:build", "--devices", "cpu"],
+                ["theirs:build", *TWO, "--shares", "1,0"],
+            )
+        ),
         (["theirs:fails_in_forward"], "theirs:fails_in_forward could not be compared: RuntimeError: mat1 and mat2"),
     ],
 )

@@ -17,13 +17,14 @@ buckets that never become full.
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
-from manyhands.autograd.reducer import Emit, Reducer, sum_in_place, sums_of
+from manyhands.autograd.reducer import Emit, Part, Reducer, sum_in_place, sums_of
 from manyhands.runtime import devices as _devices
 from manyhands.runtime.buckets import Bucket, Form, buckets_of, is_plain
-from manyhands.runtime.streams import Copies, current_stream, join_streams
+from manyhands.runtime.streams import Copies
 
 _ALIGNED_BYTES = 16  # kernels that load several entries at once need this alignment
 
@@ -128,16 +129,14 @@ class CoalescedReduce:
         self._lock = threading.Lock()
         # By bucket and replica: the gradients that were added, None once they are on their way home.
         self._waiting: dict[tuple[int, int], dict[int, torch.Tensor] | None] = {}
-        self._made_on: dict[tuple[int, int], list[torch.Stream | None]] = {}  # the streams that computed them
         self._at_home: dict[int, dict[int, list[torch.Tensor | None]]] = {}  # by bucket, then by replica
-        # By parameter, then by replica: gradients outside buckets, and the streams that computed them.
-        self._beside: dict[int, dict[int, list[tuple[torch.Tensor, torch.Stream | None]]]] = {}
+        self._beside: dict[int, dict[int, list[torch.Tensor]]] = {}  # outside buckets, by parameter, then by replica
         self._totals: dict[int, torch.Tensor] = {}
         self._ending = False
 
     def of(self, replica: int) -> Reducer:
         """Return a replica's part."""
-        return _PartOfReduce(self, replica, range(len(self._plan.bucket_of)))
+        return Part(range(len(self._plan.bucket_of)), partial(self._take, replica))
 
     def __enter__(self) -> "CoalescedReduce":
         self._copies.__enter__()
@@ -146,21 +145,19 @@ class CoalescedReduce:
     def __exit__(self, *error: object) -> None:
         self._copies.__exit__(*error)
 
-    def take(self, k: int, replica: int, gradient: torch.Tensor) -> None:
+    def _take(self, replica: int, k: int, gradient: torch.Tensor) -> bool:
         """Take a replica's gradient of parameter k; copy its bucket home if that is full now."""
         b = self._plan.bucket_of[k]
-        stream = current_stream(gradient.device) if self._streams[gradient.device] else None
         with self._lock:
             waiting = self._waiting.setdefault((b, replica), {}) if b >= 0 else None
             if waiting is None or k in waiting or not is_plain(gradient):
-                self._beside.setdefault(k, {}).setdefault(replica, []).append((gradient, stream))
-                return
+                self._beside.setdefault(k, {}).setdefault(replica, []).append(gradient)
+                return True
             waiting[k] = gradient
             del gradient
-            if stream is not None:
-                self._made_on.setdefault((b, replica), []).append(stream)
             if len(waiting) == len(self._plan.buckets[b].items):
                 self._copy_home(b, replica)
+        return True
 
     def end(self) -> dict[int, torch.Tensor]:
         """Copy what still waits, make the calling thread's streams wait for all sums, and return them."""
@@ -184,8 +181,6 @@ class CoalescedReduce:
         home = self._plan.home_of[bucket.numbers[0]]
         if len(gradients) < len(bucket.items):
             bucket = replace(bucket, items=tuple([item for item in bucket.items if item[0] in gradients]))
-        device = next(iter(gradients.values())).device
-        join_streams(self._made_on.pop((b, replica), ()), gradients.values(), device)
         reader = self._reader[home]
         if self._is_remote[replica][home]:
             gradients.update(bucket.pieces(self._copies.to_add(bucket.flat(gradients), reader)))
@@ -217,29 +212,10 @@ class CoalescedReduce:
                     self._emit(k, found.pop(k))
         self._totals.update(found)
 
-    def _add_beside(
-        self, k: int, of_parameter: Mapping[int, Sequence[tuple[torch.Tensor, torch.Stream | None]]]
-    ) -> None:
+    def _add_beside(self, k: int, of_parameter: Mapping[int, Sequence[torch.Tensor]]) -> None:
         """Add the gradients outside buckets: each replica's first one in replica order, then the second ones."""
         for number in range(max(map(len, of_parameter.values()))):
             for replica in sorted(of_parameter):
                 if number < len(of_parameter[replica]):
-                    gradient, stream = of_parameter[replica][number]
-                    join_streams([stream], [gradient] if is_plain(gradient) else [], gradient.device)
-                    part = _devices.copied_to(gradient, self._plan.home_of[k])
+                    part = _devices.copied_to(of_parameter[replica][number], self._plan.home_of[k])
                     self._totals[k] = sum_in_place([self._totals[k], part]) if k in self._totals else part
-
-
-class _PartOfReduce(Reducer):
-    """One replica's part in a `CoalescedReduce`."""
-
-    def __init__(self, reduce: CoalescedReduce, replica: int, numbers: Collection[int]) -> None:
-        self._reduce, self._replica, self._numbers = reduce, replica, numbers
-
-    @property
-    def numbers(self) -> Collection[int]:
-        return self._numbers
-
-    def add(self, number: int, gradient: torch.Tensor) -> bool:
-        self._reduce.take(number, self._replica, gradient)
-        return True

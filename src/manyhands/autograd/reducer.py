@@ -17,7 +17,9 @@ from typing import TypeAlias
 
 import torch
 
+from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
+from manyhands.runtime.streams import current_stream, queued_on
 
 Emit: TypeAlias = Callable[[int, torch.Tensor], None]
 
@@ -35,8 +37,26 @@ class Reducer(abc.ABC):
         """Add a leaf's gradient; return False, and do nothing, if it cannot be reduced, such as a second one."""
 
 
+class Part(Reducer):
+    """A replica's part in a sum in this process: the numbers, and what `add` calls."""
+
+    def __init__(self, numbers: Collection[int], add: Callable[[int, torch.Tensor], bool]) -> None:
+        self._numbers, self._add = numbers, add
+
+    @property
+    def numbers(self) -> Collection[int]:
+        return self._numbers
+
+    def add(self, number: int, gradient: torch.Tensor) -> bool:
+        return self._add(number, gradient)
+
+
 class LeafHooks:
     """Hands the gradients of one replica's leaves to a reducer, each as soon as backward has computed it.
+
+    On an accelerator a module's branches may compute on streams of their own, and backward computes a gradient on the
+    stream of its branch. Reducers need not know: their work is queued on the stream that was current when the reducer
+    was given, which first waits for the gradient's.
 
     Args:
         leaves: by the numbers that reducers have for them. A leaf gets its hook when it first needs one, and keeps it.
@@ -48,7 +68,10 @@ class LeafHooks:
     def __init__(self, leaves: Mapping[int, torch.Tensor]) -> None:
         self._leaves = leaves
         self.installed: set[int] = set()
-        self._active: list[Reducer] = []  # the hooks refer to this list only: no reference cycle leads to the leaves
+        self._with_streams: list[torch.device] | None = None  # the leaves' devices that have streams, once known
+        # The reducer, and its stream on each device. The hooks refer to this list only: no reference cycle leads to the
+        # leaves.
+        self._active: list[tuple[Reducer, dict[torch.device, torch.Stream | None]]] = []
 
     @contextlib.contextmanager
     def handing_to(self, reducer: Reducer) -> Iterator[None]:
@@ -58,16 +81,28 @@ class LeafHooks:
             if leaf is not None and leaf.is_leaf and leaf.requires_grad:
                 self.installed.add(number)
                 leaf.register_post_accumulate_grad_hook(partial(_hand_over, self._active, number))  # type: ignore[no-untyped-call]
-        self._active.append(reducer)
+        if self._with_streams is None:
+            self._with_streams = [d for d in {leaf.device for leaf in self._leaves.values()} if _devices.has_streams(d)]
+        self._active.append((reducer, {device: current_stream(device) for device in self._with_streams}))
         try:
             yield
         finally:
             self._active.clear()
 
 
-def _hand_over(active: list[Reducer], number: int, leaf: torch.Tensor) -> None:
-    if active and leaf.grad is not None and active[0].add(number, leaf.grad):
-        leaf.grad = None
+def _hand_over(
+    active: list[tuple[Reducer, dict[torch.device, torch.Stream | None]]], number: int, leaf: torch.Tensor
+) -> None:
+    if not active or leaf.grad is None:
+        return
+    reducer, streams = active[0]
+    if not streams:
+        if reducer.add(number, leaf.grad):
+            leaf.grad = None
+        return
+    with queued_on(streams.get(leaf.grad.device), leaf.grad):
+        if reducer.add(number, leaf.grad):
+            leaf.grad = None
 
 
 class RunningSums:
@@ -99,30 +134,17 @@ class RunningSums:
 
     def of(self, replica: int) -> Reducer:
         """Return a replica's part."""
-        return _PartOfSums(self._sums, replica)
+        return Part(self._sums.keys(), partial(self._add, replica))
+
+    def _add(self, replica: int, number: int, gradient: torch.Tensor) -> bool:
+        if number in self._sums:
+            self._sums[number].add(replica, gradient)
+        return number in self._sums
 
     def end(self) -> dict[int, torch.Tensor]:
         """Add the gradients that still wait; return the sums, by number."""
         sums = {number: running.end() for number, running in self._sums.items()}
         return {number: total for number, total in sums.items() if total is not None}
-
-
-class _PartOfSums(Reducer):
-    """One replica's part in `RunningSums`."""
-
-    def __init__(self, sums: Mapping[int, "_RunningSum"], replica: int) -> None:
-        self._sums, self._replica = sums, replica
-
-    @property
-    def numbers(self) -> Collection[int]:
-        return self._sums.keys()
-
-    def add(self, number: int, gradient: torch.Tensor) -> bool:
-        running = self._sums.get(number)
-        if running is None:
-            return False
-        running.add(self._replica, gradient)
-        return True
 
 
 def sum_in_place(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

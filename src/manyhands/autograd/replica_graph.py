@@ -14,17 +14,18 @@ The parameters are many, and go through in bulk: as one list a replica, without 
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 
 from manyhands.autograd.broadcast import CoalescedReduce, ReduceBuckets
 from manyhands.autograd.reducer import LeafHooks, Reducer, RunningSums, sum_in_place, sums_of
-from manyhands.autograd.reduction import Reduction, SyncContext
+from manyhands.distributed.gradient_sync import RankReduction, SyncContext
 from manyhands.primitives.parallel_apply import values_or_raise
 from manyhands.primitives.placements import Placement, Replicate
 from manyhands.runtime import devices as _devices
@@ -265,7 +266,7 @@ class ReplicaGraphs:
         if self.sync_context is not None:
             raise RuntimeError(_BACKWARD_INSIDE)
 
-    def begin_sum(self, boundary: Any) -> Reduction | None:
+    def begin_sum(self, boundary: Any) -> RankReduction | None:
         """Begin to sum the parameters' gradients over processes; None if this backward reaches no parameter.
 
         Args:
@@ -293,7 +294,7 @@ class ReplicaGraphs:
         pass_on(live, self._joined([graph.take_gradients() for graph in self.graphs()]))
 
     def backward(
-        self, output_grads: Sequence[torch.Tensor | None], keep: bool, reduction: Reduction | None = None
+        self, output_grads: Sequence[torch.Tensor | None], keep: bool, reduction: RankReduction | None = None
     ) -> list[torch.Tensor | None]:
         """Run backward in every replica graph; return the gradient of each of the boundary's inputs.
 
@@ -313,7 +314,7 @@ class ReplicaGraphs:
             self._grad_is_free.release()
 
     def _backward_into_grad(
-        self, output_grads: Sequence[torch.Tensor | None], keep: bool, reduction: Reduction | None
+        self, output_grads: Sequence[torch.Tensor | None], keep: bool, reduction: RankReduction | None
     ) -> list[torch.Tensor | None]:
         graphs, grads = self.graphs(), self._parts_of(output_grads)
 
@@ -345,7 +346,7 @@ class ReplicaGraphs:
         joined = [edge.join_gradients(of) for edge, of in zip(self.inputs, of_inputs, strict=True)]
         return joined + sums_of([of_parameters for _, of_parameters in gradients])
 
-    def _sums(self, reduction: Reduction | None) -> AbstractContextManager[RunningSums | CoalescedReduce | None]:
+    def _sums(self, reduction: RankReduction | None) -> AbstractContextManager[RunningSums | CoalescedReduce | None]:
         """Return the context in which gradients are summed while backward runs."""
         emit, emitted = (reduction.add, reduction.early) if reduction is not None else (None, ())
         if self.buckets is not None:
@@ -366,21 +367,30 @@ class ReplicaGraphs:
         self, output_grads: Sequence[torch.Tensor | None]
     ) -> tuple[Self, list[list[torch.Tensor | None]]]:
         """Run backward with create_graph=True; return its graphs, without outputs yet, and each input's gradients."""
-        replicas = range(len(self.timings))
         incoming: list[BoundaryTensor] = []
-        end_grads: list[list[torch.Tensor | None]] = [[] for _ in replicas]
+        end_grads: list[list[torch.Tensor | None]] = [[] for _ in self.timings]
         for edge, grad in zip(self.outputs, output_grads, strict=True):
-            parts: list[torch.Tensor | None] = [None for _ in replicas]
+            parts: list[torch.Tensor | None] = [None for _ in self.timings]
             if grad is not None:
-                parts = [edge.part(grad.detach(), i, self.timings[i].device) for i in replicas]
+                devices = [
+                    timing.device if end is None else end.device
+                    for end, timing in zip(edge.tensors, self.timings, strict=True)
+                ]
+                parts = [edge.part(grad.detach(), i, device) for i, device in enumerate(devices)]
                 parts = [None if p is None else p.detach().requires_grad_(grad.requires_grad) for p in parts]
-                incoming.append(
-                    BoundaryTensor(edge.placement, grad.device, parts if grad.requires_grad else [None] * len(parts))
-                )
+                tensors = parts if grad.requires_grad else [None] * len(parts)
+                incoming.append(BoundaryTensor(edge.placement.of_gradients(), grad.device, tensors))
             for i, part in enumerate(parts):
                 end_grads[i].append(part)
-        together = any_batched(output_grads) or modes_that_stay()
-        return self._higher(incoming), self._gradients(end_grads, together=together, create_graph=True)
+        higher = self._higher(incoming)
+        return higher, self._differentiate(end_grads, higher)
+
+    def _differentiate(
+        self, grads: Sequence[Sequence[torch.Tensor | None]], higher: Self
+    ) -> list[list[torch.Tensor | None]]:
+        """Return each input's gradients, from `grads` of each replica's outputs; their graphs will be in `higher`."""
+        together = any_batched(chain.from_iterable(grads)) or modes_that_stay()
+        return self._gradients(grads, together=together, create_graph=True)
 
     def _higher(self, incoming: Sequence[BoundaryTensor], **changes: Any) -> Self:
         """Return the graphs of these graphs' gradients, without outputs yet; `incoming` are their further inputs."""
@@ -437,5 +447,5 @@ def pass_on(live: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | Non
     torch_private.run_backward([tensor for tensor, _ in reached], [grad for _, grad in reached], keep=False)
 
 
-def any_batched(grads: Sequence[torch.Tensor | None]) -> bool:
+def any_batched(grads: Iterable[torch.Tensor | None]) -> bool:
     return bool([grad for grad in grads if grad is not None and torch_private.is_batched(grad)])

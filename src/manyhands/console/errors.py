@@ -3,7 +3,8 @@
     CommandError           one line: what was given, what was expected, what to do
     ├── OptionError        an option's value, or two options that do not go together
     ├── FolderError        the output folder, or the files in it
-    └── DivergedError      the training loss is no longer a number
+    ├── DivergedError      the training loss is no longer a number
+    └── OutputClosedError  what read the output has ended, as `head` does
 
 The packages of the commands add `TargetError` (verification) and `DataError` (training). `Interrupted` is no error: a
 signal asked the training to stop, and it did.
@@ -32,6 +33,12 @@ class FolderError(CommandError):
 
 class DivergedError(CommandError):
     """The loss became infinite or not a number."""
+
+    exit_status = FAILED
+
+
+class OutputClosedError(CommandError):
+    """Nothing reads standard output any more; its `__cause__` is the BrokenPipeError."""
 
     exit_status = FAILED
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from manyhands.console.errors import FolderError
 
 
 def expect_writable(folder: Path) -> None:
-    """Check that a folder can be made and written into; nothing is made yet.
+    """Check that a folder can be made and written into; nothing of it is left.
 
     Raises:
         FolderError: it cannot.
@@ -18,8 +19,12 @@ def expect_writable(folder: Path) -> None:
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise FolderError(f"--output {folder}: {existing} is not a folder; name another one (--output DIR)")
-    if not os.access(existing, os.W_OK):
-        raise FolderError(f"--output {folder}: {existing} cannot be written to; name another folder (--output DIR)")
+    try:  # permissions do not tell: /proc seems to be writable
+        os.rmdir(tempfile.mkdtemp(prefix=".manyhands-", dir=existing))
+    except OSError as error:
+        raise FolderError(
+            f"--output {folder}: {existing} cannot be written to ({error.strerror}); name another folder (--output DIR)"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -130,7 +130,16 @@ class Bar:
 
 def for_stdout() -> Progress:
     """Return what suits standard output."""
-    return Lines() if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb" else Bar()
+    return Bar() if _is_terminal(sys.stdout) else Lines()
+
+
+def for_stderr() -> Progress:
+    """Return what shows progress beside a program's own output: a bar on a terminal, else nothing."""
+    return Bar(sys.stderr) if _is_terminal(sys.stderr) else Silent()
+
+
+def _is_terminal(out: TextIO) -> bool:
+    return out.isatty() and os.environ.get("TERM") != "dumb"
 
 
 class Task:

@@ -103,6 +103,7 @@ class BucketedAllReduce:
         hook: a communication hook and its state, or None.
         steps: what all ranks do; gives this rank's scale.
         local_grads: by number, gradients to add to this rank's part of the mean over the ranks.
+        early: whether buckets may be sent while backward runs.
     """
 
     def __init__(
@@ -114,9 +115,11 @@ class BucketedAllReduce:
         hook: tuple[Any, CommHook] | None,
         steps: Any,
         local_grads: Mapping[int, torch.Tensor],
+        *,
+        early: bool = True,
     ) -> None:
         self._communicator, self._group, self._plan, self._tensors = communicator, group, plan, tensors
-        self._hook, self._steps, self._local_grads = hook, steps, local_grads
+        self._hook, self._steps, self._local_grads, self._early = hook, steps, local_grads, early
         self._lock = threading.RLock()
         self._filling: dict[int, _FillingBucket] = {}
         # Each bucket that is sent, with the function that waits for its sum.
@@ -151,7 +154,7 @@ class BucketedAllReduce:
             else:
                 torch.mul(gradient, self._scale * self._hook_factor, out=piece)
             filling.missing.discard(number)
-            if not filling.missing and (self._scale_known or self._steps.work.is_completed()):
+            if self._early and not filling.missing and (self._scale_known or self._steps.work.is_completed()):
                 self._send_full()
 
     def _add_all(self, gradients: Sequence[torch.Tensor | None]) -> None:

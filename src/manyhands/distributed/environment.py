@@ -52,6 +52,9 @@ def started_by_launcher() -> bool:
 def local_device() -> torch.device:
     """Return this process's device: the accelerator with the number LOCAL_RANK; the CPU if there is no accelerator.
 
+    If only one is visible, it is that one: Slurm's --gpus-per-task, and launchers that set CUDA_VISIBLE_DEVICES for
+    each process, number each process's own from 0.
+
     Without LOCAL_RANK (the program has made its process group by itself) it is the current accelerator.
 
     Raises:
@@ -62,7 +65,7 @@ def local_device() -> torch.device:
         return torch.device("cpu")
     if "LOCAL_RANK" not in os.environ:
         return _devices.resolve_one(present[0].type, "device")  # the current one
-    local_rank = _number("LOCAL_RANK")
+    local_rank = _number("LOCAL_RANK") if len(present) > 1 else 0
     if local_rank >= len(present):
         raise ValueError(
             f"LOCAL_RANK={local_rank}, and this machine has {len(present)} accelerator{'s' * (len(present) > 1)}: "
@@ -100,9 +103,6 @@ def start_default_group() -> bool:
     if not distributed.is_initialized():
         if not started_by_launcher():
             return False
-        own = _devices.accelerators()[_number("LOCAL_RANK") :][:1]
-        if own and not _devices.computes_on_host(own[0]):
-            torch.accelerator.set_device_index(own[0].index)
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             rank, world_size = _number("RANK"), _number("WORLD_SIZE")
             distributed.init_process_group(
@@ -145,9 +145,26 @@ def _store_of_this_restart(rank: int, world_size: int) -> Any:
 
 
 def _end_default_group() -> None:
+    """Destroy the default group, unless a failure has left collectives that another rank will never join.
+
+    To destroy it would wait for them. The operating system closes the connections.
+    """
     distributed: Any = torch.distributed
-    if distributed.is_initialized():
+    if distributed.is_initialized() and not has_failed():
         distributed.destroy_process_group()
+
+
+def note_failure() -> None:
+    """Note that the processes no longer agree on what comes next."""
+    _failures.append(True)
+
+
+def has_failed() -> bool:
+    """Return whether `note_failure` was called."""
+    return bool(_failures)
+
+
+_failures: list[bool] = []
 
 
 def _number(name: str) -> int:

@@ -205,6 +205,7 @@ class SyncContext:
         training: whether the module was in training mode. By the time of backward it may be in another, on one rank
             only: the one that evaluates.
         synchronised: whether the gradients are all-reduced in the next backward: not in no_sync().
+        has_exchanges: whether replicas exchange values with other processes in backward, as batch norm does.
     """
 
     gradient_sync: GradientSync
@@ -214,6 +215,7 @@ class SyncContext:
     number: int
     training: bool
     synchronised: bool
+    has_exchanges: bool = False
 
     @property
     def weight_of_loss(self) -> float:
@@ -235,7 +237,10 @@ class SyncContext:
         return partial(functional_call, function, dict(zip(parameters, summed, strict=True)))
 
     def begin(self, tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> "RankReduction":
-        """Start the reduction of the gradients of `tensors`; `nodes` are their nodes in the running backward."""
+        """Start the reduction of the gradients of `tensors`; `nodes` are their nodes in the running backward.
+
+        The list of an earlier call, itself, says that the module has not changed since then.
+        """
         return (AllReduce if self.synchronised else LocalAccumulation)(self, tensors, nodes)
 
 
@@ -331,10 +336,13 @@ class AllReduce(RankReduction):
         own.difference_update(weakref.ref(tensors[n]) for n in numbers)
         local_grads = {n: grad for n in numbers if (grad := tensors[n].grad) is not None}
         self._replaced = [tensors[n] for n in local_grads]
-        self.early = self._structure.plan.early
         group, hook = self._gradient_sync.group, self._gradient_sync.hook
+        # The collectives of an accelerator have to start in one order on all ranks. When a bucket is full depends on
+        # which gradients a rank has, and on time; so there all buckets come after the exchanges.
+        early = not sync_context.has_exchanges or self._communicator.waits_on_host(group)
+        self.early = self._structure.plan.early if early else frozenset()
         self._all_reduce = BucketedAllReduce(
-            self._communicator, group, self._structure.plan, tensors, hook, self._steps, local_grads
+            self._communicator, group, self._structure.plan, tensors, hook, self._steps, local_grads, early=early
         )
 
     def add(self, number: int, gradient: torch.Tensor) -> None:

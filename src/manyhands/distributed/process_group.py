@@ -33,11 +33,12 @@ from typing import Any
 
 import torch
 
-from manyhands.distributed.environment import start_default_group
+from manyhands.distributed.environment import note_failure, start_default_group
 from manyhands.distributed.failure_store import STORE_ERRORS, FailureStore, host_id
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import Bucket, Form, buckets_of
+from manyhands.runtime.errors import log_once
 
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.00005, 0.002
 _CHECK_EVERY_S = 0.2  # how often a waiting rank checks the store for failures; with many ranks, less often
@@ -47,6 +48,11 @@ _MARGIN_S = 5.0
 _MOST_TEXT = 2000  # characters of a failure's reason
 _NUM_GATHERED = 16  # numbers in each all-gather
 _REPORTING_MISMATCH = "reporting a mismatch"
+
+_SHARED_DEVICE = (
+    "several processes share one GPU ({device} in this one), or slices of one: their gradients go through the host, "
+    "which is slow. Start one process for each GPU, or use manyhands.DataParallel without a launcher."
+)
 
 _NOT_IN_GROUP = -100  # torch.distributed.GroupMember.NON_GROUP_MEMBER
 
@@ -111,6 +117,7 @@ class Communicator:
         self._check_every_s = max(_CHECK_EVERY_S, self.world_size / 500)
         self._num_barriers = self._num_models = 0
         self._groups: dict[tuple[str, str], Any] = {}
+        self._kinds: dict[str, set[str]] = {}  # by device of this rank: the kinds of all ranks' devices
         self._broken: str | None = None
         self._control: Any = None
         _report_program_end_to(self)
@@ -214,9 +221,18 @@ class Communicator:
         """Return every rank's tensor, in rank order; they differ in their `lengths` only."""
         padded = mine.new_zeros(max(lengths), *mine.shape[1:])
         padded[: len(mine)] = mine
-        all_ranks = [torch.empty_like(padded) for _ in lengths]
-        self.wait(self.start(partial(distributed.all_gather, all_ranks, padded, group, True)), doing, group)
+        all_ranks, work = self.start_all_gather(padded, group)
+        self.wait(work, doing, group)
         return [tensor[:length] for tensor, length in zip(all_ranks, lengths, strict=True)]
+
+    def start_all_gather(self, mine: torch.Tensor, group: Any) -> tuple[list[torch.Tensor], Any]:
+        """Start to all-gather a tensor of one form on every rank; return each rank's, in rank order, and the work."""
+        if self.waits_on_host(group):
+            tensors = [torch.empty_like(mine) for _ in range(self.world_size)]
+            return tensors, self.start(partial(distributed.all_gather, tensors, mine, group, True))
+        # Into one tensor: into several, they would be copied once more.
+        flat = mine.new_empty(self.world_size, *mine.shape)
+        return list(flat), self.start(partial(torch_private.all_gather_into, flat, mine, group))
 
     def all_gather_object(self, value: Any, doing: str) -> list[Any]:
         """Return every rank's value, in rank order. Slow: values are pickled."""
@@ -224,6 +240,20 @@ class Communicator:
         lengths = [int(length) for (length,) in self.all_gather([len(mine)], doing).wait()]
         all_ranks = self._all_gather_padded(lengths, mine, self._control, doing)
         return [pickle.loads(ctypes.string_at(tensor.data_ptr(), len(tensor))) for tensor in all_ranks]
+
+    def gather_object(self, value: Any, doing: str) -> list[Any]:
+        """Return every rank's value on rank 0, in rank order; an empty list on the others. Values are pickled."""
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = [int(length) for (length,) in self.all_gather([len(mine)], doing).wait()]
+        padded = mine.new_zeros(max(lengths))
+        padded[: len(mine)] = mine
+        all_ranks = [torch.empty_like(padded) for _ in lengths] if self.rank == 0 else None
+        gather = partial(distributed.gather, padded, all_ranks, self._ranks[0], self._control, True)
+        self.wait(self.start(gather), doing)
+        return [
+            pickle.loads(ctypes.string_at(tensor.data_ptr(), length))
+            for tensor, length in zip(all_ranks or (), lengths if self.rank == 0 else (), strict=True)
+        ]
 
     def broadcast(
         self, source: int, tensors: Sequence[torch.Tensor], group: Any, doing: str, plan: Sequence[Bucket] | None = None
@@ -251,15 +281,29 @@ class Communicator:
 
         Its backend is NCCL or similar if every rank has an accelerator of its own, gloo otherwise. The first call for a
         purpose is a collective.
+
+        NCCL's collectives may not overlap: groups that share a GPU wait for each other for ever where two ranks start
+        them in different orders. So there all purposes have one group, and callers use it in one order on all ranks.
         """
         if (str(device), purpose) in self._groups:
             return self._groups[str(device), purpose]
         # NCCL does not connect several processes on one GPU.
-        device_ids = self.all_gather_object((host_id(), _devices.identity(device)), "choosing a backend")
-        alone = len(set(device_ids)) == self.world_size and not _devices.computes_on_host(device)
+        mine = host_id(), _devices.identity(device), device.type
+        found = self.all_gather_object(mine, "choosing a backend")
+        self._kinds[str(device)] = kinds = {kind for _, _, kind in found}
+        alone = len(set(found)) == self.world_size and len(kinds) == 1 and not _devices.computes_on_host(device)
+        if not alone and len(kinds) == 1 and not _devices.computes_on_host(device):
+            log_once(_SHARED_DEVICE.format(device=device))
         backend = distributed.get_default_backend_for_device(device) if alone else "gloo"
-        group = self._groups[str(device), purpose] = self._new_group(backend, purpose)
+        known = [group for (of, _), group in self._groups.items() if of == str(device)]
+        shared = [group for group in known if not self.waits_on_host(group)]
+        group = shared[0] if shared else self._new_group(backend, purpose)
+        self._groups[str(device), purpose] = group
         return group
+
+    def has_one_kind_of_device(self, device: torch.device) -> bool:
+        """Return whether all ranks' devices are of one kind, after a call of `group_for` for this rank's."""
+        return len(self._kinds[str(device)]) == 1
 
     def _new_group(self, backend: str, purpose: str) -> Any:
         # Longer than `_wait_until` waits, whose error names the missing ranks.
@@ -439,7 +483,11 @@ class Communicator:
 
     def _break(self, text: str) -> None:
         self._broken = text
+        note_failure()
         _groups_of_broken.append((self._control, self._groups))
+        # A collective that waits on an accelerator for a missing rank never ends by itself.
+        for group in {id(group): group for group in self._groups.values()}.values():
+            torch_private.abort_group(group)
 
     def report_exit(self) -> None:
         """Tell the other ranks that this program has ended."""

@@ -70,7 +70,7 @@ def empty_batch(batch: Any, dim: int) -> Any:
         batch_type = batch_type_of(leaf)
         if batch_type is not None:
             try:
-                return next(iter(batch_type.scatter(leaf, [0, batch_type.rows(leaf)])))
+                return next(iter(batch_type.scatter(leaf, [0, batch_type.rows(leaf) or 0])))
             except Exception as error:
                 raise ValueError(
                     f"a {type(leaf).__name__} cannot be cut to no rows ({error}), and this process has fewer batches "

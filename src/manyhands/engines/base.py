@@ -1,7 +1,8 @@
 """The engine contract: run the replicas of one forward over their shards.
 
 An engine returns the gathered output of one forward. The backward that belongs to it is part of that output's autograd
-graph; nothing calls it. tests/contract/ is the contract's test suite, and runs over every engine.
+graph; nothing calls it. For inference it also gives lanes, one a device, each of which computes whole batches.
+tests/contract/ is the contract's test suite, and runs over every engine.
 """
 
 import abc
@@ -13,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.autograd.reduction import SyncContext
 from manyhands.primitives.dims import OutputRules
 from manyhands.primitives.inputs import Arguments
 from manyhands.runtime.thread_pool import ReplicaTiming
@@ -33,8 +33,10 @@ class Call:
         method: the module's method that is called; None: the module itself.
         sync_batch_norm: whether batch norms in training see the rows of all replicas.
         one_device_randomness: whether replicas draw the random numbers of one device.
-        sync_context: the weight of this call in sums of gradients over several processes; None: there are no such sums.
-        cross_process: what exchanges batch norm's statistics with other processes; None: they stay in this one.
+        sync_context: what this call counts for in sums of gradients over several processes (a `SyncContext` of
+            distributed/gradient_sync.py); None: there are no such sums.
+        cross_process: a `CrossProcess`, which exchanges batch norm's statistics with other processes; None: they stay
+            in this one.
     """
 
     arguments: Arguments
@@ -47,8 +49,8 @@ class Call:
     method: str | None = None
     sync_batch_norm: bool = False
     one_device_randomness: bool = False
-    sync_context: SyncContext | None = None
-    cross_process: Callable[[str, dict[int, Any]], dict[int, Any]] | None = None
+    sync_context: Any = None
+    cross_process: Any = None
 
     def where(self) -> list[str]:
         """Return each replica's name in messages: its number, its device and its rows."""
@@ -59,6 +61,85 @@ class Call:
             places.append(f"replica {number} on {device}, {rows}")
             start += size
         return places
+
+
+@dataclass(frozen=True)
+class LaneCall:
+    """The calls that lanes make, one a batch.
+
+    Attributes:
+        devices: one a lane.
+        source, output_device, method: as in `Call`.
+    """
+
+    devices: Sequence[torch.device]
+    source: torch.device
+    output_device: torch.device
+    method: str | None = None
+
+
+@dataclass
+class LaneOutput:
+    """What a lane made of a batch.
+
+    Attributes:
+        value: the output, on the call's output device.
+        drew: whether random numbers were drawn.
+        wait: lets the calling thread's streams wait for the output; called before it is used.
+    """
+
+    value: Any
+    drew: bool
+    wait: Callable[[], None] = lambda: None
+
+
+class LaneEndedError(Exception):
+    """A lane cannot take this batch, nor another; the batch is as it was."""
+
+
+class Lane(abc.ABC):
+    """One replica that computes whole batches, without gradients, one after the other.
+
+    Every batch finds the module as it was when the lanes were opened: what an earlier one changed is undone.
+
+    Attributes:
+        name: in messages.
+        has_ended: whether it can compute no more, because its process has died in the middle of a batch.
+    """
+
+    name: str
+    has_ended = False
+
+    @abc.abstractmethod
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None) -> LaneOutput:
+        """Compute a batch. Called in a thread of the lane's own, or in the caller's if there is one lane only.
+
+        Args:
+            args, kwargs: the inputs, on any devices.
+            seed: of the random numbers; None: they come from the generators as they are.
+
+        Raises:
+            LaneEndedError: it cannot take the batch, nor another.
+            BaseException: what the module raised.
+        """
+
+
+class Lanes:
+    """The open lanes of a map.
+
+    Attributes:
+        each: one a device.
+    """
+
+    def __init__(self, each: Sequence[Lane]) -> None:
+        self.each = list(each)
+
+    def stop(self) -> None:
+        """Take note that no lane will be given another batch; some may still compute one. From any thread."""
+
+    def close(self) -> None:
+        """Give back what the lanes hold; called after `stop`, when none computes any more. From any thread."""
+        self.each = []
 
 
 def check_flag(value: object, argument: str) -> bool:
@@ -89,6 +170,16 @@ class Engine(abc.ABC):
             RuntimeError: parameters or buffers that are not on `call.source`, or that a replica reaches in a way
                 that cannot be followed.
             BaseException: what a replica raised, the same object with a note. Then no buffer has changed.
+        """
+
+    @abc.abstractmethod
+    def open_lanes(self, module: nn.Module, call: LaneCall) -> Lanes:
+        """Return lanes on the devices of `call`, all with the module as it is now. Gradients are off.
+
+        Until they are closed, forwards work as usual, and so do other lanes; either may be slower.
+
+        Raises:
+            RuntimeError: parameters or buffers that are not on `call.source`.
         """
 
     @abc.abstractmethod

@@ -13,7 +13,9 @@ changed, say) costs time; its numbers are right.
 import contextlib
 import threading
 from collections.abc import Hashable, Iterable, Iterator
+from typing import Any
 
+from manyhands.primitives import pytree
 from manyhands.runtime import torch_private
 from manyhands.runtime.thread_pool import PassContext, ReplicaContext
 
@@ -26,6 +28,7 @@ class CompileLock:
 
     def __init__(self) -> None:
         self._known: set[Hashable] = set()
+        self._lock = threading.Lock()  # of replicas that do not begin together
 
     def if_new(self, kinds: Iterable[Hashable]) -> list[PassContext]:
         """Return the context of a pass over inputs of these kinds: a lock that replicas hold in turn, or none.
@@ -40,6 +43,28 @@ class CompileLock:
             return []
         self._known |= new
         return [_one_at_a_time]
+
+    @contextlib.contextmanager
+    def while_new(self, kind: Hashable) -> Iterator[None]:
+        """Enter the context of one replica that runs alone on its inputs: a lock, until one of their kind has run."""
+        torch_private.keep_compiled_code_in_order()
+        torch_private.keep_metrics_of_compiling_by_thread()
+        if kind in self._known or len(self._known) >= _MOST_KINDS:
+            yield
+            return
+        mine = self._lock.acquire(timeout=_PATIENCE_S)
+        try:
+            yield
+            self._known.add(kind)
+        finally:
+            if mine:
+                self._lock.release()
+
+
+def kind_of(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[Hashable]:
+    """Yield what torch.compile looks at in inputs, more or less."""
+    for _, tensor in pytree.tensors(inputs):
+        yield tensor.shape, tensor.dtype, tensor.requires_grad
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from manyhands.distributed.gradient_sync import GradientSync, SyncContext, UnboundGradientSync
-from manyhands.engines.base import Call, Engine
+from manyhands.engines.base import Call, Engine, LaneCall, Lanes
 from manyhands.engines.replica import leaves_and_nodes
 from manyhands.primitives import pytree
 from manyhands.primitives.dims import OutputRules
@@ -122,6 +122,7 @@ class DistributedEngine(Engine):
             if call.sync_batch_norm:
                 communicator = sync_context.gradient_sync.communicator
                 cross_process = CrossProcessAllGather(communicator, call.source, sync_context.weight_of_loss)
+                sync_context = replace(sync_context, has_exchanges=True)
             rules = call.rules
             if len(self._devices) == 1:  # as with one device alone: outputs are not joined, and 0-dim ones stay 0-dim
                 rules = OutputRules(rules.dim, None, rules.scalars)
@@ -143,6 +144,9 @@ class DistributedEngine(Engine):
         if any("CheckpointFunctionBackward" in str(node) for node in reached if not isinstance(node, torch.Tensor)):
             raise RuntimeError(_REENTRANT)
         return pytree.map_tensors(lambda tensor: _devices.copy_to(tensor, call.output_device), output)
+
+    def open_lanes(self, module: nn.Module, call: LaneCall) -> Lanes:
+        return self._engine.open_lanes(module, call)  # without gradients, nothing is summed over the processes
 
     def claim(self, wrapper: nn.Module) -> None:
         raise ValueError(f"engine={self!r}: DataParallel makes this engine itself; give the one that runs the replicas")

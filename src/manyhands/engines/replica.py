@@ -7,6 +7,7 @@ Copies to other devices may still be in flight when these objects exist: see `st
 """
 
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -17,10 +18,10 @@ from torch import nn
 from manyhands.autograd.broadcast import CoalescedBroadcast, ReduceBuckets
 from manyhands.autograd.reducer import LeafHooks
 from manyhands.autograd.replica_graph import BoundaryTensor
-from manyhands.engines.base import Call
+from manyhands.engines.base import Call, called
 from manyhands.primitives.batch_types import batch_type_of
 from manyhands.primitives.blueprint import Blueprint, Links
-from manyhands.primitives.change_tracking import DictSnapshot, TensorSnapshot, fill
+from manyhands.primitives.change_tracking import ContainerSnapshot, DictSnapshot, TensorSnapshot, fill
 from manyhands.primitives.outputs import Group
 from manyhands.primitives.placements import Placement
 from manyhands.primitives.references import INERT
@@ -28,6 +29,7 @@ from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import LARGE_BYTES
 from manyhands.runtime.streams import Copies
+from manyhands.runtime.thread_pool import ReplicaTiming
 
 
 class Inputs:
@@ -79,6 +81,18 @@ def _copied(part: torch.Tensor, replica: int, device: torch.device, copies: Copi
     return copies.to(part, replica)
 
 
+def call_replica(
+    call: Call, inputs: Inputs, roots: Sequence[nn.Module], copies: Copies, timings: Sequence[ReplicaTiming], index: int
+) -> Any:
+    """Call a replica with its inputs, in its thread; note how long it took."""
+    started = time.perf_counter()
+    copies.wait_copies(index)
+    args, kwargs = inputs.shards[index]
+    output = called(roots[index], call.method)(*args, **kwargs)
+    timings[index].forward_s = time.perf_counter() - started
+    return output
+
+
 class Replica:
     """One replica: its modules, its own leaves in place of the live parameters, and its own buffers.
 
@@ -91,6 +105,8 @@ class Replica:
     Attributes:
         leaves: one for each live parameter that needs a gradient; empty where no graph is built.
         hooks: on these leaves.
+        modules: its modules, the root first.
+        rebound: the values of attributes that refer to its own modules and tensors.
         own_buffers, live_buffers: its own buffers, and the live ones that they are copies of.
         tensors_in_place: its tensors that are not copies on another device.
     """
@@ -114,17 +130,10 @@ class Replica:
             tensors[key] = copied.get(key, constant)
         self.hooks = LeafHooks(dict(enumerate(self.leaves)))
         self.copied = [(key, tensors[key]) for key in copied]
-        self._stamped = blueprint.stamp(tensors)
-        self._links = Links(self._stamped.links) if self._stamped.links else None
+        self.modules, links = blueprint.stamp(tensors)
+        self._links = Links(links) if links else None
+        self.rebound = [module.__dict__[name] for module, name, _ in links]
         self.tensors_in_place = [tensor for key, tensor in tensors.items() if key not in copied]
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        return self._stamped.modules
-
-    @property
-    def root(self) -> nn.Module:
-        return self._stamped.root
 
     @property
     def is_remote(self) -> bool:
@@ -168,7 +177,7 @@ class Replicas:
         returns_to: "list[Replicas] | None",
     ) -> None:
         self.each, self.kind = each, kind
-        self.roots = [replica.root for replica in each]
+        self.roots = [replica.modules[0] for replica in each]
         self.leaves = [replica.leaves for replica in each]
         self.hooks = [replica.hooks for replica in each]
         self.is_remote = any([replica.is_remote for replica in each])
@@ -180,6 +189,7 @@ class Replicas:
         self._modules = [module for replica in each for module in replica.modules]
         registries = [module.__dict__[name] for name in _STAMPED_REGISTRIES for module in self._modules]
         self._dicts = DictSnapshot([*[module.__dict__ for module in self._modules], *registries])
+        self._rebound = ContainerSnapshot([value for replica in each for value in replica.rebound])
         self._classes = [*map(type, self._modules)]
         self._tensors = TensorSnapshot([tensor for replica in each for tensor in replica.tensors_in_place])
         self._copies = TensorSnapshot([own for replica in each for _, own in replica.copied], with_memory=False)
@@ -193,6 +203,7 @@ class Replicas:
         """
         return (
             self._dicts.is_current()
+            and self._rebound.is_current()
             and [*map(type, self._modules)] == self._classes
             and self._tensors.is_current()
             and (not self.is_remote or self._copies.is_current())
@@ -251,16 +262,18 @@ class ReplicaPool:
         live_parameters: those that need a gradient.
         large: which of them have large gradients.
         buffers: the live buffers.
-        self_contained: the methods of which the replicas' graphs have been searched and lead to their own leaves only.
     """
 
     def __init__(self, blueprint: Blueprint, source: torch.device) -> None:
         self.blueprint, self.source = blueprint, source
         blueprint.keep()
         self.live_parameters = [parameter for parameter in blueprint.parameters.values() if parameter.requires_grad]
-        self.large = [k for k, parameter in enumerate(self.live_parameters) if parameter.nbytes >= LARGE_BYTES]
+        self.large = [
+            k
+            for k, parameter in enumerate(self.live_parameters)
+            if parameter.layout == torch.strided and parameter.nbytes >= LARGE_BYTES
+        ]
         self.buffers = list(blueprint.buffers.values())
-        self.self_contained: set[str | None] = set()
         self._idle: list[Replicas] = []
 
     @cached_property
@@ -278,7 +291,7 @@ class ReplicaPool:
         separate_memory: bool = False,
     ) -> Replicas:
         """Return a replica for each device, the first with the live module's buffers unless these are elsewhere."""
-        kind = (tracked, torch.is_inference_mode_enabled(), *devices)
+        kind = (tracked, torch.is_inference_mode_enabled(), with_live_buffers, *devices)
         for replicas in self._idle[::-1]:
             if replicas.kind == kind:
                 try:
@@ -289,9 +302,7 @@ class ReplicaPool:
                     replicas.renew(copies, self._idle)
                     return replicas
         blueprint = self.blueprint
-        # A plain tensor in an attribute is copied with the module if it is on the module's device.
-        constants = {key: c for key, c in blueprint.constants.items() if _devices.same_device(c.device, self.source)}
-        tensors = {**blueprint.parameters, **blueprint.buffers, **constants}
+        tensors = {**blueprint.parameters, **blueprint.buffers, **blueprint.constants_on(self.source)}
         broadcast = CoalescedBroadcast(tensors, devices, separate_memory=separate_memory)
         each = [
             Replica(blueprint, copied, tracked, with_live_buffers and i == 0)
@@ -314,6 +325,41 @@ def own_leaf(parameter: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     return leaf
 
 
+class GraphSearch:
+    """Searches the graphs of replicas with `look_for_live_tensors`, once per structure if nothing is found there."""
+
+    def __init__(self) -> None:
+        self._self_contained: set[tuple[Any, ...]] = set()  # structures in whose graphs nothing was found
+
+    def outside_leaves(
+        self,
+        pool: "ReplicaPool",
+        call: Call,
+        groups: Sequence[Group],
+        where: Sequence[str],
+        own_leaves: Sequence[torch.Tensor],
+        with_objects: bool,
+    ) -> list[torch.Tensor]:
+        """Return the leaves in the graphs behind `groups` that belong neither to the module nor to a replica.
+
+        Args:
+            with_objects: whether the inputs carry objects: then the next call may find other leaves.
+        """
+        structure = call.method, pool.blueprint.signature
+        if not with_objects and structure in self._self_contained:
+            return []
+        outside = look_for_live_tensors(pool.blueprint, groups, where, own_leaves)
+        if not outside and not with_objects:
+            if len(self._self_contained) >= _MOST_STRUCTURES:
+                self.clear()
+            self._self_contained.add(structure)
+        return outside
+
+    def clear(self) -> None:
+        """Search again."""
+        self._self_contained.clear()
+
+
 def carries_objects(call: Call) -> bool:
     """Return whether the inputs hold objects of unknown classes.
 
@@ -324,6 +370,7 @@ def carries_objects(call: Call) -> bool:
     return bool([leaf for leaf in others if not isinstance(leaf, torch.Tensor) and batch_type_of(leaf) is None])
 
 
+_MOST_STRUCTURES = 64
 _CARRIES_NOTHING = INERT | {torch.Tensor}
 
 

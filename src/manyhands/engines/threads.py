@@ -16,9 +16,7 @@ Assumes that the module does not change while a forward runs. Calls from several
 of its own.
 """
 
-import contextlib
-import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -29,23 +27,29 @@ from torch import nn
 
 from manyhands.autograd.boundary import join
 from manyhands.autograd.replica_graph import BackwardContext, BoundaryTensor, ReplicaGraphs
-from manyhands.engines.base import Call, Engine, called, check_flag
-from manyhands.engines.compile_lock import CompileLock
-from manyhands.engines.replica import Inputs, ReplicaPool, carries_objects, look_for_live_tensors
-from manyhands.primitives import pytree
+from manyhands.engines.base import Call, Engine, LaneCall, Lanes, check_flag
+from manyhands.engines.compile_lock import CompileLock, kind_of
+from manyhands.engines.lanes import open_local_lanes
+from manyhands.engines.replica import GraphSearch, Inputs, ReplicaPool, call_replica, carries_objects
 from manyhands.primitives.blueprint import Blueprint, collector_paused
 from manyhands.primitives.outputs import Outputs
 from manyhands.primitives.parallel_apply import values_or_raise
 from manyhands.primitives.placements import Replicate
 from manyhands.primitives.replicate import check_device, unchanged_on_failure
 from manyhands.runtime import devices as _devices
-from manyhands.runtime.exchange import LocalExchange, exchanging
-from manyhands.runtime.rng import no_draws, one_stream, own_streams
+from manyhands.runtime import torch_private
+from manyhands.runtime.exchange import Exchange, LocalExchange, exchanging
+from manyhands.runtime.rng import own_streams
 from manyhands.runtime.streams import Copies
 from manyhands.runtime.thread_pool import PassContext, ReplicaTiming, inside_replica, one_pass, run_together
+from manyhands.runtime.whole_batch_draws import no_draws, one_stream
 from manyhands.sync_batch_norm.function_mode import BackwardMode, BatchNormOverReplicas
 
-_MOST_STRUCTURES = 64
+_CUDA_GRAPHS = (
+    'the module is compiled with CUDA graphs (torch.compile(mode="reduce-overhead" or "max-autotune")): a graph reads '
+    "its input and writes its output in one place, which replicas cannot share. Compile it in another mode "
+    '(mode="max-autotune-no-cudagraphs", or none), or wrap it for one device, DataParallel(model, [0]).'
+)
 _TOO_MANY_ACCELERATORS = (
     "sync_batch_norm=True over several processes, with several accelerators in this one: replicas on accelerators "
     "cannot wait for other processes in backward. Start one process for each accelerator."
@@ -62,8 +66,7 @@ class ThreadsEngine(Engine):
 
     def __init__(self, *, separate_memory: bool = False) -> None:
         self._separate_memory = check_flag(separate_memory, "separate_memory")
-        # Structures whose replica graphs have been searched and lead to the replicas' own leaves only.
-        self._self_contained: set[tuple[Any, ...]] = set()
+        self._search = GraphSearch()
         self._pool: ReplicaPool | None = None
         self._timings: list[ReplicaTiming] = []
         self._compile_lock = CompileLock()
@@ -81,6 +84,10 @@ class ThreadsEngine(Engine):
             inputs = Inputs(call, tracked, copies)
             replicas = pool.take(call.devices, tracked, copies, separate_memory=self._separate_memory)
         blueprint, roots = pool.blueprint, replicas.roots
+        if blueprint.compiled and not _devices.all_on_host(call.devices):
+            if blueprint.replays_cuda_graphs and len(call.devices) > 1:
+                raise RuntimeError(_CUDA_GRAPHS)
+            torch_private.keep_code_for_devices(len({*call.devices}))
         if not inside_replica():
             self._timings = timings
 
@@ -90,18 +97,11 @@ class ThreadsEngine(Engine):
             contexts, backward_context = _contexts_with_exchange(type(module).__name__, call, roots)
         elif blueprint.compiled:  # not where replicas wait for each other: then no replica may wait for a lock
             contexts += self._compile_lock.if_new(
-                [(tracked, module.training, *_kind(shard)) for shard in inputs.shards]
+                [(tracked, module.training, *kind_of(shard)) for shard in inputs.shards]
             )
 
-        def run(index: int) -> Any:
-            started = time.perf_counter()
-            copies.wait_copies(index)
-            args, kwargs = inputs.shards[index]
-            output = called(roots[index], call.method)(*args, **kwargs)
-            timings[index].forward_s = time.perf_counter() - started
-            return output
-
         with unchanged_on_failure(pool.buffers), one_pass(contexts) as replica_context:
+            run = partial(call_replica, call, inputs, roots, copies, timings)
             tasks = [partial(run, i) for i, _ in enumerate(call.devices)]  # step 4
             outputs = values_or_raise(run_together(tasks, call.devices, replica_context), where)
             matched = Outputs(outputs, call.rules, call.sizes)  # step 5
@@ -117,7 +117,7 @@ class ThreadsEngine(Engine):
                 own_leaves = [leaf for edge in inputs.edges for leaf in edge.tensors if leaf is not None]
                 own_leaves += chain.from_iterable(replicas.leaves)
                 with_objects = carries_objects(call)
-                outside = self._outside_leaves(pool, call, with_objects, matched, own_leaves)
+                outside = self._search.outside_leaves(pool, call, matched.groups, where, own_leaves, with_objects)
                 graphs.inputs = inputs.edges + [
                     BoundaryTensor(Replicate(), leaf.device, [leaf] * len(roots)) for leaf in outside
                 ]
@@ -139,6 +139,10 @@ class ThreadsEngine(Engine):
             replicas.give_back()
         return output
 
+    def open_lanes(self, module: nn.Module, call: LaneCall) -> Lanes:
+        pool = self._pool_for(module, call.source)
+        return Lanes(open_local_lanes(pool.blueprint, call, self._compile_lock, separate_memory=self._separate_memory))
+
     def _pool_for(self, module: nn.Module, source: torch.device) -> ReplicaPool:
         """Return the replicas of `module` as it is now: those of the last forward, if nothing has changed."""
         pool = self._pool
@@ -150,29 +154,11 @@ class ThreadsEngine(Engine):
                 self._pool = pool if blueprint.is_reusable else None
         return pool
 
-    def _outside_leaves(
-        self, pool: ReplicaPool, call: Call, with_objects: bool, matched: Outputs, own_leaves: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Return the leaves in the replicas' graphs that belong neither to the module nor to a replica."""
-        if not with_objects and call.method in pool.self_contained:
-            return []
-        structure = (call.method, *pool.blueprint.signature)
-        if not with_objects and structure in self._self_contained:
-            pool.self_contained.add(call.method)
-            return []
-        outside = look_for_live_tensors(pool.blueprint, matched.groups, call.where(), own_leaves)
-        if not outside and not with_objects:
-            pool.self_contained.add(call.method)
-            if len(self._self_contained) >= _MOST_STRUCTURES:
-                self._self_contained.clear()
-            self._self_contained.add(structure)
-        return outside
-
     def timings(self) -> list[ReplicaTiming]:
         return self._timings
 
     def refresh(self) -> None:
-        self._self_contained.clear()
+        self._search.clear()
         self._pool = None
 
     def close(self) -> None:
@@ -200,10 +186,10 @@ def _contexts_with_exchange(
     contexts: list[PassContext] = [partial(own_streams, name, call.devices)]
     if alone and call.cross_process is None:
         return contexts, nullcontext
-    exchange = exchanging(len(roots), partial(LocalExchange, cross_process=call.cross_process))
     if call.one_device_randomness and not alone:
         contexts = [partial(one_stream, name, call.sizes)]
-    contexts.insert(0, exchange)
+    new_exchange: Callable[[int], Exchange] = partial(LocalExchange, cross_process=call.cross_process)
+    contexts.append(exchanging(len(roots), new_exchange))
     on_host = all(map(_devices.computes_on_host, call.devices))
     if not call.sync_batch_norm:
         return contexts, no_draws
@@ -216,17 +202,4 @@ def _contexts_with_exchange(
         return contexts, no_draws if call.one_device_randomness else nullcontext
     if backward_mode is BackwardMode.ONE_CALL:
         return contexts, batch_norm.recomputation
-    return contexts, partial(_single_replica, exchange, batch_norm)
-
-
-@contextlib.contextmanager
-def _single_replica(exchange: PassContext, batch_norm: BatchNormOverReplicas) -> Iterator[None]:
-    """The backward of a single replica on an accelerator, as a context: there is no other replica in this process."""
-    with one_pass([exchange, batch_norm.one_pass]) as replica_context, replica_context(0):
-        yield
-
-
-def _kind(shard: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[Hashable]:
-    """Yield what torch.compile looks at in inputs, more or less."""
-    for _, tensor in pytree.tensors(shard):
-        yield tensor.shape, tensor.dtype, tensor.requires_grad
+    return contexts, partial(batch_norm.single_replica, new_exchange)

@@ -125,7 +125,7 @@ def run(given: dict[str, Any]) -> int:
                 raise OptionError(f"{target} would be measured: leave out {target}, or --{name}")
         print(f"measuring {target} on one device, for some seconds", flush=True)
         step, device, rows = measured_step(target, figures["bucket"])
-        print(f"measured with {rows} rows on {device}; other programs that run meanwhile make it slower", flush=True)
+        print(f"measured with {rows} rows on {device}; other programs that run meanwhile make it slower\n", flush=True)
         if device.type == "cpu" and "devices_per_machine" not in given:
             num_machine = 1
     _check_buckets(step)
@@ -140,7 +140,7 @@ def run(given: dict[str, Any]) -> int:
         with replaced(output / name) as unfinished:
             unfinished.write_bytes(content)
     print(
-        f"\n{plan.assumptions()}\n\n{plan.to_table()}\n\n{plan.conclusion()}\n\n"
+        f"{plan.assumptions()}\n\n{plan.to_table()}\n\n{plan.conclusion()}\n\n"
         f"see {output / 'plan.png'}; the table is in plan.md"
     )
     return DONE
@@ -178,7 +178,7 @@ def _size(text: str) -> float:
 
 def _positive(text: str, units: dict[str, float]) -> float:
     try:
-        value = parse_quantity(text, units)
+        value = 0.0 if text.lstrip().startswith("-") else parse_quantity(text, units)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     if not 0 < value < math.inf:

@@ -1,8 +1,8 @@
 """Batches of other kinds: values with rows that are neither tensors nor containers of tensors.
 
 Only the library of a packed sequence or a batch of graphs knows how to count, split and join its rows.
-`register_batch_type` registers these functions for a class and its subclasses; torch's own `PackedSequence` is
-registered here.
+`register_batch_type` registers these functions for a class and its subclasses; torch's own `PackedSequence`, and the
+caches of the library transformers, are registered here.
 
 Batches are split and joined in the caller's thread and in the caller's graph, so that gradients flow through. Only the
 tensors inside are copied to the replicas and back; `BatchType.parts` finds them.
@@ -13,10 +13,13 @@ import pickle
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from manyhands.primitives.object_state import same_value, state_of
 
 # The tensors inside a value, and a function that makes a value like it with other tensors in their place.
 Parts = tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Any]]
@@ -24,11 +27,14 @@ Parts = tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Any]]
 
 @dataclass(frozen=True)
 class BatchType:
-    """How to count, split and join the rows of a class of batches, and how to find the tensors inside."""
+    """How to count, split and join the rows of a class of batches, and how to find the tensors inside.
+
+    `rows` returns None for a batch that fits any number of rows, such as a cache that nothing was written into yet.
+    """
 
     scatter: Callable[[Any, Sequence[int]], Sequence[Any]]
     gather: Callable[[Sequence[Any]], Any]
-    rows: Callable[[Any], int]
+    rows: Callable[[Any], int | None]
     parts: Callable[[Any], Parts]
 
 
@@ -79,7 +85,12 @@ def batch_type_of(value: object) -> BatchType | None:
     kind = type(value)
     if kind in _registered:
         return _registered[kind]
-    return next((_registered[cls] for cls in kind.__mro__ if cls in _registered), None)
+    for cls in kind.__mro__:
+        if cls in _registered:
+            return _registered[cls]
+        if cls.__module__ == "transformers.cache_utils" and cls.__name__ in ("DynamicCache", "EncoderDecoderCache"):
+            return _CACHE
+    return None
 
 
 # What pickle would look up by name is kept as it is, so that classes of a notebook or a function work too.
@@ -170,6 +181,77 @@ def _parts_of_packed(packed: PackedSequence) -> Parts:
 
     return [packed.data, *indices], rebuild
 
+
+# ---- caches of transformers ----------------------------------------------------------------------
+#
+# A cache has one layer for each layer of the model, and every tensor in a layer has its rows on axis 0, but for 0-dim
+# ones such as the size of a sliding window. torch's gather makes a cache anew from what iterating over it yields; here
+# it is copied with other tensors in it, because what iterating does not yield (how many tokens a sliding window has
+# seen, states of linear attention) would be lost. Classes are recognised by name, so that transformers is not imported.
+
+
+def _cache_rows(cache: Any) -> int | None:
+    tensors, _ = _parts_of_cache(cache)
+    rows = {tensor.shape[0] for tensor in tensors if tensor.dim()}
+    if len(rows) > 1:
+        raise ValueError(
+            f"the layers of this {type(cache).__name__} have different numbers of rows, {sorted(rows)}: expected those "
+            "of the batch in each. Register how it is split and joined: manyhands.register_batch_type."
+        )
+    return next(iter(rows), None)
+
+
+def _scatter_cache(cache: Any, sizes: Sequence[int]) -> list[Any]:
+    """Split by rows; a cache without rows is copied, because forward writes into it."""
+    tensors, rebuild = _parts_of_cache(cache)
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return [
+        rebuild([tensor.narrow(0, start, size) if tensor.dim() else tensor for tensor in tensors])
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+
+
+def _gather_caches(caches: Sequence[Any]) -> Any:
+    """Join by rows; what is not a tensor with rows, such as the number of tokens seen, has to be the same in all."""
+    each_tensors = [_parts_of_cache(cache)[0] for cache in caches]
+    states = [state_of(cache) for cache in caches]
+    for path in dict.fromkeys(chain.from_iterable(states)):
+        given = [_without_rows(state.get(path)) for state in states]
+        if not all(same_value(given[0], value) for value in given[1:]):
+            each = "; ".join(f"replica {index}: {value}" for index, value in enumerate(given))
+            raise ValueError(
+                f"cannot gather the replicas' {type(caches[0]).__name__}s: they differ in {path} ({each}). Give all "
+                "replicas sequences of one length, padded; or leave the cache out of the output: use_cache=False."
+            )
+    joined = [torch.cat(tensors) if tensors[0].dim() else tensors[0] for tensors in zip(*each_tensors, strict=True)]
+    return _parts_of_cache(caches[0])[1](joined)
+
+
+def _without_rows(value: Any) -> Any:
+    """Return what has to be the same in all replicas' caches: of a tensor with rows, its shape without them."""
+    return value.shape[1:] if isinstance(value, torch.Tensor) and value.dim() else value
+
+
+def _parts_of_cache(cache: Any) -> Parts:
+    for half in (getattr(cache, "self_attention_cache", None), getattr(cache, "cross_attention_cache", None)):
+        if half is not None and batch_type_of(half) is None:
+            raise TypeError(
+                f"this {type(cache).__name__} of a {type(half).__name__} cannot be split or joined: that has no rows "
+                "yet, but room for some. Give a DynamicCache, or leave it out: use_cache=False."
+            )
+    tensors, rebuild = _parts_by_pickle(cache)
+
+    def rebuilt(new_tensors: Sequence[torch.Tensor]) -> Any:
+        made = rebuild(new_tensors)
+        for layer in getattr(made, "layers", ()):
+            if isinstance(keys := getattr(layer, "keys", None), torch.Tensor):
+                layer.device = keys.device
+        return made
+
+    return tensors, rebuilt
+
+
+_CACHE = BatchType(_scatter_cache, _gather_caches, _cache_rows, _parts_of_cache)
 
 _registered: dict[type, BatchType] = {
     PackedSequence: BatchType(_scatter_packed, _gather_packed, _packed_rows, _parts_of_packed)

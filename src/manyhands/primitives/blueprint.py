@@ -15,15 +15,15 @@ import gc
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from manyhands.primitives.change_tracking import ChangeTracker, TensorSnapshot
+from manyhands.primitives.object_state import slot_names
 from manyhands.primitives.references import is_inert, may_refer_later, rebind, references
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
@@ -85,9 +85,10 @@ class Blueprint:
         histories: id -> tensor, of tensors in attributes that have a history; a replica cannot use these.
         compiled: whether an attribute or a class holds a function made by torch.compile. Such functions close over the
             live module, and are rebound like any other.
+        replays_cuda_graphs: whether such a function replays CUDA graphs.
 
     Raises:
-        RuntimeError: a lazy module that has not had its first input yet; names the remedy.
+        ValueError: a lazy module that has not had its first input yet; names the remedy.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -99,7 +100,7 @@ class Blueprint:
         self._slots: dict[type, list[str]] = {}  # names of the slots of each class that has any
         self._script_classes: set[type] = set()
         self._script_attributes: list[tuple[int, str, Any]] = []  # id of a module, name, and value that refers
-        self.compiled = False
+        self.compiled = self.replays_cuda_graphs = False
         self._to_search: list[tuple[dict[str, Any], str]] = []  # attributes that may refer to live objects later
         self._num_registered = 0
         parameters: list[torch.Tensor] = []
@@ -157,14 +158,21 @@ class Blueprint:
     def is_reusable(self) -> bool:
         """Whether `is_current` can ever be True: what the blueprint follows from can be compared.
 
-        Not where an attribute, slot or hook refers to a module or a parameter; attributes that are tensors do no harm.
+        Not where a slot, or a function in an attribute or hook, refers to a module or a parameter; nor where only a
+        weak reference leads to one, which would be kept alive here.
         """
-        if self._slots or self._script_classes or self.compiled:
+        if self._slots or self._script_classes or self.compiled or self.histories:
             return False
-        referring = (value for _, _, value in self._referring_attributes())
-        if not all([parameter.is_leaf for parameter in self.parameters.values()]):
+        if not all([parameter.is_leaf for parameter in self.parameters.values()] + [*map(is_plain, self.tensors)]):
             return False
-        return all(id(value) in self.constants for value in referring) and all(map(is_plain, self.tensors))
+        if not self._to_rebind:
+            return True
+        registered = {*map(id, self.root.modules()), *map(id, self.root.parameters())}
+        return not any(may_refer_later(value, registered) for _, _, value in self._referring_attributes())
+
+    def constants_on(self, source: torch.device) -> dict[int, torch.Tensor]:
+        """Return the constants that are copied with a module on `source`; those on other devices stay there."""
+        return {key: c for key, c in self.constants.items() if _devices.same_device(c.device, source)}
 
     @cached_property
     def tracker(self) -> ChangeTracker:
@@ -213,10 +221,11 @@ class Blueprint:
         """Return for each of the parameters whether it needs a gradient now."""
         return [parameter.requires_grad for parameter in self.parameters.values()]
 
-    def stamp(self, tensors: Mapping[int, torch.Tensor]) -> "Stamped":
-        """Return a new replica of `root` that has `tensors[id(t)]` where the live module has tensor t.
+    def stamp(self, tensors: Mapping[int, torch.Tensor]) -> tuple[list[nn.Module], list["Link"]]:
+        """Return the modules of a new replica, the root first; it has `tensors[id(t)]` for the live module's tensor t.
 
-        Where `tensors` has nothing, the replica has the live tensor itself.
+        Where `tensors` has nothing, the replica has the live tensor itself. Also returns the attributes by which it may
+        refer to itself.
         """
         replicas: list[Any] = [*map(_new, map(type, self.modules))]
         own: dict[int, Any] = dict(zip(map(id, self.modules), replicas, strict=True))
@@ -241,7 +250,7 @@ class Blueprint:
                 for name, child in inside.items():
                     inside[name] = own.get(id(child), child)
             _set_dict(replica, attributes)
-        links: list[tuple[nn.Module, str, Any]] = []
+        links: list[Link] = []
         if self._to_rebind or self._slots or self._script_attributes:
             links = [(own[key], name, value) for key, name, value in self._referring_attributes()]
             # The live tensors too, where they are the replica's own: a list that holds any is each replica's own.
@@ -252,7 +261,7 @@ class Blueprint:
         for replica in replicas if self._script_classes else ():
             if type(replica) in self._script_classes:
                 torch_private.script_from_parts(replica)
-        return Stamped(replicas, links)
+        return replicas, links
 
     def buffers_for(self, copies: Mapping[int, torch.Tensor], *, shared: bool) -> dict[int, torch.Tensor]:
         """Return a replica's tensors in place of the live buffers, for `stamp`.
@@ -304,6 +313,7 @@ class Blueprint:
         """Add what an attribute refers to to `found`; remember the attribute if it refers to anything."""
         value = module.__dict__[name]
         self.compiled = self.compiled or torch_private.is_compiled(value)
+        self.replays_cuda_graphs = self.replays_cuda_graphs or torch_private.replays_cuda_graphs(value)
         if issubclass(type(value), torch.Tensor) and not value.requires_grad:
             self.constants[id(value)] = value
         referred = references(value)
@@ -341,26 +351,13 @@ class Blueprint:
             torch_private.set_script_attribute(own[key], name, rebind(value, own, memo))
 
 
-@dataclass(frozen=True)
-class Stamped:
-    """A replica's modules, the root first.
-
-    Attributes:
-        links: attributes by which it may refer to itself: (module of the replica, name, the live value).
-    """
-
-    modules: list[nn.Module]
-    links: list[tuple[nn.Module, str, Any]]
-
-    @property
-    def root(self) -> nn.Module:
-        return self.modules[0]
+Link: TypeAlias = tuple[nn.Module, str, Any]  # a module of a replica, the name of an attribute, its live value
 
 
 class Links:
     """Sets attributes to the live values when it goes, so that a replica is freed with the last reference to it."""
 
-    def __init__(self, links: list[tuple[nn.Module, str, Any]]) -> None:
+    def __init__(self, links: list[Link]) -> None:
         self._links = links
 
     def __del__(self) -> None:
@@ -372,7 +369,7 @@ def check_initialized(root: nn.Module, tensors: Iterable[torch.Tensor | None]) -
     """Check that all of `tensors`, parameters and buffers of `root`, have a shape; a lazy module's have none at first.
 
     Raises:
-        RuntimeError: one has none; names the layer and the remedy.
+        ValueError: one has none; names the layer and the remedy (the type is torch's).
     """
     if _UNINITIALIZED.isdisjoint(map(type, tensors)):
         return
@@ -384,25 +381,8 @@ def check_initialized(root: nn.Module, tensors: Iterable[torch.Tensor | None]) -
     )
     path, module, name = next(uninitialized, ("", root, "parameters"))  # none if an attribute's module has it
     where = f"layer {path!r} ({type(module).__name__})" if path else type(module).__name__
-    raise RuntimeError(
+    raise ValueError(
         f"{where} does not know the shape of its {name!r} yet: it learns it from its first input. Before it "
         "runs on several devices, and before the optimizer is made, call the plain module once, such as `with "
         "torch.no_grad(): model(inputs[:1])`; the plain module of a wrapper is `model.module`."
     )
-
-
-def constant_for(constant: torch.Tensor, source: torch.device, device: torch.device) -> torch.Tensor:
-    """Return the replica's tensor, on `device`, for a plain tensor in an attribute of a module that is on `source`.
-
-    A tensor on the device of the module's parameters is copied like them. One on another device stays there.
-    """
-    return _devices.copy_to(constant, device) if _devices.same_device(constant.device, source) else constant
-
-
-def slot_names(cls: type) -> Iterator[str]:
-    """Yield the names of the slots that a class and its bases have."""
-    for base in cls.__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__"):
-                yield f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") else name

@@ -102,6 +102,47 @@ class TensorSnapshot:
         return state
 
 
+class ContainerSnapshot:
+    """What some values, and the plain containers that they lead to, hold at one moment."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._containers: list[Any] = []
+        seen: set[int] = set()
+        for value in values:
+            self._find(value, seen, 0)
+        self.take()
+
+    def take(self) -> None:
+        """Take what they hold now."""
+        self._before = [*map(_items, self._containers)]
+
+    def is_current(self) -> bool:
+        """Return whether they hold the same objects."""
+        return all(map(_same, map(_items, self._containers), self._before))
+
+    def take_plain(self) -> bool:
+        """Take what they hold now where that is plain values; return whether nothing else has changed."""
+        for number, container in enumerate(self._containers):
+            items = _items(container)
+            if not _same(items, self._before[number]):
+                if not INERT.issuperset(map(type, items)):
+                    return False
+                self._before[number] = items
+        return True
+
+    def _find(self, value: Any, seen: set[int], depth: int) -> None:
+        """Add the containers in a value: itself and those that it leads to."""
+        if type(value) not in TRACKED and not issubclass(type(value), tuple):
+            return
+        if id(value) in seen or len(value) > LARGE or depth > DEEP:
+            return
+        seen.add(id(value))
+        if not issubclass(type(value), tuple):
+            self._containers.append(value)
+        for item in value.values() if isinstance(value, dict) else value:
+            self._find(item, seen, depth + 1)
+
+
 class ChangeTracker:
     """Finds what was rebound in modules, and what changed in the plain containers that they hold."""
 
@@ -112,8 +153,7 @@ class ChangeTracker:
         self._attributes = DictSnapshot([module.__dict__ for module in modules])
         registries: list[dict[Any, Any]] = []
         self._name_sets: list[set[str]] = []
-        self._containers: list[Any] = []
-        seen: set[int] = set()
+        values: list[Any] = []
         for attributes in self._attributes.dicts:
             for name, value in attributes.items():
                 if name in _REGISTRIES and isinstance(value, dict):
@@ -121,25 +161,17 @@ class ChangeTracker:
                 elif name in _REGISTRIES:
                     self._name_sets.append(value)
                 elif type(value) not in INERT:
-                    self._find(value, seen, 0)
+                    values.append(value)
         self._registries = DictSnapshot(registries)
         self._name_sets_before = [*map(set, self._name_sets)]
-        self._containers_before = [*map(_items, self._containers)]
+        self._containers = ContainerSnapshot(values)
 
     def is_current(self) -> bool:
         """Return whether nothing changed that a replica would not see by itself.
 
         It sees what happens in a container of plain values, which is the live module's own.
         """
-        if not (self._attributes.is_current() and self._structure_is_current()):
-            return False
-        for number, container in enumerate(self._containers):
-            items = _items(container)
-            if not _same(items, self._containers_before[number]):
-                if not INERT.issuperset(map(type, items)):
-                    return False
-                self._containers_before[number] = items
-        return True
+        return self._attributes.is_current() and self._structure_is_current() and self._containers.take_plain()
 
     def _structure_is_current(self) -> bool:
         classes = [*map(type, self._modules)]
@@ -150,15 +182,12 @@ class ChangeTracker:
             and [*map(_forward, dict.fromkeys(classes))] == self._forwards
         )
 
-    def _containers_are_current(self) -> bool:
-        return all(map(_same, map(_items, self._containers), self._containers_before))
-
     def changes(self) -> list[tuple[int, str, Any]] | None:
         """Return what was rebound as (number of the module, name, value), one `GONE` for what was deleted.
 
         Returns None where anything else changed: a container, or a value that is not plain.
         """
-        if not (self._structure_is_current() and self._containers_are_current()):
+        if not (self._structure_is_current() and self._containers.is_current()):
             return None
         if self._attributes.is_current():
             return []
@@ -176,19 +205,7 @@ class ChangeTracker:
 
     def commit(self) -> None:
         """Take the containers' present contents as known."""
-        self._containers_before = [*map(_items, self._containers)]
-
-    def _find(self, value: Any, seen: set[int], depth: int) -> None:
-        """Add the containers in a value: itself and those that it leads to."""
-        if type(value) not in TRACKED and not issubclass(type(value), tuple):
-            return
-        if id(value) in seen or len(value) > LARGE or depth > DEEP:
-            return
-        seen.add(id(value))
-        if not issubclass(type(value), tuple):
-            self._containers.append(value)
-        for item in value.values() if isinstance(value, dict) else value:
-            self._find(item, seen, depth + 1)
+        self._containers.take()
 
 
 # The attributes of nn.Module that are containers.

@@ -15,19 +15,70 @@ from manyhands.primitives import pytree
 _SCALAR_RULES = ("stack", "mean", "sum")
 
 
+class Padding:
+    """What `pad` returns; not a dataclass, which would count as a container of its fields."""
+
+    def __init__(self, dims: tuple[int, ...], value: float, rows: int | None) -> None:
+        self.dims, self.value, self.rows = dims, value, rows
+
+    def __repr__(self) -> str:
+        dims = self.dims[0] if len(self.dims) == 1 else self.dims
+        return f"pad({dims}, value={self.value}{'' if self.rows is None else f', rows={self.rows}'})"
+
+
+def pad(dim: int | Sequence[int], value: float = 0, *, rows: int | None = None) -> Padding:
+    """Have outputs padded to the longest before they are joined: an entry of `out_dims`.
+
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Flatten(1))
+        >>> model = manyhands.DataParallel(model, ["cpu", "cpu"], out_dims=manyhands.pad(1, value=-1.0))
+        >>> model(torch.zeros(6, 5, dtype=torch.int64)).shape  # replicas may return another size on axis 1
+        torch.Size([6, 20])
+
+    Each replica's rows end with its own longest sequence: `generate`, and `pad_packed_sequence` without
+    `total_length`. A tensor of (3, 7) and one of (2, 9) become one of (5, 9), with `value` behind the first three rows.
+    What is filled in has no gradient.
+
+    Args:
+        dim: the axis on which sizes may differ, of the output as the module returns it, rows included; several for
+            several. From the end if negative.
+        value: what is filled in; a number that the output's dtype can hold.
+        rows: the axis of the rows; None: the wrapper's `dim`.
+
+    Raises:
+        TypeError: arguments of other types.
+    """
+    dims = tuple(dim) if isinstance(dim, Sequence) and not isinstance(dim, str) else (dim,)
+    for axis in (*dims, *([] if rows is None else [rows])):
+        if not isinstance(axis, int) or isinstance(axis, bool):
+            raise TypeError(f"pad: {axis!r} is no axis: expected an int, or a tuple of these for dim")
+    if not dims:
+        raise TypeError("pad: dim is empty: expected the axis on which sizes may differ")
+    if not isinstance(value, int | float):
+        raise TypeError(f"pad: value={value!r}: expected a number")
+    return Padding(dims, value, rows)
+
+
 @dataclass(frozen=True)
 class OutputRules:
     """How outputs are joined.
 
     Attributes:
         dim: the axis of the rows where `out_dims` has no entry.
-        out_dims: `...` (left out), or axes nested like the output.
+        out_dims: `...` (left out), or axes, None and `Padding`s, nested like the output.
         scalars: "stack", "mean", "sum" or "mean:name", or these nested like the output.
     """
 
     dim: int
     out_dims: Any = ...
     scalars: Any = "stack"
+
+    def axes(self, output: Any) -> tuple[list[int | None], list[Padding | None]]:
+        """Return for every leaf of an output the axis of its rows, None for a whole one, and how it is padded."""
+        entries = spread(self.out_dims, output, self.dim, "out_dims")
+        paddings = [entry if isinstance(entry, Padding) else None for entry in entries]
+        rows = [self.dim if padding is None or padding.rows is None else padding.rows for padding in paddings]
+        axes = [entry if padding is None else row for entry, padding, row in zip(entries, paddings, rows, strict=True)]
+        return axes, paddings
 
 
 def check_dim(dim: object) -> None:
@@ -37,10 +88,17 @@ def check_dim(dim: object) -> None:
 
 
 def check_dims(dims: object, argument: str) -> None:
-    """Raise TypeError if `dims` is no axis, no None, and no nested tuple or dict of these. `...` means left out."""
+    """Raise TypeError if `dims` is no axis, no None, and no nested tuple or dict of these. `...` means left out.
+
+    Of outputs an entry may also be a `Padding`.
+    """
     if dims is ...:
         return
     for path, entry in pytree.leaves(dims, argument):
+        if isinstance(entry, Padding) and argument == "in_dims":
+            raise TypeError(f"{path}={entry!r}: inputs are not padded; pad() is an entry of out_dims")
+        if isinstance(entry, Padding):
+            continue
         if entry is not None and (not isinstance(entry, int) or isinstance(entry, bool)):
             raise TypeError(
                 f"{path}={entry!r}: expected an int (the axis that holds the rows), None (no rows: whole), or tuples "

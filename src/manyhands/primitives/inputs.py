@@ -9,7 +9,7 @@ import torch
 from manyhands.primitives import pytree
 from manyhands.primitives.batch_types import batch_type_of
 from manyhands.primitives.dims import spread_inputs
-from manyhands.primitives.placements import Placement, Replicate, Shard, Single
+from manyhands.primitives.placements import Placement, Replicate, Shard, Single, can_be_placed, cannot_be_placed
 from manyhands.runtime import devices as _devices
 
 # Makes each replica's part from a tensor and its placement.
@@ -25,7 +25,7 @@ class Arguments:
 
     Raises:
         ValueError: tensors with different numbers of rows, or one without its axis; names each.
-        TypeError: a nested tensor.
+        TypeError: a tensor that torch cannot split: nested, CSR, mkldnn, or without data (meta).
     """
 
     def __init__(
@@ -49,15 +49,22 @@ class Arguments:
         )
         counts: list[int] = []
         for number, (leaf, axis) in enumerate(zip(self.leaves, self._axes, strict=True)):
-            if axis is None:
-                continue
             if isinstance(leaf, torch.Tensor):
+                if not can_be_placed(leaf):
+                    raise cannot_be_placed("scatter", self._named()[number][0], leaf)
+                if axis is None:
+                    continue
                 if leaf.is_nested or (leaf.ndim and not -leaf.ndim <= axis < leaf.ndim):
                     raise self._cannot_be_split(number, leaf, axis)
                 if leaf.ndim:
                     counts.append(leaf.shape[axis])
-            elif (batch_type := batch_type_of(leaf)) is not None:
-                counts.append(batch_type.rows(leaf))
+            elif axis is not None and (batch_type := batch_type_of(leaf)) is not None:
+                try:
+                    rows = batch_type.rows(leaf)
+                except Exception as error:
+                    error.add_note(f"while {self._named()[number][0]} was scattered")
+                    raise
+                counts += [] if rows is None else [rows]
         if counts and counts.count(counts[0]) < len(counts):
             raise self._different_rows()
         self.rows = counts[0] if counts else None
@@ -80,7 +87,8 @@ class Arguments:
         for (path, leaf), axis in zip(self._named(), self._axes, strict=True):
             batch_type = batch_type_of(leaf)
             if axis is not None and batch_type is not None:
-                counts.append(f"{path} has {batch_type.rows(leaf)}")
+                rows = batch_type.rows(leaf)
+                counts += [] if rows is None else [f"{path} has {rows}"]
             elif axis is not None and isinstance(leaf, torch.Tensor) and leaf.dim():
                 counts.append(f"{path} has {leaf.size(axis)}")
         return ValueError(
@@ -113,7 +121,8 @@ class Arguments:
         def first(leaf: Any, axis: int | None) -> Any:
             batch_type = batch_type_of(leaf)
             if axis is not None and batch_type is not None:
-                return next(iter(batch_type.scatter(leaf, [rows, batch_type.rows(leaf) - rows])))
+                own_rows = batch_type.rows(leaf)
+                return next(iter(batch_type.scatter(leaf, [rows, (rows if own_rows is None else own_rows) - rows])))
             if not isinstance(leaf, torch.Tensor) or axis is None or not leaf.dim():
                 return leaf
             return leaf.detach().index_select(axis, torch.arange(rows, device=leaf.device) % leaf.size(axis))
@@ -163,7 +172,7 @@ class Arguments:
         def fill(_: Any) -> Any:
             return next(following)
 
-        return pytree.map_leaves(fill, self._inputs), pytree.map_leaves(fill, self._kwargs)
+        return pytree.map_leaves(fill, self._inputs, "inputs"), pytree.map_leaves(fill, self._kwargs, "kwargs")
 
 
 def _placed(shard: Any, index: int, place: Place) -> Any:

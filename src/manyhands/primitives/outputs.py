@@ -1,15 +1,27 @@
 """Outputs: the replicas' outputs, matched leaf by leaf and joined into one value."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
 
 from manyhands.primitives import pytree
 from manyhands.primitives.batch_types import batch_type_of
-from manyhands.primitives.dims import OutputRules, spread
-from manyhands.primitives.placements import Placement, Shard, Single, Stack, WeightedSum
+from manyhands.primitives.dims import OutputRules, Padding, spread
+from manyhands.primitives.iterables import why_whole
+from manyhands.primitives.placements import (
+    PaddedShard,
+    Placement,
+    Shard,
+    Single,
+    Stack,
+    WeightedSum,
+    can_be_placed,
+    cannot_be_placed,
+)
 from manyhands.runtime import devices as _devices
 from manyhands.runtime.errors import warn_once
 
@@ -23,6 +35,13 @@ class Group:
 
     tensors: tuple[torch.Tensor | None, ...]
     placement: Placement
+
+
+_DIFFERENT_LENGTHS = (
+    "If the module pads its sequences (pad_packed_sequence), each replica pads to the longest of its own: give "
+    "total_length=, or have the outputs padded: DataParallel(..., out_dims=manyhands.pad(axis)). If the rows are on "
+    "another axis, say so: DataParallel(..., out_dims=...)."
+)
 
 
 class Outputs:
@@ -44,14 +63,18 @@ class Outputs:
         self._is_tensor = _TENSOR.issuperset(map(type, outputs))
         if self._is_tensor and isinstance(rules.scalars, str) and (rules.out_dims is ... or _is_axis(rules.out_dims)):
             axis = rules.dim if rules.out_dims is ... else rules.out_dims  # the common case, without pytree's cost
-            self._makers = [self._joined(self._tensors("output", self._given[0], axis, rules.scalars))]
+            self._makers = [self._joined(self._tensors("output", self._given[0], axis, None, rules.scalars))]
             return
         self._is_tensor = False
         pairs = [*pytree.leaves_together(outputs, "output")]
+        if objects := [given for _, given in pairs if _is_object(given[0])]:
+            outputs = _with_objects_taken_apart(outputs, objects)
+            pairs = [*pytree.leaves_together(outputs, "output")]
+            self._first = outputs[0]
         self._paths, self._given = [path for path, _ in pairs], [given for _, given in pairs]
-        axes = spread(rules.out_dims, self._first, rules.dim, "out_dims")
+        axes, paddings = rules.axes(self._first)
         scalars = spread(rules.scalars, self._first, "stack", "scalars")
-        leaves = zip(self._paths, self._given, axes, scalars, strict=True)
+        leaves = zip(self._paths, self._given, axes, paddings, scalars, strict=True)
         # For each leaf a function that makes its gathered value from the joined tensors.
         self._makers = [self._match(*leaf) for leaf in leaves]
 
@@ -60,11 +83,13 @@ class Outputs:
         if self._is_tensor:
             return joined[0]
         makers = iter(self._makers)
-        return pytree.map_leaves(lambda _: next(makers)(joined), self._first)
+        return pytree.map_leaves(lambda _: next(makers)(joined), self._first, "output")
 
-    def _match(self, path: str, given: tuple[Any, ...], axis: int | None, rule: str) -> Callable[[Sequence[Any]], Any]:
+    def _match(
+        self, path: str, given: tuple[Any, ...], axis: int | None, padding: Padding | None, rule: str
+    ) -> Callable[[Sequence[Any]], Any]:
         if any(isinstance(value, torch.Tensor) for value in given):
-            return self._joined(self._tensors(path, given, axis, rule))
+            return self._joined(self._tensors(path, given, axis, padding, rule))
         if batch_type_of(given[0]) is not None:
             return self._batches(path, given, num_counting=1 if axis is None else len(given))
         if axis is not None and rule != "stack" and all(_is_number(value) for value in given):
@@ -79,7 +104,9 @@ class Outputs:
         self.groups.append(group)
         return lambda joined: joined[number]
 
-    def _tensors(self, path: str, given: tuple[Any, ...], axis: int | None, rule: str) -> Group:
+    def _tensors(
+        self, path: str, given: tuple[Any, ...], axis: int | None, padding: Padding | None, rule: str
+    ) -> Group:
         _check_alike(path, given)
         first = given[0]
         if axis is None:
@@ -98,14 +125,19 @@ class Outputs:
                 f"cannot gather {path} of shape {tuple(first.shape)} along dim={axis}: it has no such axis"
             )
         axis %= first.ndim
-        if len({tensor.shape[:axis] + tensor.shape[axis + 1 :] for tensor in given}) > 1:
-            error = pytree.disagreement(path, f"sizes off the joined axis {axis}", [tuple(t.shape) for t in given])
-            error.add_note(
-                "If the module pads its sequences (pad_packed_sequence), each replica pads to the longest of its own: "
-                "give total_length=. If the rows are on another axis, say so: DataParallel(..., out_dims=...)."
-            )
+        placement = Shard(axis, tuple([tensor.shape[axis] for tensor in given]))
+        padded = () if padding is None else _padded_axes(path, first, axis, padding)
+        may_differ = {axis, *padded}
+        if len({tensor.shape[:axis] + tensor.shape[axis + 1 :] for tensor in given}) == 1:
+            return Group(given, placement)
+        if padding is None or len({_without_axes(tensor.shape, may_differ) for tensor in given}) > 1:
+            off = "".join(f", {dim}" for dim in padded)
+            where = f"axes {axis}{off} (joined, padded)" if padded else f"joined axis {axis}"
+            error = pytree.disagreement(path, f"sizes off the {where}", [tuple(t.shape) for t in given])
+            error.add_note(_DIFFERENT_LENGTHS)
             raise error
-        return Group(given, Shard(axis, tuple([tensor.shape[axis] for tensor in given])))
+        lengths = tuple([tuple([tensor.shape[dim] for dim in padded]) for tensor in given])
+        return Group(given, PaddedShard(placement, padded, lengths, padding.value))
 
     def _batches(self, path: str, given: tuple[Any, ...], num_counting: int) -> Callable[[Sequence[Any]], Any]:
         """Join batches of a registered class: their tensors are returned one by one, then the class's `gather` joins.
@@ -123,7 +155,12 @@ class Outputs:
             makers.append((rebuild, [self._joined(Group(each, Single(index))) for each in alone]))
 
         def gathered(joined: Sequence[Any]) -> Any:
-            return batch_type.gather([rebuild([make(joined) for make in parts]) for rebuild, parts in makers])
+            batches = [rebuild([make(joined) for make in parts]) for rebuild, parts in makers]
+            try:
+                return batch_type.gather(batches)
+            except Exception as error:
+                error.add_note(f"while {path} was gathered")
+                raise
 
         return gathered
 
@@ -177,6 +214,57 @@ def gathered(
     return matched.put_together(joined)
 
 
+def _with_objects_taken_apart(outputs: Sequence[Any], objects: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Return the outputs with objects of unknown classes as their items, where their class makes them anew from these.
+
+    An object that all replicas return stays whole.
+    """
+    common = {id(given[0]) for given in objects if all(value is given[0] for value in given)}
+
+    def apart(leaf: Any) -> Any:
+        if not _is_object(leaf) or id(leaf) in common or why_whole(leaf):
+            return leaf
+        return pytree.Items(type(leaf), [pytree.map_leaves(apart, item) for item in leaf])
+
+    return [pytree.map_leaves(apart, output) for output in outputs]
+
+
+def _padded_axes(path: str, tensor: torch.Tensor, rows: int, padding: Padding) -> tuple[int, ...]:
+    """Return the axes that may be padded, from 0 up.
+
+    Raises:
+        ValueError: the output does not have them, or cannot be padded with this value.
+    """
+    shape = tuple(tensor.shape)
+    for dim in padding.dims:
+        if not -tensor.ndim <= dim < tensor.ndim or dim % tensor.ndim == rows:
+            problem = "the axis of the rows" if -tensor.ndim <= dim < tensor.ndim else "no axis of it"
+            raise ValueError(f"cannot gather {path} of shape {shape} by {padding!r}: {dim} is {problem}")
+    if tensor.layout != torch.strided:
+        raise ValueError(
+            f"cannot gather {path} by {padding!r}: a sparse tensor cannot be padded; return it .to_dense()"
+        )
+    if not _holds(tensor.dtype, padding.value):
+        raise ValueError(f"cannot gather {path} by {padding!r}: its dtype {tensor.dtype} cannot hold that value")
+    return tuple(dict.fromkeys(dim % tensor.ndim for dim in padding.dims))
+
+
+def _holds(dtype: torch.dtype, value: float) -> bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return math.isfinite(value) == bool(torch.tensor(value, dtype=dtype, device="cpu").isfinite())
+    return math.isfinite(value) and torch.tensor(value, device="cpu").to(dtype).item() == value
+
+
+def _without_axes(shape: torch.Size, axes: set[int]) -> tuple[int, ...]:
+    return tuple([size for dim, size in enumerate(shape) if dim not in axes])
+
+
+def _is_object(value: Any) -> bool:
+    return not isinstance(value, _NO_OBJECTS) and batch_type_of(value) is None
+
+
+_VALUES = (bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+_NO_OBJECTS = (torch.Tensor, NoneType, *_VALUES)
 _TENSOR = frozenset({torch.Tensor})
 
 
@@ -187,6 +275,8 @@ def _is_axis(value: object) -> bool:
 def _check_alike(path: str, given: tuple[Any, ...]) -> None:
     if not _TENSOR.issuperset(map(type, given)) and not all(isinstance(value, torch.Tensor) for value in given):
         raise pytree.disagreement(path, "types", [type(value).__name__ for value in given])
+    if wrong := [tensor for tensor in given if not can_be_placed(tensor)]:
+        raise cannot_be_placed("gather", path, wrong[0])
     if [tensor for tensor in given if tensor.is_nested]:
         raise TypeError(
             f"cannot gather {path}, a nested tensor: it has no axis along which the replicas' could be joined. Return "
@@ -229,19 +319,20 @@ def _common_value(path: str, given: tuple[Any, ...], whole: bool) -> Any:
         return list(given)
     if all(value is first for value in given):
         return first
-    if isinstance(first, bool | int | float | complex | str | bytes | torch.Size | torch.dtype | torch.device):
+    if isinstance(first, _VALUES):
         if any(value != first for value in given):
             raise pytree.disagreement(path, "values", [repr(value) for value in given])
         return first
     raise TypeError(
-        f"cannot gather {path}: the replicas returned objects of type {type(first).__name__}, which has no rows to "
-        "join. Return tensors, numbers or strings, in tuples, lists, dicts or dataclasses."
+        f"cannot gather {path}: the replicas returned objects of type {type(first).__name__}, and "
+        f"{why_whole(first)}. Return tensors, numbers or strings, in tuples, lists, dicts or dataclasses; or register "
+        "how the class is joined: manyhands.register_batch_type."
     )
 
 
 def without_rows(output: Any, rules: OutputRules) -> Any:
     """Return an output with 0 rows: tensors narrowed along the axis that the rules name, differentiable."""
-    axes = iter(spread(rules.out_dims, output, rules.dim, "out_dims"))
+    axes = iter(rules.axes(output)[0])
 
     def cut(leaf: Any) -> Any:
         axis = next(axes)

@@ -5,6 +5,7 @@ the gradient of `part` is `join`, and the gradient of `join` is `part`. So one p
 forward and backward, and derivatives of any order.
 
     Shard          each replica has some rows of it
+    PaddedShard    the same, and its rows end earlier on other axes; joined, they are padded
     Stack          each replica has one entry of a vector
     Replicate      each replica has all of it; joined, the replicas' tensors are summed
     Single         one replica has it, the others have nothing
@@ -13,9 +14,31 @@ forward and backward, and derivatives of any order.
 
 import abc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+# Strided, sparse COO; and the layout of jagged nested tensors, for which other errors give a remedy of their own.
+_LAYOUTS = frozenset({torch.strided, torch.sparse_coo, torch.jagged})
+
+
+def can_be_placed(tensor: torch.Tensor) -> bool:
+    """Return whether torch can copy the tensor, split it and join it."""
+    return tensor.layout in _LAYOUTS and not tensor.is_meta
+
+
+def cannot_be_placed(verb: str, path: str, tensor: torch.Tensor) -> TypeError:
+    """Return the error for a tensor that torch cannot copy, split or join, with the remedy."""
+    if tensor.is_meta:
+        return TypeError(
+            f"cannot {verb} {path}, a tensor on the meta device: it has a shape and no data. Make it on a device that "
+            "has: torch.empty_like(tensor, device=...)."
+        )
+    remedy = ".to_dense()" if tensor.layout == torch._mkldnn else ".to_sparse_coo() or .to_dense()"  # type: ignore[attr-defined]
+    return TypeError(
+        f"cannot {verb} {path}, a tensor with the layout {tensor.layout}: torch cannot split or join its rows. Make it "
+        f"one that it can: {remedy}."
+    )
 
 
 class Placement(abc.ABC):
@@ -35,6 +58,10 @@ class Placement(abc.ABC):
     def join(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Return the joined tensor; the parts must be on one device, and not all of them None."""
 
+    def of_gradients(self) -> "Placement":
+        """Return the placement by which gradients of the parts are joined: this one, if `join` adds no constant."""
+        return self
+
 
 @dataclass(frozen=True)
 class Shard(Placement):
@@ -52,6 +79,41 @@ class Shard(Placement):
 
     def join(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
         return torch.cat(_given(parts), self.dim)
+
+
+@dataclass(frozen=True)
+class PaddedShard(Placement):
+    """A tensor of which replica i has rows, cut to `lengths[i][k]` on axis `padded[k]`; beyond them there is `value`.
+
+    What is beyond belongs to no replica: its gradient is dropped.
+    """
+
+    rows: Shard
+    padded: tuple[int, ...]
+    lengths: tuple[tuple[int, ...], ...]
+    value: float
+
+    needs_every_part = True
+
+    def part(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
+        part = self.rows.part(tensor, index)
+        for dim, length in zip(self.padded, self.lengths[index], strict=True):
+            part = part.narrow(dim, 0, length)
+        return part
+
+    def join(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        longest = [max(lengths) for lengths in zip(*self.lengths, strict=True)]
+        return self.rows.join([self._filled(part, longest) for part in _given(parts)])
+
+    def of_gradients(self) -> Placement:
+        return replace(self, value=0.0)
+
+    def _filled(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        for dim, size in zip(self.padded, sizes, strict=True):
+            if part.shape[dim] < size:
+                missing = (*part.shape[:dim], size - part.shape[dim], *part.shape[dim + 1 :])
+                part = torch.cat([part, part.new_full(missing, self.value)], dim)
+        return part
 
 
 class Stack(Placement):

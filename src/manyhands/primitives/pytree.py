@@ -8,13 +8,22 @@ something inside it changed: a container without changes stays the object it was
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
 
 from manyhands.primitives.batch_types import batch_type_of
 from manyhands.runtime import torch_private
+
+
+class Items(list[Any]):
+    """The items of an object of class `cls`, which is made anew from them."""
+
+    def __init__(self, cls: type, items: Iterable[Any]) -> None:
+        super().__init__(items)
+        self.cls = cls
+
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)})
 
@@ -45,13 +54,24 @@ def children(value: object) -> dict[Any, Any] | None:
 
 
 def leaves(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (path, leaf) for every leaf of `value`, in order; a path reads like `[0]['mask'].lengths`."""
+    """Yield (path, leaf) for every leaf of `value`, in order; a path reads like `[0]['mask'].lengths`.
+
+    Raises:
+        ValueError: containers that contain themselves, or are nested beyond Python's recursion limit; names the path.
+    """
+    try:
+        yield from _leaves(value, path)
+    except RecursionError:
+        raise _too_deep(value, path) from None
+
+
+def _leaves(value: object, path: str) -> Iterator[tuple[str, Any]]:
     inside = children(value)
     if inside is None:
         yield path, value
     else:
         for key, child in inside.items():
-            yield from leaves(child, path + _step(value, key))
+            yield from _leaves(child, path + _step(value, key))
 
 
 def tensors(value: object, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -59,16 +79,28 @@ def tensors(value: object, path: str = "") -> Iterator[tuple[str, torch.Tensor]]
     return ((where, leaf) for where, leaf in leaves(value, path) if isinstance(leaf, torch.Tensor))
 
 
-def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+def map_leaves(function: Callable[[Any], Any], value: Any, path: str = "") -> Any:
     """Return `value` with `function` applied to every leaf, in order; what does not change is not rebuilt.
 
     >>> map_leaves(lambda leaf: leaf * 2, {"a": [1, 2], "b": (3,)})
     {'a': [2, 4], 'b': (6,)}
+
+    Raises:
+        ValueError: as `leaves`.
     """
+    try:
+        return _mapped(function, value)
+    except RecursionError:
+        raise _too_deep(value, path) from None
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
     inside = children(value)
     if inside is None:
         return function(value)
-    new = [map_leaves(function, child) for child in inside.values()]
+    new = [_mapped(function, child) for child in inside.values()]
+    if isinstance(value, Items):
+        return value.cls(iter(new))
     if all(a is b for a, b in zip(new, inside.values(), strict=True)):
         return value
     return _rebuild(value, new)
@@ -83,14 +115,22 @@ def leaves_together(values: Sequence[Any], path: str = "") -> Iterator[tuple[str
     """Yield (path, the leaf of each value) for several values of one structure, in the first one's order.
 
     Raises:
-        ValueError: the structures differ; names the path, and what each of the values has at that path.
+        ValueError: the structures differ; names the path, and what each of the values has at that path. Or as `leaves`.
     """
+    try:
+        yield from _leaves_together(values, path)
+    except RecursionError:
+        raise _too_deep(values[0], path) from None
+
+
+def _leaves_together(values: Sequence[Any], path: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
     inside = [children(value) for value in values]
     if all(other is None for other in inside):
         yield path, tuple(values)
         return
-    if any(other is None or type(value) is not type(values[0]) for value, other in zip(values, inside, strict=True)):
-        raise disagreement(path, "types", [type(value).__name__ for value in values])
+    kinds = [value.cls if isinstance(value, Items) else type(value) for value in values]
+    if any(other is None or kind is not kinds[0] for kind, other in zip(kinds, inside, strict=True)):
+        raise disagreement(path, "types", [kind.__name__ for kind in kinds])
     containers = [container for container in inside if container is not None]
     if any(container.keys() != containers[0].keys() for container in containers):
         if isinstance(values[0], tuple | list):
@@ -101,7 +141,7 @@ def leaves_together(values: Sequence[Any], path: str = "") -> Iterator[tuple[str
         raise disagreement(path, f"{type(values[0]).__name__}s", contexts)
     for key in containers[0]:
         where = path + _step(values[0], key)
-        yield from leaves_together([container[key] for container in containers], where)
+        yield from _leaves_together([container[key] for container in containers], where)
 
 
 def _registered(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any] | None:
@@ -118,6 +158,28 @@ def disagreement(path: str, what: str, given: Sequence[object]) -> ValueError:
         f"cannot gather {path or 'the output'}: replicas returned different {what} ({each}). "
         "Every replica's output must have the same structure; only the number of rows may differ."
     )
+
+
+_DEEP = 100
+
+
+def _too_deep(value: object, path: str) -> ValueError:
+    """Return the error for a value in which Python's recursion limit was reached; it names the path."""
+
+    def reason(value: object, path: str, around: dict[int, str]) -> str | None:
+        if id(value) in around:
+            return f"{path} is {around[id(value)]} again, so it has no end: a container may not contain itself."
+        if len(around) > _DEEP:
+            return (
+                f"{path[:60]}... is nested more than {_DEEP} deep, beyond Python's recursion limit: put the tensors "
+                "into one list."
+            )
+        around = {**around, id(value): path}
+        inside = (children(value) or {}).items()
+        return next(filter(None, (reason(child, path + _step(value, key), around) for key, child in inside)), None)
+
+    path = path or "value"
+    return ValueError(reason(value, path, {}) or f"{path} is nested beyond Python's recursion limit: flatten it.")
 
 
 def _step(container: object, key: object) -> str:

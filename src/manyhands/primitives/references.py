@@ -16,7 +16,7 @@ import functools
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -63,19 +63,24 @@ def references(value: Any) -> list[nn.Module | torch.Tensor]:
     return [part for part in _reachable(value) if _is_live(part)]
 
 
-def may_refer_later(value: Any) -> bool:
+def may_refer_later(value: Any, kept: Container[int] = ()) -> bool:
     """Return whether `value` may come to refer to another object although no tracked container in it changes.
 
     A variable that a function closes over can be assigned; a weak reference can die; containers of other classes are
     not tracked.
+
+    Args:
+        kept: ids of objects that do not die.
     """
-    return any(type(part) in PROXIES or _is_changing(part) for part in _reachable(value))
+    return any(_is_changing(part, kept) for part in _reachable(value))
 
 
-def _is_changing(part: Any) -> bool:
-    if isinstance(part, types.FunctionType | types.MethodType | functools.partial | weakref.ref):
-        return True
-    return isinstance(part, dict | list | set | deque) and type(part) not in TRACKED
+def _is_changing(part: Any, kept: Container[int]) -> bool:
+    if type(part) in PROXIES or type(part) is weakref.ref:
+        return not all(id(target) in kept for target in _parts(part))
+    if isinstance(part, dict | list | set | deque):
+        return type(part) not in TRACKED
+    return isinstance(part, types.FunctionType | functools.partial | weakref.ref)
 
 
 def _reachable(value: Any) -> list[Any]:

@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from manyhands.primitives.blueprint import Blueprint, check_initialized, collector_paused, constant_for
+from manyhands.primitives.blueprint import Blueprint, check_initialized, collector_paused
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.devices import DeviceLike
@@ -34,8 +34,8 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
         there persist and replicas do not write into each other's.
 
     Raises:
-        TypeError: no module. ValueError: a device that does not exist. RuntimeError: a lazy module that has not had
-            its first input yet.
+        TypeError: no module. ValueError: a device that does not exist; a lazy module that has not had its first input
+            yet.
     """
     if not isinstance(network, nn.Module):
         raise TypeError(f"network: expected a torch.nn.Module, got {network!r}")
@@ -54,9 +54,10 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
                 for key, parameter in blueprint.parameters.items():
                     there = _devices.copy_to(parameter, device)
                     tensors[key] = there.detach() if detach else there
-            for key, constant in blueprint.constants.items():
-                tensors[key] = constant_for(constant, source, device)
-            replicas.append(blueprint.stamp(tensors).root)
+            for key, constant in blueprint.constants_on(source).items():
+                tensors[key] = _devices.copy_to(constant, device)
+            (root, *_), _ = blueprint.stamp(tensors)
+            replicas.append(root)
     return replicas  # type: ignore[return-value]
 
 
@@ -65,6 +66,7 @@ def check_device(root: nn.Module, tensors: Iterable[torch.Tensor], device: torch
 
     Raises:
         RuntimeError: one is not; names it, both devices and the remedy (the type is torch's).
+        ValueError: one is not initialized.
     """
     tensors = list(tensors)
     check_initialized(root, tensors)
@@ -74,10 +76,29 @@ def check_device(root: nn.Module, tensors: Iterable[torch.Tensor], device: torch
             name = next((name for name, other in named if other is tensor), None)
             if name is None:
                 continue  # only an attribute refers to it: each replica gets a copy
+            where = f"module must have its parameters and buffers on device {device} (device_ids[0]), but {name} is on"
+            if tensor.is_meta:
+                raise RuntimeError(
+                    f"{where} the meta device, where tensors have no data. Give the whole module memory first, "
+                    f"model.to_empty(device={str(device)!r}), and load or initialise its parameters."
+                )
             raise RuntimeError(
-                f"module must have its parameters and buffers on device {device} (device_ids[0]), but {name} is on "
-                f"{tensor.device}. Move the whole module there first, model.to({str(device)!r}), or wrap only the part "
-                "of the model that is to run on several devices."
+                f"{where} {tensor.device}. Move the whole module there first, model.to({str(device)!r}), or wrap only "
+                "the part of the model that is to run on several devices."
+            )
+
+
+def check_layouts(root: nn.Module) -> None:
+    """Check that worker processes can have the parameters and buffers of `root`.
+
+    Raises:
+        TypeError: one has a layout that they cannot share, or whose gradients they cannot sum; names it.
+    """
+    for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+        if tensor.layout == torch._mkldnn or (tensor.layout != torch.strided and tensor.requires_grad):  # type: ignore[attr-defined]
+            raise TypeError(
+                f"{name} has the layout {tensor.layout}, and worker processes can share dense parameters only. Make it "
+                'dense, .to_dense(), or use engine="threads".'
             )
 
 

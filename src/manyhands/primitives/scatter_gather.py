@@ -86,7 +86,7 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
 
     Args:
         outputs: one output a replica, all of one structure: tensors, None, numbers and strings in tuples, lists,
-            dicts and dataclasses.
+            dicts and dataclasses, and in objects that their class makes again from what iterating over them yields.
         target_device: where the joined tensors are; an accelerator's index, a string or a `torch.device`.
         dim: the axis along which tensors are joined. 0-dim tensors become a vector, one entry a replica.
 

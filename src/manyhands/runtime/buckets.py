@@ -132,7 +132,7 @@ def buckets_of(forms: Mapping[int, Form], full_bytes: int = BUCKET_BYTES) -> tup
 
 
 class BucketFiller:
-    """Fills buckets tensor by tensor, and hands them out in order, each as soon as it is full.
+    """Takes tensors in any order, and hands out their buckets in order, each as soon as it has all of its tensors.
 
     After its tensors, a bucket has one flag a tensor: 1 if it was added, 0 if not. So the sum of the buckets of several
     processes also says how many processes had each tensor.
@@ -146,8 +146,9 @@ class BucketFiller:
         self._buckets, self._device = buckets, device
         self._form_of = {number: form for bucket in buckets for number, form in bucket.items}
         self._bucket_of = {number: b for b, bucket in enumerate(buckets) for number, _ in bucket.items}
-        self._open: dict[int, _OpenBucket] = {}
+        self._given: list[dict[int, torch.Tensor]] = [{} for _ in buckets]
         self._next = 0  # the first bucket that has not been handed out
+        self._ending = False
         self.order: list[int] = []
 
     @property
@@ -156,59 +157,39 @@ class BucketFiller:
         return list(self._bucket_of)
 
     def add(self, number: int, tensor: torch.Tensor) -> bool:
-        """Copy a tensor into its bucket; return False if it has no place: a second one, or not of the planned form."""
+        """Take a tensor; return False if it has no place: a second one, or not of the planned form.
+
+        It is copied when its bucket is handed out, and must not change before.
+        """
         form = self._form_of.get(number)
         if form is None or (tensor.dtype, tuple(tensor.size())) != (form.dtype, form.size):
             return False
         b = self._bucket_of[number]
-        if b < self._next or not self._bucket(b).take(number, tensor):
+        if b < self._next or number in self._given[b]:
             return False
+        self._given[b][number] = tensor.detach()
         self.order.append(number)
         return True
 
     def fill_up(self) -> None:
         """Fill the places of missing tensors with zeros: every remaining bucket is then full."""
-        for b in range(self._next, len(self._buckets)):
-            self._bucket(b).fill_up()
+        self._ending = True
 
     def full(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
         """Yield the next buckets while they are full: each once, in the order of the plan."""
-        while self._next in self._open and not self._open[self._next].missing:
-            full = self._open.pop(self._next)
+        for bucket, given in zip(self._buckets[self._next :], self._given[self._next :], strict=True):
+            is_complete = len(given) == len(bucket.items)
+            if not (is_complete or self._ending):
+                return
             self._next += 1
-            yield full.bucket, full.flat
-
-    def _bucket(self, b: int) -> "_OpenBucket":
-        if b not in self._open:
-            self._open[b] = _OpenBucket(self._buckets[b], self._buckets[b].device or self._device)
-        return self._open[b]
-
-
-class _OpenBucket:
-    """One bucket that is being filled."""
-
-    def __init__(self, bucket: Bucket, device: torch.device | None) -> None:
-        self.bucket = bucket
-        self.missing = {number: place for place, (number, _) in enumerate(bucket.items, bucket.num_entries)}
-        self.flat = torch.empty(bucket.num_entries + len(bucket.items), dtype=bucket.dtype, device=device)
-        self.flat[bucket.num_entries :] = 1  # at once, as nearly always all are given
-        self._pieces = bucket.pieces(self.flat)
-
-    def take(self, number: int, tensor: torch.Tensor) -> bool:
-        if self.missing.pop(number, None) is None:
-            return False
-        with torch.no_grad():
-            self._pieces[number].copy_(tensor.detach())
-        return True
-
-    def fill_up(self) -> None:
-        if len(self.missing) == len(self.bucket.items):
-            self.flat.zero_()
-        else:
-            for number, place in self.missing.items():
-                self._pieces[number].zero_()
-                self.flat[place] = 0
-        self.missing.clear()
+            length, device = bucket.num_entries + len(bucket.items), bucket.device or self._device
+            flat = (torch.empty if is_complete else torch.zeros)(length, dtype=bucket.dtype, device=device)
+            pieces = bucket.pieces(flat)
+            with torch.no_grad():
+                torch_private.copy_all_in_place([pieces[number] for number in given], [*given.values()])
+            flat[bucket.num_entries :] = 1 if is_complete else torch.tensor([n in given for n in bucket.numbers])
+            given.clear()
+            yield bucket, flat
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

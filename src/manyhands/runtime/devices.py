@@ -127,10 +127,16 @@ def public_id(device: torch.device) -> int | torch.device:
 def identity(device: torch.device) -> str:
     """Return a name of a device that is unique on this machine, and the same in all its processes.
 
-    Indices are not, where CUDA_VISIBLE_DEVICES numbers each process's devices from 0. (Not run on several GPUs so far.)
+    Indices are not, where CUDA_VISIBLE_DEVICES numbers each process's devices from 0. The slices (MIG) of one GPU have
+    different UUIDs and the GPU's address on the bus; they are one device, because NCCL cannot connect two of them.
+    (Not run on several GPUs so far.)
     """
     if not computes_on_host(device):
-        uuid = getattr(torch.get_device_module(device).get_device_properties(device), "uuid", None)
+        properties = torch.get_device_module(device).get_device_properties(device)
+        address = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+        if None not in address:
+            return f"{device.type} at {':'.join(map(str, address))}"
+        uuid = getattr(properties, "uuid", None)
         if uuid is not None:
             return f"{device.type} {uuid}"
     return str(device)
@@ -222,8 +228,16 @@ def computes_on_host(device: torch.device) -> bool:
     """Return whether work on `device` runs in the calling thread rather than on an accelerator's streams."""
     if device.type == "cpu":
         return True
+    if device.type in _accelerator_types:
+        return False
     kind = torch.accelerator.current_accelerator(check_available=True)
-    return kind is None or device.type != kind.type
+    if kind is None or device.type != kind.type:
+        return True
+    _accelerator_types.add(kind.type)
+    return False
+
+
+_accelerator_types: set[str] = set()  # those found so far: torch takes microseconds to say so again
 
 
 def all_on_host(devices: Sequence[torch.device]) -> bool:
@@ -258,15 +272,40 @@ def begin_copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[bo
     `is_there(False)` returns whether the copy has ended; `is_there(True)` waits for it and returns True.
     """
     copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-    copied = torch.Event(tensor.device)
-    copied.record(torch.accelerator.current_stream(tensor.device))
+    return copy, queued_work(tensor.device)
 
-    def is_there(wait: bool) -> bool:
+
+def queued_work(device: torch.device) -> Callable[[bool], bool]:
+    """Return `is_done(wait)` of what the calling thread has queued on a device.
+
+    `is_done(False)` returns whether it has ended; `is_done(True)` waits for it and returns True.
+    """
+    if computes_on_host(device):
+        return lambda wait: True
+    queued = torch.Event(device)
+    queued.record(torch.accelerator.current_stream(device))
+
+    def is_done(wait: bool) -> bool:
         if wait:
-            copied.synchronize()
-        return wait or bool(copied.query())
+            queued.synchronize()
+        return wait or bool(queued.query())
 
-    return copy, is_there
+    return is_done
+
+
+def numbers(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the host's numbers on a device; the host does not wait for the device.
+
+    `torch.tensor(values, device=device)` would: it copies from pageable memory.
+    """
+    if not has_streams(device):
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def has_batch_norm_kernels(device: torch.device) -> bool:
+    """Return whether torch has its kernels of synchronised batch norm for a device (sync_batch_norm/kernels.py)."""
+    return device.type in ("cuda", "xpu")
 
 
 def current_streams(devices: Sequence[torch.device]) -> list[torch.Stream]:
@@ -280,17 +319,23 @@ def using(device: torch.device, streams: Sequence[torch.Stream]) -> Iterator[Non
     if computes_on_host(device):
         yield
         return
-    device_before = torch.accelerator.current_device_index()
     streams_before = [torch.accelerator.current_stream(stream.device) for stream in streams]
-    try:
-        for stream in streams:
-            torch.accelerator.set_stream(stream)
+    with torch_private.current_device(device):
+        try:
+            for stream in streams:
+                torch.accelerator.set_stream(stream)  # makes its device the current one
+            if streams:
+                torch.accelerator.set_device_index(device.index)
+            yield
+        finally:
+            for stream in streams_before:
+                torch.accelerator.set_stream(stream)
+
+
+def make_current(device: torch.device) -> None:
+    """Make an accelerator the current one, which "cuda" without an index means; on the host nothing happens."""
+    if not computes_on_host(device):
         torch.accelerator.set_device_index(device.index)
-        yield
-    finally:
-        for stream in streams_before:
-            torch.accelerator.set_stream(stream)
-        torch.accelerator.set_device_index(device_before)
 
 
 def random_states() -> list[torch.Tensor]:
@@ -341,11 +386,11 @@ def seed_differently(devices: Sequence[torch.device]) -> None:
             generator.manual_seed((first.initial_seed() + number * _SEED_STEP) % 2**64)
 
 
-def shared_random_states(devices: Sequence[torch.device]) -> dict[torch.device, torch.Tensor]:
-    """Return the state of the random generator of each accelerator that is named more than once."""
+def shared_generators(devices: Sequence[torch.device]) -> dict[torch.device, torch.Generator]:
+    """Return the random generator of each accelerator that is named more than once."""
     shared = [device for device, times in Counter(devices).items() if times > 1 and not computes_on_host(device)]
     generators = {device: _default_generator(device) for device in shared}
-    return {device: generator.get_state() for device, generator in generators.items() if generator is not None}
+    return {device: generator for device, generator in generators.items() if generator is not None}
 
 
 def _default_generator(device: torch.device) -> torch.Generator | None:
@@ -354,17 +399,23 @@ def _default_generator(device: torch.device) -> torch.Generator | None:
     return generators[device.index] if device.index is not None and device.index < len(generators) else None
 
 
+def generator_of(device: torch.device) -> torch.Generator | None:
+    """Return an accelerator's own random generator; None on the host, where all threads share one."""
+    if computes_on_host(device):
+        return None
+    torch.empty(0, device=device)  # before a process has used the kind of device, it may have no generators
+    return _default_generator(device)
+
+
 def seed(device: torch.device, number: int | bytes) -> None:
     """Seed the generators of the host and of `device`; or, given the bytes of a state, set that of the host's."""
     if isinstance(number, bytes):
         torch.default_generator.set_state(torch.frombuffer(bytearray(number), dtype=torch.uint8))
         return
     torch.default_generator.manual_seed(number)
-    if not computes_on_host(device):
-        torch.empty(0, device=device)  # before a process has used the kind of device, it may have no generators
-        generator = _default_generator(device)
-        if generator is not None:
-            generator.manual_seed(number)
+    generator = generator_of(device)
+    if generator is not None:
+        generator.manual_seed(number)
 
 
 def generator_states(device: torch.device) -> list[torch.Tensor]:
@@ -478,16 +529,23 @@ def has_room_for(device: torch.device, num_bytes: int) -> bool:
     return num_bytes <= torch_private.free_memory_bytes(device) // 4
 
 
-def rows_on(device: torch.device, tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return `tensor[rows]` on `device`; a copy from the host is queued there and not waited for.
+def rows_on(
+    device: torch.device, tensor: torch.Tensor, rows: torch.Tensor, into: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return `tensor[rows]` on `device`, in the memory of `into` if that is given.
 
-    That needs pinned memory: from pageable memory, the calling thread would wait for the copy. torch keeps the pinned
-    memory until the copy has ended, and then reuses it for the next rows.
+    A copy from the host is queued there and not waited for. That needs pinned memory: from pageable memory, the calling
+    thread would wait for the copy. torch keeps the pinned memory until the copy has ended, and then reuses it for the
+    next rows.
     """
+    if into is not None and tensor.device == into.device:
+        return torch.index_select(tensor, 0, rows, out=into)
     if tensor.device != _CPU or not has_streams(device):
-        return tensor[rows].to(device)
+        there = tensor[rows]
+        return there.to(device) if into is None else into.copy_(there)
     pinned = torch.empty(len(rows), *tensor.shape[1:], dtype=tensor.dtype, pin_memory=True)
-    return torch.index_select(tensor, 0, rows, out=pinned).to(device, non_blocking=True)
+    torch.index_select(tensor, 0, rows, out=pinned)
+    return pinned.to(device, non_blocking=True) if into is None else into.copy_(pinned, non_blocking=True)
 
 
 def begin_to_read(number: torch.Tensor) -> Callable[[], float]:
@@ -531,6 +589,11 @@ def float32_products(device: torch.device, *, rounded: bool) -> Iterator[None]:
     finally:
         set_product_flags(products)
         set_convolution_flags(convolutions)
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Return whether torch.compile can capture what it compiles for a device in CUDA graphs."""
+    return device.type == "cuda"
 
 
 def has_fused_optimizers(device: torch.device) -> bool:

@@ -22,10 +22,13 @@ import enum
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
+from manyhands.runtime.rng import waiting_for_others
 from manyhands.runtime.thread_pool import PassContext, ReplicaContext, inside_replica
+
+T = TypeVar("T")
 
 _WAKE_S = 0.1  # a waiting replica checks for Ctrl-C this often: Ctrl-C cannot always wake it
 
@@ -48,7 +51,7 @@ class Purpose(enum.Enum):
 
 @dataclass(frozen=True)
 class Result:
-    """The result of an all-gather.
+    """The result of an all-gather, which the replicas of a process share.
 
     Attributes:
         values: the replicas' values, in replica order. With a cross-process all-gather: each process's value, by rank.
@@ -57,10 +60,32 @@ class Result:
 
     values: dict[int, Any]
     number: int
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+    _combined: list[Any] = field(default_factory=list, repr=False, compare=False)
+
+    def once(self, combine: Callable[[dict[int, Any]], T]) -> T:
+        """Return `combine(values)`, which the first replica that asks computes for all of them."""
+        with self._lock:
+            if not self._combined:
+                self._combined.append(combine(self.values))
+        combined: T = self._combined[0]
+        return combined
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Result, (self.values, self.number)  # replicas in other processes combine for themselves
 
 
-# From the name of a batch norm and the values of this process's replicas to the value of each process, by rank.
-CrossProcess: TypeAlias = Callable[[str, dict[int, Any]], dict[int, Any]]
+class CrossProcess(Protocol):
+    """From the name of a batch norm and the values of this process's replicas to the value of each process, by rank.
+
+    Attributes:
+        kernels: as in `Exchange`.
+    """
+
+    @property
+    def kernels(self) -> bool: ...
+
+    def __call__(self, name: str, values: Mapping[int, Any], /) -> dict[int, Any]: ...
 
 
 class Request(NamedTuple):
@@ -103,10 +128,12 @@ class Exchange(abc.ABC):
     Attributes:
         failed: whether some replica is known to have failed, so that results are of the replica's own values.
         all_withdrawn: whether all replicas are known to have withdrawn.
+        kernels: whether all whose values meet here have the same statistics, so that those of kernels.py can be used.
     """
 
     failed = False
     all_withdrawn = False
+    kernels = True
 
     def all_gather(self, index: int, request: Request) -> Result:
         """Submit replica `index`'s request; wait for the other replicas' and return all values.
@@ -150,6 +177,7 @@ class LocalExchange(Exchange):
     ) -> None:
         self._serve = serve
         self._cross_process = cross_process
+        self.kernels = cross_process is None or cross_process.kernels
         self.error: BaseException | None = None
         self._condition = threading.Condition()
         self._withdrawn: set[int] = set()
@@ -158,7 +186,7 @@ class LocalExchange(Exchange):
 
     def submit_and_wait(self, index: int, request: Request) -> Response:
         responses: list[Response] = []
-        with self._condition:
+        with waiting_for_others(), self._condition:
             self.submit(index, request, responses.append)
             while not responses:
                 if self.error is not None:

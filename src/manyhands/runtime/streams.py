@@ -146,15 +146,24 @@ def current_stream(device: torch.device) -> torch.Stream | None:
     return torch.accelerator.current_stream(device) if _devices.has_streams(device) else None
 
 
-def join_streams(streams: Iterable[torch.Stream | None], tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Let the calling thread's stream on `device` wait for others of the device, on which tensors were made."""
-    here = current_stream(device)
-    others = [stream for stream in streams if stream is not None and stream != here]
-    for stream in others:
-        assert here is not None
-        here.wait_stream(stream)
-    for tensor in tensors if others else ():
-        tensor.record_stream(here)  # type: ignore[arg-type]
+@contextlib.contextmanager
+def queued_on(stream: torch.Stream | None, tensor: torch.Tensor) -> Iterator[None]:
+    """Within the block, queue work on `stream`, after what the calling thread has queued on its device.
+
+    Args:
+        stream: None where the device has no streams: then nothing happens.
+        tensor: made on the calling thread's stream; its memory is kept until `stream` is done with it.
+    """
+    here = None if stream is None else current_stream(stream.device)
+    if stream is None or here == stream:
+        yield
+        return
+    assert here is not None
+    stream.wait_stream(here)
+    if is_plain(tensor):
+        tensor.record_stream(stream)
+    with _devices.using(stream.device, [stream]):
+        yield
 
 
 def wait_for_streams(device: torch.device, others: Iterable[torch.device]) -> None:

@@ -14,6 +14,8 @@ Guarantees
       that is inside torch when the interpreter ends aborts the process. Tasks that still run after a while are
       interrupted then.
 
+`Background` runs tasks that go on while the caller does other things, in threads of their own.
+
 Assumes that tasks do not touch each other's data.
 """
 
@@ -68,8 +70,9 @@ class one_pass:  # noqa: N801 - a context manager, as a class because a step ent
         self._contexts = contexts
 
     def __enter__(self) -> ReplicaContext:
-        if len(self._contexts) == 1:
-            self._entered: AbstractContextManager[Any] = self._contexts[0]()
+        if len(self._contexts) <= 1:
+            context = self._contexts[0] if self._contexts else _no_context
+            self._entered: AbstractContextManager[Any] = context()
             only: ReplicaContext = self._entered.__enter__()
             return only
         with contextlib.ExitStack() as stack:
@@ -79,6 +82,10 @@ class one_pass:  # noqa: N801 - a context manager, as a class because a step ent
 
     def __exit__(self, *error: Any) -> None:
         self._entered.__exit__(*error)
+
+
+def _no_context() -> AbstractContextManager[ReplicaContext]:
+    return nullcontext(lambda index: nullcontext())
 
 
 @contextlib.contextmanager
@@ -180,6 +187,93 @@ def _run_in_threads(
         _thread_counts.end(threads_before, threads_each)
         torch_private.forget_dispatch_modes()  # the caller's thread is in none: `modes_that_stay`
         ended.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
+
+
+class Background:
+    """Tasks that run in threads of their own until they end, task i for a replica on `devices[i]`; the caller goes on.
+
+    A task sees the thread state that it is given, and the caller's context variables. It has its part of the caller's
+    intra-op threads and cores; the caller's own thread keeps all of its own.
+
+    Args:
+        tasks, devices: one a replica. A task handles its own exceptions, and ends soon after `stop` is called.
+        state: of the tasks' threads.
+        stop: makes the tasks end. It is called when the program ends, too.
+        at_end: called in the thread of the task that ends last.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Callable[[], None]],
+        devices: Sequence[torch.device],
+        state: ThreadState,
+        stop: Callable[[], None],
+        at_end: Callable[[], None],
+    ) -> None:
+        self.stop = stop
+        self._lock = threading.Lock()
+        self._num_running = len(tasks)
+        self._at_end = at_end
+        self._ended = threading.Event()
+        on_host = _devices.all_on_host(devices)
+        streams = None if on_host else _devices.current_streams(devices)
+        own_cores = affinity.cores_per_replica(len(tasks)) if on_host else [()] * len(tasks)
+        context = contextvars.copy_context()
+        started: SimpleQueue[None] = SimpleQueue()
+        threads_before, threads_each = _thread_counts.begin(devices)
+
+        def run(index: int) -> Outcome[None]:
+            def in_context() -> None:
+                affinity.bind(own_cores[index])
+                with _AsReplica(devices[index], index, threads_each, streams), state.applied():
+                    started.put(None)
+                    context.copy().run(tasks[index])
+
+            try:
+                return _outcome(in_context)
+            finally:
+                started.put(None)  # also if it could not start
+                self._leave()
+
+        _backgrounds.add(self)
+        num_started = 0
+        try:
+            for i in range(len(tasks)):
+                _pool.start(_Order(i, [run], SimpleQueue()))
+                num_started += 1
+            for _ in tasks:
+                started.get()
+        except BaseException:
+            stop()
+            for _ in range(len(tasks) - num_started):
+                self._leave()
+            raise
+        finally:
+            # Each task's thread has set its own number by now, and with it that of new threads.
+            _thread_counts.end(threads_before, threads_each)
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._num_running -= 1
+            is_last = not self._num_running
+        if is_last:
+            try:
+                self._at_end()
+            finally:
+                _backgrounds.discard(self)
+                self._ended.set()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all tasks have ended."""
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        """Wait until all tasks have ended."""
+        while not self._ended.wait(_WAKE_S):
+            pass
+        if not modes_that_stay():
+            torch_private.forget_dispatch_modes()  # those of the tasks' threads may have overlapped
 
 
 class divided_intra_op_threads:  # noqa: N801 - a context manager, as a class because a step enters it each time
@@ -383,8 +477,18 @@ class _Pool:
         for worker in workers:
             worker.inbox.put(None)
 
+    def start(self, order: _Order) -> None:
+        """Have a new worker run one order, and end."""
+        worker = _Worker()
+        worker.inbox.put(order)
+        worker.inbox.put(None)
+        with self._lock:
+            self._busy = [worker for worker in self._busy if worker.thread.is_alive()] + [worker]
+
     def stop(self) -> None:
         """Stop every worker and join it; interrupt those whose task runs too long, and give up after `_EXIT_WAIT_S`."""
+        for background in list(_backgrounds):
+            background.stop()
         with self._lock:
             ending = self._idle + self._busy
             self._idle, self._busy = [], []
@@ -411,12 +515,14 @@ class _Pool:
 
 def _after_fork() -> None:
     _pool.forget()
+    _backgrounds.clear()
     _thread_counts.__init__()  # type: ignore[misc]
     _thread.replica_device, _thread.replica_path = None, ()  # a fork inside a task: the child is no replica
 
 
 _thread = threading.local()
 _thread_counts = _ThreadCounts()
+_backgrounds: set[Background] = set()  # those that run
 _pool = _Pool()
 atexit.register(_pool.stop)
 os.register_at_fork(after_in_child=_after_fork)

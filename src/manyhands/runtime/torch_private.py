@@ -13,6 +13,7 @@ import sys
 import threading
 import traceback
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -352,6 +353,40 @@ def is_compiled(function: object) -> bool:
     return issubclass(type(function), types.FunctionType) and "_torchdynamo_orig_callable" in function.__dict__
 
 
+def replays_cuda_graphs(function: object) -> bool:
+    """Return whether torch.compile made `function` with CUDA graphs, as mode="reduce-overhead" does. Fallback: False.
+
+    Compiled with the backend "cudagraphs", or with the global setting, it is not noticed.
+    """
+    if not is_compiled(function):
+        return False
+    found = _with_cuda_graphs.get(function)
+    if found is None:
+        config_of: Any = getattr(function, "get_compiler_config", None)
+        config = config_of() if callable(config_of) else None
+        found = _with_cuda_graphs[function] = bool(config and config.get("triton.cudagraphs"))
+    return found
+
+
+_with_cuda_graphs: "weakref.WeakKeyDictionary[Any, bool]" = weakref.WeakKeyDictionary()  # to ask takes milliseconds
+
+
+def keep_code_for_devices(num_devices: int) -> None:
+    """Let torch.compile keep as many versions of a function for each of several devices as it keeps for one.
+
+    Compiled code belongs to one device, and torch keeps few versions of a function (8); the devices beyond run
+    uncompiled. A larger limit stays; it holds for the whole process. Fallback: nothing.
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        config: Any = importlib.import_module("torch._dynamo.config")
+        name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
+        for_one = _limit_for_one.setdefault(name, getattr(config, name))
+        setattr(config, name, max(getattr(config, name), for_one * num_devices))
+
+
+_limit_for_one: dict[str, int] = {}  # what the limit was at first
+
+
 def has_compiled_call(module: torch.nn.Module) -> bool:
     """Return whether calling `module` runs code that torch.compile made for this object."""
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
@@ -381,6 +416,17 @@ def keep_metrics_of_compiling_by_thread() -> None:
     with contextlib.suppress(AttributeError, TypeError):
         by_thread = type("MetricsContextByThread", (type(context), threading.local), {})
         utils._METRICS_CONTEXT = by_thread(on_exit=context._on_exit)
+
+
+def mark_static(tensors: Iterable[torch.Tensor]) -> None:
+    """Tell torch.compile that tensors keep their addresses: CUDA graphs need no copies of them, and may change them.
+
+    Fallback: nothing. Then a compiled function that changes such a tensor is not captured in a CUDA graph.
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        mark = importlib.import_module("torch._dynamo").mark_static_address
+        for tensor in tensors:
+            mark(tensor, guard=True)
 
 
 def compiler_errors() -> tuple[type[Exception], ...]:
@@ -677,6 +723,18 @@ class _GeneratorOfThread:
 # ---- accelerators --------------------------------------------------------------------------------
 
 
+def current_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which an accelerator is the calling thread's current device.
+
+    When it ends, the device before is current again only if this process has used it: to make a device of CUDA's
+    current takes half a gigabyte of its memory. Fallback: it always is.
+    """
+    if hasattr(torch.accelerator, "device_index"):
+        return torch.accelerator.device_index(device.index)
+    module: Any = torch.get_device_module(device)
+    return module.device(device.index) if hasattr(module, "device") else contextlib.nullcontext()
+
+
 def free_memory_bytes(device: torch.device) -> int:
     """Return how much memory of an accelerator is free. Fallback: as CUDA's own call says; where it has none, 0."""
     accelerator: Any = torch.accelerator
@@ -779,6 +837,30 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def abort_group(group: Any) -> None:
+    """End the collectives of a group of torch.distributed that wait on an accelerator; gloo's end by themselves.
+
+    It does not wait: a thread of its own does, because a driver may take its time to end a kernel. Fallback: nothing.
+    """
+    gloo: Any = getattr(torch.distributed, "ProcessGroupGloo", ())
+    backends: dict[int, Any] = {}
+    for kind in getattr(group, "_device_types", ()):
+        with contextlib.suppress(AttributeError, RuntimeError):
+            backend = group._get_backend(kind)
+            backends[id(backend)] = backend
+    abort = [each.abort for each in backends.values() if hasattr(each, "abort") and not isinstance(each, gloo)]
+    if abort:
+        threading.Thread(target=lambda: [each() for each in abort], name="manyhands-abort", daemon=True).start()
+
+
+def all_gather_into(flat: torch.Tensor, tensor: torch.Tensor, group: Any) -> Any:
+    """Begin to all-gather a tensor into `flat`, whose first axis is the rank; return the work. gloo cannot do it."""
+    distributed: Any = torch.distributed
+    # Older releases have it under another name, which newer ones warn about.
+    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+    return gather(flat.view(-1), tensor.reshape(-1), group, True)
 
 
 def store_of_group(group: Any) -> Any:

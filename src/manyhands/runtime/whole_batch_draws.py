@@ -25,20 +25,46 @@ Guarantees
 Assumes that the replicas run at the same time and exchange values (exchange.py).
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 
-from manyhands.runtime.exchange import Purpose, Request, current_exchange
+from manyhands.runtime.exchange import Purpose, Request, current_exchange, taking_part
+from manyhands.runtime.rng import (
+    NOTHING_IS_CAUGHT,
+    WHAT_IS_NOT_CAUGHT,
+    DrawingFrom,
+    Stream,
+    bytes_of,
+    catch_draws,
+    current_stream,
+    digest_of,
+    last_move,
+    move_to,
+    state_of,
+)
+from manyhands.runtime.thread_pool import ReplicaContext
 
 _OPTION = 'random numbers of one device (randomness="one_device")'
 _CANNOT = (
     _OPTION + ": {operation} cannot be drawn for the whole batch, {why}. Draw tensors in which one axis has the rows, "
     "or k entries of each row after the other, or none has; or draw outside of the model and pass the result to it as "
     'an input; or make the wrapper with randomness="per_replica".'
+)
+_NOT_CAUGHT_HERE = (
+    'random numbers of one device (randomness="one_device"): torch\'s random generator was drawn from while the '
+    "replicas of {name} ran, by {what}. Draw with torch's functions on plain tensors, or draw outside of the model and "
+    'pass the result to it as an input; or make the wrapper with randomness="per_replica".'
+)
+_DREW_DIFFERENTLY = (
+    'random numbers of one device (randomness="one_device"): the replicas of {name} have ended at different random '
+    "states. Let forward seed the generator (torch.manual_seed, torch.set_rng_state) in all replicas alike, or make "
+    'the wrapper with randomness="per_replica".'
 )
 _NOT_RUNNING_TOGETHER = (
     _OPTION + ": {operation} was called where the replicas do not run at the same time: in the backward of batched "
@@ -48,6 +74,105 @@ _NOT_RUNNING_TOGETHER = (
 )
 _ROWS_INTERACT = "because the numbers for one row depend on the other rows: the replicas gave it the shapes {shapes}"
 _SEEDS_OF_INDUCTOR = (-(2**63), 2**63 - 1)  # the bounds of the seeds that code compiled by Inductor draws
+
+
+class one_stream:  # noqa: N801 - a context manager
+    """The context of one pass in which all replicas draw what one device would draw for the whole batch.
+
+    It gives the context of replica i in its thread; inside of it is that of `exchange.exchanging`. The replicas may be
+    in different processes: then each process enters it, from the same state of torch's generator.
+
+    Args:
+        name: what messages call the model.
+        sizes: the rows of each replica, of which two differ.
+
+    Raises:
+        RuntimeError: at the end of the pass: the replicas have drawn differently, or something could not be caught.
+    """
+
+    def __init__(self, name: str, sizes: Sequence[int]) -> None:
+        self._name, self._sizes = name, tuple(sizes)
+
+    def __enter__(self) -> ReplicaContext:
+        caught = catch_draws()
+        if caught is None:
+            raise RuntimeError(_NOT_CAUGHT_HERE.format(name=self._name, what=NOTHING_IS_CAUGHT))
+        self._caught = caught
+        self._last_move, self._state = last_move(), torch.default_generator.get_state()
+        self._streams: list[Stream] = []  # of the replicas that have begun
+        return self._context_of
+
+    def _context_of(self, index: int) -> AbstractContextManager[None]:
+        stream = Stream(partial(_with_state, self._state), partial(_draw_part, Part(index, self._sizes)))
+        self._streams.append(stream)
+        return DrawingFrom(stream, self._caught)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            return
+        before = bytes_of(self._state)
+        if state_of(torch.default_generator) != before and last_move() is self._last_move:
+            raise RuntimeError(_NOT_CAUGHT_HERE.format(name=self._name, what=WHAT_IS_NOT_CAUGHT))
+        generators = [stream.generator_made for stream in self._streams]
+        states = {before if generator is None else state_of(generator) for generator in generators}
+        if len(states) > 1:
+            raise RuntimeError(_DREW_DIFFERENTLY.format(name=self._name))
+        if states and states != {before}:
+            move_to(self._streams[0].generator)
+
+
+@contextlib.contextmanager
+def no_draws() -> Iterator[None]:
+    """The context of a backward of replicas that draw as one device but do not run together: a draw is an error."""
+    caught = catch_draws()
+    if caught is None:
+        yield
+        return
+    stream = Stream(partial(_with_state, torch.default_generator.get_state()), partial(_draw_part, Part(0, ())))
+    with taking_part(None, 0), DrawingFrom(stream, caught):
+        yield
+
+
+class SharedStream:
+    """The same as `SeededStreams` for replicas that draw as one device: around `one_stream` in the caller's process.
+
+    Attributes:
+        seeds: one a replica: the state of torch's generator, for that of its process.
+    """
+
+    seeds: Sequence[int | bytes]
+
+    def __init__(self, num_replicas: int) -> None:
+        self._before = torch.default_generator.get_state()
+        self.seeds = [bytes_of(self._before)] * num_replicas
+        self._digests: set[int | None] = set()
+
+    def __enter__(self) -> None:
+        pass
+
+    def ended(self, digests: Sequence[int | None]) -> None:
+        """See `SeededStreams`."""
+        self._digests = set(digests)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        digest = digest_of([self._before], [torch.default_generator.get_state()])
+        if kind is None and self._digests <= {digest}:
+            return
+        torch.default_generator.set_state(self._before)
+        if kind is None:
+            raise RuntimeError(_DREW_DIFFERENTLY.format(name="the model"))
+
+
+def draws_for_whole_batch() -> bool:
+    """Return whether the calling thread runs a replica that draws for the whole batch."""
+    stream = current_stream()
+    return stream is not None and stream.draw is not None
+
+
+def _with_state(state: torch.Tensor) -> torch.Generator:
+    generator = torch.Generator("cpu")
+    generator.set_state(state)
+    return generator
 
 
 @dataclass(frozen=True)
@@ -90,13 +215,13 @@ class _RowsAxis(NamedTuple):
     per_row: int
 
 
-def draw_part(
+def _draw_part(
+    part: Part,
     drawn_by: Any,
     num_before: int,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     generator: torch.Generator | None,
-    part: Part,
 ) -> Any:
     """Draw for the whole batch; return the replica's part. Arguments that the operation writes into get theirs.
 

@@ -47,6 +47,7 @@ from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.exchange import Exchange, LocalExchange, Request, Result, current_exchange, taking_part
 from manyhands.runtime.thread_pool import inside_replica
+from manyhands.sync_batch_norm.kernels import KernelStatistics, dense
 from manyhands.sync_batch_norm.statistics import ReduceGrad, Statistics
 
 _NOT_RUNNING_TOGETHER = (
@@ -85,13 +86,13 @@ class BackwardMode(enum.Enum):
 class ReplicaStatistics:
     """One replica's statistics of a batch norm's input, and its number of rows."""
 
-    statistics: Statistics
+    statistics: Statistics | KernelStatistics
     rows: int
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """One replica's gradients of mean and variance.
+    """One replica's part of what the gradient of its rows needs of all: gradients of mean and variance, or sums.
 
     `weighted` matters between processes (across_processes.py): whether they are summed with the weights of the
     processes' losses or, being the adjoint of such a sum, without.
@@ -120,7 +121,7 @@ class BatchNormOverReplicas:
 
     def __init__(self, replicas: Sequence[Callable[..., Any] | None], backward_mode: BackwardMode) -> None:
         self.backward_mode = backward_mode
-        self.identity = object()  # for the graphs: a reference to this object would keep the replicas alive
+        self.identity = _Identity()  # for the graphs: a reference to this object would keep the replicas alive
         self.num_replicas = len(replicas)
         self._replicas = replicas
         self._named: list[dict[int, tuple[str, torch.Tensor]] | None] = [None] * len(replicas)
@@ -148,6 +149,23 @@ class BatchNormOverReplicas:
         finally:
             _thread.replica_pass = before
 
+    @contextlib.contextmanager
+    def single_replica(self, new_exchange: Callable[[int], Exchange]) -> Iterator[None]:
+        """The backward of a single replica, as a context: there is no other replica in this process.
+
+        torch may run its nodes in the thread of an accelerator, while the caller's thread waits.
+
+        Args:
+            new_exchange: makes the exchange, in which other processes may take part.
+        """
+        exchange = None if inside_replica() else new_exchange(1)
+        with taking_part(exchange, 0), self.in_replica(0, torch.is_grad_enabled()):
+            before, self.identity.single = self.identity.single, _current_pass()
+            try:
+                yield
+            finally:
+                self.identity.single = before
+
     def recomputation(self) -> AbstractContextManager[Any]:
         """Return the context of a backward of all graphs (`BackwardMode.ONE_CALL`), for recomputed batch norms."""
         return _BatchNormMode(lambda tensors: _Recomputation(self, tensors))
@@ -174,7 +192,7 @@ class BatchNormOverReplicas:
         leaves = {i: ReplicaStatistics(part.statistics.detached(), part.rows) for i, part in parts.items()}
         self._recorded[index].append(_Recorded(name, leaves[index].statistics.mean, leaves))
 
-    def recorded(self, index: int, name: str, mine: Statistics) -> dict[int, ReplicaStatistics]:
+    def recorded(self, index: int, name: str, mine: Statistics | KernelStatistics) -> dict[int, ReplicaStatistics]:
         """Return all replicas' statistics of a batch norm that replica `index` recomputes with statistics `mine`."""
         same_name = [recorded for recorded in self._recorded[index] if recorded.name == name]
         if len(same_name) > 1:  # used more than once
@@ -220,19 +238,15 @@ class _ReplicaPass:
         self._tracked = tracked
         self._num_checkpoints_around = _num_checkpoints()
 
-    def gather_statistics(
-        self, x: torch.Tensor, tensors: Tensors
-    ) -> tuple[dict[int, ReplicaStatistics], Statistics, ReduceGrad | None]:
-        """Return every replica's statistics of the batch norm of `x` that has `tensors`, and those of all rows.
-
-        Where the latter have no history, also the function that reduces their gradient.
-        """
+    def gather_statistics(self, x: torch.Tensor, tensors: Tensors, eps: float) -> "_Gathered":
+        """Return every replica's statistics of the batch norm of `x` that has `tensors`, and those of all rows."""
         name = self.batch_norm.name_of(self.index, tensors) or f"{x.size(1)} channels"
+        mine = statistics_of(x, eps, kernels=self.exchange.kernels)
         if self.batch_norm.backward_mode is BackwardMode.PER_REPLICA:
-            result = self._all_gather(name, Statistics.of(x), x)
+            result = self._all_gather(name, mine, x)
             forward = _ForwardExchange(self.batch_norm.identity, name, result.number)
             total = combine_statistics(result.values, x.device)
-            return result.values, total, lambda grad: _AllReduce.apply(grad, forward)  # type: ignore[no-untyped-call]
+            return _Gathered(result.values, total, lambda grad: _AllReduce.apply(grad, forward))  # type: ignore[no-untyped-call]
 
         is_checkpointed = self._tracked and _num_checkpoints() > self._num_checkpoints_around
         if is_checkpointed and (
@@ -248,12 +262,17 @@ class _ReplicaPass:
                 raise RuntimeError(_INSIDE_FORWARD)
             return grad
 
-        result = self._all_gather(name, Statistics.of(x).with_history(x, check_forward_is_over), x)
+        result = self._all_gather(name, mine.with_history(x, check_forward_is_over), x)
         if is_checkpointed:
             self.batch_norm.record(self.index, name, result.values)
-        return result.values, combine_statistics(result.values, x.device), None
+        # A checkpoint counts the tensors that are saved inside it, which have to be as many when it is recomputed.
+        if isinstance(mine, KernelStatistics) and not is_checkpointed:
+            total = result.once(_combined_for_all)[self.index].on(x.device)
+        else:
+            total = combine_statistics(result.values, x.device)
+        return _Gathered(result.values, total, None)
 
-    def _all_gather(self, name: str, statistics: Statistics, x: torch.Tensor) -> Result:
+    def _all_gather(self, name: str, statistics: Statistics | KernelStatistics, x: torch.Tensor) -> Result:
         return self.exchange.all_gather(self.index, Request(name, ReplicaStatistics(statistics, x.size(0))))
 
 
@@ -267,15 +286,41 @@ class _Recomputation:
             raise RuntimeError(_CHECKPOINT)
         self.index = owner
 
-    def gather_statistics(
-        self, x: torch.Tensor, tensors: Tensors
-    ) -> tuple[dict[int, ReplicaStatistics], Statistics, ReduceGrad | None]:
+    def gather_statistics(self, x: torch.Tensor, tensors: Tensors, eps: float) -> "_Gathered":
         """Return every replica's statistics as recorded, but its own with a new history."""
         name = self.batch_norm.name_of(self.index, tensors)
-        mine = Statistics.of(x).with_history(x, lambda grad: grad)
+        mine = statistics_of(x, eps).with_history(x, lambda grad: grad)
         recorded = self.batch_norm.recorded(self.index, name or "", mine)
         parts = {**recorded, self.index: ReplicaStatistics(mine, x.size(0))}
-        return parts, combine_statistics(parts, x.device), None
+        return _Gathered(parts, combine_statistics(parts, x.device), None)
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """Statistics of a batch norm.
+
+    Attributes:
+        parts: those of each replica.
+        total: those of all rows.
+        reduce_grad: where `total` has no history, the function that reduces its gradient.
+    """
+
+    parts: dict[int, ReplicaStatistics]
+    total: Statistics | KernelStatistics
+    reduce_grad: ReduceGrad | None
+
+    @property
+    def count(self) -> int | None:
+        """The values of a channel in all rows; None where the host does not know it."""
+        counts = [part.statistics.count for part in self.parts.values()]
+        return None if None in counts else sum(counts)  # type: ignore[arg-type]
+
+
+def statistics_of(x: torch.Tensor, eps: float, *, kernels: bool = True) -> Statistics | KernelStatistics:
+    """Return the statistics of x without a history, by torch's kernels for it where x's device has them."""
+    if kernels and _devices.has_batch_norm_kernels(x.device):
+        return KernelStatistics.of(x, eps)
+    return Statistics.of(x)
 
 
 def sum_gradients(gradients: Mapping[int, Gradients], device: torch.device) -> torch.Tensor:
@@ -283,9 +328,32 @@ def sum_gradients(gradients: Mapping[int, Gradients], device: torch.device) -> t
     return torch.stack([_devices.copy_to(each.tensor, device) for each in gradients.values()]).sum(0)
 
 
-def combine_statistics(parts: Mapping[int, ReplicaStatistics], device: torch.device) -> Statistics:
+def combine_statistics(parts: Mapping[int, ReplicaStatistics], device: torch.device) -> Statistics | KernelStatistics:
     """Return the statistics of all parts together, combined in the order given."""
-    return Statistics.of_all([part.statistics for part in parts.values()], device)
+    found = [part.statistics for part in parts.values()]
+    if isinstance(found[0], KernelStatistics):
+        return KernelStatistics.of_all(found, device)[0]  # type: ignore[arg-type]
+    return Statistics.of_all(found, device)  # type: ignore[arg-type]
+
+
+def _combined_for_all(parts: Mapping[int, ReplicaStatistics]) -> dict[int, KernelStatistics]:
+    """Return the statistics of all parts for each replica, combined on the first one's device.
+
+    Combined by each replica for itself, n of them would take n * (n - 1) copies, and as many in backward.
+    """
+    found: list[Any] = [part.statistics for part in parts.values()]
+    totals = KernelStatistics.of_all(found, found[0].packed.device, len(found))
+    return dict(zip(parts, totals, strict=True))
+
+
+class _Identity:
+    """What the graphs know of a `BatchNormOverReplicas`.
+
+    Attributes:
+        single: the running pass of backward, where that is of a single replica, in whatever thread.
+    """
+
+    single: "_ReplicaPass | None" = None
 
 
 _thread = threading.local()
@@ -314,7 +382,7 @@ class _ForwardExchange:
     `identity` is that of the replicas' `BatchNormOverReplicas`; `weighted` that of the gradients to be summed.
     """
 
-    identity: object
+    identity: _Identity
     name: str
     number: int
     weighted: bool = True
@@ -327,6 +395,8 @@ class _AllReduce(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, of: _ForwardExchange) -> torch.Tensor:
         replica_pass = _current_pass()
         if replica_pass is None or replica_pass.batch_norm.identity is not of.identity:
+            replica_pass = of.identity.single
+        if replica_pass is None:
             raise RuntimeError(_NOT_RUNNING_TOGETHER)
         request = Request(of.name, Gradients(tensor.detach(), of.weighted), of.number)
         result = replica_pass.exchange.all_gather(replica_pass.index, request)
@@ -386,14 +456,16 @@ class _BatchNormMode(TorchFunctionMode):
         replica_pass = self._replica_pass_of(tensors)
         if replica_pass is None:
             raise RuntimeError(_NOT_RUNNING_TOGETHER)
-        parts, total, reduce_grad = replica_pass.gather_statistics(input, tensors)
-        if total.count == 0:
+        if _devices.has_batch_norm_kernels(input.device):
+            input = dense(input)
+        gathered = replica_pass.gather_statistics(input, tensors, eps)
+        if gathered.count == 0:
             return of_torch()
-        if total.count == 1 and not (isinstance(replica_pass, _ReplicaPass) and replica_pass.exchange.failed):
-            size = torch.Size([sum(part.rows for part in parts.values()), *input.shape[1:]])
+        if gathered.count == 1 and not (isinstance(replica_pass, _ReplicaPass) and replica_pass.exchange.failed):
+            size = torch.Size([sum(part.rows for part in gathered.parts.values()), *input.shape[1:]])
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
-        total.update(running_mean, running_var, momentum)
-        return total.normalise(input, weight, bias, eps, reduce_grad)
+        gathered.total.update(running_mean, running_var, momentum)
+        return gathered.total.normalise(input, weight, bias, eps, gathered.reduce_grad)
 
     def _run_backward(self, func: Any, outputs: Any, /, *inputs: Any, **kwargs: Any) -> Any:
         """Run a backward with this mode on, for the batch norms that activation checkpoints call in it.

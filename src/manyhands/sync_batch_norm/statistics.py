@@ -1,6 +1,7 @@
 """Mean and variance of the channels of a tensor, combined from several tensors, and normalising by them.
 
-The arithmetic of a batch norm whose rows are on several devices, differentiable to any order. A kernel computes
+The arithmetic of a batch norm whose rows are on several devices, differentiable to any order; kernels.py does the same
+on devices that have kernels for it. A kernel computes
 `Statistics` without a history; `with_history` links them to the rows afterwards, and takes a function that reduces
 their gradient on its way to the rows. Where the statistics are linked only to the rows that they normalise,
 `normalise` does both at once, in fewer passes over the rows.
@@ -35,7 +36,7 @@ class Statistics:
         """Return the statistics of x, of shape (rows, channels, ...), without a history; zeros if it has no rows."""
         x = x.detach()
         num_channels = x.size(1)
-        dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+        dtype = statistics_dtype(x)
         zeros = torch.zeros(num_channels, dtype=dtype, device=x.device)
         if not x.numel():
             return cls(0, zeros, zeros)
@@ -43,7 +44,7 @@ class Statistics:
             # The kernel computes in the type of the running statistics.
             mean, var = torch.batch_norm_update_stats(x, zeros, torch.ones_like(zeros), 0.0)
         else:
-            var, mean = torch.var_mean(x.to(dtype), _all_but_channels(x), correction=0)
+            var, mean = torch.var_mean(x.to(dtype), all_but_channels(x), correction=0)
         return cls(x.numel() // num_channels, mean, var)
 
     @classmethod
@@ -58,7 +59,7 @@ class Statistics:
         count = sum(part.count for part in parts)
         means = torch.stack([_devices.copy_to(part.mean, device) for part in parts])
         variances = torch.stack([_devices.copy_to(part.var, device) for part in parts])
-        shares = torch.tensor([[part.count / max(count, 1)] for part in parts], dtype=means.dtype, device=device)
+        shares = _devices.numbers([[part.count / max(count, 1)] for part in parts], means.dtype, device)
         mean = (shares * means).sum(0)
         return cls(count, mean, (shares * (variances + (means - mean).square())).sum(0))
 
@@ -158,10 +159,10 @@ class _Normalise(torch.autograd.Function):
         statistics_grad = torch.stack([-scale * grad_shift, -0.5 * scale * inverse_std * grad_scaled])
         grad_x = None
         if ctx.needs_input_grad[0] and ctx.reduce_grad is None:
-            grad_x = (grad * _per_channel(scale, x)).to(x.dtype)
+            grad_x = (grad * per_channel(scale, x)).to(x.dtype)
         elif ctx.needs_input_grad[0]:
             grad_x = _rows_grad(x, mean, ctx.count, ctx.reduce_grad(statistics_grad))
-            grad_x = grad_x.addcmul_(grad, _per_channel(scale, x)).to(x.dtype)
+            grad_x = grad_x.addcmul_(grad, per_channel(scale, x)).to(x.dtype)
         return (
             grad_x,
             *(statistics_grad.unbind() if ctx.reduce_grad is None else (None, None)),
@@ -176,9 +177,9 @@ def _rows_grad(x: torch.Tensor, mean: torch.Tensor, count: int, statistics_grad:
 
     It is a new tensor, in the type of the statistics.
     """
-    shift, slope = (_per_channel(each, x) for each in (statistics_grad / max(count, 1)).unbind())
+    shift, slope = (per_channel(each, x) for each in (statistics_grad / max(count, 1)).unbind())
     # The difference first: where the mean is large, a product with x would lose the digits of small differences.
-    centred = x - _per_channel(mean, x)
+    centred = x - per_channel(mean, x)
     return centred.mul_(2 * slope).add_(shift)  # in place: passes over memory are its cost
 
 
@@ -191,15 +192,21 @@ def _sums(
         kernel = torch.ops.aten.native_batch_norm_backward
         _, scaled, shift = kernel(grad, x, None, mean, var, None, None, False, eps, [False, True, True])
         return scaled, shift
-    normalised = (x - _per_channel(mean, x)) * _per_channel(inverse_std, x)
-    axes = _all_but_channels(x)
+    normalised = (x - per_channel(mean, x)) * per_channel(inverse_std, x)
+    axes = all_but_channels(x)
     return (grad * normalised).sum(axes), grad.to(mean.dtype).sum(axes)
 
 
-def _all_but_channels(x: torch.Tensor) -> list[int]:
+def statistics_dtype(x: torch.Tensor) -> torch.dtype:
+    """Return the type of the statistics of x."""
+    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+
+
+def all_but_channels(x: torch.Tensor) -> list[int]:
+    """Return the axes over which statistics are taken."""
     return [axis for axis in range(x.dim()) if axis != 1]
 
 
-def _per_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def per_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return a view of one value a channel that broadcasts over x."""
     return values.view(1, -1, *[1] * (x.dim() - 2))

@@ -1,6 +1,6 @@
 """The checkpoint: all that a run needs to be resumed as if it had not stopped.
 
-That is the weights, the optimizer's state, the states of the random number generators, and the numbers of finished
+That is the weights, their momenta, the states of the random number generators, and the numbers of finished
 steps and epochs. The learning rate and the order of the rows follow from the number of steps; the history is in
 metrics.jsonl.
 
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from manyhands.console.errors import FolderError
 from manyhands.runtime import devices
 from manyhands.training.run_folder import RunFolder, replaced
+from manyhands.training.weights import Weights
 
 _FORMAT = 1
 
@@ -41,8 +41,7 @@ class StepCount:
 
 def save(
     folder: RunFolder,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    weights: Weights,
     progress: StepCount,
     on: Sequence[torch.device],
 ) -> None:
@@ -51,8 +50,8 @@ def save(
         "format": _FORMAT,
         "steps": progress.steps,
         "epochs": progress.epochs,
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
+        "model": weights.state_dict(),
+        "momenta": weights.momenta,
         "random": _random_state(on),
     }
     archive = io.BytesIO()  # torch cannot say why a file cannot be written ("unexpected pos"); Python can
@@ -64,11 +63,10 @@ def save(
 def restore(
     state: dict[str, Any],
     folder: RunFolder,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    weights: Weights,
     on: Sequence[torch.device],
 ) -> StepCount:
-    """Load what `read` has returned into model, optimizer and generators; return how far the run was.
+    """Load what `read` has returned into weights and generators; return how far the run was.
 
     Args:
         folder: where the state was read from.
@@ -78,28 +76,12 @@ def restore(
         FolderError: it does not fit.
     """
     try:
-        model.load_state_dict(state["model"])
-        _load_optimizer(optimizer, state["optimizer"])
+        weights.load(state["model"], state["momenta"])
         _set_random_state(state["random"], on)
         return StepCount(steps=state["steps"], epochs=state["epochs"])
     except (KeyError, ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise FolderError(f"the checkpoint in {folder} does not fit the run in its config.json: {reason}") from error
-
-
-def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load an optimizer's state, but keep its implementation and memory layout: the devices may have changed.
-
-    A fused optimizer needs its state in the memory layout of the parameters.
-    """
-    implementation = [{name: group[name] for name in ("foreach", "fused")} for group in optimizer.param_groups]
-    optimizer.load_state_dict(state)
-    for group, own in zip(optimizer.param_groups, implementation, strict=True):
-        group.update(own)
-    for parameter, state_of_parameter in optimizer.state.items():
-        for name, value in state_of_parameter.items():
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                state_of_parameter[name] = torch.empty_like(parameter).copy_(value)
 
 
 def read(folder: RunFolder, say: Callable[[str], None]) -> dict[str, Any]:

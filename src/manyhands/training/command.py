@@ -11,8 +11,10 @@ from typing import Any
 
 from manyhands import __version__, keep_freed_memory
 from manyhands.console import progress
-from manyhands.console.errors import DONE, OptionError
+from manyhands.console.device_option import choose_devices
+from manyhands.console.errors import DONE, OptionError, OutputClosedError
 from manyhands.console.options import flag, folder
+from manyhands.training import data, models
 from manyhands.training.display import Display
 from manyhands.training.options import DEVICE_ORDERS, ENGINES, PRECISIONS, SCHEDULES, Options
 from manyhands.training.ranks import ALONE, Ranks, launch
@@ -127,13 +129,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--precision",
         choices=PRECISIONS,
         help="fp32: float32, exact; tf32: float32 whose products GPUs may round to TF32; bf16: torch.autocast to "
-        f"bfloat16 (default: {default.precision})",
+        "bfloat16; bf16-weights: also the weights that the model computes with, rounded from float32 ones (default: "
+        f"{default.precision})",
     )
     how.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
-        help="compile the model with torch.compile; that takes up to some minutes at the first step, and needs a "
-        "compiler: a C++ compiler on the CPU, Triton and a C compiler on GPUs (default: not compiled)",
+        help="compile the model with torch.compile, on one device the whole step; that takes up to some minutes at the "
+        "first step, and needs a compiler: a C++ compiler on the CPU, Triton and a C compiler on GPUs (default: not "
+        "compiled)",
     )
     how.add_argument("--seed", type=int, metavar="N", help=f"for weights and order (default: {default.seed})")
 
@@ -170,6 +174,23 @@ def run(given: dict[str, Any], ranks: Ranks = ALONE) -> int:
     options, run_folder, resume = ranks.from_first(lambda: _plan_run(given))
     options = replace(options, devices=given.get("devices", options.devices))
     os.environ["CUDA_DEVICE_ORDER"] = options.device_order  # read when CUDA is initialised, later than this
+    ranks.together(lambda: _expect_usable(options, ranks))
+    try:
+        _train(options, run_folder, resume, ranks)
+    except BrokenPipeError as error:
+        raise OutputClosedError(
+            "nothing reads the output any more, so the training has stopped: "
+            + (
+                f"manyhands train --resume {run_folder} goes on"
+                if run_folder.can_be_resumed()
+                else f"nothing had been saved yet in {run_folder}"
+            )
+            + ". To see a part of the output, send it to a file, and read that"
+        ) from error
+    return DONE
+
+
+def _train(options: Options, run_folder: RunFolder, resume: bool, ranks: Ranks) -> None:
     if ranks.is_first:
         print(f"manyhands {__version__}: {options}; results in {run_folder}", flush=True)
 
@@ -187,8 +208,18 @@ def run(given: dict[str, Any], ranks: Ranks = ALONE) -> int:
             f"test accuracy {outcome.test_accuracy:.4f}, {outcome.seconds_per_epoch:.1f} seconds of training an epoch, "
             f"on {describe(*outcome.devices_by_rank)}"
         )
-        print(f"see {run_folder.curves}; the weights are {run_folder.model}")
-    return DONE
+        print(f"see {run_folder.curves}; the weights are {run_folder.model}", flush=True)
+
+
+def _expect_usable(options: Options, ranks: Ranks) -> None:
+    """Check what the options name, before anything is printed or loaded.
+
+    Raises:
+        CommandError: there is no such model, data set or device.
+    """
+    models.expect_known(options.model, options.init)
+    data.expect_known(options.data)
+    choose_devices(options.devices, among_several=ranks.world_size > 1)
 
 
 def _plan_run(given: dict[str, Any]) -> tuple[Options, RunFolder, bool]:

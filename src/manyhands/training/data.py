@@ -162,6 +162,16 @@ def load(
     return _load_folder(folder, folder.resolve().name or source)
 
 
+def expect_known(source: str) -> None:
+    """Check that there is such a data set, or such a folder; nothing is loaded.
+
+    Raises:
+        DataError: there is not.
+    """
+    if source not in ("digits", "fashion-mnist"):
+        _find_folder(source)
+
+
 def default_cache() -> Path:
     """Return the folder for downloads: $XDG_CACHE_HOME/manyhands, or ~/.cache/manyhands."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))

@@ -6,8 +6,8 @@
     torchrun --nproc-per-node 2 -m manyhands train        # two processes
 
 A step is: rows, learning rate, forward, backward, update, record. An epoch is: steps, evaluation, record, checkpoint,
-picture. The loop is the same on one device and on several. Each of several processes takes its shard of every batch,
-and the losses are summed over the processes.
+picture. The loop is the same on one device and on several, compiled or not (computation.py). Each of several processes
+takes its shard of every batch, and the losses are summed over the processes.
 
 Nothing in a step waits for an accelerator: rows are on the device or are copied to it asynchronously, and losses are
 read a step later (pending_steps.py).
@@ -17,16 +17,17 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import pad
 
 from manyhands.console.errors import Interrupted, OptionError
 from manyhands.runtime import devices, torch_private
-from manyhands.training.compiling import cannot_compile, uncompiled
+from manyhands.training.compiling import cannot_compile
+from manyhands.training.computation import IGNORED
 from manyhands.training.display import Display
 from manyhands.training.interrupts import StopRequest
 from manyhands.training.metrics import EpochRecord
@@ -35,8 +36,8 @@ from manyhands.training.pending_steps import PendingStep, PendingSteps
 from manyhands.training.ranks import ALONE, Ranks
 from manyhands.training.run import Run, describe
 from manyhands.training.run_folder import RunFolder
-from manyhands.training.schedule import epoch_batches, learning_rate
-from manyhands.training.work import Work
+from manyhands.training.schedule import epoch_batches, learning_rate, num_steps
+from manyhands.training.work import Share, Work
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def train(
 
 def _train_epoch(run: Run, epoch: int, pending: PendingSteps, display: Display, stop: StopRequest) -> None:
     """Take the steps of an epoch that are not finished yet."""
-    options, optimizer = run.options, run.optimizer
+    options = run.options
     where = run.dataset.train_labels.device
     batches = epoch_batches(run.num_rows, options.batch_size, seed=options.seed, epoch=epoch, device=where)
     first_step = epoch * run.steps_per_epoch
@@ -111,31 +112,11 @@ def _train_epoch(run: Run, epoch: int, pending: PendingSteps, display: Display, 
             warmup_steps=round(options.warmup_epochs * run.steps_per_epoch),
             total_steps=options.epochs * run.steps_per_epoch,
         )
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-
-        # The batch is divided into micro-batches (--accumulate), and this process takes its shard of each. Each loss is
-        # a sum divided by the rows of the whole batch. So losses and gradients add up to those of the mean, also where
-        # the shards are uneven.
         rows = batches[step - first_step]
-        if options.compile and len(rows) not in run.sizes_compiled:
-            display.begin(f"compiling the model for steps of {len(rows)} rows")
-            run.sizes_compiled.add(len(rows))
-        batch_loss = torch.zeros((), device=run.devices[0])
-        work = Work(run.devices)
-        optimizer.zero_grad()
-        for micro_batch, is_last in _micro_batches(rows, options.accumulate):
-            shard = run.ranks.shard_of(micro_batch)
-            # Gradients are all-reduced once, with the last micro-batch.
-            sync = contextlib.nullcontext() if is_last else run.model.no_sync()
-            with _explained(run), sync, work.measured(run.model, len(shard)):
-                micro_batch_loss = _sum_of_losses(run, shard) / len(rows)
-                micro_batch_loss.backward()  # type: ignore[no-untyped-call]
-            batch_loss += micro_batch_loss.detach()
-        loss = devices.begin_to_read(batch_loss)
-        optimizer.step()
+        with _compilation_shown(run, f"steps of {len(rows)} rows", display):
+            loss, shares = _take_step(run, rows, rate)
 
-        pending.add(PendingStep(step, epoch, rate, len(rows), loss, work.shares))
+        pending.add(PendingStep(step, epoch, rate, len(rows), loss, shares))
         if pending.should_save:
             pending.record()
             run.save()
@@ -143,10 +124,36 @@ def _train_epoch(run: Run, epoch: int, pending: PendingSteps, display: Display, 
     pending.record()
 
 
+def _take_step(run: Run, rows: Tensor, rate: float) -> tuple[Callable[[], float], Sequence[Share]]:
+    """Take a step: forward, backward, update.
+
+    Returns:
+        What waits for this process's part of the loss, and the work of each replica of this process.
+    """
+    # The batch is divided into micro-batches (--accumulate), and this process takes its shard of each. Each loss is a
+    # sum divided by the rows of the whole batch. So losses and gradients add up to those of the mean, also where the
+    # shards are uneven.
+    images, labels = run.dataset.train_images, run.dataset.train_labels
+    batch_loss = torch.zeros((), device=run.devices[0])
+    work = Work(run.devices)
+    run.computation.begin_step()
+    for micro_batch, is_last in _micro_batches(rows, run.options.accumulate):
+        shard = run.ranks.shard_of(micro_batch)
+        # Gradients are all-reduced once, with the last micro-batch.
+        sync = contextlib.nullcontext() if is_last else run.model.no_sync()
+        with _explained(run), sync, work.measured(run.model, len(shard)):
+            micro_batch_loss = run.computation.training_loss(images, labels, shard, len(rows))
+            micro_batch_loss.backward()  # type: ignore[no-untyped-call]
+        batch_loss += micro_batch_loss.detach()
+    loss = devices.begin_to_read(batch_loss)
+    run.computation.update(rate)
+    return loss, work.shares
+
+
 def _finish_epoch(run: Run, epoch: int, display: Display, stop: StopRequest) -> None:
     """Evaluate; record, save and draw the results of the epoch."""
     began = time.perf_counter()
-    test_loss, test_accuracy = evaluate(run, stop)
+    test_loss, test_accuracy = evaluate(run, display, stop)
     test_seconds = time.perf_counter() - began
     if not math.isfinite(test_loss):
         raise run.diverged(f"the test loss is {test_loss} after epoch {epoch + 1}", run.options.lr)
@@ -170,25 +177,23 @@ def _finish_epoch(run: Run, epoch: int, display: Display, stop: StopRequest) -> 
     run.draw()
 
 
-def evaluate(run: Run, stop: StopRequest) -> tuple[float, float]:
+def evaluate(run: Run, display: Display, stop: StopRequest) -> tuple[float, float]:
     """Return the mean loss and the accuracy over all test rows, computed on all replicas of all processes."""
     images, labels = run.dataset.test_images, run.dataset.test_labels
-    first_device = run.devices[0]
-    totals = [torch.zeros(2, device=first_device)]  # of each batch: sum of the losses, number of correct answers
-    as_written = uncompiled() if run.options.compile else contextlib.nullcontext()
+    # All batches have one size; rows beyond the last picture, of which there are few, have a label that does not count.
+    size = math.ceil(len(labels) / num_steps(len(labels), run.options.batch_size))
+    padded_labels = pad(labels, (0, 1), value=IGNORED)
+    totals = [torch.zeros(2, device=run.devices[0])]  # of each batch: sum of the losses, number of correct answers
     run.model.eval()
-    with torch.inference_mode(), as_written, _explained(run):
-        for first in range(0, len(labels), run.options.batch_size):
+    with torch.no_grad(), _explained(run):
+        for first in range(0, len(labels), size):
             stop.check()
-            last = min(first + run.options.batch_size, len(labels))
-            rows = run.ranks.shard_of(torch.arange(first, last, device=labels.device))
+            rows = run.ranks.shard_of(torch.arange(first, first + size, device=labels.device))
             if not len(rows):
                 continue
-            with _precision(run):
-                logits = run.model(devices.rows_on(first_device, images, rows)).float()
-            expected = devices.rows_on(first_device, labels, rows)
-            loss = F.cross_entropy(logits, expected, reduction="sum")
-            totals.append(torch.stack([loss, (logits.argmax(dim=1) == expected).sum().float()]))
+            with _compilation_shown(run, f"tests of {size} rows", display):
+                run.computation.begin_step()
+                totals.append(run.computation.test_totals(images, padded_labels, rows))
     # Read once: each reading waits for the device. Added up in Python, whose numbers have 64 bits on every machine.
     total_loss, num_correct = run.ranks.sum(*map(math.fsum, zip(*torch.stack(totals).tolist(), strict=True)))
     return total_loss / len(labels), num_correct / len(labels)
@@ -201,18 +206,17 @@ def _micro_batches(rows: Tensor, number: int) -> Iterator[tuple[Tensor, bool]]:
         yield micro_batch, i == len(micro_batches)
 
 
-def _sum_of_losses(run: Run, rows: Tensor) -> Tensor:
-    """Return the sum of the losses of some training rows, with its graph."""
-    dataset, first_device = run.dataset, run.devices[0]
-    images, labels = (devices.rows_on(first_device, t, rows) for t in (dataset.train_images, dataset.train_labels))
-    with _precision(run):
-        logits = run.model(images)
-    return F.cross_entropy(logits.float(), labels, reduction="sum")
-
-
-def _precision(run: Run) -> contextlib.AbstractContextManager[object]:
-    """Return the context of the model: autocast to bfloat16, if that is the precision."""
-    return torch.autocast(run.devices[0].type, torch.bfloat16, enabled=run.options.precision == "bf16")
+@contextlib.contextmanager
+def _compilation_shown(run: Run, what_for: str, display: Display) -> Iterator[None]:
+    """Show that the block compiles, which may take minutes, and then how long it took: at its first time in a run."""
+    if not run.options.compile or what_for in run.compiled:
+        yield
+        return
+    display.begin(f"compiling the model for {what_for}")
+    began = time.perf_counter()
+    yield
+    run.compiled.add(what_for)
+    display.say(f"compiled the model for {what_for} in {time.perf_counter() - began:.1f} s")
 
 
 @contextlib.contextmanager

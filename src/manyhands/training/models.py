@@ -5,11 +5,24 @@ from collections import OrderedDict
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from manyhands.console.errors import OptionError
+
 MODELS = ("resnet18", "mlp")
 INITS = ("default", "seeds")
 
 _SEEDS_STD = 0.01
 _MLP_WIDTH = 256
+
+
+def expect_known(name: str, init: str) -> None:
+    """Check that there is a model and a way to initialise it with these names.
+
+    Raises:
+        OptionError: there is not.
+    """
+    for option, given, known in (("--model", name, MODELS), ("--init", init, INITS)):
+        if given not in known:
+            raise OptionError(f"{option} {given}: expected one of {', '.join(known)}")
 
 
 def build(name: str, *, num_classes: int, image_shape: tuple[int, int, int], init: str = "default") -> nn.Module:
@@ -68,7 +81,9 @@ def resnet18(num_classes: int, in_channels: int = 1) -> nn.Sequential:
     """
     return nn.Sequential(
         OrderedDict(
-            stem=nn.Sequential(nn.Conv2d(in_channels, 64, kernel_size=3, padding=1), nn.BatchNorm2d(64), nn.ReLU()),
+            stem=nn.Sequential(
+                nn.Conv2d(in_channels, 64, kernel_size=3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU()
+            ),
             stage1=nn.Sequential(Residual(64, 64), Residual(64, 64)),
             stage2=nn.Sequential(Residual(64, 128, stride=2), Residual(128, 128)),
             stage3=nn.Sequential(Residual(128, 256, stride=2), Residual(256, 256)),
@@ -81,15 +96,15 @@ def resnet18(num_classes: int, in_channels: int = 1) -> nn.Sequential:
 class Residual(nn.Module):
     """Add two 3x3 convolutions, with batch norm, to their own input.
 
-    If the block changes the size or the number of channels, the input passes a 1x1 convolution first. The
-    convolutions have biases, which batch norm makes useless, because those of the tutorials have.
+    If the block changes the size or the number of channels, the input passes a 1x1 convolution first. A convolution
+    before a batch norm has no bias (those of the tutorials have one): batch norm subtracts it again with the mean.
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int = 1) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=1, stride=stride)
+        self.conv1 = nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=1, stride=stride, bias=False)
         self.bn1 = nn.BatchNorm2d(out_channels)
-        self.conv2 = nn.Conv2d(out_channels, out_channels, kernel_size=3, padding=1)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, kernel_size=3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(out_channels)
         self.shortcut = (
             nn.Identity()

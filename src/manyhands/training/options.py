@@ -14,7 +14,7 @@ from manyhands.console.errors import OptionError
 from manyhands.console.options import flag
 
 SCHEDULES = ("constant", "cosine")
-PRECISIONS = ("fp32", "tf32", "bf16")
+PRECISIONS = ("fp32", "tf32", "bf16", "bf16-weights")
 ENGINES = ("threads", "processes")
 DEVICE_ORDERS = ("PCI_BUS_ID", "FASTEST_FIRST")
 
@@ -82,7 +82,7 @@ class Options:
 
     def __str__(self) -> str:
         """Return in words what is trained, and how it is computed."""
-        computed = {"fp32": "", "tf32": ", in tf32", "bf16": ", in bf16"}[self.precision]
+        computed = "" if self.precision == "fp32" else f", in {self.precision}"
         return f"{self.model} on {self.data}{computed}{', compiled' if self.compile else ''}"
 
     def _expect(self, name: str, holds: bool, expected: str) -> None:

@@ -12,18 +12,20 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhands.console.device_option import choose_devices
-from manyhands.console.errors import DivergedError, FolderError, OptionError
+from manyhands.console.errors import DivergedError, FolderError
 from manyhands.data_parallel import DataParallel
 from manyhands.runtime import devices as _devices
 from manyhands.training import checkpoint, data, models
 from manyhands.training.checkpoint import StepCount
-from manyhands.training.compiling import compiled, expect_compiler
+from manyhands.training.compiling import compiled_module, expect_compiler
+from manyhands.training.computation import Computation
 from manyhands.training.display import Display
 from manyhands.training.metrics import Metrics, Record
 from manyhands.training.options import Options
 from manyhands.training.ranks import ALONE, Ranks, is_first_of_its_host, launch
 from manyhands.training.run_folder import RunFolder, replaced
 from manyhands.training.schedule import num_steps
+from manyhands.training.weights import Weights
 
 
 @dataclass
@@ -37,12 +39,13 @@ class Run:
         devices: one for each replica of this process; the first one holds `live`, and each batch before it is split.
         devices_by_rank: the devices of each process.
         live: the module that is trained.
-        model: `live`, or `live` compiled, on every device.
-        optimizer: updates `live`.
+        model: `live` on every device.
+        weights: those of `live`, and how they are updated.
+        computation: what a step computes with these.
         metrics: the records so far.
         progress: the steps and epochs that are finished.
         saved: those of the checkpoint; None if there is none.
-        sizes_compiled: the batch sizes that the model has been compiled for.
+        compiled: what has been compiled, in words.
     """
 
     options: Options
@@ -53,11 +56,12 @@ class Run:
     devices_by_rank: Sequence[Sequence[torch.device]]
     live: nn.Module
     model: DataParallel
-    optimizer: torch.optim.Optimizer
+    weights: Weights
+    computation: Computation
     metrics: Metrics
     progress: StepCount
     saved: StepCount | None
-    sizes_compiled: set[int] = field(default_factory=set)
+    compiled: set[str] = field(default_factory=set)
 
     @classmethod
     def begin(
@@ -68,7 +72,7 @@ class Run:
         Raises:
             CommandError: it cannot be set up; the message is one line for the user.
         """
-        _check_names(options)
+        models.expect_known(options.model, options.init)
         devices = ranks.together(lambda: choose_devices(options.devices, among_several=ranks.world_size > 1))
         devices_by_rank = ranks.all_gather(devices)
         dataset = _load(options, display, ranks)
@@ -87,31 +91,31 @@ class Run:
         if options.precision != "fp32" and not _devices.computes_on_host(devices[0]):
             # The fast low-precision convolutions of GPUs need this memory layout.
             live = live.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        weights = Weights(
+            live,
+            momentum=options.momentum,
+            weight_decay=options.weight_decay,
+            in_bfloat16=options.precision == "bf16-weights",
+        )
         if _devices.has_room_for(devices[0], dataset.num_bytes):
             dataset = dataset.on(devices[0])
+        whole = options.compile and len(devices) == ranks.world_size == 1
         # Even shares: torch's rule may give the last replica a single row, which its batch norm cannot train on.
         # loss="sum": a loss is the sum over this process's shard, divided by the rows of the whole batch.
         model = DataParallel(
-            compiled(live) if options.compile else live,
+            compiled_module(live) if options.compile and not whole else live,
             device_ids=devices,
             engine=options.engine,
             shares="even",
             sync_batch_norm=synchronised,
             loss="sum",
         )
-        optimizer = torch.optim.SGD(
-            live.parameters(),
-            lr=options.lr,
-            momentum=options.momentum,
-            weight_decay=options.weight_decay,
-            fused=_devices.has_fused_optimizers(devices[0]) or None,
-        )
 
         records: list[Record] = []
         progress = StepCount()
         if resume:
             state, records = ranks.from_first(lambda: _read_run(folder, dataset, display))
-            progress = checkpoint.restore(state, folder, live, optimizer, devices)
+            progress = checkpoint.restore(state, folder, weights, devices)
         else:
             ranks.from_first(folder.make_empty)
         run = cls(
@@ -123,7 +127,8 @@ class Run:
             devices_by_rank=devices_by_rank,
             live=live,
             model=model,
-            optimizer=optimizer,
+            weights=weights,
+            computation=Computation(model, weights, autocast="bf16" in options.precision, whole=whole),
             metrics=Metrics(folder.metrics if ranks.is_first else None, records),
             progress=progress,
             saved=progress if resume else None,
@@ -166,8 +171,8 @@ class Run:
             import safetensors.torch  # here: `make gpu-check`, which saves nothing, runs without it
 
             self.metrics.sync()
-            checkpoint.save(self.folder, self.live, self.optimizer, self.progress, self.devices)
-            weights = {name: tensor.contiguous() for name, tensor in self.live.state_dict().items()}
+            checkpoint.save(self.folder, self.weights, self.progress, self.devices)
+            weights = {name: tensor.contiguous() for name, tensor in self.weights.state_dict().items()}
             with replaced(self.folder.model) as unfinished:
                 unfinished.write_bytes(
                     safetensors.torch.save(weights)
@@ -293,13 +298,3 @@ def _sizes_of(dataset: data.Dataset) -> dict[str, Any]:
         "num_classes": dataset.num_classes,
         "image_shape": list(dataset.image_shape),
     }
-
-
-def _check_names(options: Options) -> None:
-    """Check the names that models.py defines. `Options` has checked all others."""
-    for option, name, known in (
-        ("--model", options.model, models.MODELS),
-        ("--init", options.init, models.INITS),
-    ):
-        if name not in known:
-            raise OptionError(f"{option} {name}: expected one of {', '.join(known)}")

@@ -17,7 +17,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhands.data_parallel import DataParallel
 from manyhands.primitives import pytree
-from manyhands.primitives.dims import spread
 from manyhands.verification.call_recorder import Divergence, first_divergence, match
 from manyhands.verification.compare import Tolerance, plain, tensors_in
 from manyhands.verification.report import Cause, Finding, Kind, Row
@@ -137,7 +136,7 @@ class Comparison:
 
     def _joined_on(self, path: str, tensor: torch.Tensor) -> int | None:
         """Return the axis on which the wrapper's options join an output; None if they do not join it."""
-        axes = spread(self.wrapped.out_dims, self.one.output, self.wrapped.dim, "out_dims")
+        axes, _ = self.wrapped._rules().axes(self.one.output)
         paths = [where for where, _ in pytree.leaves(self.one.output)]
         axis = axes[paths.index(path)] if path in paths else None
         return axis if axis is None else axis % max(1, tensor.dim())

@@ -49,7 +49,7 @@ exit status:
   0  the same, or the differences are explained: by random numbers, which each replica draws for itself, or by an
      option that was given and causes them (--no-sync-batch-norm, --scalars stack)
   1  something differs
-  2  nothing was compared: the arguments cannot be used, or the model failed
+  2  nothing was compared: the arguments cannot be used, the model failed, or one device had all rows
 """
 
 
@@ -117,6 +117,11 @@ def run(given: dict[str, Any]) -> int:
         if isinstance(error, TargetError):
             raise
         raise TargetError(f"{target} could not be compared: {one_line(error)}") from error
+    if report.num_replicas == 1:
+        raise TargetError(
+            f"{target}: nothing was compared, because one device had all rows: give a batch with rows for each device, "
+            "and two devices or more (--devices cpu,cpu)"
+        )
     print(report)
     return _SAME if report.same or report.explained else _DIFFERS
 

@@ -110,12 +110,14 @@ class Report:
         rows: every comparison.
         findings: at least one for each mode in which something differs.
         notes: for example, what could not be compared.
+        num_replicas: how many had rows; with one, one device was compared with itself.
     """
 
     title: str
     rows: tuple[Row, ...]
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
+    num_replicas: int = 2
 
     @property
     def same(self) -> bool:

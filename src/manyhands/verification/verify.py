@@ -127,7 +127,13 @@ def verify(
                         findings += spare.make_certain(compared.find(), step, one, tolerance)
             finally:
                 state.restore(gradients=True)
-    report = Report(_title(wrapped, many), tuple(rows), tuple(findings), tuple(dict.fromkeys([*notes, *spare.notes])))
+    report = Report(
+        _title(wrapped, many),
+        tuple(rows),
+        tuple(findings),
+        tuple(dict.fromkeys([*notes, *spare.notes])),
+        len(many.rows) or len(devices),
+    )
     if show:
         print(report)
     return report

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,6 +29,7 @@ from manyhands import DataParallel
 from manyhands.engines.processes import engine, fork_server, worker, worker_group
 from manyhands.engines.processes.channel import _HEADER, Channel
 from manyhands.engines.processes.engine import ProcessesEngine
+from manyhands.engines.processes.module_sync import ModuleSync
 from manyhands.runtime.errors import log_once
 
 WAIT_S = 60.0
@@ -86,15 +86,13 @@ def gradients(module: nn.Module, *inputs: torch.Tensor) -> list[torch.Tensor | N
     return [parameter.grad for parameter in module.parameters()]
 
 
-class Returns(nn.Module):
+class Returns(Calls):
     """Returns, for each row, what a function of this module and the inputs returns, called in the replica's process."""
 
+    offset = 0.0
+
     def __init__(self, function: Callable[..., Any], **attributes: Any) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-        self.function = function
-        for name, value in attributes.items():
-            setattr(self, name, value)
+        super().__init__(function, weight=nn.Parameter(torch.ones(())), **attributes)
 
     def forward(self, *inputs: Any) -> torch.Tensor:
         return inputs[0] * 0 + self.weight * float(self.function(self, *inputs))
@@ -340,14 +338,18 @@ def test_changes_that_are_seen(wrap):
     assert not model(torch.zeros(4, 1)).requires_grad
 
 
-def test_changes_that_need_refresh(wrap):
-    """R8: the inside of an object of another class."""
-    model = wrap(Returns(lambda module, x: module.box.value, box=Box(1.0)))
+def test_changes_that_need_refresh(wrap, monkeypatch):
+    """R8: the inside of an object of another class, and a class attribute."""
+    box = Box(1.0)
+    model = wrap(Returns(lambda module, x: module.box.value + module.offset, box=box))
     assert returned(model) == [1.0, 1.0]
-    model.module.box.value = 2.0
-    assert returned(model) == [2.0, 1.0]
-    model.refresh()
-    assert returned(model) == [2.0, 2.0]
+    for change in (lambda: setattr(box, "value", 2.0), lambda: monkeypatch.setattr(Returns, "offset", 3.0)):
+        before = returned(model)[0]
+        change()
+        now = box.value + Returns.offset
+        assert returned(model) == [now, before]
+        model.refresh()
+        assert returned(model) == [now, now]
 
 
 # ---- errors --------------------------------------------------------------------------------------
@@ -474,7 +476,7 @@ class Disturbed(nn.Module):
 WITHOUT_SYNC = [(False, True, 0, None), (False, True, 1, None), (False, True, 2, None), (False, False, 1, 1)]
 WITHOUT_SYNC += [(False, True, 1, 1)]
 # At a batch norm they wait for messages, whichever way gradients are summed.
-WITH_SYNC = [(True, b, *pair) for b in (False, True) for pair in [(1, 1), (2, 2), (0, 1), (0, 2), (1, 2)]]
+WITH_SYNC = [(True, b, *pair) for b in (False, True) for pair in [(1, 1), (0, 2), (1, 2)]]
 
 
 @pytest.mark.parametrize(
@@ -505,14 +507,13 @@ def test_a_replica_that_raises_or_is_killed_while_others_wait(wrap, sync_batch_n
     torch.testing.assert_close(gradients(model, x), gradients(plain, x), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("num_replicas", [2, 3])
 @pytest.mark.parametrize(
     ("broken", "transport"),
     [("_new_reducer", "shared memory"), ("_new_reducer", "gloo"), ("_process_groups_for", "gloo")],
 )
-def test_a_worker_that_fails_before_a_collective(wrap, broken, num_replicas):
+def test_a_worker_that_fails_before_a_collective(wrap, broken):
     """F4: the others would wait for it for ever. Its exception is raised; the next forward starts other workers."""
-    caller, model, x = os.getpid(), wrap(large(), num_replicas), torch.randn(6, 200)
+    caller, model, x = os.getpid(), wrap(large(), 3), torch.randn(6, 200)
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise MemoryError("no room for it")
@@ -641,6 +642,22 @@ def test_a_forked_child_has_parameters_of_its_own(wrap):
     assert model.module.bias.grad.item() == 8.0
 
 
+def test_a_forked_child_does_not_read_gradients_on_accelerators(monkeypatch):
+    """F5: their addresses are not the host's; a DataLoader forks while `.grad` is set."""
+    sync = ModuleSync.__new__(ModuleSync)
+    leaf = torch.ones(3, requires_grad=True)
+    leaf.grad = torch.ones(3)
+    sync._in_shared_memory, sync.tensors = [], [leaf]
+    monkeypatch.setattr(ModuleSync, "invalidate", lambda self: None)
+    read = []
+    monkeypatch.setattr("ctypes.memmove", lambda target, source, size: read.append(source))
+    sync.leave_shared_memory()
+    assert len(read) == 1
+    monkeypatch.setattr("manyhands.runtime.devices.is_cpu", lambda device: False)
+    sync.leave_shared_memory()
+    assert len(read) == 1
+
+
 def test_ctrl_c_in_the_middle_of_a_message_ends_the_workers(wrap, monkeypatch):
     """F3: they would take the rest of it for the next one."""
     model, x = wrap(nn.Linear(3, 2)), torch.randn(4, 3)
@@ -729,27 +746,22 @@ def test_replicas_that_are_stamped_anew_are_not_looked_at_anew(wrap, transport, 
 @both_transports
 def test_a_parameter_replaced_by_an_equal_one_or_laid_out_anew_is_noticed(wrap):
     """R8: a parameter of one element is equal to another of that value; `.data =` leaves versions as they are."""
-    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval()
-    module.register_parameter("factor", nn.Parameter(torch.tensor(1.0)))
-    module.forward = types.MethodType(_times_factor, module)
+    linear, norm, factor = nn.Linear(3, 3), nn.BatchNorm1d(3).eval(), nn.Parameter(torch.tensor(1.0))
+    forward = lambda module, x: module.norm(module.linear(x)) * module.factor  # noqa: E731
+    module = Calls(forward, linear=linear, norm=norm, factor=factor)
     model, x = wrap(module), torch.randn(4, 3)
-
     changes = [
         lambda: None,
         lambda: setattr(module, "factor", nn.Parameter(torch.tensor(1.0))),
-        lambda: setattr(module[0].weight, "data", module[0].weight.data.t()),
-        lambda: setattr(module[1].running_mean, "data", torch.ones(3)),
-        lambda: module[1].running_mean.data.fill_(3.0),  # as averages of weights and buffers do
+        lambda: setattr(linear.weight, "data", linear.weight.data.t()),
+        lambda: setattr(norm.running_mean, "data", torch.ones(3)),
+        lambda: norm.running_mean.data.fill_(3.0),  # as averages of weights and buffers do
     ]
     for change in changes:
         change()
         for _ in range(2):
             torch.testing.assert_close(model(x), module(x))
             torch.testing.assert_close(gradients(model, x), gradients(module, x))
-
-
-def _times_factor(self, x):
-    return nn.Sequential.forward(self, x) * self.factor
 
 
 def test_a_wrapper_that_is_compiled_itself(wrap):
@@ -792,18 +804,6 @@ def test_memory_and_file_descriptors_of_what_was_replaced_are_freed(wrap):
     for _ in range(5):
         step()
     assert open_files() == before
-
-
-@both_transports
-def test_the_first_forward_in_inference_mode(wrap):
-    """R14: what is made then serves later steps too."""
-    model, x = wrap(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()), torch.randn(6, 4)
-    with torch.inference_mode():
-        torch.testing.assert_close(model(x), model.module(x))
-    model.train()
-    model(x).sum().backward()
-    model.eval()
-    torch.testing.assert_close(model(x), model.module(x))
 
 
 def test_a_deep_module(wrap):
@@ -1019,6 +1019,8 @@ def test_what_a_class_of_main_holds_that_pickle_looks_up_by_name():
 
 _ENDLESS = """
     import os, torch, manyhands
+    # Backward imports it in a thread, and an import that goes on makes Python forget that Ctrl-C has ended the program.
+    import torch.fx.experimental.symbolic_shapes
 
     def busy(*args):
         print("busy", flush=True)

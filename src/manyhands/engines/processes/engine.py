@@ -22,7 +22,6 @@ Guarantees
 Assumes, as the threads engine does, that the module does not change while a forward runs.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,26 +32,28 @@ from torch import nn
 
 from manyhands.autograd.boundary import join
 from manyhands.autograd.replica_graph import BoundaryTensor
-from manyhands.engines.base import Call, Engine, called, check_flag
-from manyhands.engines.processes.messages import Forward, Reply, TensorRef
-from manyhands.engines.processes.module_sync import ModuleSync
+from manyhands.engines.base import Call, Engine, LaneCall, Lanes, check_flag
+from manyhands.engines.compile_lock import CompileLock
+from manyhands.engines.lanes import open_local_lanes
+from manyhands.engines.processes.lanes import WorkerLanes, send_update
+from manyhands.engines.processes.messages import Forward, TensorRef
+from manyhands.engines.processes.module_sync import ModuleSync, Update
 from manyhands.engines.processes.pickling import dumps
-from manyhands.engines.processes.reducers.base import ModuleLeaves
 from manyhands.engines.processes.remote_graph import RemoteGraphs
 from manyhands.engines.processes.shared_memory import SendBuffer
 from manyhands.engines.processes.worker_group import StepLock, WorkerGroup
-from manyhands.engines.replica import Inputs, ReplicaPool, Replicas, carries_objects, look_for_live_tensors
+from manyhands.engines.replica import GraphSearch, Inputs, ReplicaPool, Replicas, call_replica, carries_objects
 from manyhands.engines.threads import ThreadsEngine
 from manyhands.primitives.blueprint import HOOKS, Blueprint
 from manyhands.primitives.outputs import Outputs
 from manyhands.primitives.parallel_apply import values_or_raise
 from manyhands.primitives.placements import Replicate
-from manyhands.primitives.replicate import check_device, unchanged_on_failure
+from manyhands.primitives.replicate import check_device, check_layouts, unchanged_on_failure
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.errors import log_once
 from manyhands.runtime.exchange import exchanging
-from manyhands.runtime.rng import SeededStreams, SharedStream, one_stream
+from manyhands.runtime.rng import SeededStreams
 from manyhands.runtime.streams import Copies
 from manyhands.runtime.thread_pool import (
     PassContext,
@@ -63,6 +64,7 @@ from manyhands.runtime.thread_pool import (
     run_together,
 )
 from manyhands.runtime.thread_state import ProcessState, ThreadState
+from manyhands.runtime.whole_batch_draws import SharedStream, one_stream
 from manyhands.sync_batch_norm.function_mode import BackwardMode, BatchNormOverReplicas
 
 _HOOKS_OF_EVERY_MODULE = (
@@ -86,26 +88,48 @@ class ProcessesEngine(Engine):
         self._step_lock = StepLock()
         self._module_sync = ModuleSync()
         self._worker_group: WorkerGroup | None = None
+        self._lanes: WorkerLanes | None = None  # the last ones that were opened
         self._timings: list[ReplicaTiming] = []
         self._pool: ReplicaPool | None = None  # of the first replica
         self._linked_pool: ReplicaPool | None = None  # the one whose leaves are described by the following
-        self._module_leaves = ModuleLeaves(())
         self._remote_leaves: dict[int, torch.Tensor] = {}
-        self._leaf_forms: tuple[Any, ...] = ()
-        # The method, and the signature of the blueprint, for which the first replica's graph has been checked.
-        self._checked: tuple[str | None, tuple[Any, ...]] | None = None
-        self._outside: list[torch.Tensor] = []  # leaves found there that are not the module's: globals, say
+        self._leaf_forms: list[tuple[Any, ...]] = []
+        self._search = GraphSearch()
 
     def forward(self, module: nn.Module, call: Call) -> Any:
-        if inside_replica() or len(call.devices) == 1:
+        if inside_replica() or len(call.devices) == 1 or self._workers_belong_to_lanes():
             return self._threads_engine.forward(module, call)
-        with self._step_lock.acquire() as is_outermost:
+        with self._step_lock as is_outermost:
             if not is_outermost:
                 return self._threads_engine.forward(module, call)
             if torch_private.hooks_of_every_module():
                 log_once(_HOOKS_OF_EVERY_MODULE)
                 return self._threads_engine.forward(module, call)
             return self._forward(module, call)
+
+    def open_lanes(self, module: nn.Module, call: LaneCall) -> Lanes:
+        if inside_replica() or len(call.devices) == 1 or self._workers_belong_to_lanes():
+            return self._threads_engine.open_lanes(module, call)
+        with self._step_lock as is_outermost:
+            if not is_outermost or torch_private.hooks_of_every_module():
+                return self._threads_engine.open_lanes(module, call)
+            worker_group = self._worker_group_for(call.devices)
+            if len(call.devices) - 1 > worker_group.num_in_sync:
+                self._module_sync.invalidate()
+            blueprint = self._module_sync.diff(module)
+            pool = self._pool_of(blueprint, call.source)
+            [here] = open_local_lanes(pool.blueprint, replace(call, devices=call.devices[:1]), CompileLock())
+            update = self._pack(blueprint, call.source, worker_group, len(call.devices) - 1)
+            if update.has_content:
+                with torch.no_grad():
+                    send_update(worker_group, self._module_sync, update, call)
+            self._module_sync.commit()
+            self._lanes = WorkerLanes(worker_group, self._step_lock, call, here)
+            return self._lanes
+
+    def _workers_belong_to_lanes(self) -> bool:
+        """Return whether lanes are open that go on to use the workers."""
+        return self._lanes is not None and self._lanes.are_open
 
     def _forward(self, module: nn.Module, call: Call) -> Any:
         tracked = torch.is_grad_enabled()
@@ -118,18 +142,11 @@ class ProcessesEngine(Engine):
         blueprint = self._module_sync.diff(module)  # step 1
         pool = self._pool_of(blueprint, call.source)
         number = next(worker_group.graph_numbers)
-        graphs = RemoteGraphs(
-            timings,
-            where,
-            worker_group=worker_group,
-            step_lock=self._step_lock,
-            module_sync=self._module_sync,
-            number=number,
-        )
+        graphs = RemoteGraphs(timings, where, worker_group=worker_group, step_lock=self._step_lock, number=number)
         with (
             divided_intra_op_threads(call.devices) as num_threads,
             unchanged_on_failure(pool.buffers),
-            worker_group.ended_on_failure(),
+            worker_group,
             Copies(call.devices[:1]) as copies,
         ):
             inputs = Inputs(call, tracked, copies, num_here=1)  # step 2
@@ -140,30 +157,23 @@ class ProcessesEngine(Engine):
             graphs.on_release = replicas.give_back
             graphs.sync_context = call.sync_context
             contexts: list[PassContext] = []
+            if call.one_device_randomness:
+                contexts.append(partial(one_stream, type(module).__name__, call.sizes))
             if call.sync_batch_norm or call.one_device_randomness:
                 new_exchange = partial(worker_group.open_exchange, cross_process=call.cross_process)
                 contexts.append(exchanging(len(where), new_exchange))
-            if call.one_device_randomness:
-                contexts.append(partial(one_stream, type(module).__name__, call.sizes))
             if call.sync_batch_norm:
                 roots = [*replicas.roots, *[None] * (len(where) - 1)]
                 contexts.append(BatchNormOverReplicas(roots, BackwardMode.PER_REPLICA).one_pass)
                 del roots  # when a replica is given back, no variable may refer to it
             graphs.pass_contexts = contexts
 
-            def run() -> Any:
-                started = time.perf_counter()
-                copies.wait_copies(0)
-                args, kwargs = inputs.shards[0]
-                output = called(replicas.roots[0], call.method)(*args, **kwargs)
-                timings[0].forward_s = time.perf_counter() - started
-                return output
-
             with streams, one_pass(graphs.pass_contexts) as replica_context:
+                run = partial(call_replica, call, inputs, replicas.roots, copies, timings, 0)
                 outcomes = run_together([run], call.devices[:1], replica_context)
                 try:
                     self._module_sync.commit()
-                    with worker_group.collective():
+                    with worker_group.collective:
                         worker_group.transport.end_sending(lambda: worker_group.poll(where))
                     replies = graphs.take_replies(streams)  # step 4
                     for i, reply in replies.items():
@@ -175,13 +185,22 @@ class ProcessesEngine(Engine):
             del replica_context  # it may refer to the replica
             matched = Outputs(outputs, call.rules, call.sizes)  # step 5
             del outputs
-            if tracked:
-                own_leaves = [edge.tensors[0] for edge in inputs.edges if edge.tensors[0] is not None]
-                self._check_first_graph(pool, call, matched, [*own_leaves, *replicas.each[0].leaves])
             graphs.outputs = [
                 BoundaryTensor(group.placement, call.output_device, group.tensors) for group in matched.groups
             ]
-            output = matched.put_together(self._joined(graphs, inputs, objects, pool, replicas, replies, tracked))
+            if tracked:
+                own_leaves = [edge.tensors[0] for edge in inputs.edges if edge.tensors[0] is not None]
+                own_leaves += replicas.leaves[0]
+                of_first = [replace(group, tensors=group.tensors[:1]) for group in matched.groups]
+                outside = self._search.outside_leaves(
+                    pool, call, of_first, where[:1], own_leaves, carries_objects(call)
+                )
+                live = self._link(graphs, inputs, objects, outside, pool, replicas)
+                graphs.pass_on_gradients_of_forward([*live, *pool.live_parameters], replies)
+                joined = join(graphs, live, ())
+            else:
+                joined = graphs.joined_outputs()
+            output = matched.put_together(joined)
         replicas.each[0].commit_buffers()
         if not tracked:
             graphs.release()
@@ -191,38 +210,10 @@ class ProcessesEngine(Engine):
         """Return the pool of the first replicas; those of other blueprints are dropped, with what they refer to."""
         if self._pool is None or self._pool.blueprint is not blueprint or self._pool.source != source:
             check_device(blueprint.root, [*blueprint.parameters.values(), *blueprint.buffers.values()], source)
+            check_layouts(blueprint.root)
             self._pool, self._linked_pool = ReplicaPool(blueprint, source), None
             self._threads_engine.refresh()
         return self._pool
-
-    def _check_first_graph(
-        self, pool: ReplicaPool, call: Call, matched: Outputs, own_leaves: list[torch.Tensor]
-    ) -> None:
-        """Find the leaves in the first replica's graph that are not its own, unless they are known."""
-        with_objects = carries_objects(call)
-        checked = (call.method, pool.blueprint.signature)
-        if with_objects or self._checked != checked:
-            of_first = [replace(group, tensors=group.tensors[:1]) for group in matched.groups]
-            self._outside = look_for_live_tensors(pool.blueprint, of_first, call.where()[:1], own_leaves)
-            # The next call may have other objects.
-            self._checked = None if with_objects else checked
-
-    def _joined(
-        self,
-        graphs: RemoteGraphs,
-        inputs: Inputs,
-        objects: list[torch.Tensor],
-        pool: ReplicaPool,
-        replicas: Replicas,
-        replies: dict[int, Reply],
-        tracked: bool,
-    ) -> Sequence[torch.Tensor]:
-        """Return the joined outputs, linked to the caller's tensors through the boundary if any needs a gradient."""
-        if not tracked:
-            return graphs.joined_outputs()
-        live = self._link(graphs, inputs, objects, pool, replicas)
-        graphs.pass_on_gradients_of_forward([*live, *pool.live_parameters], replies)
-        return join(graphs, live, ())
 
     def _send(
         self,
@@ -236,13 +227,7 @@ class ProcessesEngine(Engine):
         """Send every worker its forward; return the tensors inside objects in the inputs that need a gradient."""
         worker_group, module_sync = graphs.worker_group, self._module_sync
         num_workers = len(call.devices) - 1
-        update = module_sync.pack(blueprint, call.source, worker_group.transport.shares_parameters)
-        if update.module is not None:
-            _log_if_hooks(blueprint)
-            for worker in worker_group.workers:
-                worker.placed = None
-        if update.has_content:
-            worker_group.num_in_sync = num_workers
+        update = self._pack(blueprint, call.source, worker_group, num_workers)
         thread, process = ThreadState.capture(), ProcessState.capture()
         tracked = thread.grad_enabled
         leaves = {id(leaf): ~k for k, edge in enumerate(inputs.edges) for leaf in edge.tensors if leaf is not None}
@@ -286,18 +271,36 @@ class ProcessesEngine(Engine):
                 [*module_sync.segments, *worker_group.transport.segments] if update.sent else module_sync.segments
             )
             worker_group.send(i, message, segments, process, graphs.where[i + 1])
-        with worker_group.collective():
+        with worker_group.collective:
             worker_group.transport.begin_sending(
                 module_sync.take_flats(), replicas, lambda: worker_group.poll(graphs.where)
             )
         return objects
 
+    def _pack(self, blueprint: Blueprint, source: torch.device, worker_group: WorkerGroup, num_workers: int) -> Update:
+        """Return what the first workers have to be sent so that they have the module as it is, and take it as sent."""
+        update = self._module_sync.pack(blueprint, source, worker_group.transport.shares_parameters)
+        if update.module is not None:
+            _log_if_hooks(blueprint)
+        if update.has_content:
+            worker_group.num_in_sync = num_workers
+        return update
+
     def _link(
-        self, graphs: RemoteGraphs, inputs: Inputs, objects: list[torch.Tensor], pool: ReplicaPool, replicas: Replicas
+        self,
+        graphs: RemoteGraphs,
+        inputs: Inputs,
+        objects: list[torch.Tensor],
+        outside_first: list[torch.Tensor],
+        pool: ReplicaPool,
+        replicas: Replicas,
     ) -> list[torch.Tensor]:
         """Give the boundary its inputs; return the live tensors behind them, without the parameters.
 
         A worker's leaf cannot be seen from here, only that there is one: any tensor of its size represents it.
+
+        Args:
+            outside_first: leaves of the first replica's graph that are not its own: globals, say.
         """
         num_workers = len(graphs.where) - 1
         module_sync = self._module_sync
@@ -306,11 +309,10 @@ class ProcessesEngine(Engine):
         for tensor in objects:  # the first replica's graph contains it already
             edges.append(BoundaryTensor(replicate, tensor.device, [None, *[tensor.detach()] * num_workers]))
         graphs.keys = [~k for k in range(len(edges))]
-        in_workers = {id(module_sync.tensors[number]): number for number in module_sync.outside}
-        in_first = set(map(id, self._outside))
-        outside = {
-            id(tensor): tensor for tensor in (*(module_sync.tensors[n] for n in module_sync.outside), *self._outside)
-        }
+        from_outside = module_sync.tensors_from_outside()
+        in_workers = {id(tensor): n for n, tensor in enumerate(from_outside, len(pool.live_parameters))}
+        in_first = set(map(id, outside_first))
+        outside = {id(tensor): tensor for tensor in (*from_outside, *outside_first)}
         for key, tensor in outside.items():
             of_workers = tensor if key in in_workers else None
             of_first = tensor if key in in_first else None
@@ -318,25 +320,20 @@ class ProcessesEngine(Engine):
             graphs.keys.append(in_workers.get(key))
         if self._linked_pool is not pool:
             self._linked_pool = pool
-            self._describe_leaves(pool)
-        graphs.module_leaves, graphs.remote_leaves = self._module_leaves, self._remote_leaves
+            self._describe_leaves([*pool.live_parameters, *from_outside])
+        graphs.remote_leaves = self._remote_leaves
         graphs.inputs, graphs.live_parameters = edges, pool.live_parameters
-        graphs.leaves, graphs.hooks = replicas.leaves, replicas.hooks
-        graphs.shared_leaves = bool(self._outside)
+        graphs.leaves, graphs.hooks = replicas.leaves * len(graphs.where), replicas.hooks
+        graphs.shared_leaves = bool(outside_first)
         graphs.keep = bool(objects)
         return [*inputs.live, *objects, *outside.values()]
 
-    def _describe_leaves(self, pool: ReplicaPool) -> None:
-        """Describe the leaves that workers have; by the same objects, if they have the same leaves as before."""
-        module_sync = self._module_sync
-        numbers = module_sync.numbers(pool.live_parameters)
-        leaves = dict(zip(numbers, pool.live_parameters, strict=True))
-        leaves.update((number, module_sync.tensors[number]) for number in module_sync.outside)
-        forms = [(n, t.dtype, t.size(), t.stride(), t.layout, type(t)) for n, t in leaves.items()]
-        if (numbers, forms) != self._leaf_forms:
-            self._leaf_forms = numbers, forms
-            self._module_leaves, self._remote_leaves = ModuleLeaves(numbers), {}
-        self._remote_leaves.update(leaves)
+    def _describe_leaves(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Describe the leaves that workers have; by the same object, if they are of the same forms as before."""
+        forms = [(leaf.dtype, leaf.size(), leaf.stride(), leaf.layout, type(leaf)) for leaf in leaves]
+        if forms != self._leaf_forms:
+            self._leaf_forms, self._remote_leaves = forms, {}
+        self._remote_leaves.update(enumerate(leaves))
 
     def check(self, devices: Sequence[torch.device], *, sync_batch_norm: bool) -> None:
         named = ", ".join(map(str, devices))
@@ -360,12 +357,12 @@ class ProcessesEngine(Engine):
         return self._timings or self._threads_engine.timings()
 
     def refresh(self) -> None:
-        with self._step_lock.acquire():
+        with self._step_lock:
             self._module_sync.invalidate()
-            self._checked = None
+            self._search.clear()
 
     def close(self) -> None:
-        with self._step_lock.acquire():
+        with self._step_lock:
             self._timings = []
             self._threads_engine.close()
             self._end_worker_group()

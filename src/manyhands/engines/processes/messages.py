@@ -2,11 +2,13 @@
 
 Before its reply a worker may send requests of the replicas' batch norms, any number of them (remote_exchange.py).
 
-A tensor in a message is a spec in the sender's buffer. Leaves are named by numbers that both sides know: n for the
-module's tensor n, ~k for the k-th tensor of a call that needs a gradient.
+A tensor in a message is a spec in the sender's buffer. Leaves are named by numbers that both sides know: n from 0 for
+the parameters that need a gradient, then for tensors from outside the module; ~k for the k-th tensor of a call that
+needs a gradient.
 """
 
 import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,7 +18,7 @@ from manyhands.engines.processes.module_sync import Update
 from manyhands.engines.processes.pickling import dumps, loads
 from manyhands.engines.processes.reducers.collectives import CollectiveConfig, Rendezvous
 from manyhands.engines.processes.reducers.shared_memory import SharedMemoryConfig
-from manyhands.engines.processes.shared_memory import SendBuffer, TensorSpec, is_plain_strided
+from manyhands.engines.processes.shared_memory import Segment, SendBuffer, TensorSpec, is_plain_strided
 from manyhands.runtime.thread_state import ProcessState, ThreadState
 
 
@@ -43,7 +45,20 @@ class TensorRef(NamedTuple):
         tensor = tensor.detach()
         if is_plain_strided(tensor):
             return cls(spec_index=send_buffer.add(tensor))
-        return cls(inline=dumps(tensor.cpu(), lambda tensor: None))
+        return cls(inline=dumps(tensor.cpu()))
+
+    def tensor(self, specs: Sequence[TensorSpec], segments: Mapping[int, Segment]) -> torch.Tensor:
+        """Return the tensor, in memory that the sender's next message may overwrite.
+
+        Args:
+            specs: the message's.
+            segments: the receiver's, by number.
+        """
+        if self.inline is not None:
+            inline: torch.Tensor = loads(self.inline)
+            return inline
+        spec = specs[self.spec_index]
+        return segments[spec.segment].view(spec)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,7 +93,7 @@ class Forward(Message):
     """Call the module, and keep its graph as `graph`.
 
     Attributes:
-        shard: the replica's positional and keyword inputs, pickled.
+        shard: the replica's positional and keyword inputs, pickled; None: only take the update.
         exchange_rank: where replicas exchange values: this replica's index and their number; else None.
         sync_batch_norm: whether batch norm is over all replicas.
         rows: where replicas draw the random numbers of one device: the rows of each; else None.
@@ -90,14 +105,14 @@ class Forward(Message):
     graph: int
     update: Update
     method: str | None
-    shard: bytes
+    shard: bytes | None
     where: str
     exchange_rank: tuple[int, int] | None
-    sync_batch_norm: bool
-    rows: tuple[int, ...] | None
     device: torch.device
     rendezvous: Rendezvous | None
     replicas: tuple[int, ...]
+    sync_batch_norm: bool = False
+    rows: tuple[int, ...] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,7 +122,7 @@ class Backward(Message):
     Attributes:
         grads: (number of the output, its gradient, the leaf of that gradient if it needs a gradient itself).
         create_graph_as: the number under which to keep the gradients' own graph; None: they have none.
-        placed: a place for the gradient of each of the module's tensors that has a small one; None if unchanged.
+        placed: the places of small gradients of parameters, by leaf; None if unchanged.
         reducer_config: what the worker's reducer is made of; None if no gradient is reduced.
     """
 
@@ -172,7 +187,7 @@ class RemoteError:
         error: BaseException | None = None
         if self.pickled is not None:
             with contextlib.suppress(Exception):
-                loaded = loads(self.pickled, lambda reference: reference)
+                loaded = loads(self.pickled)
                 if isinstance(loaded, tuple):
                     cls, args, attributes = loaded
                     loaded = cls.__new__(cls, *args)

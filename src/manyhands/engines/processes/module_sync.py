@@ -113,7 +113,6 @@ class ModuleSync:
     Attributes:
         segments: the memory that holds the module's tensors.
         tensors: the module's tensors, in the workers' order: first its parameters, as the blueprint has them.
-        outside: numbers of tensors that need gradients and are not the module's: globals that its functions use.
     """
 
     def __init__(self) -> None:
@@ -124,10 +123,10 @@ class ModuleSync:
         """Let everything be sent again."""
         self.segments: list[Segment] = []
         self.tensors: list[torch.Tensor] = []
-        self.outside: list[int] = []
         self._modules: list[nn.Module] = []  # kept, so that no other object gets their ids
         self._ids: list[int] = []
         self._number: dict[int, int] = {}  # of each tensor, by its id
+        self._outside: list[int] = []  # the numbers of `tensors_from_outside`
         self._tracker = ChangeTracker([])
         self._blueprint: Blueprint | None = None
         self._changes: list[tuple[int, str, Any]] | None = None
@@ -187,13 +186,9 @@ class ModuleSync:
         self._is_committed = True
         self._tracker.commit()
 
-    def numbers(self, parameters: Iterable[torch.Tensor]) -> list[int]:
-        """Return the numbers of some of the module's tensors."""
-        return [self._number[id(parameter)] for parameter in parameters]
-
-    def with_gradients(self) -> dict[int, torch.Tensor]:
-        """Return the tensors that have a gradient, or may get one later, by number."""
-        return {number: self.tensors[number] for number in (*range(len(self._requires_grad)), *self.outside)}
+    def tensors_from_outside(self) -> list[torch.Tensor]:
+        """Return the tensors that need gradients and are not the module's: globals that its functions use."""
+        return [self.tensors[number] for number in self._outside]
 
     def leave_shared_memory(self) -> None:
         """Give parameters and gradients memory of their own, in the child of a fork: it must not share the parent's."""
@@ -201,7 +196,8 @@ class ModuleSync:
             for tensor in self._in_shared_memory:
                 tensor.data = _copy_in_this_thread(tensor.detach())
             for tensor in self.tensors:
-                if tensor.is_leaf and tensor.grad is not None and is_plain_strided(tensor.grad):
+                # Not those on an accelerator, which the child of a fork cannot use, and cannot read from the host.
+                if tensor.is_leaf and tensor.grad is not None and _in_host_memory(tensor.grad):
                     tensor.grad = _copy_in_this_thread(tensor.grad)
         self.invalidate()
 
@@ -240,12 +236,11 @@ class ModuleSync:
         self._track(blueprint)
         pickled = self._pickled(blueprint)
         recipes = self._copied_into_segment(self._recipes(blueprint, source, shares_parameters))
-        tensors = dumps(recipes, lambda tensor: None)
         for needs_gradient in (True, False):  # separate buckets for what an optimizer changes and what is frozen
             forms = {n: form for n, form in self._sent.items() if self.tensors[n].requires_grad == needs_gradient}
             self._buckets += [_SentBucket(bucket) for bucket in buckets_of(forms)]
         return Update(
-            module=dumps((tensors, pickled, self.outside), lambda tensor: None),
+            module=dumps((recipes, pickled, len(self._requires_grad), self._outside)),
             path=tuple(sys.path),
             buckets=tuple([sent.bucket for sent in self._buckets]),
             sent=self._changed_parameters(),
@@ -272,7 +267,7 @@ class ModuleSync:
                 number = self._number[id(tensor)] = len(self.tensors)
                 self.tensors.append(tensor)
                 if tensor.requires_grad and tensor.is_leaf:
-                    self.outside.append(number)
+                    self._outside.append(number)
             return number
 
         try:
@@ -285,11 +280,15 @@ class ModuleSync:
             self.invalidate()
             raise _not_picklable_error(blueprint, error) from error
 
+    def _with_gradients(self) -> list[torch.Tensor]:
+        """Return the tensors that have a gradient, or may get one later."""
+        return [*self.tensors[: len(self._requires_grad)], *self.tensors_from_outside()]
+
     def _recipes(self, blueprint: Blueprint, source: torch.device, shares_parameters: bool) -> list[TensorRecipe]:
         """Return each tensor's recipe; tensors that are copied have specs in a segment that does not exist yet."""
-        with_gradients = self.with_gradients().values()
+        with_gradients = self._with_gradients()
         ids = set(map(id, with_gradients))
-        specs = move_to_shared_memory([*with_gradients]) if shares_parameters else {}
+        specs = move_to_shared_memory(with_gradients) if shares_parameters else {}
         allocator, recipes = BumpAllocator(), []
         for number, tensor in enumerate(self.tensors):
             spec, inline, sent_form = None, None, None
@@ -327,7 +326,7 @@ class ModuleSync:
         """Copy the tensors that have no segment yet into a new one; return the recipes with it."""
         segment = Segment.create(self._num_copied_bytes)
         self.segments.append(segment)
-        ids = set(map(id, self.with_gradients().values()))
+        ids = set(map(id, self._with_gradients()))
         placed = []
         for tensor, recipe in zip(self.tensors, recipes, strict=True):
             if recipe.spec is not None and recipe.spec.segment < 0:
@@ -401,14 +400,14 @@ def _layouts(
     in_shared_memory: Sequence[torch.Tensor], copied: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> list[Any]:
     """Return what changes when a tensor's memory or form is replaced, as by `.data =`."""
-    tensors = [*in_shared_memory, *(live for live, _ in copied)]
+    tensors = [*in_shared_memory, *[live for live, _ in copied]]
     # Faster than a loop, and this runs in every forward. (A new dtype comes with new memory.)
     return [*map(torch.Tensor.data_ptr, tensors), *map(torch.Tensor.size, tensors), *map(torch.Tensor.stride, tensors)]
 
 
 def _write(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     with torch.inference_mode(False), torch.no_grad():
-        torch_private.copy_all_in_place([copy for _, copy in pairs], [live.detach() for live, _ in pairs])
+        torch_private.copy_all_in_place([copy for _, copy in pairs], [live for live, _ in pairs])
 
 
 def _not_picklable_error(blueprint: Blueprint, error: Exception) -> Exception:
@@ -436,6 +435,10 @@ def _not_picklable_error(blueprint: Blueprint, error: Exception) -> Exception:
         f"({type(error).__name__}: {error}). Make it in forward, or leave it out of the module; or use "
         'engine="threads", which sends nothing.'
     )
+
+
+def _in_host_memory(tensor: torch.Tensor) -> bool:
+    return is_plain_strided(tensor) and _devices.is_cpu(tensor.device)
 
 
 def _copy_in_this_thread(tensor: torch.Tensor) -> torch.Tensor:

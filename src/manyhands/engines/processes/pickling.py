@@ -20,11 +20,11 @@ import cloudpickle
 import torch
 from torch import nn
 
-from manyhands.primitives.blueprint import slot_names
+from manyhands.primitives.object_state import slot_names
 from manyhands.primitives.references import PROXIES, referent
 
 ToReference = Callable[[torch.Tensor], Any]  # None: the tensor itself is pickled
-FromReference = Callable[[Any], torch.Tensor]
+FromReference = Callable[[Any], Any]
 
 _importable: dict[str, bool] = {}
 _COMMON = frozenset({torch.Tensor, nn.Parameter, bool, int, float, complex, str, bytes, type(None)})
@@ -111,30 +111,44 @@ def _is_common(value: Any) -> bool:
 
 
 def dumps(
-    value: Any, to_reference: ToReference, modules: list[nn.Module] | None = None, known: Set[type] = frozenset()
+    value: Any,
+    to_reference: ToReference = lambda tensor: None,
+    modules: list[nn.Module] | None = None,
+    known: Set[type] = frozenset(),
 ) -> bytes:
     """Return `value` pickled; `to_reference` returns what is pickled instead of each tensor.
+
+    References are pickled behind the value, which has their numbers: a pickler calls Python for all that it pickles.
 
     Args:
         modules: the modules that are part of `value`, where weak references lead to them.
         known: classes that the other process defined and has sent here by value: sent back by name.
     """
-    stream = io.BytesIO()
+    stream, references = io.BytesIO(), []
+
+    def to_number(tensor: torch.Tensor) -> int | None:
+        reference = to_reference(tensor)
+        if reference is None:
+            return None
+        references.append(reference)
+        return len(references) - 1
+
     if _is_common(value):
-        _TensorPickler(stream, to_reference).dump(value)
-        return stream.getvalue()
-    pickler = _ModulePickler(stream, to_reference, modules or [], known)
-    try:
-        pickler.dump(value)
-    finally:
-        for module in pickler.by_value:
-            cloudpickle.unregister_pickle_by_value(module)
-    return stream.getvalue()
+        _TensorPickler(stream, to_number).dump(value)
+    else:
+        pickler = _ModulePickler(stream, to_number, modules or [], known)
+        try:
+            pickler.dump(value)
+        finally:
+            for module in pickler.by_value:
+                cloudpickle.unregister_pickle_by_value(module)
+    return pickle.dumps((stream.getvalue(), references), protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def loads(data: bytes, from_reference: FromReference) -> Any:
+def loads(data: bytes, from_reference: FromReference = lambda reference: reference) -> Any:
     """Return what `dumps` was given; `from_reference` returns the tensor of a reference."""
-    return _ModuleUnpickler(io.BytesIO(data), from_reference).load()
+    value, references = pickle.loads(data)
+    return _ModuleUnpickler(io.BytesIO(value), lambda number: from_reference(references[number])).load()
 
 
 class _ModuleUnpickler(pickle.Unpickler):

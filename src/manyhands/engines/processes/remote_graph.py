@@ -23,7 +23,6 @@ from typing import Any, Self, TypeAlias, TypeVar
 import torch
 
 from manyhands.autograd.reducer import sums_of
-from manyhands.autograd.reduction import Reduction
 from manyhands.autograd.replica_graph import (
     BoundaryTensor,
     ReplicaGraph,
@@ -32,23 +31,21 @@ from manyhands.autograd.replica_graph import (
     gradients_of,
     pass_on,
 )
+from manyhands.distributed.gradient_sync import RankReduction
 from manyhands.engines.processes.messages import Backward, Reply, TensorRef
-from manyhands.engines.processes.module_sync import ModuleSync
 from manyhands.engines.processes.pickling import loads
-from manyhands.engines.processes.reducers.base import ModuleLeaves, PlacedGradients, WorkerReducer
-from manyhands.engines.processes.reducers.collectives import CollectiveConfig
-from manyhands.engines.processes.reducers.shared_memory import SharedMemoryConfig
-from manyhands.engines.processes.shared_memory import BumpAllocator, Segment, is_plain_strided
-from manyhands.engines.processes.worker_group import StepLock, WorkerGroup
+from manyhands.engines.processes.reducers.base import WorkerReducer
+from manyhands.engines.processes.shared_memory import BumpAllocator, Segment, TensorSpec, is_plain_strided
+from manyhands.engines.processes.worker_group import StepLock, WorkerGroup, WorkerHandle
 from manyhands.primitives.parallel_apply import values_or_raise
-from manyhands.primitives.placements import Replicate
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import LARGE_BYTES
 from manyhands.runtime.errors import log_once
-from manyhands.runtime.rng import SeededStreams, SharedStream
+from manyhands.runtime.rng import SeededStreams
 from manyhands.runtime.thread_pool import Outcome, divided_intra_op_threads, one_pass, run_together
 from manyhands.runtime.thread_state import ProcessState, ThreadState, modes_that_stay
+from manyhands.runtime.whole_batch_draws import SharedStream
 
 T = TypeVar("T")
 Gradients: TypeAlias = list[torch.Tensor | None]
@@ -56,29 +53,35 @@ Gradients: TypeAlias = list[torch.Tensor | None]
 _registry: dict[Any, Any] = {}  # of the workers' warnings that were given; the warnings module fills it
 
 
+def repeat_messages(reply: Reply) -> None:
+    """Give the warnings and log messages of a worker in this process."""
+    for text in reply.log_messages:
+        log_once(text)
+    for text, category, filename, line in reply.warnings:
+        warnings.warn_explicit(text, category, filename, line, registry=_registry)
+
+
 @dataclass
 class RemoteGraphs(ReplicaGraphs):
     """See the module's docstring.
 
-    In an output edge, a worker's output is a view of memory that its next reply overwrites. In an input edge, a
-    worker's leaf is any tensor of its size.
+    In an output edge, a worker's output is a view of memory that its next reply overwrites. In an input edge, and in
+    `leaves`, a worker's leaf is any tensor of its size.
 
     Attributes:
-        worker_group, step_lock, module_sync: the engine's.
+        worker_group, step_lock: the engine's.
         new_streams: makes the random streams of so many replicas for one pass.
         number: the workers' number of this graph.
         keys: the number in the workers of the leaf of each of `inputs`; None where they have none.
-        module_leaves: the numbers of the parameters' leaves.
-        remote_leaves: a tensor of the size of each of the module's tensors that workers have leaves for, by number.
+        remote_leaves: a tensor of the form of each of the workers' numbered leaves: those of the live parameters, then
+            tensors from outside the module. The same object as long as the forms are the same.
     """
 
     worker_group: WorkerGroup = field(kw_only=True)
     step_lock: StepLock = field(kw_only=True)
-    module_sync: ModuleSync = field(kw_only=True)
     new_streams: Callable[[int], SeededStreams | SharedStream] = field(default=SeededStreams, kw_only=True)
     number: int = field(kw_only=True)
     keys: list[int | None] = field(default_factory=list, kw_only=True)
-    module_leaves: ModuleLeaves = field(default_factory=lambda: ModuleLeaves(()), kw_only=True)
     remote_leaves: Mapping[int, torch.Tensor] = field(default_factory=dict, kw_only=True)
     _output_numbers: dict[int, int] = field(default_factory=dict, init=False)  # by id of an output edge's tensor
 
@@ -93,16 +96,9 @@ class RemoteGraphs(ReplicaGraphs):
         ReplicaGraphs.release(self, failed)
 
     @property
-    def all_inputs(self) -> list[BoundaryTensor]:
-        num_replicas = len(self.where)
-        pairs = zip(self.live_parameters, self.leaves[0] if self.leaves else (), strict=True)
-        replicate = Replicate()
-        return [*self.inputs, *(BoundaryTensor(replicate, live.device, [leaf] * num_replicas) for live, leaf in pairs)]
-
-    @property
-    def all_keys(self) -> list[int | None]:
-        """The number of the leaf of each of `all_inputs` in the workers."""
-        return [*self.keys, *self.module_leaves.numbers] if self.leaves else self.keys
+    def _edge_of(self) -> dict[int, int]:
+        """The place in `inputs` of each leaf in the workers that is no parameter's, by its number."""
+        return {key: e for e, key in enumerate(self.keys) if key is not None}
 
     def graphs(self) -> list[ReplicaGraph]:
         return [self.graph(0)]
@@ -112,10 +108,7 @@ class RemoteGraphs(ReplicaGraphs):
         replies = self.worker_group.replies(self.where)
         streams.ended([reply.random_digest for reply in replies.values()])
         for _, reply in sorted(replies.items()):
-            for text in reply.log_messages:
-                log_once(text)
-            for text, category, filename, line in reply.warnings:
-                warnings.warn_explicit(text, category, filename, line, registry=_registry)
+            repeat_messages(reply)
         return replies
 
     # ---- after a forward ----
@@ -133,7 +126,7 @@ class RemoteGraphs(ReplicaGraphs):
         of_caller = set(map(id, live))
         own = [edge.tensors[0] for edge in self.inputs if id(edge.tensors[0]) not in of_caller]
         gradients = [leaf for leaf in (*own, *self.leaves[0]) if leaf is not None and leaf.grad is not None]
-        if not gradients and not any([reply.gradients or reply.all_placed for reply in replies.values()]):
+        if not gradients and not any([reply.gradients for reply in replies.values()]):
             return
         self.check_backward_inside_forward()
         of_inputs, of_parameters = self.graph(0).take_gradients()
@@ -159,7 +152,7 @@ class RemoteGraphs(ReplicaGraphs):
     # ---- backward ----
 
     def backward(
-        self, output_grads: Sequence[torch.Tensor | None], keep: bool, reduction: Reduction | None = None
+        self, output_grads: Sequence[torch.Tensor | None], keep: bool, reduction: RankReduction | None = None
     ) -> list[torch.Tensor | None]:
         # No gradient goes to the sum over processes early: this process's sums are known only at the end.
         if any_batched(output_grads):
@@ -169,153 +162,141 @@ class RemoteGraphs(ReplicaGraphs):
     def _backward(
         self, output_grads: Sequence[torch.Tensor | None], keep: bool, into_grad: bool
     ) -> list[torch.Tensor | None]:
+        graph, grads = self.graph(0), self._parts_of(output_grads)
+
+        def backward_own(reducer: WorkerReducer | None) -> tuple[Gradients, Gradients]:
+            return self._backward_own(graph, grads[0], keep, into_grad, reducer)
+
         with self._step() as num_threads:
-            state = ThreadState.capture(), ProcessState.capture()
-            streams = self.new_streams(len(self.where))
-            sent_grads: list[tuple[torch.Tensor | None, int | None]] = [(grad, None) for grad in output_grads]
-            asked = {i: parts for i in range(len(self.where) - 1) if (parts := self._grads_for(i, sent_grads))}
-            transport, replicas = self.worker_group.transport, (0, *(i + 1 for i in asked))
-            has_work = bool(asked) and transport.begin_backward(self.remote_leaves, replicas)
-            for i, parts in asked.items():
-                config = transport.config_for(i + 1) if has_work else None
-                self._send_backward(i, parts, keep, None, num_threads, state, streams.seeds[i + 1], config)
-            with self.worker_group.collective():
-                reducer = transport.reducer(self._poll_workers) if has_work else None
-            graph, own_grads = self.graph(0), self._part_of(0, output_grads)
+            (of_inputs, of_parameters), replies, sums = self._run_everywhere(grads, backward_own, num_threads, keep)
+            return self._with_replies(of_inputs, of_parameters, replies, sums)
 
-            def backward_own() -> tuple[Gradients, Gradients]:
-                started = time.perf_counter()
-                gradients = self._backward_own(graph, own_grads, keep, into_grad, reducer)
-                self.timings[0].backward_s = time.perf_counter() - started
-                return gradients
+    def _higher(self, incoming: Sequence[BoundaryTensor], **changes: Any) -> Self:
+        keys = [*self.keys, *[~(len(self.keys) + k) for k, _ in enumerate(incoming)]]
+        return super()._higher(incoming, number=next(self.worker_group.graph_numbers), keys=keys, **changes)
 
-            (of_inputs, of_parameters), replies = self._run_backward(backward_own, streams, reducer)
-            for i, reply in replies.items():
-                self.timings[i + 1].backward_s = reply.seconds
-            return self._with_replies(of_inputs, of_parameters, replies, transport.results() if has_work else {})
-
-    def differentiable_backward(
-        self, output_grads: Sequence[torch.Tensor | None]
-    ) -> tuple[Self, list[list[torch.Tensor | None]]]:
-        incoming: list[BoundaryTensor] = []
-        keys: list[int | None] = []
-        own_grads: list[torch.Tensor | None] = []
-        sent_grads: list[tuple[torch.Tensor | None, int | None]] = []
-        for edge, grad in zip(self.outputs, output_grads, strict=True):
-            if grad is None:
-                own_grads.append(None)
-                sent_grads.append((None, None))
-                continue
-            key = ~(len(self.keys) + len(incoming)) if grad.requires_grad else None
-            parts: list[torch.Tensor | None] = [None] * len(self.where)
-            own = edge.part(grad.detach(), 0, self.timings[0].device)
-            if grad.requires_grad:
-                own = None if own is None else own.detach().requires_grad_()
-                parts = [own, *(edge.placement.part(grad.detach(), i) for i in range(1, len(self.where)))]
-            incoming.append(BoundaryTensor(edge.placement, grad.device, parts))
-            keys.append(key)
-            own_grads.append(own)
-            sent_grads.append((grad.detach(), key))
-        higher = self._higher(incoming, number=next(self.worker_group.graph_numbers), keys=[*self.keys, *keys])
+    def _differentiate(self, grads: Sequence[Sequence[torch.Tensor | None]], higher: Self) -> list[Gradients]:
         graph = self.graph(0)
 
-        def backward_own() -> Gradients:
-            (gradients,) = gradients_of([graph], [own_grads], create_graph=True)
+        def backward_own(_: WorkerReducer | None) -> Gradients:
+            (gradients,) = gradients_of([graph], [grads[0]], create_graph=True)
             return gradients
 
         with self._step() as num_threads:
-            state = ThreadState.capture(), ProcessState.capture()
-            streams = self.new_streams(len(self.where))
-            for i in range(len(self.where) - 1):
-                if own_parts := self._grads_for(i, sent_grads):
-                    seed = streams.seeds[i + 1]
-                    self._send_backward(i, own_parts, True, higher.number, num_threads, state, seed, None)
-            own_results, replies = self._run_backward(backward_own, streams)
-            parts_by_edge = [[grad, *[None] * (len(self.where) - 1)] for grad in own_results]
-            edge_of = {key: e for e, key in enumerate(self.all_keys) if key is not None}
+            own, replies, _ = self._run_everywhere(grads, backward_own, num_threads, keep=True, higher=higher)
+            parts: list[Gradients] = [[grad, *[None] * (len(self.where) - 1)] for grad in own]
+            edge_of, first = self._edge_of, len(self.inputs)
             for i, reply in replies.items():
                 for key, tensor_ref in reply.gradients:
                     tensor = self._received(i, tensor_ref, reply).clone()
                     higher._output_numbers[id(tensor)] = tensor_ref.output
-                    parts_by_edge[edge_of[key]][i + 1] = tensor.requires_grad_(tensor_ref.requires_grad)
-        return higher, parts_by_edge
-
-    def _grads_for(
-        self, index: int, grads: Sequence[tuple[torch.Tensor | None, int | None]]
-    ) -> list[tuple[int, TensorRef]]:
-        """Put a worker's part of the output gradients into its send buffer, each with the number of its own leaf.
-
-        Returns:
-            (the worker's number of the output, the reference of its gradient).
-        """
-        parts: list[tuple[int, TensorRef]] = []
-        for edge, (grad, leaf) in zip(self.outputs, grads, strict=True):
-            end = edge.tensors[index + 1]
-            if grad is None or end is None or not end.requires_grad:
-                continue
-            part = edge.placement.part(grad, index + 1)
-            if part is not None:
-                send_buffer = self.worker_group.workers[index].send_buffer
-                parts.append((self._output_numbers[id(end)], TensorRef.put(send_buffer, part)._replace(leaf=leaf)))
+                    place = edge_of[key] if key in edge_of else first + key
+                    parts[place][i + 1] = tensor.requires_grad_(tensor_ref.requires_grad)
         return parts
 
-    def _send_backward(
+    def _run_everywhere(
         self,
-        index: int,
-        parts: list[tuple[int, TensorRef]],
-        keep: bool,
-        create_graph_as: int | None,
+        grads: Sequence[Sequence[torch.Tensor | None]],
+        backward_own: Callable[[WorkerReducer | None], T],
         num_threads: int,
-        state: tuple[ThreadState, ProcessState],
-        seed: int | bytes,
-        reducer_config: SharedMemoryConfig | CollectiveConfig | None,
-    ) -> None:
-        """Have a worker run its graph's backward."""
-        thread, process = state
-        worker = self.worker_group.workers[index]
-        segments = [*self.worker_group.transport.segments] if reducer_config is not None else []
-        specs = None
-        if worker.placed is None and self.worker_group.transport.shares_parameters:
-            allocator = BumpAllocator()
-            tensors = {n: t.detach() for n, t in self.module_sync.with_gradients().items() if t.nbytes < LARGE_BYTES}
-            offsets = {n: allocator.allocate(t) for n, t in tensors.items() if is_plain_strided(t)}
-            segment = Segment.create(allocator.num_bytes)
-            specs = {n: spec._replace(segment=segment.number) for n, spec in offsets.items()}
-            worker.placed = PlacedGradients({n: segment.view(spec) for n, spec in specs.items()})
-            segments.append(segment)
-        message = Backward(
-            specs=worker.send_buffer.flush(),
-            thread=thread,
-            seed=seed,
-            graph=self.number,
-            keep=keep,
-            grads=parts,
-            create_graph_as=create_graph_as,
-            placed=specs,
-            num_threads=num_threads,
-            reducer_config=reducer_config,
-        )
-        self.worker_group.send(index, message, segments, process, self.where[index + 1])
+        keep: bool,
+        higher: Self | None = None,
+    ) -> tuple[T, dict[int, Reply], dict[int, torch.Tensor]]:
+        """Run every replica's backward: the first one's here, and the other ones in the workers; raise what one raised.
 
-    def _run_backward(
-        self, backward_own: Callable[[], T], streams: SeededStreams | SharedStream, reducer: WorkerReducer | None = None
-    ) -> tuple[T, dict[int, Reply]]:
-        """Run the first replica's backward, and wait for the workers; raise what one of them raised."""
+        Args:
+            grads: each replica's gradients of its outputs.
+            backward_own: the first replica's; it is given what reduces large gradients, None if nothing does.
+            higher: the graphs of the gradients, where these are to have any; then none is reduced.
+
+        Returns:
+            What `backward_own` returned, the workers' replies, and sums by the leaf's number.
+        """
+        group, thread, process = self.worker_group, ThreadState.capture(), ProcessState.capture()
+        streams = self.new_streams(len(self.where))
+        edges = [] if higher is None else zip(higher.inputs, higher.keys, strict=True)
+        leaf_of = {id(leaf): key for edge, key in edges for leaf in edge.tensors if leaf is not None}
+        asked = {i: sent for i, _ in enumerate(self.where[1:]) if (sent := self._put_grads(i, grads[i + 1], leaf_of))}
+        replicas = (0, *[i + 1 for i in asked])
+        has_work = higher is None and bool(asked) and group.transport.begin_backward(self.remote_leaves, replicas)
+        for i, sent in asked.items():
+            worker = group.workers[i]
+            placed = self._place_gradients(worker) if group.transport.shares_parameters else None
+            message = Backward(
+                specs=worker.send_buffer.flush(),
+                thread=thread,
+                seed=streams.seeds[i + 1],
+                graph=self.number,
+                keep=keep,
+                grads=sent,
+                create_graph_as=None if higher is None else higher.number,
+                placed=placed,
+                num_threads=num_threads,
+                reducer_config=group.transport.config_for(i + 1) if has_work else None,
+            )
+            segments = [*group.transport.segments] if has_work else []
+            if placed is not None:
+                segments.append(worker.placed_in)
+            group.send(i, message, segments, process, self.where[i + 1])
+
+        def poll_workers() -> None:
+            group.poll(self.where)
+
+        def run() -> T:
+            started = time.perf_counter()
+            result = backward_own(reducer)
+            self.timings[0].backward_s = time.perf_counter() - started
+            return result
+
         with streams, one_pass(self.pass_contexts) as replica_context:
-            outcomes: list[Outcome[Any]] = [*run_together([backward_own], [self.timings[0].device], replica_context)]
+            with group.collective:  # workers that are connected already may come to a batch norm meanwhile
+                reducer = group.transport.reducer(poll_workers) if has_work else None
+            outcomes: list[Outcome[Any]] = [*run_together([run], [self.timings[0].device], replica_context)]
             try:
                 if reducer is not None:
-                    with self.worker_group.collective():
-                        (reducer.end if outcomes[0].error is None else reducer.fail)(self._poll_workers)
+                    with group.collective:
+                        (reducer.end if outcomes[0].error is None else reducer.fail)(poll_workers)
                 replies = self.take_replies(streams)
                 outcomes += [Outcome() for _ in self.where[1:]]
                 for i, reply in replies.items():
+                    self.timings[i + 1].backward_s = reply.seconds
                     if reply.error is not None:
                         outcomes[i + 1] = Outcome(error=reply.error.exception())
                 own, *_ = values_or_raise(outcomes, [f"the backward of {replica}" for replica in self.where])
-                return own, replies
             finally:
                 outcomes.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
+        return own, replies, group.transport.results() if has_work else {}
+
+    def _put_grads(
+        self, index: int, grads: Sequence[torch.Tensor | None], leaf_of: Mapping[int, int | None]
+    ) -> list[tuple[int, TensorRef]]:
+        """Put gradients of a worker's outputs into its send buffer; return them by the worker's number of the output.
+
+        Args:
+            leaf_of: the number of the leaf of each gradient that needs one itself, by its id.
+        """
+        send_buffer = self.worker_group.workers[index].send_buffer
+        ends = [edge.tensors[index + 1] for edge in self.outputs]
+        return [
+            (self._output_numbers[id(end)], TensorRef.put(send_buffer, grad)._replace(leaf=leaf_of.get(id(grad))))
+            for end, grad in zip(ends, grads, strict=True)
+            if end is not None and grad is not None and end.requires_grad
+        ]
+
+    def _place_gradients(self, worker: WorkerHandle) -> dict[int, TensorSpec] | None:
+        """Give each small gradient of a worker a place; return the places by leaf, None if they are as before."""
+        if worker.placed_for is self.remote_leaves:
+            return None
+        allocator = BumpAllocator()
+        leaves = [live.detach() for live in self.live_parameters]
+        small = [leaf.nbytes < LARGE_BYTES and is_plain_strided(leaf) for leaf in leaves]
+        specs = {k: allocator.allocate(leaves[k]) for k, is_small in enumerate(small) if is_small}
+        if allocator.num_bytes > worker.placed_in.num_bytes:
+            worker.placed_in = Segment.create(allocator.num_bytes)
+        specs = {k: spec._replace(segment=worker.placed_in.number) for k, spec in specs.items()}
+        worker.placed_for = self.remote_leaves
+        worker.placed = {k: worker.placed_in.view(spec) for k, spec in specs.items()}
+        return specs
 
     def _backward_own(
         self,
@@ -331,20 +312,16 @@ class RemoteGraphs(ReplicaGraphs):
             into_grad: whether gradients go through the leaves' `.grad`, as a module may expect; not where the leaves
                 are the caller's own, nor under a mode.
         """
-        part = self.module_leaves.part(reducer)
         if into_grad:
-            graph.backward(grads, keep, part)
+            graph.backward(grads, keep, reducer)
             of_inputs, of_parameters = graph.take_gradients()
         else:
             (gradients,) = gradients_of([graph], [grads], keep=keep)
             of_inputs, of_parameters = gradients[: len(self.inputs)], gradients[len(self.inputs) :]
-        if reducer is not None and part is not None:  # what the hooks could not hand over
-            for k in part.numbers:
-                if (grad := of_parameters[k]) is not None and part.add(k, grad):
-                    of_parameters[k] = None
-            for e, key in enumerate(self.keys):
-                if key is not None and (grad := of_inputs[e]) is not None and reducer.add(key, grad):
-                    of_inputs[e] = None
+        for number in reducer.numbers if reducer is not None else ():  # what the hooks could not hand over
+            of, place = (of_parameters, number) if number < len(of_parameters) else (of_inputs, self._edge_of[number])
+            if (grad := of[place]) is not None and reducer is not None and reducer.add(number, grad):
+                of[place] = None
         return of_inputs, of_parameters
 
     def _backward_batch(self, output_grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -375,24 +352,20 @@ class RemoteGraphs(ReplicaGraphs):
         """
         num_parameters = len(of_parameters)
         parts: list[Gradients] = [[grad, *[None] * (len(self.where) - 1)] for grad in of_inputs]
-        edge_of = {key: e for e, key in enumerate(self.keys) if key is not None}
-        position_of = self.module_leaves.position_of
+        edge_of = self._edge_of
         of_replicas: list[Gradients] = [of_parameters]
         for i, reply in sorted(replies.items()):
             of_worker: Gradients = [None] * num_parameters
             if reply.all_placed:
-                placed = self.worker_group.workers[i].placed
-                assert placed is not None
-                places, views = placed.of(self.module_leaves)
-                for k, view in zip(places, views, strict=True):
+                for k, view in self.worker_group.workers[i].placed.items():
                     of_worker[k] = view
             for key, tensor_ref in reply.gradients:
                 # What is received is in memory that the next message overwrites.
                 grad = self._received(i, tensor_ref, reply)
-                if key in edge_of:
+                if 0 <= key < num_parameters:
+                    of_worker[key] = _devices.copy_to(grad, self.live_parameters[key].device)
+                else:
                     parts[edge_of[key]][i + 1] = grad.clone()
-                elif (k := position_of.get(key, -1)) >= 0:
-                    of_worker[k] = _devices.copy_to(grad, self.live_parameters[k].device)
             for k in [k for k, grad in enumerate(of_worker) if grad is not None and of_parameters[k] is None]:
                 of_worker[k] = of_worker[k].clone()  # type: ignore[union-attr]
             of_replicas.append(of_worker)
@@ -400,25 +373,18 @@ class RemoteGraphs(ReplicaGraphs):
             totals = sums_of(of_replicas)
             joined = [edge.join_gradients(of) for edge, of in zip(self.inputs, parts, strict=True)]
             for key, summed in sums.items():
-                gradients, place = (joined, edge_of[key]) if key in edge_of else (totals, position_of[key])
+                gradients, place = (totals, key) if key < num_parameters else (joined, edge_of[key])
                 before = gradients[place]
                 gradients[place] = summed if before is None else summed.add_(before)
         return joined + totals
 
-    def _poll_workers(self) -> None:
-        self.worker_group.poll(self.where)
-
     def _received(self, index: int, sent: TensorRef, reply: Reply) -> torch.Tensor:
-        if sent.inline is not None:
-            tensor: torch.Tensor = loads(sent.inline, lambda reference: reference)
-            return tensor
-        spec = reply.specs[sent.spec_index]
-        return self.worker_group.workers[index].received_segments[spec.segment].view(spec)
+        return sent.tensor(reply.specs, self.worker_group.workers[index].received_segments)
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[int]:
         """Acquire the engine's step lock for a backward; yield the number of intra-op threads of each replica."""
-        with self.step_lock.acquire() as is_outermost:
+        with self.step_lock as is_outermost:
             if not is_outermost:
                 raise RuntimeError(
                     'backward through a model with engine="processes" was called from inside a step of the same model '
@@ -430,5 +396,5 @@ class RemoteGraphs(ReplicaGraphs):
                     "is gone: call the model again."
                 )
             devices = [timing.device for timing in self.timings]
-            with divided_intra_op_threads(devices) as num_threads, self.worker_group.ended_on_failure():
+            with divided_intra_op_threads(devices) as num_threads, self.worker_group:
                 yield num_threads

@@ -5,7 +5,7 @@ as a file descriptor. It is freed with the last process that maps it, however th
 does not matter.
 
 Guarantees
-    - A tensor in a segment keeps the mapping alive: a ctypes array between the two keeps the map's buffer open, and an
+    - A tensor in a segment keeps the mapping alive: a memoryview between the two keeps the map's buffer open, and an
       open buffer cannot be unmapped.
     - `SendBuffer` writes into one segment again and again. It returns specs, not tensors: only the engine makes tensors
       of them, and it hands none out. So nothing in use is overwritten.
@@ -13,7 +13,6 @@ Guarantees
 Assumes that the two processes alternate: while one reads from a send buffer, the other does not write to it.
 """
 
-import ctypes
 import itertools
 import math
 import mmap
@@ -76,8 +75,8 @@ class Segment:
 
     def storage(self, offset: int, num_bytes: int) -> torch.UntypedStorage:
         """Return a new storage over `num_bytes` (at least 1) from `offset`."""
-        array = (ctypes.c_char * num_bytes).from_buffer(self._map, offset)
-        return torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
+        part = memoryview(self._map)[offset : offset + num_bytes]
+        return torch.frombuffer(part, dtype=torch.uint8).untyped_storage()
 
     def view(self, spec: TensorSpec) -> torch.Tensor:
         """Return the tensor of a spec; its storage is that of the whole segment."""
@@ -130,29 +129,28 @@ class SendBuffer:
 
     def __init__(self) -> None:
         self.segment = Segment.create(_PAGE)
-        self._allocator = BumpAllocator()
-        self._waiting: list[tuple[TensorSpec, torch.Tensor]] = []
+        self._waiting: list[torch.Tensor] = []
 
     def add(self, tensor: torch.Tensor) -> int:
-        """Add a tensor to the next `flush`; return its index in this message."""
-        self._waiting.append((self._allocator.allocate(tensor), tensor))
+        """Add a tensor that needs no gradient to the next `flush`; return its index in this message."""
+        self._waiting.append(tensor)
         return len(self._waiting) - 1
 
     def flush(self) -> list[TensorSpec]:
         """Write the tensors that were added since the last time; return their specs, by index."""
-        waiting, allocator = self._waiting, self._allocator
-        self._waiting, self._allocator = [], BumpAllocator()
+        waiting, self._waiting = self._waiting, []
+        allocator = BumpAllocator()
+        specs = [allocator.allocate(tensor, self.segment.number) for tensor in waiting]
         if allocator.num_bytes > self.segment.num_bytes:
             self.segment = Segment.create(max(allocator.num_bytes, 2 * self.segment.num_bytes))
-        specs = [spec._replace(segment=self.segment.number) for spec, _ in waiting]
-        with torch.no_grad():
-            for spec, (_, tensor) in zip(specs, waiting, strict=True):
-                self.segment.view(spec).copy_(tensor)
+            specs = [spec._replace(segment=self.segment.number) for spec in specs]
+        for spec, tensor in zip(specs, waiting, strict=True):
+            self.segment.view(spec).copy_(tensor)
         return specs
 
     def clear(self) -> None:
         """Drop the tensors that were added, after a message that could not be written."""
-        self._waiting, self._allocator = [], BumpAllocator()
+        self._waiting = []
 
 
 # ---- moving live tensors ----------------------------------------------------------------------------

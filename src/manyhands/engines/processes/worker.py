@@ -34,7 +34,7 @@ from manyhands.engines.base import called
 from manyhands.engines.processes.channel import Channel
 from manyhands.engines.processes.messages import Backward, Forward, Message, RemoteError, Reply, TensorRef
 from manyhands.engines.processes.pickling import classes_by_value, dumps, loads
-from manyhands.engines.processes.reducers.base import ModuleLeaves, PlacedGradients, WorkerReducer
+from manyhands.engines.processes.reducers.base import WorkerReducer
 from manyhands.engines.processes.reducers.collectives import CollectiveReducer, ProcessGroups, Rendezvous
 from manyhands.engines.processes.reducers.shared_memory import ReduceBuffers, SharedMemoryConfig, SharedMemoryReducer
 from manyhands.engines.processes.remote_exchange import RemoteExchange
@@ -48,8 +48,9 @@ from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import Bucket
 from manyhands.runtime.errors import log
 from manyhands.runtime.exchange import exchanging
-from manyhands.runtime.rng import digest_of, one_stream
+from manyhands.runtime.rng import digest_of
 from manyhands.runtime.thread_pool import PassContext, ReplicaContext, one_pass, run_together
+from manyhands.runtime.whole_batch_draws import one_stream
 from manyhands.sync_batch_norm.function_mode import BackwardMode, BatchNormOverReplicas
 
 _SPIN_S = 0.0002
@@ -61,7 +62,6 @@ class Graph:
 
     Attributes:
         keys: the numbers of its inputs' leaves.
-        module_leaves: those of its parameters' leaves.
         replica_context: the context of each pass.
         replicas: what it needs.
         has_higher: whether a graph of its gradients shares nodes with it.
@@ -69,10 +69,14 @@ class Graph:
 
     graph: ReplicaGraph
     keys: list[int]
-    module_leaves: ModuleLeaves
     replica_context: ReplicaContext
     replicas: Replicas
     has_higher: bool = False
+
+    @property
+    def all_keys(self) -> list[int]:
+        """The numbers of all its leaves."""
+        return [*self.keys, *range(len(self.graph.parameters))]
 
 
 class Worker:
@@ -86,7 +90,7 @@ class Worker:
         self._graphs: dict[int, Graph] = {}
         self._idle: Replicas | None = None  # to be given back after the reply
         self._module: WorkerModule | None = None
-        self._placed = PlacedGradients({})
+        self._placed: dict[int, torch.Tensor] = {}  # the places of small gradients, by leaf
         self._device = torch.device("cpu")
         self._reduce_buffers: ReduceBuffers | None = None
         self._groups: ProcessGroups | None = None
@@ -183,20 +187,21 @@ class Worker:
         if update.module is not None:
             sys.path[:] = update.path
             importlib.invalidate_caches()
-            self._module, self._checked_signature, self._placed = None, (), PlacedGradients({})
+            self._module, self._checked_signature = None, ()
             self._module = WorkerModule(update.module, self._segments, self._device)
         assert self._module is not None
         self._module.apply(update)
         self._module.load_parameters(buckets, flats)
         del flats
-        tracked = message.thread.grad_enabled
-        module = self._module
+        if message.shard is None:
+            return
+        tracked, module = message.thread.grad_enabled, self._module
         with message.thread.applied():
             replicas = module.take(tracked)
-            root = replicas.each[0].root
+            root = replicas.roots[0]
             leaves: dict[int, torch.Tensor] = {}  # of the inputs, and of tensors from outside the module
             call = [self._shard(message, leaves)]
-            leaves.update((number, module.tensors[number]) for number in module.outside if tracked)
+            leaves.update(enumerate(module.outside if tracked else (), len(replicas.leaves[0])))
             replica_context = self._replica_context(message, root)
 
             def run() -> Any:
@@ -229,10 +234,10 @@ class Worker:
         replica = replicas.each[0]
         self._check_for_outside_leaves(message, outputs, [*leaves.values(), *replica.leaves])
         graph = ReplicaGraph(list(leaves.values()), replica.leaves, outputs, [replica.hooks])
-        kept = Graph(graph, list(leaves), module.leaves, replica_context, replicas)
+        kept = Graph(graph, list(leaves), replica_context, replicas)
         self._graphs[message.graph] = kept
         if [leaf for leaf in graph.leaves if leaf is not None and leaf.grad is not None]:  # forward has called backward
-            self._reply_with_gradients(kept, reply)
+            self._reply_with_gradients(kept, reply, placed={})  # the places may be for other leaves
 
     def _replica_context(self, message: Forward, root: nn.Module) -> ReplicaContext:
         """Return the context of the replica in each pass: random numbers, and batch norm, of all replicas, or none."""
@@ -240,9 +245,10 @@ class Worker:
             return lambda _: nullcontext()
         index, num_replicas = message.exchange_rank
         channel = self._channel
-        contexts: list[PassContext] = [exchanging(num_replicas, lambda _: RemoteExchange(channel))]
+        contexts: list[PassContext] = []
         if message.rows is not None:
             contexts.append(partial(one_stream, type(root).__name__, message.rows))
+        contexts.append(exchanging(num_replicas, lambda _: RemoteExchange(channel)))
         if message.sync_batch_norm:
             replicas = [root if i == index else None for i in range(num_replicas)]
             contexts.append(BatchNormOverReplicas(replicas, BackwardMode.PER_REPLICA).one_pass)
@@ -282,7 +288,7 @@ class Worker:
 
     def _shard(self, message: Forward, leaves: dict[int, torch.Tensor]) -> Any:
         def from_reference(sent: TensorRef) -> torch.Tensor:
-            tensor = self._received(sent, message)
+            tensor = sent.tensor(message.specs, self._segments)
             if sent.leaf is not None:
                 leaves[sent.leaf] = tensor = tensor.requires_grad_()
             # The next message overwrites the received memory, and a leaf must not be written into.
@@ -290,13 +296,13 @@ class Worker:
             # Also without grad mode: the module may switch it on inside.
             return own.requires_grad_() if sent.requires_grad and sent.leaf is None else own
 
+        assert message.shard is not None
         return loads(message.shard, from_reference)
 
     def _backward(self, message: Backward, reply: Reply) -> None:
         kept = self._graphs[message.graph]
         if message.placed is not None:
-            specs = message.placed.items()
-            self._placed = PlacedGradients({n: self._segments[spec.segment].view(spec) for n, spec in specs})
+            self._placed = {k: self._segments[spec.segment].view(spec) for k, spec in message.placed.items()}
         ends: list[torch.Tensor | None] = []
         grads: list[torch.Tensor | None] = []
         incoming: dict[int, torch.Tensor] = {}
@@ -304,7 +310,7 @@ class Worker:
             end = kept.graph.outputs[output]
             assert end is not None
             ends.append(end)
-            grads.append(grad := self._received(tensor_ref, message).to(end.device, copy=True))
+            grads.append(grad := tensor_ref.tensor(message.specs, self._segments).to(end.device, copy=True))
             if tensor_ref.leaf is not None:
                 incoming[tensor_ref.leaf] = grad.requires_grad_()
         graph = replace(kept.graph, outputs=ends)
@@ -315,7 +321,7 @@ class Worker:
         if not message.keep:
             del self._graphs[message.graph]
         reducer = self._new_reducer(message)
-        run = partial(graph.backward, grads, message.keep, kept.module_leaves.part(reducer))
+        run = partial(graph.backward, grads, message.keep, reducer)
         del graph, grads
         try:
             with message.thread.applied():
@@ -332,7 +338,7 @@ class Worker:
                     leaf.grad = None
             reply.seconds -= reducer.end()
             self._in_collective = False
-        self._reply_with_gradients(kept, reply)
+        self._reply_with_gradients(kept, reply, self._placed)
         if not message.keep and not kept.has_higher:
             kept.graph.outputs = ()
             self._idle = kept.replicas
@@ -361,7 +367,7 @@ class Worker:
         with message.thread.applied(), torch.enable_grad():
             _run(differentiate, self._device, kept.replica_context)
         outputs: list[torch.Tensor] = []
-        for key, result in zip([*kept.keys, *kept.module_leaves.numbers], found[0], strict=True):
+        for key, result in zip(kept.all_keys, found[0], strict=True):
             if result is not None:
                 tensor_ref = TensorRef.put(self._send_buffer, result)
                 reply.gradients.append(
@@ -397,27 +403,19 @@ class Worker:
             self._groups = ProcessGroups(self._segments[rendezvous.store], rendezvous, self._device)
         return self._groups
 
-    def _reply_with_gradients(self, kept: Graph, reply: Reply) -> None:
-        """Move the leaves' gradients to their places or into the send buffer."""
+    def _reply_with_gradients(self, kept: Graph, reply: Reply, placed: Mapping[int, torch.Tensor]) -> None:
+        """Move the leaves' gradients to their places in `placed`, or into the send buffer."""
         of_inputs, of_parameters = kept.graph.take_gradients()
-        places, views = self._placed.of(kept.module_leaves)
-        found = [of_parameters[k] for k in places]
+        found = [of_parameters[k] for k in placed]
         plain = [grad for grad in found if grad is not None and grad.layout is torch.strided]
-        if places and len(plain) == len(places) and {torch.Tensor}.issuperset(map(type, plain)):
+        if placed and len(plain) == len(placed) and {torch.Tensor}.issuperset(map(type, plain)):
             with torch.no_grad():
-                torch_private.copy_all_in_place(views, plain)
+                torch_private.copy_all_in_place([*placed.values()], plain)
             reply.all_placed = True
-            for k in places:
+            for k in placed:
                 of_parameters[k] = None
-        keyed = zip([*kept.keys, *kept.module_leaves.numbers], [*of_inputs, *of_parameters], strict=True)
+        keyed = zip(kept.all_keys, [*of_inputs, *of_parameters], strict=True)
         reply.gradients = [(key, TensorRef.put(self._send_buffer, grad)) for key, grad in keyed if grad is not None]
-
-    def _received(self, sent: TensorRef, message: Message) -> torch.Tensor:
-        if sent.inline is not None:
-            tensor: torch.Tensor = pickle.loads(sent.inline)
-            return tensor
-        spec = message.specs[sent.spec_index]
-        return self._segments[spec.segment].view(spec)
 
     def _remote_error(self, error: BaseException) -> RemoteError:
         known = set(classes_by_value())
@@ -426,8 +424,8 @@ class Worker:
         where = "".join(traceback.format_exception(error))
         for attempt in (error, (type(error), error.args, dict(error.__dict__)), (type(error), error.args, {})):
             try:
-                pickled = dumps(attempt, lambda tensor: None, known=known)
-                again = loads(pickled, lambda reference: reference)
+                pickled = dumps(attempt, known=known)
+                again = loads(pickled)
                 if attempt is not error or (type(again) is type(error) and again.args == error.args):
                     return RemoteError(pickled, text, where, notes, not isinstance(error, Exception))
             except Exception:  # noqa: BLE001 - whatever its class raises: try the next form

@@ -15,14 +15,14 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from manyhands.engines.processes import fork_server
 from manyhands.engines.processes.channel import Channel, ChannelClosedError, ready
 from manyhands.engines.processes.messages import Forward, Message, Reply
-from manyhands.engines.processes.reducers.base import PlacedGradients, Transport
+from manyhands.engines.processes.reducers.base import Transport
 from manyhands.engines.processes.reducers.collectives import CollectiveTransport
 from manyhands.engines.processes.reducers.shared_memory import SharedMemoryTransport
 from manyhands.engines.processes.remote_exchange import Withdrawal, packed
@@ -36,6 +36,7 @@ from manyhands.runtime.thread_state import ProcessState
 _SPIN_S = 0.0005
 _END_TIMEOUT_S = 1.0  # within which all connections of a killed process close
 _SLEEP_S = 0.001
+_WAKE_S = 0.1  # a waiting caller looks this often for Ctrl-C
 
 
 class WorkerDiedError(RuntimeError):
@@ -51,7 +52,7 @@ class WorkerHandle:
         known_segments: numbers of the segments that it has mapped.
         received_segments: the segments that came from it, by number.
         released_graphs: graphs that it is to drop.
-        placed: the places of its small gradients; None until the first backward.
+        placed: the places of its small gradients, by leaf; in the segment `placed_in`, for the leaves `placed_for`.
     """
 
     def __init__(self, pid: int, channel: Channel) -> None:
@@ -60,7 +61,9 @@ class WorkerHandle:
         self.known_segments: set[int] = set()
         self.released_graphs: list[int] = []
         self.received_segments: dict[int, Segment] = {}
-        self.placed: PlacedGradients | None = None
+        self.placed: dict[int, torch.Tensor] = {}
+        self.placed_in = Segment.create(0)
+        self.placed_for: object = None
         self._process: ProcessState | None = None
 
     def send(
@@ -76,14 +79,17 @@ class WorkerHandle:
         if isinstance(message, Forward) and message.update.module is not None:  # frees the last one's segments
             message.freed = list(self.known_segments - {segment.number for segment in (*needed, *kept)})
             self.known_segments.difference_update(message.freed)
-        new = [segment for segment in needed if segment.number not in self.known_segments]
+        known = self.known_segments
+        new = {segment.number: segment for segment in needed if segment.number not in known}
         message.released_graphs = self.released_graphs[:]
         del self.released_graphs[: len(message.released_graphs)]
         if process != self._process:
             message.process = self._process = process
-        message.segments = [(segment.number, segment.num_bytes) for segment in new]
-        self.channel.send(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL), [segment.fd for segment in new])
-        self.known_segments.update(segment.number for segment in new)
+        if new:
+            message.segments = [(segment.number, segment.num_bytes) for segment in new.values()]
+        fds = [segment.fd for segment in new.values()]
+        self.channel.send(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL), fds)
+        known.update(new)
 
     def receive(self) -> Reply | Request | Withdrawal:
         """Return the worker's next message: its reply, or a request or withdrawal of a batch norm's exchange."""
@@ -95,6 +101,11 @@ class WorkerHandle:
             self.received_segments = {number: Segment(fd, num_bytes, number)}  # the worker uses only its newest
         return reply
 
+    def how_it_died(self) -> str:
+        """Close the channel of a worker that has died; return what is known about its death."""
+        self.channel.close()
+        return f"worker process {self.pid} {_describe_status(fork_server.server.status(self.pid))}"
+
     def send_response(self, response: Response, failed: bool) -> None:
         """Send the response of the exchange for which the worker waits, and whether a replica has failed."""
         with contextlib.suppress(ChannelClosedError):  # it has died: the next receive from it notices
@@ -102,48 +113,65 @@ class WorkerHandle:
 
 
 class StepLock:
-    """Lets an engine run one step at a time."""
+    """A context that waits until no other thread is in a step; it gives False if this thread is in one.
+
+    Batches of lanes, each on a worker of its own, share it: they run at the same time, and steps wait for their end.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._busy = False
+        self._depth = 0  # of the steps of the thread that has the lock
+        self._pid = os.getpid()
+        self._sharing = threading.Condition()
+        self._num_sharing = 0
 
-    def acquire(self) -> "_Step":
-        """Return a context that waits until no other thread is in a step; it gives False if this thread is in one."""
-        return _Step(self)
-
-    def enter(self) -> bool:
-        with self._lock:
-            is_outermost, self._busy = not self._busy, True
-            self._lock.acquire()  # held until `leave`; what is above cannot leave it locked
-            return is_outermost
-
-    def leave(self, is_outermost: bool) -> None:
-        if is_outermost:
-            self._busy = False
-        self._lock.release()
-
-
-class _Step:
-    def __init__(self, lock: StepLock) -> None:
-        self._lock = lock
+    @contextlib.contextmanager
+    def share(self) -> Iterator[None]:
+        """Enter the context of one batch: it waits until no other thread is in a step, and steps wait for its end."""
+        with self._lock, self._sharing:
+            self._num_sharing += 1
+        try:
+            yield
+        finally:
+            with self._sharing:
+                self._num_sharing -= 1
+                self._sharing.notify_all()
 
     def __enter__(self) -> bool:
-        self._is_outermost = self._lock.enter()
-        return self._is_outermost
+        with self._lock:
+            self._depth += 1
+            self._lock.acquire()  # held until `__exit__`; what is above cannot leave it locked
+        if self._depth == 1 and self._num_sharing:
+            try:
+                self._wait_for_batches()
+            except BaseException:
+                self.__exit__()
+                raise
+        return self._depth == 1
+
+    def _wait_for_batches(self) -> None:
+        if self._pid != os.getpid():  # in the child of a fork there are no lanes
+            return
+        with self._sharing:
+            while self._num_sharing:
+                self._sharing.wait(_WAKE_S)
 
     def __exit__(self, *_: object) -> None:
-        self._lock.leave(self._is_outermost)
+        self._depth -= 1
+        self._lock.release()
 
 
 class WorkerGroup:
     """Workers that run the replicas of one engine.
+
+    It is the context of a step: if that raises while a worker owes a reply, or has missed a collective, the group ends.
 
     Attributes:
         workers: those of replicas 1, 2, ...
         num_in_sync: how many of them have the module as it is.
         devices: of replicas 0, 1, ...
         transport: how parameters reach them, and gradients come back.
+        collective: the context of the caller's part in a collective: if that raises, the group cannot go on.
         graph_numbers: yields the numbers of their graphs.
         ended: whether it has been ended.
     """
@@ -158,6 +186,7 @@ class WorkerGroup:
         self._awaited: set[int] = set()  # workers that owe a reply
         self._dead: set[int] = set()  # those of them that have died
         self._missed_collective: set[int] = set()  # replicas that have not done their part in a collective
+        self.collective = _Collective(self._missed_collective)
         self._replies: dict[int, Reply] = {}  # of workers that are no longer awaited
         self._exchange: LocalExchange | None = None
         parts = affinity.cores_per_replica(num_workers + 1)
@@ -192,19 +221,13 @@ class WorkerGroup:
         except ChannelClosedError:
             raise self._end_with_error(index, where) from None
 
-    def ended_on_failure(self) -> "_EndedOnFailure":
-        """Return a context that ends the group if it raises while a worker owes a reply, or has missed a collective."""
-        return _EndedOnFailure(self)
+    def __enter__(self) -> None:
+        pass
 
-    def left(self, failed: bool) -> None:
-        """End a step."""
-        if failed and (self._awaited or self._missed_collective):
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and (self._awaited or self._missed_collective):
             self.end()
         self._replies, self._exchange = {}, None
-
-    def collective(self) -> "_Collective":
-        """Return the context of the caller's part in a collective: if it raises, the group cannot go on."""
-        return _Collective(self._missed_collective)
 
     def open_exchange(self, num_replicas: int, cross_process: CrossProcess | None = None) -> LocalExchange:
         """Open the exchange of the caller's replica and of the workers that were sent a message; return it.
@@ -300,13 +323,11 @@ class WorkerGroup:
 
     def _end_with_error(self, index: int, where: str) -> WorkerDiedError:
         """End the group after a worker's death; return the error that describes it."""
-        pid = self.workers[index].pid
-        self.workers[index].channel.close()
-        how = _describe_status(fork_server.server.status(pid))
+        died = self.workers[index].how_it_died()
         self.end()
         return WorkerDiedError(
-            f"{where}: its worker process {pid} {how}. This step is lost; the module is as it was, and the next "
-            "forward starts other workers."
+            f"{where}: its {died}. This step is lost; the module is as it was, and the next forward starts other "
+            "workers."
         )
 
     def end(self, graceful: bool = False) -> None:
@@ -329,17 +350,6 @@ class WorkerGroup:
         """Drop the parent's workers, in the child of a fork."""
         self.transport.abandon()
         self.end(graceful=True)
-
-
-class _EndedOnFailure:
-    def __init__(self, group: WorkerGroup) -> None:
-        self._group = group
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._group.left(failed=kind is not None)
 
 
 class _Collective:

@@ -3,7 +3,6 @@
 As the threads engine has replicas of the live module, a worker has some of its own.
 """
 
-import pickle
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +10,6 @@ from torch import nn
 
 from manyhands.engines.processes.module_sync import TensorRecipe, Update
 from manyhands.engines.processes.pickling import loads
-from manyhands.engines.processes.reducers.base import ModuleLeaves
 from manyhands.engines.processes.shared_memory import Segment
 from manyhands.engines.replica import ReplicaPool, Replicas
 from manyhands.primitives.blueprint import Blueprint
@@ -26,15 +24,14 @@ class WorkerModule:
 
     Attributes:
         tensors: the module's tensors, by number.
-        outside: the numbers of those that need gradients and are not the module's.
-        leaves: the numbers of its replicas' leaves.
+        outside: those that need gradients and are not the module's.
     """
 
     def __init__(self, update: bytes, segments: dict[int, Segment], device: torch.device) -> None:
         self._device = device
-        tensors, pickled, self.outside = pickle.loads(update)
-        recipes: list[TensorRecipe] = pickle.loads(tensors)
+        recipes, pickled, self._num_parameters, outside = loads(update)
         self.tensors = [_tensor(recipe, segments, device) for recipe in recipes]
+        self.outside = [self.tensors[number] for number in outside]
         # Tensors that were copied from shared memory, each with its source: copied again when that is rewritten.
         self._copied = [
             (tensor, segments[recipe.spec.segment].view(recipe.spec))
@@ -47,13 +44,13 @@ class WorkerModule:
             for name, value in attributes.items():
                 if cls.__dict__.get(name) != value:
                     type.__setattr__(cls, name, value)
-        self._number = {id(tensor): number for number, tensor in enumerate(self.tensors)}
         self._renew_pool()
 
     def _renew_pool(self) -> None:
         blueprint = Blueprint(self.modules[0])
+        # The caller's, in its order: what the blueprint finds in a set has another order in each process.
+        blueprint.parameters = {id(parameter): parameter for parameter in self.tensors[: self._num_parameters]}
         self._pool = ReplicaPool(blueprint, self._device)
-        self.leaves = ModuleLeaves([self._number[id(parameter)] for parameter in self._pool.live_parameters])
         self._prepared: tuple[bool, Replicas] | None = None
 
     @property

@@ -5,6 +5,7 @@ What both do with several replicas, which can fail and die, is in tests/engines/
 
 import gc
 import os
+import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -61,9 +62,6 @@ def test_gradients_that_are_added_and_those_that_are_not(make):
     assert torch.equal(result, torch.ones(LARGE))
 
 
-# ---- shared memory -------------------------------------------------------------------------------
-
-
 def test_memory_is_reused_only_when_no_tensor_refers_to_it():
     transport = SharedMemoryTransport()
 
@@ -84,9 +82,6 @@ def test_memory_is_reused_only_when_no_tensor_refers_to_it():
     for value in range(shared_memory._IDLE_BACKWARDS + 1):
         once(float(value))
     assert len(transport.segments) < num_segments, "memory that is no longer needed is freed"
-
-
-# ---- collectives ---------------------------------------------------------------------------------
 
 
 def test_buckets_follow_the_order_of_the_first_backward():
@@ -150,3 +145,26 @@ def test_a_process_group_that_outlives_its_worker_group_writes_into_no_other_fil
         gc.collect()
         file.seek(0, os.SEEK_END)
         assert file.tell() == 0
+
+
+def test_a_process_that_ends_while_groups_connect(monkeypatch):
+    """F4: the caller notices, although torch waits for the other process without end."""
+    ended, began = threading.Event(), threading.Event()
+
+    def connect(backend, store, rank, size):
+        began.set()
+        ended.wait()
+
+    class DiedError(Exception):
+        pass
+
+    def on_wait() -> None:
+        if began.is_set():
+            raise DiedError
+
+    monkeypatch.setattr(collectives.torch_private, "process_group", connect)
+    transport = CollectiveTransport([CPU])
+    transport.begin_backward({0: torch.empty(3)}, (0,))
+    with pytest.raises(DiedError):
+        in_time(lambda: transport.reducer(on_wait))
+    ended.set()

@@ -7,7 +7,7 @@ reduces gradients (collectives.py). In each backward every replica has a `Reduce
 
 import abc
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -23,7 +23,7 @@ OnWait: TypeAlias = Callable[[], None]
 
 
 class WorkerReducer(Reducer):
-    """One replica's part, in a process of its own or the caller's; it numbers leaves as the workers do."""
+    """One replica's part, in a process of its own or the caller's."""
 
     @abc.abstractmethod
     def end(self, on_wait: OnWait = lambda: None) -> float:
@@ -32,51 +32,6 @@ class WorkerReducer(Reducer):
     @abc.abstractmethod
     def fail(self, on_wait: OnWait = lambda: None) -> None:
         """Let the other replicas go on without this one, which has failed; there will be no results."""
-
-
-class ModuleLeaves:
-    """The leaves of a replica's parameters, by their places in the replica and by their numbers in messages.
-
-    Attributes:
-        numbers: the number of each, in the order of the replica.
-        position_of: the place of each, by number.
-    """
-
-    def __init__(self, numbers: Sequence[int]) -> None:
-        self.numbers = numbers
-        self.position_of = {number: k for k, number in enumerate(numbers)}
-
-    def part(self, reducer: WorkerReducer | None) -> Reducer | None:
-        """Return a reducer that counts these leaves by their places."""
-        return None if reducer is None else _ByPlace(self, reducer)
-
-
-class _ByPlace(Reducer):
-    def __init__(self, leaves: ModuleLeaves, reducer: WorkerReducer) -> None:
-        self._leaves, self._reducer = leaves, reducer
-
-    @property
-    def numbers(self) -> Collection[int]:
-        position_of = self._leaves.position_of
-        return [position_of[number] for number in self._reducer.numbers if number in position_of]
-
-    def add(self, number: int, gradient: torch.Tensor) -> bool:
-        return self._reducer.add(self._leaves.numbers[number], gradient)
-
-
-class PlacedGradients:
-    """The places of a worker's small gradients, in memory that the caller and the worker share; by number."""
-
-    def __init__(self, views: Mapping[int, torch.Tensor]) -> None:
-        self._views = views
-        self._found: tuple[ModuleLeaves, list[int], list[torch.Tensor]] | None = None
-
-    def of(self, leaves: ModuleLeaves) -> tuple[list[int], list[torch.Tensor]]:
-        """Return which of the leaves have a place (by their places in the replica), and the tensors there."""
-        if self._found is None or self._found[0] is not leaves:
-            pairs = [(k, self._views[number]) for k, number in enumerate(leaves.numbers) if number in self._views]
-            self._found = leaves, [k for k, _ in pairs], [view for _, view in pairs]
-        return self._found[1:]
 
 
 class Transport(abc.ABC):
@@ -112,29 +67,24 @@ class Transport(abc.ABC):
     def results(self) -> dict[int, torch.Tensor]:
         """Return the summed gradients, by number of the tensor, after a backward in which no replica failed."""
 
-    @abc.abstractmethod
+    # What follows is for parameters that are sent.
+
     def rendezvous(self, replica: int) -> Any:
-        """Return the rendezvous over which a worker gets parameters that are sent; None if they are shared."""
+        """Return the rendezvous over which a worker gets parameters; None if they are shared."""
+        return None
 
-    @abc.abstractmethod
-    def begin_sending(self, flats: Sequence[torch.Tensor], replicas: tuple[int, ...], on_wait: OnWait) -> None:
-        """Begin to send parameters, after all workers have been sent their message.
+    def begin_sending(  # noqa: B027
+        self, flats: Sequence[torch.Tensor], replicas: tuple[int, ...], on_wait: OnWait
+    ) -> None:
+        """Begin to send flat buckets of parameters to some replicas, after all workers have been sent their message."""
 
-        Args:
-            flats: flat buckets of parameters.
-            replicas: those that take part.
-        """
-
-    @abc.abstractmethod
-    def end_sending(self, on_wait: OnWait) -> None:
+    def end_sending(self, on_wait: OnWait) -> None:  # noqa: B027
         """Wait until everything is sent."""
 
-    @abc.abstractmethod
-    def end(self) -> None:
+    def end(self) -> None:  # noqa: B027
         """Close the connections to the workers, which have ended or are about to."""
 
-    @abc.abstractmethod
-    def abandon(self) -> None:
+    def abandon(self) -> None:  # noqa: B027
         """Drop the parent's connections, in the child of a fork."""
 
 

@@ -6,9 +6,9 @@ and buckets in host memory. The processes find each other through a store in mem
 
 One backward, on every replica that takes part:
 
-    1. a gradient is copied into its bucket as soon as backward has made it
-    2. a bucket is reduced onto the first replica as soon as it is full and all earlier ones have been submitted;
-       backward goes on meanwhile
+    1. gradients are copied into their bucket as soon as backward has made all of them
+    2. the bucket is reduced onto the first replica as soon as all earlier ones have been submitted; backward goes on
+       meanwhile
     3. at the end, gradients that are missing are filled with zeros and the last buckets are submitted
 
 The order in which the first replica's gradients were made in its first backward decides which share a bucket.
@@ -27,9 +27,11 @@ gloo or NCCL decides the order in which replicas are summed: here runs need not 
 import ctypes
 import functools
 import secrets
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
@@ -79,16 +81,28 @@ class ProcessGroups:
             distributed: Any = torch.distributed
             file = distributed.FileStore(f"/proc/self/fd/{self._store.fd}", -1)
             store = distributed.PrefixStore(f"{self._rendezvous.prefix}{replicas}", file)
-            # Making a group blocks until all processes make it, without `on_wait`. So all report in the store first.
+            # All report in the store first, so that what follows takes no longer than to connect.
             store.set(str(self._rendezvous.replica), "ready")
             keys = [str(replica) for replica in replicas]
             wait_until(lambda: bool(store.check(keys)), on_wait)
             rank = replicas.index(self._rendezvous.replica)
-            with _devices.using(self._device, []):
-                self._groups[replicas] = torch_private.process_group(
-                    self._rendezvous.backend, store, rank, len(replicas)
-                )
+            self._groups[replicas] = self._connected(store, rank, len(replicas), on_wait)
         return self._groups[replicas]
+
+    def _connected(self, store: Any, rank: int, size: int, on_wait: OnWait) -> Any:
+        """Return a new process group; it connects in a thread, so that this one notices if another process ends."""
+        made: Future[Any] = Future()
+
+        def connect() -> None:
+            try:
+                with _devices.using(self._device, []):
+                    made.set_result(torch_private.process_group(self._rendezvous.backend, store, rank, size))
+            except BaseException as error:  # noqa: BLE001 - raised below
+                made.set_exception(error)
+
+        threading.Thread(target=connect, name="manyhands-connect", daemon=True).start()
+        wait_until(made.done, on_wait)
+        return made.result()
 
     def bucket_device(self) -> torch.device:
         """Return the device of the buckets."""

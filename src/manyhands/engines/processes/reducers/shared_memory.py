@@ -272,21 +272,6 @@ class SharedMemoryTransport(Transport):
         assert self._buffers is not None
         return {number: slot.tensor() for number, slot in self._used.items() if self._buffers.has_sum(number)}
 
-    def rendezvous(self, replica: int) -> None:
-        return None
-
-    def begin_sending(self, flats: Sequence[torch.Tensor], replicas: tuple[int, ...], on_wait: OnWait) -> None:
-        pass  # they are shared
-
-    def end_sending(self, on_wait: OnWait) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-    def abandon(self) -> None:
-        pass
-
     def _allocate(self, wanted: dict[int, tuple[Any, ...]]) -> dict[int, _Slot]:
         allocator = BumpAllocator()
         specs = {number: allocator.allocate_for(*kind) for number, kind in wanted.items()}

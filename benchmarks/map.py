@@ -1,0 +1,130 @@
+"""How fast `DataParallel.map` is: against a plain loop, and against the pools of concurrent.futures, in one run.
+
+    python benchmarks/map.py
+
+Inference over the same batches, with two workers on the CPU. The pools have two workers with half the intra-op threads
+each, as the lanes of a map have; all of them take whole batches. Contenders take turns, and speeds are compared within
+each round. Set-up (starting workers, sending them the model) is not counted: each contender runs once before.
+"""
+
+import argparse
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+import manyhands
+from manyhands.training import models
+
+WORKERS = 2
+BATCHES = 24
+ROUNDS = 7
+
+_model: nn.Module | None = None  # that of a process of the pool
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    manyhands.keep_freed_memory()
+    print(
+        f"torch {torch.__version__}, {torch.get_num_threads()} intra-op threads, {WORKERS} workers, {BATCHES} batches"
+    )
+    print(f"{'model':<28}{'contender':<22}{'batches/s':>11}{'of the loop':>13}{'lowest':>8}{'highest':>9}")
+    image = (1, 28, 28)
+    for name, model, batch in (
+        ("ResNet-18, 32 rows", models.build("resnet18", num_classes=10, image_shape=image), torch.randn(32, *image)),
+        ("wide layers, 64 rows", mlp(2048, 5), torch.randn(64, 2048)),
+        ("52 thin layers, 64 rows", mlp(16, 52), torch.randn(64, 16)),
+    ):
+        speeds = measured_in_turn(model.eval(), [batch.clone() for _ in range(BATCHES)])
+        of_loop = speeds["plain loop"]
+        for contender, each in speeds.items():
+            ratios = [speed / loop for speed, loop in zip(each, of_loop, strict=True)]
+            print(
+                f"{name:<28}{contender:<22}{statistics.median(each):>11.1f}{statistics.median(ratios):>13.2f}"
+                f"{min(ratios):>8.2f}{max(ratios):>9.2f}"
+            )
+
+
+def mlp(width: int, depth: int) -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)))
+
+
+Runs = dict[str, Callable[[], int]]
+
+
+def measured_in_turn(model: nn.Module, batches: list[torch.Tensor]) -> dict[str, list[float]]:
+    """Return the batches a second of each contender, one number a round."""
+    with contenders(model, batches) as runs:
+        speeds: dict[str, list[float]] = {name: [] for name in runs}
+        for number in range(ROUNDS + 1):
+            for name, run in runs.items():
+                started = time.perf_counter()
+                num_outputs = run()
+                seconds = time.perf_counter() - started
+                assert num_outputs == len(batches)
+                if number:
+                    speeds[name].append(num_outputs / seconds)
+    return speeds
+
+
+@contextmanager
+def contenders(model: nn.Module, batches: list[torch.Tensor]) -> Iterator[Runs]:
+    """Yield the contenders; each runs the model over all batches and returns how many outputs there were."""
+    each = max(1, torch.get_num_threads() // WORKERS)
+    devices = ["cpu"] * WORKERS
+    threads = manyhands.DataParallel(model, devices)
+    processes = manyhands.DataParallel(model, devices, engine="processes")
+
+    def loop() -> int:
+        with torch.no_grad():
+            return len([model(batch) for batch in batches])
+
+    def call(batch: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            output: torch.Tensor = model(batch)
+            return output
+
+    with ExitStack() as stack:
+        # Made anew for each round: a pool's threads would keep half of the intra-op threads for all that follow.
+        def thread_pool() -> int:
+            before = torch.get_num_threads()
+            with ThreadPoolExecutor(WORKERS, initializer=torch.set_num_threads, initargs=(each,)) as pool:
+                num_outputs = len(list(pool.map(call, batches)))
+            torch.set_num_threads(before)
+            return num_outputs
+
+        spawn = multiprocessing.get_context("spawn")
+        pool = stack.enter_context(ProcessPoolExecutor(WORKERS, spawn, initializer=take, initargs=(model, each)))
+        yield {
+            "plain loop": loop,
+            "ThreadPoolExecutor": thread_pool,
+            "ProcessPoolExecutor": lambda: len(list(pool.map(call_own, batches))),
+            "map, threads": lambda: len(list(threads.map(batches))),
+            "map, processes": lambda: len(list(processes.map(batches))),
+        }
+    threads.close()
+    processes.close()
+
+
+def take(model: nn.Module, num_threads: int) -> None:
+    """Begin a process of the pool."""
+    global _model  # noqa: PLW0603 - a pool's initializer has nowhere else to leave it
+    torch.set_num_threads(num_threads)
+    _model = model
+
+
+def call_own(batch: torch.Tensor) -> torch.Tensor:
+    assert _model is not None
+    with torch.no_grad():
+        output: torch.Tensor = _model(batch)
+        return output
+
+
+if __name__ == "__main__":
+    main()

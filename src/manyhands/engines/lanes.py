@@ -1,0 +1,150 @@
+"""Lanes in this process: each has a replica on its device, and computes whole batches without gradients.
+
+    open     live module ──► replicas of all lanes, in one broadcast ──► each lane's blueprint and pool
+    a batch  inputs ──► the lane's device ──► a replica of the lane's pool ──► output ──► the output device
+
+A batch takes a replica from its lane's pool and gives it back, so what forward assigned to it or wrote into its buffers
+is undone. Parameters on the live module's device are the live module's own.
+
+Guarantees
+    - No output is in memory that a later batch overwrites.
+    - On an accelerator a lane has two batches queued at most. So a batch goes to a device that is free, not to one
+      whose queue takes it fastest.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from manyhands.engines.base import Lane, LaneCall, LaneOutput, called
+from manyhands.engines.compile_lock import CompileLock, kind_of
+from manyhands.engines.replica import ReplicaPool
+from manyhands.primitives import pytree
+from manyhands.primitives.batch_types import batch_type_of
+from manyhands.primitives.blueprint import Blueprint, collector_paused
+from manyhands.runtime import devices as _devices
+from manyhands.runtime.buckets import is_plain
+from manyhands.runtime.rng import SeededDraws
+from manyhands.runtime.streams import Copies
+
+
+def open_local_lanes(
+    blueprint: Blueprint,
+    call: LaneCall,
+    compile_lock: CompileLock,
+    *,
+    separate_memory: bool = False,
+) -> list[Lane]:
+    """Return a lane in this process for each device of `call`.
+
+    Args:
+        blueprint: of the live module.
+        compile_lock: of the wrapper.
+        separate_memory: as in `ThreadsEngine`.
+    """
+    with torch.no_grad(), collector_paused, Copies(call.devices) as copies:
+        replicas = ReplicaPool(blueprint, call.source).take(
+            call.devices, tracked=False, copies=copies, with_live_buffers=False, separate_memory=separate_memory
+        )
+        for i in range(len(call.devices)):
+            copies.wait_copies(i)
+        lock = compile_lock if blueprint.compiled else None
+        return [LocalLane(i, call, Blueprint(root), lock) for i, root in enumerate(replicas.roots)]
+
+
+class LocalLane(Lane):
+    """See the module's docstring.
+
+    Args:
+        number: of the lane.
+        blueprint: of its own module, which is on its device.
+        compile_lock: None if nothing is compiled.
+    """
+
+    def __init__(self, number: int, call: LaneCall, blueprint: Blueprint, compile_lock: CompileLock | None) -> None:
+        self._device = call.devices[number]
+        self.name = f"replica {number} on {self._device}"
+        self._call, self._compile_lock = call, compile_lock
+        self._pool = ReplicaPool(blueprint, self._device)
+        self._queued: list[Callable[[bool], bool]] = []
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None) -> LaneOutput:
+        for is_done in self._queued[:-1]:
+            is_done(True)
+        del self._queued[:-1]
+        name = type(self._pool.blueprint.root).__name__
+        draws = None if seed is None else SeededDraws(name, seed, self._device)
+        with Copies([self._device]) as copies:
+            args, kwargs = on_device((args, kwargs), self._device, lambda tensor: copies.to(tensor, 0))
+            with collector_paused:
+                replicas = self._pool.take([self._device], tracked=False, copies=copies, with_live_buffers=False)
+            copies.wait_copies(0)
+            with self._turn((args, kwargs)), draws or contextlib.nullcontext():
+                output = called(replicas.roots[0], self._call.method)(*args, **kwargs)
+        output = _apart_from(replicas.each[0].own_buffers, output)
+        replicas.give_back()
+        self._queued.append(_devices.queued_work(self._device))
+        target = self._call.output_device
+        outgoing = Copies([target])
+        with outgoing:
+            value = on_device(output, target, lambda tensor: outgoing.to(tensor, 0))
+        return LaneOutput(value, draws is not None and draws.drew, lambda: outgoing.wait_copies(0))
+
+    def _turn(self, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> contextlib.AbstractContextManager[None]:
+        if self._compile_lock is None:
+            return contextlib.nullcontext()
+        return self._compile_lock.while_new((False, self._pool.blueprint.root.training, *kind_of(inputs)))
+
+
+def on_device(value: Any, device: torch.device, copy: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a value with its tensors on `device`, each itself if it is there already; else `copy` makes it."""
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        if _devices.same_device(tensor.device, device):
+            return tensor
+        copied = copy(tensor.detach())
+        # Also without grad mode: the module may switch it on inside.
+        return copied.requires_grad_() if tensor.requires_grad else copied
+
+    return _mapped(place, value)
+
+
+def tensors_to_place(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a value that have to be on the device of the replica that gets it."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    _mapped(note, value)
+    yield from found
+
+
+def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return a value with `function` applied to its tensors, also to those in batches of other kinds."""
+
+    def of_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return function(leaf)
+        batch_type = batch_type_of(leaf)
+        if batch_type is None:
+            return leaf
+        tensors, rebuild = batch_type.parts(leaf)
+        return rebuild([function(tensor) for tensor in tensors])
+
+    return pytree.map_leaves(of_leaf, value)
+
+
+def _apart_from(buffers: list[torch.Tensor], output: Any) -> Any:
+    """Return an output without history, and not in the memory of a replica's buffers: the next batch overwrites it."""
+    memory = {buffer.untyped_storage().data_ptr() for buffer in buffers if is_plain(buffer) and buffer.numel()}
+
+    def apart(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach() if tensor.requires_grad else tensor
+        is_shared = is_plain(tensor) and tensor.numel() and tensor.untyped_storage().data_ptr() in memory
+        return tensor.clone() if is_shared else tensor
+
+    return _mapped(apart, output)

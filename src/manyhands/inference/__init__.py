@@ -1,0 +1,1 @@
+"""Whole batches on every device, without gradients: `DataParallel.map` and `DataParallel.evaluate`."""

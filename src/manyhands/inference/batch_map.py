@@ -1,0 +1,297 @@
+"""Batches that go, whole, to whichever device is free; their outputs come back in order.
+
+        the caller's thread                                    lane i's thread
+    (1) pull batches, two a lane ahead ──► todo ─────────────► next batch ──► replica i ──► output
+    (2) wait for the oldest output ◄─────── done ◄───────────────────────────────────────────┘
+    (3) yield it; the lanes go on while the caller uses it
+
+Guarantees
+    - Outputs are yielded in the order of the batches, one a batch. At most two batches a lane have been pulled and not
+      been yielded, whatever the speeds of lanes and caller.
+    - An error of a batch is raised in that batch's turn; the next call of `next` goes on with the batch after it. An
+      error of the loader is raised after all outputs before it, and ends the iteration.
+    - When the iterator is exhausted or closed, no lane computes any more, and nothing of it is left. An iterator that
+      is only dropped does not wait: its lanes finish their batch and end.
+    - The threads do not refer to the iterator, so it can be deleted while they run.
+
+Assumes that the loader is used by nobody else, and that nobody writes into a batch before its output is there.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+import torch
+
+from manyhands.engines.base import Lane, LaneEndedError, LaneOutput, Lanes
+from manyhands.inference.batches import hint_for, inputs_of
+from manyhands.runtime import torch_private
+from manyhands.runtime.errors import annotate
+from manyhands.runtime.rng import BatchStreams
+from manyhands.runtime.thread_pool import Background, Outcome, inside_replica
+from manyhands.runtime.thread_state import ThreadState, modes_that_stay
+
+_Batch: TypeAlias = tuple[int, tuple[Any, ...], dict[str, Any], int | None]  # number, inputs, seed
+_AHEAD = 2  # batches a lane that have been pulled and not been yielded
+_WAKE_S = 0.1  # a waiting caller looks this often for Ctrl-C
+_FORKED = (
+    "this is a process forked while the outputs of a map were iterated over: the threads that compute them are in its "
+    "parent. Call map in the process that iterates."
+)
+_NO_LANE_LEFT = "no lane is left that could compute the remaining batches: each of them has ended. Call map again."
+
+
+class Outputs(Iterator[Any]):
+    """The outputs of some batches, in order.
+
+    It is an iterator, which ends early with `close()`, at the end of a `with` block, or when it is deleted.
+    """
+
+    def close(self) -> None:
+        """End the iteration; wait for the batches that are being computed, and drop their outputs."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+class BatchMap(Outputs):
+    """The outputs of one process's batches. See the module's docstring.
+
+    Args:
+        batches: any iterable; pulled from in the thread that iterates.
+        open_lanes: opens lanes on some devices.
+        devices: one a lane.
+    """
+
+    def __init__(
+        self, batches: Iterable[Any], open_lanes: Callable[[Sequence[torch.device]], Lanes], devices: list[torch.device]
+    ) -> None:
+        with torch.no_grad():
+            self._state = ThreadState.capture()
+        self._batches: Iterator[Any] | None = None
+        self._source: Iterable[Any] = batches
+        self._open_lanes: Callable[[Sequence[torch.device]], Lanes] | None = open_lanes  # None when it has ended
+        self._devices = devices
+        self._has_more = True
+        self._num_pulled = self._num_yielded = 0
+        self._ready: dict[int, Outcome[LaneOutput]] = {}
+        self._work: _Work | None = None
+        self._hints: dict[int, str | None] = {}  # of the batches that have not been yielded
+        self._pid = os.getpid()
+
+    def __next__(self) -> Any:
+        if self._work is not None and os.getpid() != self._pid:
+            raise RuntimeError(_FORKED)
+        self._pull()
+        if self._num_yielded == self._num_pulled:
+            self.close()
+            raise StopIteration
+        number = self._num_yielded
+        if number not in self._ready:
+            assert self._work is not None
+            self._work.wait_for(number)
+        outcome = self._ready.pop(number)
+        hint = self._hints.pop(number)
+        self._num_yielded += 1
+        try:
+            if outcome.error is not None:
+                raise _as_raised(outcome.error, hint)
+            assert outcome.value is not None
+            outcome.value.wait()
+            if outcome.value.drew and self._work is not None:
+                self._work.streams.move_on()
+            return outcome.value.value
+        finally:
+            del outcome  # a traceback refers to this frame: nothing in it may refer to an exception
+
+    def _pull(self) -> None:
+        """Pull batches until the lanes have enough of them."""
+        while self._has_more and self._num_pulled - self._num_yielded < self._num_ahead:
+            number = self._num_pulled
+            try:
+                # Before the lanes' threads start: a loader may fork processes here.
+                self._batches = iter(self._source) if self._batches is None else self._batches
+                batch = next(self._batches)
+            except StopIteration:
+                self._has_more = False
+                return
+            except Exception as error:  # noqa: BLE001 - raised in its turn
+                self._has_more = False
+                self._add(number, annotate([(f"the iterable of batches, at batch {number}", error)]))
+                return
+            except BaseException:
+                self.close()
+                raise
+            try:
+                args, kwargs = inputs_of(batch)
+            except TypeError as error:
+                self._add(number, annotate([(f"batch {number}", error)]))
+                continue
+            if self._work is None:
+                self._work = self._begin()
+            self._hints[number] = hint_for(batch)
+            self._num_pulled += 1
+            self._work.submit(number, args, kwargs)
+
+    def _add(self, number: int, error: BaseException) -> None:
+        self._hints[number] = None
+        self._ready[number] = Outcome(error=error)
+        self._num_pulled += 1
+
+    @property
+    def _num_ahead(self) -> int:
+        return 1 if self._work is not None and self._work.is_alone else _AHEAD * len(self._devices)
+
+    def _begin(self) -> "_Work":
+        # A mode that other threads cannot join; a wrapper inside a replica; a cache of weights, one for all replicas.
+        is_alone = inside_replica() or modes_that_stay() or torch_private.caches_parametrizations()
+        devices = self._devices[:1] if is_alone else self._devices
+        assert self._open_lanes is not None
+        with self._state.applied():
+            work = _Work(self._open_lanes(devices), self._ready)
+        if not is_alone:
+            work.start(devices, self._state)
+        return work
+
+    def close(self) -> None:
+        self._stop()
+        work, self._work = self._work, None
+        if work is not None and os.getpid() == self._pid:
+            work.wait()
+            self._ready.clear()  # of what was computed meanwhile
+
+    def _stop(self) -> None:
+        self._has_more = False
+        self._num_yielded = self._num_pulled
+        self._ready.clear()
+        self._hints = {}
+        self._source, self._batches, self._open_lanes = (), None, None
+        if self._work is not None and os.getpid() == self._pid:
+            self._work.stop()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_pid"):
+            self._stop()
+
+
+class _Work:
+    """What the iterator shares with the lanes' threads.
+
+    Args:
+        ready: the outcomes of batches that have been computed. A lane writes into it, and then wakes the caller: what
+            Ctrl-C interrupts in the caller cannot lose an outcome.
+
+    Attributes:
+        is_alone: whether there is one lane only, which computes in the caller's thread.
+        streams: the batches' random numbers.
+    """
+
+    def __init__(self, lanes: Lanes, ready: dict[int, Outcome[LaneOutput]]) -> None:
+        self._lanes, self._ready = lanes, ready
+        self._todo: SimpleQueue[_Batch | None] = SimpleQueue()
+        self._num_lanes = len(lanes.each)
+        self._has_new = threading.Event()
+        self._background: Background | None = None
+        self.is_alone = True
+        self.streams = BatchStreams()
+
+    def start(self, devices: Sequence[torch.device], state: ThreadState) -> None:
+        tasks = [partial(self._compute, i) for i in range(self._num_lanes)]
+        self.is_alone = False
+        self._background = Background(tasks, devices, state, self.stop, self._close)
+
+    def _close(self) -> None:
+        self._background = None  # it refers to this object
+        self._lanes.close()
+
+    def submit(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.is_alone:
+            with torch.no_grad():
+                self._ready[number] = self._outcome(self._lanes.each[0], [(number, args, kwargs, None)])
+        else:
+            self._todo.put((number, args, kwargs, self.streams.seed(number)))
+
+    def wait_for(self, number: int) -> None:
+        """Wait until a batch has been computed.
+
+        Raises:
+            RuntimeError: nothing is left that could compute it.
+        """
+        while True:
+            background = self._background
+            has_ended = background is None or background.has_ended
+            self._has_new.clear()
+            if number in self._ready:
+                return
+            if has_ended:
+                raise RuntimeError(_NO_LANE_LEFT)
+            self._has_new.wait(_WAKE_S)
+
+    def _compute(self, index: int) -> None:
+        """Compute batches, in the thread of a lane, until there will be no more."""
+        lane = self._lanes.each[index]
+        while (batch := self._todo.get()) is not None:
+            number, batches = batch[0], [batch]
+            del batch
+            try:
+                # Once the caller has the outcome, no reference to it or to the batch may be left here: what the caller
+                # then drops is to be freed at once. So no variable holds either.
+                self._ready[number] = self._outcome(lane, batches)
+            except LaneEndedError:
+                return
+            self._has_new.set()
+            if lane.has_ended:
+                return
+
+    def _outcome(self, lane: Lane, batches: "list[_Batch]") -> Outcome[LaneOutput]:
+        """Compute the one batch in a list, which is emptied.
+
+        Raises:
+            LaneEndedError: the lane can compute no more. Another one will take the batch.
+        """
+        number, args, kwargs, seed = batches.pop()
+        try:
+            return Outcome(value=lane.run(args, kwargs, seed))
+        except LaneEndedError:
+            self._todo.put((number, args, kwargs, seed))
+            raise
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that iterates
+            torch_private.end_checkpoints(error)
+            return Outcome(error=annotate([(f"batch {number}, by {lane.name}", error)]))
+
+    def stop(self) -> None:
+        """Let each lane end after its current batch. May be called from a finalizer, and several times."""
+        try:
+            while True:
+                self._todo.get_nowait()
+        except Empty:
+            pass
+        self._lanes.stop()
+        for _ in range(self._num_lanes):
+            self._todo.put(None)
+
+    def wait(self) -> None:
+        background = self._background
+        if background is not None:
+            background.wait()
+        elif self.is_alone:
+            self._lanes.close()
+
+
+def _as_raised(error: BaseException, hint: str | None) -> BaseException:
+    """Return the error to raise for a batch's."""
+    if isinstance(error, TypeError) and hint is not None and hint not in getattr(error, "__notes__", ()):
+        error.add_note(hint)
+    if isinstance(error, StopIteration):  # it would end the iteration
+        replacement = RuntimeError("the module raised StopIteration")
+        replacement.__cause__ = error
+        return replacement
+    return error

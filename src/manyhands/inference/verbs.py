@@ -1,0 +1,151 @@
+"""map and evaluate: the outputs of many batches, or what a metric makes of them."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from manyhands.distributed.process_group import Communicator
+from manyhands.engines.base import Lanes
+from manyhands.engines.lanes import on_device
+from manyhands.inference.batch_map import BatchMap, Outputs
+from manyhands.inference.batches import batches_of
+from manyhands.inference.metrics import Totals, check_metric, inputs_and_target
+from manyhands.inference.out import OutFiller
+from manyhands.inference.ranks import Part, RankMap, merged
+from manyhands.inference.shown import Shown
+from manyhands.primitives.dims import OutputRules
+from manyhands.primitives.inputs import Arguments
+from manyhands.runtime import devices as _devices
+
+
+@dataclass(frozen=True)
+class Callee:
+    """What is called for each batch.
+
+    Attributes:
+        open_lanes: opens lanes on some devices.
+        devices: those of this process.
+        output_device: where outputs are.
+        function: the method whose inputs the batches are.
+        in_dims, rules: which axis of inputs and outputs has the rows.
+        communicator: the processes that compute the batches together; None: this one alone.
+    """
+
+    open_lanes: Callable[[Sequence[torch.device]], Lanes]
+    devices: list[torch.device]
+    output_device: torch.device
+    function: Callable[..., Any]
+    in_dims: Any
+    rules: OutputRules
+    communicator: Communicator | None
+
+    def outputs(self, batches: Iterable[Any]) -> BatchMap:
+        """Return the outputs of this process's batches."""
+        return BatchMap(batches, self.open_lanes, self.devices)
+
+    def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Return the number of rows of a batch.
+
+        Raises:
+            ValueError: it has none, or different ones.
+        """
+        rows = Arguments(args, kwargs, self.rules.dim, self.in_dims, self.function).rows
+        if rows is None:
+            raise ValueError(
+                "the rows of a batch cannot be counted, as it has no tensors with rows: evaluate weights batches by "
+                "their rows. Give tensors, or register the batches' class with manyhands.register_batch_type"
+            )
+        return rows
+
+
+def map_batches(callee: Callee, batches: Iterable[Any], batch_size: int | None, out: Any, progress: bool) -> Any:
+    """Return an iterator over the outputs of all batches; or `out`, when they are in it."""
+    batches = batches_of(batches, batch_size, callee.rules.dim)
+    filler = None if out is None else OutFiller(out, callee.rules)
+    outputs: Outputs
+    communicator = callee.communicator
+    if communicator is None:
+        outputs = callee.outputs(batches)
+    else:
+        part = Part(batches, communicator)
+        outputs = RankMap(callee.outputs(part), part, communicator, callee.output_device)
+    is_first = communicator is None or communicator.rank == 0
+    if progress and is_first:
+        outputs = Shown(outputs, "map", _length_of(batches))
+    if filler is None:
+        return outputs
+    with outputs, torch.no_grad():
+        filler.fill(outputs)
+    if is_first:
+        filler.check_full()
+    return out
+
+
+def evaluate_batches(
+    callee: Callee,
+    batches: Iterable[Any],
+    metric: Callable[[Any, Any], Any],
+    batch_size: int | None,
+    reduction: str | Mapping[str, str],
+    progress: bool,
+) -> float | dict[str, float]:
+    """Return what a metric gives over all rows of all batches."""
+    check_metric(metric)
+    totals = Totals(reduction)
+    batches = batches_of(batches, batch_size, callee.rules.dim)
+    communicator = callee.communicator
+    if communicator is None:
+        length = _length_of(batches)
+        _add_all(callee, batches, metric, totals, progress, length)
+        return totals.result()
+    part = Part(batches, communicator)
+    length = _length_of(batches)
+    length = None if length is None else math.ceil((length - communicator.rank) / communicator.world_size)
+    failure: BaseException | None = None
+    try:
+        _add_all(callee, part, metric, totals, progress and communicator.rank == 0, length)
+    except Exception as error:  # noqa: BLE001 - raised when all ranks know of it
+        failure = error
+    except BaseException as error:  # Ctrl-C: the others must not wait for this process
+        communicator.abort(error)
+        raise
+    try:
+        return merged(communicator, part, totals, failure).result()
+    finally:
+        del failure  # a traceback refers to this frame: nothing in it may refer to an exception
+
+
+def _add_all(
+    callee: Callee,
+    batches: Iterable[Any],
+    metric: Callable[[Any, Any], Any],
+    totals: Totals,
+    progress: bool,
+    length: int | None,
+) -> None:
+    waiting: deque[tuple[Any, int]] = deque()  # the target and the rows of each batch that has been pulled
+
+    def inputs() -> Iterator[Any]:
+        for batch in batches:
+            (args, kwargs), target = inputs_and_target(batch)
+            waiting.append((target, callee.rows(args, kwargs)))
+            yield kwargs or args
+
+    device = callee.output_device
+    outputs: Outputs = callee.outputs(inputs())
+    with Shown(outputs, "evaluate", length) if progress else outputs as shown, torch.no_grad():
+        for output in shown:
+            target, rows = waiting.popleft()
+            target = on_device(target, device, lambda tensor: _devices.copied_to(tensor, device))
+            totals.add(metric(output, target), rows)
+
+
+def _length_of(batches: Iterable[Any]) -> int | None:
+    try:
+        return len(batches)  # type: ignore[arg-type]
+    except TypeError:  # a generator, or a loader over one
+        return None

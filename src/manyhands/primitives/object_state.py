@@ -1,0 +1,85 @@
+"""What an object of any class holds: the tensors, numbers and strings inside it, by path.
+
+Two objects that hold the same can stand for each other. Classes, functions, devices, dtypes and None count as nothing:
+they say what an object does, or where it is, not what is in it.
+"""
+
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+_HOLDS_NOTHING = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.NoneType)
+_VALUES = (bool, int, float, complex, str, bytes)
+
+
+def state_of(value: object) -> dict[str, Any]:
+    """Return everything that `value` holds, by path; what it holds twice is there once.
+
+    >>> state_of({"rows": 2, "parts": [types.SimpleNamespace(name="a", made_by=dict)]})
+    {"['rows']": 2, "['parts'][0].name": 'a'}
+    """
+    return dict(_held(value, "", set()))
+
+
+def same_state(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether two objects hold the same; on an accelerator this waits for tensors."""
+    return one.keys() == other.keys() and all(same_value(value, other[path]) for path, value in one.items())
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Return whether two values that `state_of` has found are the same."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    try:
+        return bool(one == other)
+    except Exception:  # noqa: BLE001 - an object of any class
+        return False
+
+
+def _held(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (torch.dtype, torch.device, *_HOLDS_NOTHING)):
+        return
+    if isinstance(value, (torch.Tensor, *_VALUES)):
+        yield path, value
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    inside = _inside(value)
+    if inside is None:
+        yield path, value
+        return
+    for step, child in inside.items():
+        yield from _held(child, path + step, seen)
+
+
+def _inside(value: Any) -> dict[str, Any] | None:
+    """Return what is inside a container or object, by the last step of its path; None if nothing can be seen there."""
+    if isinstance(value, Mapping):
+        inside = {f"[{key!r}]": child for key, child in value.items()}
+    elif isinstance(value, list | tuple | deque):
+        inside = {f"[{number}]": child for number, child in enumerate(value)}
+    else:
+        inside = {}
+    slots = [name for name in slot_names(type(value)) if hasattr(value, name)]
+    inside.update((f".{name}", child) for name, child in getattr(value, "__dict__", {}).items())
+    inside.update((f".{name}", getattr(value, name)) for name in slots)
+    if not inside and not isinstance(value, Mapping | list | tuple | deque) and not hasattr(value, "__dict__"):
+        return None  # a set, or an object of C code
+    return inside
+
+
+def slot_names(cls: type) -> Iterator[str]:
+    """Yield the names of the slots that a class and its bases have."""
+    for base in cls.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__"):
+                yield f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") else name

@@ -1,0 +1,317 @@
+"""Statistics, and normalising by them, with torch's own kernels for synchronised batch norm.
+
+They are the kernels of `torch.nn.SyncBatchNorm`, for devices that have them (`devices.has_batch_norm_kernels`). What
+`Statistics` does with plain arithmetic, for all other devices, these do in one pass over the rows:
+
+    forward     (1) batch_norm_stats               rows ──► mean, inverse deviation
+                (2) batch_norm_gather_stats_...    those of all replicas ──► those of all rows; running statistics
+                (3) batch_norm_elemt               rows ──► output
+    backward    (4) batch_norm_backward_reduce     gradient, rows ──► two sums a channel; gradients of weight and bias
+                (5) batch_norm_backward_elemt      gradient, rows, sums over all replicas ──► gradient of the rows
+
+Mean, inverse deviation and count of a replica are one tensor, so they take one copy, or one all-gather. Counts are in
+it because the host would have to wait for the device to learn those of other processes. For the same reason nothing
+here makes a tensor from numbers of the host, or reads one.
+
+Derivatives of higher order use plain arithmetic on the same tensors.
+
+(3) computes (x - mean) * inverse deviation * weight + bias for each channel, in the precision of the statistics, with
+x and the result in their own. So it also computes two gradients here, with other weights and biases.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from manyhands.runtime import devices as _devices
+from manyhands.sync_batch_norm.statistics import ReduceGrad, all_but_channels, per_channel, statistics_dtype
+
+# The count of no rows: so small that such a part changes nothing, and not 0, by which the kernel would divide.
+_NO_ROWS = 1e-30
+
+
+@dataclass(frozen=True)
+class KernelStatistics:
+    """Mean, inverse standard deviation and count of each channel, in one tensor.
+
+    Attributes:
+        packed: of shape (2 * channels + 1): means, inverse deviations 1 / sqrt(variance + eps), and the count.
+        eps: of the batch norm.
+        count: the count; None where the host does not know it.
+    """
+
+    packed: torch.Tensor
+    eps: float
+    count: int | None
+
+    @classmethod
+    def of(cls, x: torch.Tensor, eps: float) -> "KernelStatistics":
+        """Return the statistics of x, of shape (rows, channels, ...), without a history."""
+        x = x.detach()
+        if not x.numel():
+            return cls.without_rows(torch.empty(2 * x.size(1) + 1, dtype=statistics_dtype(x), device=x.device), eps)
+        count = x.numel() // x.size(1)
+        mean, inverse_std = torch.batch_norm_stats(x, eps)
+        return cls(torch.cat([mean, inverse_std, mean.new_full((1,), count)]), eps, count)
+
+    @classmethod
+    def without_rows(cls, like: torch.Tensor, eps: float) -> "KernelStatistics":
+        """Return statistics of no rows, which change no others; `like` has the form of `packed`."""
+        num_channels = len(like) // 2
+        parts = [like.new_zeros(num_channels), like.new_ones(num_channels), like.new_full((1,), _NO_ROWS)]
+        return cls(torch.cat(parts), eps, 0)
+
+    @property
+    def mean(self) -> torch.Tensor:
+        return self.packed[: len(self.packed) // 2]
+
+    @classmethod
+    def of_all(
+        cls, parts: "Sequence[KernelStatistics]", device: torch.device, num_outputs: int = 1
+    ) -> "list[KernelStatistics]":
+        """Combine the statistics of several tensors, in order, on a device; differentiable.
+
+        Returns:
+            The same statistics so many times: the gradients that they get are summed in this order.
+        """
+        counts = [part.count for part in parts]
+        count = None if None in counts else sum(counts)  # type: ignore[arg-type]
+        eps = parts[0].eps
+        packed = [_devices.copy_to(part.packed, device) for part in parts]
+        if len(packed) > 1 or num_outputs > 1:
+            return [cls(total, eps, count) for total in _Combine.apply(num_outputs, eps, *packed)]  # type: ignore[no-untyped-call]
+        return [cls(packed[0], eps, count)]
+
+    def on(self, device: torch.device) -> "KernelStatistics":
+        """Return the same statistics on a device."""
+        return KernelStatistics(_devices.copy_to(self.packed, device), self.eps, self.count)
+
+    def with_history(self, x: torch.Tensor, reduce_grad: ReduceGrad) -> "KernelStatistics":
+        """Return the same statistics as a function of x; see `Statistics.with_history`."""
+        packed = _LinkedStatistics.apply(x, self.packed, reduce_grad)  # type: ignore[no-untyped-call]
+        return KernelStatistics(packed, self.eps, self.count)
+
+    def detached(self) -> "KernelStatistics":
+        """Return the same statistics as a leaf, which needs a gradient if this does."""
+        packed = self.packed.detach().requires_grad_(self.packed.requires_grad)
+        return KernelStatistics(packed, self.eps, self.count)
+
+    def update(self, running_mean: torch.Tensor | None, running_var: torch.Tensor | None, momentum: float) -> None:
+        """Move running statistics towards these, as torch does."""
+        if running_mean is None and running_var is None:
+            return
+        with torch.no_grad():
+            packed = self.packed.detach()
+            mean, inverse_std, count = _split(packed)
+            # The kernel wants one type, and a count does not fit into a half one.
+            pairs = [(r, None if r is None else r.to(packed.dtype)) for r in (running_mean, running_var)]
+            _gather(mean[None], inverse_std[None], count, self.eps, [own for _, own in pairs], momentum)
+            for running, own in pairs:
+                if running is not None and own is not None and own is not running:
+                    running.copy_(own)
+
+    def normalise(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        reduce_grad: ReduceGrad | None = None,
+    ) -> torch.Tensor:
+        """Return (x - mean) * inverse deviation * weight + bias; see `Statistics.normalise`."""
+        output: torch.Tensor = _Normalise.apply(x, self.packed, weight, bias, eps, reduce_grad)  # type: ignore[no-untyped-call]
+        return output
+
+
+def _split(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return means, inverse deviations and count, of shape (1,), as views."""
+    num_channels = packed.size(-1) // 2
+    mean, inverse_std, count = torch.split(packed, [num_channels, num_channels, 1], dim=-1)
+    return mean, inverse_std, count
+
+
+def _gather(
+    means: torch.Tensor,
+    inverse_stds: torch.Tensor,
+    counts: torch.Tensor,
+    eps: float,
+    running: Sequence[torch.Tensor | None] = (None, None),
+    momentum: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Combine statistics of shape (parts, channels); return mean and inverse deviation; update running statistics."""
+    # Of its first argument the kernel only takes the type.
+    means, inverse_stds = means.contiguous(), inverse_stds.contiguous()
+    kernel: Any = torch.batch_norm_gather_stats_with_counts
+    mean, inverse_std = kernel(means, means, inverse_stds, *running, momentum, eps, counts.reshape(-1).contiguous())
+    return mean, inverse_std
+
+
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """Return x in one of the memory formats that the kernels are made for; differentiable."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()]):
+        return x
+    return x.contiguous()
+
+
+class _Combine(torch.autograd.Function):
+    """(2) without running statistics: from the packed statistics of several tensors to those of all their values."""
+
+    @staticmethod
+    def forward(ctx: Any, num_outputs: int, eps: float, *packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        means, inverse_stds, counts = _split(torch.stack(packed))
+        mean, inverse_std = _gather(means, inverse_stds, counts, eps)
+        total = torch.cat([mean, inverse_std, counts.sum(0)])
+        outputs = (total, *(total.clone() for _ in range(num_outputs - 1)))
+        ctx.save_for_backward(total, *packed)
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        total, *packed = ctx.saved_tensors
+        given = [grad for grad in grads if grad is not None]
+        if not given:
+            return (None,) * (2 + len(packed))
+        # variance_k = inverse_std_k ** -2 - eps; the variance of all values is the mean over k, weighted by the counts,
+        # of variance_k + (mean_k - mean) ** 2.
+        mean, inverse_std, count = _split(total)
+        means, inverse_stds, counts = _split(torch.stack(packed))
+        grad_mean, grad_inverse_std, _ = _split(given[0] if len(given) == 1 else torch.stack(given).sum(0))
+        grad_var = -0.5 * inverse_std**3 * grad_inverse_std
+        shares = counts / count
+        grad_means = shares * (grad_mean + 2 * grad_var * (means - mean))
+        grad_inverse_stds = -2 * shares * grad_var * inverse_stds**-3
+        return None, None, *torch.cat([grad_means, grad_inverse_stds, torch.zeros_like(counts)], 1).unbind()
+
+
+class _LinkedStatistics(torch.autograd.Function):
+    """Links packed statistics, which are computed already, to the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, reduce_grad: ReduceGrad) -> torch.Tensor:
+        packed = packed.detach()
+        ctx.save_for_backward(x, packed)  # as an output: with its history
+        ctx.reduce_grad = reduce_grad
+        return packed
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, packed = ctx.saved_tensors
+        grad_mean, grad_inverse_std, _ = _split(grad)
+        reduced = ctx.reduce_grad(torch.stack([grad_mean, grad_inverse_std]))
+        return _rows_grad(x, packed, reduced), None, None
+
+
+def _rows_grad(x: torch.Tensor, packed: torch.Tensor, statistics_grad: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of x from those of mean and inverse deviation, in the type of x.
+
+    It is grad_mean / count - grad_inverse_std * inverse_std ** 3 * (x - mean) / count.
+    """
+    mean, inverse_std, count = _split(packed)
+    shift, slope = (statistics_grad / count).unbind()
+    slope = -slope * inverse_std.square()
+    if x.numel() and not torch.is_grad_enabled():
+        return torch.batch_norm_elemt(x, slope, shift, mean.contiguous(), inverse_std.contiguous(), 0.0)
+    centred = x - per_channel(mean, x)
+    return (centred * per_channel(slope * inverse_std, x) + per_channel(shift, x)).to(x.dtype)
+
+
+class _Normalise(torch.autograd.Function):
+    """(3) to (5): batch norm with given statistics, differentiable in these too.
+
+    With `reduce_grad` the statistics have no history, and the gradient of x includes the part that reaches x through
+    them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        packed: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        reduce_grad: ReduceGrad | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, packed, weight)
+        ctx.bias_dtype, ctx.reduce_grad = None if bias is None else bias.dtype, reduce_grad
+        if not x.numel():
+            return torch.empty_like(x)
+        weight, bias = (None if each is None else each.to(packed.dtype).contiguous() for each in (weight, bias))
+        mean, inverse_std, _ = _split(packed)
+        return torch.batch_norm_elemt(x, weight, bias, mean.contiguous(), inverse_std.contiguous(), eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, packed, weight = ctx.saved_tensors
+        needs_x, needs_packed, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        through_kernels = x.numel() and not torch.is_grad_enabled()
+        reduced = _reduced_by_kernel if through_kernels else _reduced_by_arithmetic
+        if not through_kernels and ctx.reduce_grad is not None:  # for derivatives of higher order
+            packed = _LinkedStatistics.apply(x, packed, ctx.reduce_grad)  # type: ignore[no-untyped-call]
+        weight_now = None if weight is None else weight.to(packed.dtype).contiguous()
+        grad = dense(grad)
+        mean, inverse_std, count = (each.contiguous() for each in _split(packed))
+        sum_dy, sum_dy_xmu, grad_weight = reduced(
+            grad, x, mean, inverse_std, weight_now, needs_x or needs_packed or needs_bias, needs_weight
+        )
+        grad_x = grad_packed = None
+        if ctx.reduce_grad is None and (needs_x or needs_packed):
+            scale = inverse_std if weight_now is None else inverse_std * weight_now
+            if through_kernels:
+                grad_x = torch.batch_norm_elemt(grad, weight_now, None, torch.zeros_like(mean), inverse_std, 0.0)
+            else:
+                grad_x = (grad * per_channel(scale, x)).to(x.dtype)
+            grad_inverse_std = sum_dy_xmu if weight_now is None else sum_dy_xmu * weight_now
+            grad_packed = torch.cat([-scale * sum_dy, grad_inverse_std, torch.zeros_like(count)])
+        elif needs_x:
+            # The replicas sum what the kernel takes; torch divides by their counts as integers.
+            sums = ctx.reduce_grad(torch.stack([sum_dy, sum_dy_xmu]))
+            if through_kernels:
+                kernel: Any = torch.batch_norm_backward_elemt
+                grad_x = kernel(grad, x, mean, inverse_std, weight_now, *sums.unbind(), count.to(torch.int32))
+            else:
+                centred = (x - per_channel(mean, x)) * per_channel(inverse_std.square(), x)
+                shift, slope = (per_channel(each, x) for each in (sums / count).unbind())
+                scale = inverse_std if weight_now is None else inverse_std * weight_now
+                grad_x = ((grad - shift - centred * slope) * per_channel(scale, x)).to(x.dtype)
+        return (
+            grad_x,
+            grad_packed,
+            grad_weight.to(weight.dtype) if weight is not None and needs_weight else None,
+            sum_dy.to(ctx.bias_dtype) if ctx.bias_dtype is not None and needs_bias else None,
+            *(None, None),
+        )
+
+
+def _reduced_by_kernel(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    inverse_std: torch.Tensor,
+    weight: torch.Tensor | None,
+    needs_sums: bool,
+    needs_weight: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the sums of `grad` and of grad * (x - mean), and the gradient of the weight, for each channel."""
+    # Not the gradient of the bias, which is the first sum: without a weight the kernel could not make it.
+    results = torch.batch_norm_backward_reduce(grad, x, mean, inverse_std, weight, needs_sums, needs_weight, False)
+    return results[0], results[1], results[2]
+
+
+def _reduced_by_arithmetic(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    inverse_std: torch.Tensor,
+    weight: torch.Tensor | None,
+    needs_sums: bool,
+    needs_weight: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Do what `_reduced_by_kernel` does, differentiably, and for no rows too."""
+    axes = all_but_channels(x)
+    sum_dy_xmu = (grad * (x - per_channel(mean, x))).sum(axes)
+    return grad.to(mean.dtype).sum(axes), sum_dy_xmu, sum_dy_xmu * inverse_std

@@ -1,0 +1,883 @@
+"""map and evaluate: whole batches on whichever device is free. The oracle is the plain module in a plain loop."""
+
+import _thread
+import copy
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from helpers.contract import (
+    FailureError,
+    Wrap,
+    assert_all_same,
+    assert_same,
+    assert_same_gradients,
+    assert_unchanged,
+    in_time,
+    loss_of,
+    mlp,
+    on_engines,
+    on_the_cpu,
+    on_threads,
+    over_gloo_too,
+    twins,
+)
+from helpers.modules import Calls, Composed, Fn
+from helpers.programs import run_script, until
+from manyhands import DataParallel
+from manyhands.engines.processes.worker_group import WorkerDiedError
+
+AHEAD = 2  # batches a device that are pulled before they are needed
+
+
+@pytest.fixture(autouse=True)
+def _one_intra_op_thread() -> Iterator[None]:
+    """As many for the plain module as for each replica: then the numbers are equal bit for bit."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def batches(number: int = 9, width: int = 5) -> list[torch.Tensor]:
+    """Return batches of different sizes."""
+    return [torch.randn(1 + 3 * k % 7, width) for k in range(number)]
+
+
+def numbered(number: int, rows: int = 2) -> list[torch.Tensor]:
+    """Return batches full of their own number."""
+    return [torch.full((rows, 2), float(k)) for k in range(number)]
+
+
+def plain_loop(module: nn.Module, some: list[torch.Tensor]) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return [module(x) for x in some]
+
+
+def assert_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    """Check that tensors are equal bit for bit."""
+    assert len(actual) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+class Counted:
+    """Batches that count how many have been pulled."""
+
+    def __init__(self, some: list[Any]) -> None:
+        self.some, self.num_pulled = some, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.some:
+            self.num_pulled += 1
+            yield batch
+
+
+def num_lane_threads() -> int:
+    return sum(thread.name == "manyhands-worker" for thread in threading.enumerate())
+
+
+@over_gloo_too
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_outputs_are_the_plain_modules_in_order(wrap: Wrap, num_replicas: int) -> None:
+    """I1: one output a batch, bit for bit, with no history; a second map of the same model works."""
+    plain, model = twins(wrap, mlp(), num_replicas)
+    some = batches()
+    for _ in range(2):
+        outputs = list(model.map(some))
+        assert_equal(outputs, plain_loop(plain, some))
+        assert not any(output.requires_grad for output in outputs)
+
+
+def test_a_device_that_is_busy_does_not_hold_up_the_others(wrap: Wrap, tmp_path: Path) -> None:
+    """I1: while one device has the first batch, the other computes all that have been pulled; the order is kept."""
+    num_others = 2 * AHEAD - 1
+
+    def wait_for_the_others(x: torch.Tensor) -> torch.Tensor:
+        number = int(x[0, 0])
+        if number == 0:
+            while not all((tmp_path / str(k)).exists() for k in range(1, num_others + 1)):
+                time.sleep(0.005)
+        (tmp_path / str(number)).touch()
+        return x * 2
+
+    model = wrap(Fn(wait_for_the_others))
+    some = numbered(8)
+    assert_equal(in_time(lambda: list(model.map(some))), [x * 2 for x in some])
+
+
+def test_batches_are_pulled_when_they_are_needed(wrap: Wrap) -> None:
+    """I3: none before the first output is asked for, then two a device ahead."""
+    model = wrap(mlp())
+    source = Counted(batches(20))
+    outputs = model.map(source)
+    assert source.num_pulled == 0
+    for number in range(10):
+        next(outputs)
+        assert source.num_pulled == number + 2 * AHEAD
+    assert len(list(outputs)) == 10
+
+
+@pytest.mark.usefixtures("collector_off")
+def test_memory_is_flat(wrap: Wrap) -> None:
+    """I3: no more batches and outputs exist than have been pulled ahead, however many there are."""
+    model = wrap(mlp())
+    inputs: list[weakref.ref[torch.Tensor]] = []
+    outputs: list[weakref.ref[torch.Tensor]] = []
+
+    def source() -> Iterator[torch.Tensor]:
+        for _ in range(300):
+            x = torch.zeros(4, 5)
+            inputs.append(weakref.ref(x))
+            yield x
+            del x
+
+    def alive(references: list[weakref.ref[torch.Tensor]]) -> int:
+        return sum(reference() is not None for reference in references)
+
+    for output in model.map(source()):
+        outputs.append(weakref.ref(output))
+        assert alive(outputs) == 1
+        assert alive(inputs) <= 2 * AHEAD + 1
+    del output
+    assert alive(inputs) == alive(outputs) == 0
+
+
+@on_threads
+def test_a_million_rows(wrap: Wrap) -> None:
+    """I3, I2: a tensor's rows, as samples, each once."""
+    model = wrap(Fn(lambda x: x.sum(1)))
+    rows = torch.ones(1, 2).expand(1_000_000, 2)
+    totals = [(len(output), output.sum()) for output in model.map(rows, batch_size=30_000)]
+    assert [length for length, _ in totals] == [30_000] * 33 + [10_000]
+    assert sum(total for _, total in totals) == 2_000_000
+
+
+@given(st.integers(1, 3), st.lists(st.integers(0, 5), max_size=12), st.integers(1, 7))
+def test_each_row_exactly_once(num_replicas: int, sizes: list[int], batch_size: int) -> None:
+    """I1, I2: batches of any sizes, and samples in batches of any size."""
+    model = DataParallel(Fn(lambda x: x + 0.5), ["cpu"] * num_replicas)
+    rows = torch.arange(float(sum(sizes)))
+    assert_equal(list(model.map(rows.split(sizes))), [part + 0.5 for part in rows.split(sizes)])
+    outputs = list(model.map(list(rows), batch_size=batch_size))
+    assert_equal(outputs, [part + 0.5 for part in rows.split(batch_size) if len(part)])
+
+
+@pytest.mark.parametrize(
+    ("given_batch", "expected"),
+    [
+        (torch.ones(2), "x=(2,)"),
+        ((torch.ones(2), torch.ones(3)), "x=(2,), y=(3,)"),
+        ([torch.ones(2)], "x=(2,)"),
+        ({"y": torch.ones(3), "x": torch.ones(2)}, "x=(2,), y=(3,)"),
+        (((torch.ones(2), torch.ones(2)),), "x=tuple"),
+        (nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)]), "x=PackedSequence"),
+    ],
+    ids=["a tensor", "a tuple", "a list of one", "a dict", "a tuple as one input", "a registered class"],
+)
+def test_what_a_batch_is(wrap: Wrap, given_batch: Any, expected: str) -> None:
+    """I2, S13: a tuple or list has the positional inputs, a dict the keyword inputs, all else is the only one."""
+
+    def name_inputs(x: Any, y: Any = None) -> str:
+        named = {"x": x, **({} if y is None else {"y": y})}
+        return ", ".join(
+            f"{name}={tuple(v.shape) if isinstance(v, torch.Tensor) else type(v).__name__}" for name, v in named.items()
+        )
+
+    assert list(wrap(Fn(name_inputs)).map([given_batch] * 3)) == [expected] * 3
+
+
+@on_threads
+def test_samples_become_batches(wrap: Wrap) -> None:
+    """I2: stacked, taken apart, or kept as a list where they do not fit together; the last batch may be shorter."""
+    model = wrap(Fn(lambda *inputs, **kwargs: (inputs, kwargs)))
+    x = torch.randn(5, 3)
+    pairs = [(row, number) for number, row in enumerate(x)]
+    (first, _), (second, _), (last, _) = model.map(pairs, batch_size=2)
+    assert_equal([first[0], second[0], last[0]], [x[:2], x[2:4], x[4:]])
+    assert [first[1].tolist(), last[1].tolist()] == [[0, 1], [4]]
+    [(_, kwargs)] = model.map([{"x": row, "name": "a"} for row in x], batch_size=8)
+    assert torch.equal(kwargs["x"], x)
+    assert kwargs["name"] == ["a"] * 5
+    ragged = [torch.ones(2), torch.ones(3)]
+    [(inputs, _)] = model.map(iter(ragged), batch_size=2)
+    assert [len(tensor) for tensor in inputs[0]] == [2, 3]
+    [(inputs, _)] = model.map(x.numpy(), batch_size=8)
+    assert torch.equal(inputs[0], x)
+    data_set = torch.utils.data.TensorDataset(x, torch.arange(5))
+    outputs = list(model.map(data_set, batch_size=3))
+    assert_equal([inputs[1] for inputs, _ in outputs], [torch.tensor([0, 1, 2]), torch.tensor([3, 4])])
+
+
+@on_threads
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            {"batches": torch.ones(3, 2)},
+            TypeError,
+            r"Tensor of shape \(3, 2\), expected an iterable of batches.*batch_",
+        ),
+        ({"batches": 3}, TypeError, "batches: got int, expected an iterable of batches"),
+        ({"batch_size": 0}, ValueError, "batch_size=0: expected 1 or more"),
+        ({"batch_size": 1.5}, TypeError, "batch_size=1.5: expected an int"),
+        ({"method": "generate"}, AttributeError, "has no method 'generate'"),
+        ({"progress": 1}, TypeError, "progress=1: expected True or False"),
+        ({"out": [1, 2]}, TypeError, r"out\[0\]: expected a tensor or an array"),
+        (
+            {"batches": torch.utils.data.DataLoader([torch.ones(2)]), "batch_size": 2},
+            ValueError,
+            "the DataLoader makes batches itself",
+        ),
+        ({"batches": [(1, 2)], "batch_size": 2}, None, ""),
+    ],
+)
+def test_wrong_arguments(wrap: Wrap, arguments: dict[str, Any], error: type[Exception] | None, message: str) -> None:
+    """A13, I2: refused when map is called, before anything is computed."""
+    model = wrap(Fn(lambda *inputs: inputs))
+    arguments = {"batches": [], **arguments}
+    if error is None:
+        model.map(arguments.pop("batches"), **arguments)
+        return
+    with pytest.raises(error, match=message):
+        model.map(arguments.pop("batches"), **arguments)
+
+
+@on_threads
+def test_a_loader_with_targets_is_told_what_to_do(wrap: Wrap) -> None:
+    """I2, I6"""
+    model = wrap(nn.Linear(5, 2))
+    with pytest.raises(TypeError, match="positional arguments") as caught:
+        next(model.map([[torch.ones(3, 5), torch.ones(3)]]))
+    assert "To leave a target out" in "".join(caught.value.__notes__)
+    with pytest.raises(TypeError, match="1 is no name"):
+        next(model.map([{1: torch.ones(3, 5)}]))
+
+
+def test_another_method(wrap: Wrap) -> None:
+    """I2, R12"""
+    model = wrap(nn.LSTM(5, 2))
+    permuted = model.map([(torch.arange(4.0), None)] * 3, method="permute_hidden")
+    assert_equal(list(permuted), [torch.arange(4.0)] * 3)
+
+
+class Counts(nn.Module):
+    """Changes a buffer and an attribute in each forward, and returns both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.calls = nn.Buffer(torch.zeros(1))
+        self.number = 0
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor]:
+        self.calls += 1
+        self.number += 1
+        return self.calls, self.number, self.norm(x)
+
+
+@over_gloo_too
+def test_the_module_is_left_as_it_was(wrap: Wrap) -> None:
+    """I4: every batch finds the same buffers and attributes, and an output that is a buffer keeps its value."""
+    model = wrap(Counts())
+    before = copy.deepcopy(model.module.state_dict())
+    outputs = list(model.map(numbered(9, rows=3)))
+    assert [(calls.item(), number) for calls, number, _ in outputs] == [(1, 1)] * 9
+    assert_unchanged(model.module, before)
+    assert model.module.number == 0
+    plain = copy.deepcopy(model.module)
+    assert_same(model(torch.ones(6, 2))[2], plain(torch.ones(3, 2))[2].repeat(2, 1))
+    assert model.module.number == 0
+
+
+def test_changes_between_two_maps_are_seen(wrap: Wrap) -> None:
+    """I4, R8: modes, parameters written into, parameters replaced."""
+    plain, model = twins(wrap, nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
+    some = [torch.randn(4, 5) for _ in range(5)]
+    changes: list[Callable[[nn.Sequential], Any]] = [
+        lambda module: module.eval(),
+        lambda module: module[0].weight.data.mul_(2),
+        lambda module: setattr(module[2], "bias", nn.Parameter(torch.ones(2))),
+        lambda module: module[1].running_mean.add_(1),
+    ]
+    for change in changes:
+        change(plain)
+        change(model.module)
+        assert_equal(list(model.map(some)), plain_loop(plain, some))
+
+
+def test_thread_state_is_the_callers(wrap: Wrap) -> None:
+    """I4, R14: that at the call of map; gradients are off."""
+
+    def state(x: torch.Tensor) -> tuple[bool, bool, torch.dtype]:
+        return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), (x @ x.T).dtype
+
+    model = wrap(Fn(state))
+    x = torch.ones(2, 2)
+    assert list(model.map([x] * 3)) == [(False, False, torch.float64)] * 3
+    with torch.inference_mode(), torch.autocast(x.device.type, torch.bfloat16):
+        outputs = model.map([x.float()] * 3)
+    assert list(outputs) == [(False, True, torch.bfloat16)] * 3
+    assert torch.is_grad_enabled()
+
+
+@on_engines(["threads"])
+def test_intra_op_threads_are_divided_among_the_lanes_only(wrap: Wrap) -> None:
+    """I4: the caller's thread, and threads that it starts, keep their number."""
+    torch.set_num_threads(4)
+    model = wrap(Fn(lambda x: torch.get_num_threads()), 2)
+    outputs = model.map(numbered(8))
+    assert next(outputs) == 2
+    assert torch.get_num_threads() == 4
+    in_new_thread = in_time(torch.get_num_threads)
+    assert in_new_thread == 4
+    assert list(outputs) == [2] * 7
+    assert torch.get_num_threads() == 4
+
+
+def dropout() -> nn.Module:
+    return nn.Sequential(nn.Dropout(0.5), nn.Linear(5, 40), nn.Dropout(0.5))
+
+
+@on_the_cpu
+@over_gloo_too
+def test_random_numbers_follow_from_the_seed_and_the_batch(wrap: Wrap) -> None:
+    """I5: on any number of devices; torch's random state advances by one number, if anything was drawn."""
+    module, some = dropout(), [torch.ones(3, 5)] * 6
+
+    def run(model: DataParallel, times: int = 1) -> tuple[list[list[torch.Tensor]], torch.Tensor]:
+        torch.manual_seed(7)
+        return [list(model.map(some)) for _ in range(times)], torch.get_rng_state()
+
+    on_one = DataParallel(copy.deepcopy(module), ["cpu"])
+    [first, second], state = run(on_one, times=2)
+    assert len({tuple(output.flatten().tolist()) for output in [*first, *second]}) == 12
+    for num_replicas in (2, 3):
+        [again, second_again], state_again = run(wrap(copy.deepcopy(module), num_replicas), times=2)
+        assert_equal([*again, *second_again], [*first, *second])
+        assert torch.equal(state_again, state)
+    torch.manual_seed(7)
+    torch.rand(2)
+    assert torch.equal(state, torch.get_rng_state())
+    _, state_of_eval = run(wrap(module.eval()))
+    torch.manual_seed(7)
+    assert torch.equal(state_of_eval, torch.get_rng_state())
+
+
+class FailsAt(nn.Module):
+    """Raises an error for the batches that are full of certain numbers."""
+
+    def __init__(self, errors: dict[float, BaseException]) -> None:
+        super().__init__()
+        self.errors = errors
+        self.calls = nn.Buffer(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if float(x[0, 0]) in self.errors:
+            raise self.errors[float(x[0, 0])]
+        return x + 1
+
+
+def outcomes_of(outputs: Iterator[Any]) -> list[Any]:
+    """Return all outputs, with the errors in their places."""
+    found: list[Any] = []
+    while True:
+        try:
+            found.append(next(outputs))
+        except StopIteration:
+            return found
+        except BaseException as error:  # noqa: BLE001 - it is looked at
+            found.append(error.with_traceback(None))  # which refers to this frame
+
+
+def test_an_error_is_that_of_its_batch_only(wrap: Wrap) -> None:
+    """I6: it is raised in its turn, with a note that names the batch; then the iteration goes on."""
+    model = wrap(FailsAt({1.0: FailureError(7, "as asked"), 5.0: ValueError("again")}))
+    some = numbered(9)
+    found = outcomes_of(model.map(some))
+    assert [type(found[k]) for k in (1, 5)] == [FailureError, ValueError]
+    assert found[1].code == 7
+    assert any("batch 1, by replica" in note for note in found[1].__notes__)
+    assert_equal(found[:1] + found[2:5] + found[6:], [some[k] + 1 for k in (0, 2, 3, 4, 6, 7, 8)])
+    assert model.module.calls == 0
+    assert_same(model(torch.full((4, 2), 9.0)), torch.full((4, 2), 10.0))
+
+
+@on_threads
+def test_an_error_that_would_end_the_iteration_does_not(wrap: Wrap) -> None:
+    """I6: StopIteration, raised by a module, is an error like others."""
+    model = wrap(FailsAt({1.0: StopIteration()}))
+    _, failed, last = outcomes_of(model.map(numbered(3)))
+    assert isinstance(failed, RuntimeError)
+    assert isinstance(failed.__cause__, StopIteration)
+    assert torch.equal(last, numbered(3)[2] + 1)
+
+
+def test_an_error_of_the_loader_ends_the_iteration(wrap: Wrap) -> None:
+    """I6: after all outputs before it; it is the loader's own, with a note."""
+    error = OSError("no such file")
+
+    def source() -> Iterator[torch.Tensor]:
+        yield from numbered(3)
+        raise error
+
+    model = wrap(FailsAt({}))
+    *outputs, caught = outcomes_of(model.map(source()))
+    assert_equal(outputs, [x + 1 for x in numbered(3)])
+    assert caught is error
+    assert error.__notes__ == ["raised in the iterable of batches, at batch 3"]
+
+
+@on_the_cpu
+@on_engines(["processes"])
+def test_what_cannot_be_pickled_is_an_error_of_its_batch(wrap: Wrap) -> None:
+    """I6, F6: an output that cannot leave its worker, one that cannot arrive, an input that cannot be sent."""
+
+    class Stuck:
+        def __init__(self, at_loading: bool) -> None:
+            self.at_loading = at_loading
+
+        def __reduce__(self) -> Any:
+            if not self.at_loading:
+                raise ValueError("it stays")
+            return int, ("no number",)
+
+    here = os.getpid()
+    seen: list[Any] = []
+
+    def forward(kind: Any) -> Any:
+        return kind.index if os.getpid() == here else Stuck(kind.at_loading)
+
+    class Kind:
+        def __init__(self, index: int) -> None:
+            self.index, self.at_loading = index, bool(index % 2)
+
+        def __reduce__(self) -> Any:
+            if self.index == 5:
+                raise ValueError("it is not sent")
+            return type(self), (self.index,)
+
+    model = wrap(Fn(forward))
+    seen = outcomes_of(model.map([Kind(k) for k in range(12)]))
+    for k, outcome in enumerate(seen):
+        if isinstance(outcome, BaseException):  # the worker had it
+            assert isinstance(outcome, (TypeError, ValueError))
+            assert any(f"batch {k}, by replica 1" in note for note in outcome.__notes__)
+        else:
+            assert outcome == k
+    assert_same(wrap(FailsAt({}))(torch.ones(4, 2)), torch.full((4, 2), 2.0))
+
+
+@on_the_cpu
+@on_engines(["processes"])
+def test_a_worker_that_dies_takes_one_batch_with_it(wrap: Wrap, tmp_path: Path) -> None:
+    """I9, F4: an error that names worker and batch, in the batch's turn; the others' outputs come; then it works."""
+    died, here = tmp_path / "died", os.getpid()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if os.getpid() != here and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        while not died.exists():
+            time.sleep(0.005)
+        return x + 1
+
+    model = wrap(Fn(forward))
+    some = numbered(8)
+    found = in_time(lambda: outcomes_of(model.map(some)))
+    [lost] = [k for k, outcome in enumerate(found) if isinstance(outcome, BaseException)]
+    assert isinstance(found[lost], WorkerDiedError)
+    assert "replica 1 on cpu: its worker process" in str(found[lost])
+    assert "SIGKILL" in str(found[lost])
+    assert any(f"batch {lost}," in note for note in found[lost].__notes__)
+    assert_equal(found[:lost] + found[lost + 1 :], [x + 1 for k, x in enumerate(some) if k != lost])
+    assert_equal(in_time(lambda: list(model.map(some))), [x + 1 for x in some])
+    assert_same(model(torch.ones(4, 2)), torch.full((4, 2), 2.0))
+
+
+def test_an_iterator_that_ends_early_leaves_nothing(wrap: Wrap) -> None:
+    """I7: closed, left by a `with` block, deleted; the model works at once."""
+    plain, model = twins(wrap, mlp())
+    some = batches(20)
+    threads_before = num_lane_threads()
+    outputs = model.map(some)
+    next(outputs)
+    outputs.close()
+    assert num_lane_threads() == threads_before
+    assert list(outputs) == []
+    with model.map(some) as outputs:
+        next(outputs)
+    assert num_lane_threads() == threads_before
+    outputs = model.map(some)
+    next(outputs)
+    del outputs
+    assert_same(model(some[3]), plain(some[3]))
+    assert until(lambda: num_lane_threads() == threads_before)
+    assert_equal(list(model.map(some)), plain_loop(plain, some))
+
+
+@pytest.mark.usefixtures("collector_off")
+def test_no_reference_cycle_is_left(wrap: Wrap) -> None:
+    """I7, N10: of the module's replicas, batches and outputs, also after an error and an early end."""
+
+    def fail_at_2(x: torch.Tensor) -> torch.Tensor:
+        if x[0, 0] == 2:
+            raise ValueError("as asked")
+        return x
+
+    model = wrap(Fn(fail_at_2))
+
+    def run() -> weakref.ref[Any]:
+        outputs = model.map(numbered(6))
+        next(outputs), next(outputs)
+        with pytest.raises(ValueError, match="as asked"):
+            next(outputs)
+        next(outputs)
+        return weakref.ref(outputs)
+
+    threads_before = num_lane_threads()
+    reference = run()
+    assert reference() is None
+    assert until(lambda: num_lane_threads() == threads_before)
+    reference = weakref.ref(outputs := model.map(numbered(2)))
+    list(outputs)
+    del outputs
+    assert reference() is None
+
+
+def test_ctrl_c_while_waiting(wrap: Wrap, tmp_path: Path) -> None:
+    """I7, F3: raised at once, although a batch is being computed; nothing is lost if the iteration goes on."""
+    release, here = tmp_path / "release", os.getpid()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if x[0, 0] == 0:
+            if os.getpid() == here:
+                _thread.interrupt_main()
+            else:
+                os.kill(here, signal.SIGINT)
+            while not release.exists():
+                time.sleep(0.005)
+        return x + 1
+
+    outputs = wrap(Fn(forward)).map(numbered(6))
+    with pytest.raises(KeyboardInterrupt):
+        next(outputs)
+    release.touch()
+    assert_equal(list(outputs), [x + 1 for x in numbered(6)])
+
+
+@on_engines(["threads", "processes"])
+def test_a_program_may_end_while_a_map_is_open(engine: str) -> None:
+    """I7, F5: status 0, and nothing on stderr."""
+    done = run_script(f"""
+        import torch, manyhands
+        model = manyhands.DataParallel(torch.nn.Linear(5, 3), ["cpu"] * 2, engine={engine!r})
+        outputs = model.map([torch.ones(4, 5)] * 20)
+        print(next(outputs).shape)
+        kept = [outputs]
+        kept.append(kept)
+    """)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "torch.Size([4, 3])\n", "")
+
+
+@over_gloo_too
+def test_training_steps_while_a_map_is_open(wrap: Wrap) -> None:
+    """I8: forwards and backwards of the same wrapper, in the same thread and in another; the map goes on."""
+    plain, model = twins(wrap, mlp())
+    some, x = batches(12), torch.randn(6, 5)
+    loss_of(model(x)).backward()
+    model.zero_grad()
+    earlier = loss_of(model(x))
+    outputs = model.map(some)
+    found = [next(outputs)]
+    loss_of(model(x)).backward()
+    in_time(lambda: loss_of(model(x)).backward())
+    found.append(next(outputs))
+    in_time(earlier.backward)
+    found += outputs
+    assert_equal(found, plain_loop(plain, some))
+    (3 * loss_of(plain(x))).backward()
+    assert_same_gradients(model.module, plain, 1e-10)
+    model.zero_grad()
+    plain.zero_grad()
+    loss_of(model(x)).backward()
+    loss_of(plain(x)).backward()
+    assert_same_gradients(model.module, plain)
+
+
+def test_two_maps_of_one_model(wrap: Wrap) -> None:
+    """I8: in turn, in one loop."""
+    plain, model = twins(wrap, mlp())
+    some, others = batches(7), batches(7)
+    pairs = list(zip(model.map(some), model.map(others), strict=True))
+    assert_equal([first for first, _ in pairs], plain_loop(plain, some))
+    assert_equal([second for _, second in pairs], plain_loop(plain, others))
+
+
+def test_the_engine_may_be_closed_while_a_map_is_open(wrap: Wrap) -> None:
+    """I8: no batch is lost."""
+    plain, model = twins(wrap, mlp())
+    some = batches(12)
+    outputs = model.map(some)
+    found = [next(outputs)]
+    model.close()
+    assert_equal(found + list(outputs), plain_loop(plain, some))
+    assert_equal(list(model.map(some)), plain_loop(plain, some))
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu"]])
+@pytest.mark.usefixtures("no_accelerators", "numerics")
+def test_on_one_device_and_on_none(devices: list[str] | None) -> None:
+    """I10, A2, A3: the same, with one lane."""
+    plain = mlp()
+    model = DataParallel(copy.deepcopy(plain), devices)
+    some = batches()
+    assert_equal(list(model.map(some)), plain_loop(plain, some))
+    with pytest.raises(FailureError):
+        list(DataParallel(FailsAt({1.0: FailureError(1, "")}), devices).map(numbered(3)))
+
+
+@on_threads
+def test_a_wrapper_inside_a_replica(wrap: Wrap) -> None:
+    """I10, A10: it computes one batch after the other, in that replica."""
+    inner = DataParallel(mlp(), ["cpu"] * 2)
+    plain = copy.deepcopy(inner.module)
+    outer = wrap(Calls(lambda module, x: torch.cat(list(module.inner.map(x.split(1)))), inner=inner))
+    x = torch.randn(6, 5)
+    assert_same(outer(x), plain(x).detach())
+    assert_equal(list(outer.map([x])), [torch.cat(plain_loop(plain, list(x.split(1))))])
+
+
+@on_threads
+def test_a_mode_that_other_threads_cannot_join(wrap: Wrap) -> None:
+    """I10, R14: batches are computed one after the other in the caller's thread, within the mode."""
+    seen: list[int] = []
+
+    class Notes(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.tanh:
+                seen.append(threading.get_ident())
+            return function(*args, **kwargs or {})
+
+    model = wrap(Fn(torch.tanh))
+    some = batches(4)
+    with Notes():
+        outputs = list(model.map(some))
+    assert seen == [threading.get_ident()] * 4
+    assert_equal(outputs, [torch.tanh(x) for x in some])
+
+
+def test_an_overridden_verb_is_refused() -> None:
+    """I10, A9: whole batches go through no verb."""
+    with pytest.raises(RuntimeError, match=r"Composed\.gather is overridden, and whole batches go through no verb"):
+        Composed(mlp(), ["cpu"] * 2).map([])
+
+
+@pytest.mark.usefixtures("numerics")
+def test_on_simulated_accelerators(sim: list[torch.device]) -> None:
+    """I10: batches come from the host, outputs are on the output device, also those of a registered class."""
+    plain = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).to("cpu")
+    model = DataParallel(copy.deepcopy(plain).to(sim[0]), sim[:3], output_device=sim[1])
+    some = [torch.randn(4, 5, device="cpu") for _ in range(9)]
+    outputs = list(model.map(some))
+    assert {output.device for output in outputs} == {sim[1]}
+    assert_all_same([output.cpu() for output in outputs], plain_loop(plain, some))
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 5, device="cpu"), torch.ones(2, 5, device="cpu")])
+    to_packed = DataParallel(Fn(lambda batch: batch), sim[:2], output_device="cpu")
+    for output in to_packed.map([packed] * 4):
+        assert torch.equal(output.data, packed.data)
+        assert output.data.device.type == "cpu"
+    loss = model.evaluate([(x, torch.ones(4, 4, device="cpu")) for x in some], nn.functional.mse_loss)
+    with torch.no_grad():
+        expected = torch.stack([nn.functional.mse_loss(plain(x), torch.ones(4, 4)) for x in some]).mean()
+    assert loss == pytest.approx(expected.item())
+
+
+def test_no_batches(wrap: Wrap) -> None:
+    """I1: no outputs, and nothing is started."""
+    model = wrap(mlp())
+    threads_before = num_lane_threads()
+    outputs = model.map([])
+    assert list(outputs) == list(outputs) == []
+    assert num_lane_threads() == threads_before
+
+
+# out
+
+
+@over_gloo_too
+def test_outputs_are_written_into_what_is_given(wrap: Wrap, tmp_path: Path) -> None:
+    """I11: a tensor, an array, a memory map, a dict of them; it is returned when it is full."""
+    np = pytest.importorskip("numpy")
+    plain, model = twins(wrap, mlp())
+    some = batches()
+    expected = torch.cat(plain_loop(plain, some))
+    out = torch.empty(len(expected), 3)
+    assert model.map(some, out=out) is out
+    assert torch.equal(out, expected)
+    array = np.zeros((len(expected), 3))
+    assert model.map(some, out=array) is array
+    assert (array == expected.cpu().numpy()).all()
+    mapped = np.memmap(tmp_path / "out", dtype=np.float64, mode="w+", shape=(len(expected), 3))
+    model.map(some, out=mapped).flush()
+    assert (np.fromfile(tmp_path / "out").reshape(-1, 3) == expected.cpu().numpy()).all()
+    of_rows = wrap(Fn(lambda x: {"sum": x.sum(1), "x": x}))
+    both = {"sum": torch.empty(len(expected)), "x": torch.empty(len(expected), 5)}
+    of_rows.map(some, out=both)
+    assert torch.equal(both["x"], torch.cat(some))
+    assert torch.equal(both["sum"], torch.cat(some).sum(1))
+
+
+@on_threads
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        (
+            torch.empty(6, 4),
+            r"out has the shape \(6, 4\), of which 0 rows are filled, and output of batch 0 has .*\(2, 2\)",
+        ),
+        (torch.empty(5, 2), r"out has the shape \(5, 2\), of which 4 rows are filled, and output of batch 2"),
+        (torch.empty(7, 2), r"out of shape \(7, 2\) has room for 7 rows, and the outputs have 6 together"),
+        (torch.empty(6, 2, dtype=torch.int64), "out is of torch.int64, which cannot hold the torch.float64"),
+        ({"a": torch.empty(6, 2)}, "out has 1 values, and the output of batch 0 has one value"),
+    ],
+)
+def test_an_out_that_does_not_fit(wrap: Wrap, out: Any, message: str) -> None:
+    """I11: the error says what was given, and which batch does not fit."""
+    with pytest.raises(ValueError, match=message):
+        wrap(Fn(lambda x: x)).map(numbered(3), out=out)
+
+
+@on_threads
+def test_outputs_without_rows_cannot_be_written(wrap: Wrap) -> None:
+    """I11"""
+    with pytest.raises(ValueError, match=r"output of batch 0 has no rows \(it is a 0-dim tensor\)"):
+        wrap(Fn(lambda x: x.sum())).map(numbered(3), out=torch.empty(3))
+    np = pytest.importorskip("numpy")
+    array = np.zeros((6, 2))
+    array.flags.writeable = False
+    with pytest.raises(ValueError, match="out: the array is read-only"):
+        wrap(Fn(lambda x: x)).map(numbered(3), out=array)
+
+
+# evaluate
+
+
+@over_gloo_too
+def test_each_row_counts_once_in_a_mean(wrap: Wrap) -> None:
+    """I12: whatever the sizes of the batches; as one mean over all rows."""
+    plain, model = twins(wrap, mlp())
+    xs = batches()
+    pairs = [(x, torch.randint(3, (len(x),))) for x in xs]
+    loss = model.evaluate(pairs, nn.functional.cross_entropy)
+    with torch.no_grad():
+        output, target = plain(torch.cat(xs)), torch.cat([y for _, y in pairs])
+    assert loss == pytest.approx(nn.functional.cross_entropy(output, target).item(), rel=1e-12)
+
+    def count(output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
+        assert not torch.is_grad_enabled()
+        right = output.argmax(1) == target
+        return {"right": int(right.sum()), "accuracy": right.double().mean()}
+
+    right = int((output.argmax(1) == target).sum())
+    found = model.evaluate(pairs, count, reduction={"right": "sum"})
+    assert found == {"right": right, "accuracy": pytest.approx(right / len(target))}
+    assert all(type(value) is float for value in found.values())
+
+
+@on_threads
+def test_inputs_and_target_of_a_batch(wrap: Wrap) -> None:
+    """I12: the last value is the target; a dict before it has keyword inputs; a dict alone is inputs and target."""
+    model = wrap(Fn(lambda x, y=0: x + y))
+    x, y, target = torch.ones(4, 2), torch.full((4, 2), 2.0), torch.full((4, 2), 3.0)
+
+    def error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output - target).abs().max()
+
+    assert model.evaluate([(x, target)], error) == 2
+    assert model.evaluate([[x, y, target]], error) == 0
+    assert model.evaluate([({"x": x, "y": y}, target)], error) == 0
+    assert model.evaluate([{"x": x, "y": y}], lambda output, batch: error(output, batch["x"] + batch["y"])) == 0
+    assert model.evaluate(list(zip(x, target, strict=True)), error, batch_size=3, reduction="sum") == 4
+
+
+@on_threads
+@pytest.mark.parametrize(
+    ("pairs", "metric", "options", "error", "message"),
+    [
+        ([], lambda o, t: 1, {}, ValueError, "there are no rows to evaluate"),
+        ([torch.ones(2)], lambda o, t: 1, {}, TypeError, "a batch is a Tensor: evaluate expects inputs and a target"),
+        ([[torch.ones(2)]], lambda o, t: 1, {}, TypeError, "a batch is a list of 1: evaluate expects"),
+        ([(torch.ones(2), 1)], 3, {}, TypeError, "metric=3: expected a function"),
+        ([(torch.ones(2), 1)], lambda o, t: o, {}, TypeError, r"the metric returned a tensor of shape \(2,\)"),
+        ([(torch.ones(2), 1)], lambda o, t: {"a": "b"}, {}, TypeError, "the metric's 'a' returned str"),
+        ([("text", 1)], lambda o, t: 1, {}, ValueError, "the rows of a batch cannot be counted"),
+        ([(torch.ones(2), 1)], lambda o, t: 1, {"reduction": "max"}, ValueError, "reduction='max': expected one of"),
+        ([(torch.ones(2), 1)], lambda o, t: 1, {"reduction": 3}, TypeError, "reduction=3: expected one of"),
+        ([(torch.ones(2), 1)], lambda o, t: {"a": 1}, {"reduction": {"b": "sum"}}, ValueError, "reduction names 'b'"),
+        ([(torch.ones(2), k) for k in "ab"], lambda o, t: {t: 1}, {}, ValueError, r"for \['a'\] before, and now .*'b'"),
+    ],
+)
+def test_what_cannot_be_evaluated(
+    wrap: Wrap, pairs: Any, metric: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    """I12"""
+    with pytest.raises(error, match=message):
+        wrap(Fn(lambda x: x)).evaluate(pairs, metric, **options)
+
+
+@on_threads
+def test_an_error_of_the_metric_ends_the_evaluation(wrap: Wrap) -> None:
+    """I12, I7: nothing is left."""
+
+    def fail(output: torch.Tensor, target: int) -> float:
+        raise FailureError(3, "in the metric")
+
+    threads_before = num_lane_threads()
+    with pytest.raises(FailureError):
+        wrap(Fn(lambda x: x)).evaluate([(x, 1) for x in numbered(9)], fail)
+    assert num_lane_threads() == threads_before
+
+
+# progress
+
+
+@on_threads
+def test_a_bar_is_shown_on_a_terminal_only(wrap: Wrap, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """I13: as long as the outputs are iterated over, also after an error."""
+    pytest.importorskip("rich")
+    model = wrap(FailsAt({2.0: ValueError("as asked")}))
+    assert len(outcomes_of(model.map(numbered(4), progress=True))) == 4
+    assert capsys.readouterr() == ("", "")
+    shown: list[str] = []
+
+    class Notes:
+        def begin(self, task: str, total: int | None = None) -> None:
+            shown.append(f"{task} of {total}")
+
+        def update(self, task: str, done: int, total: int | None, text: str, details: str = "") -> None:
+            shown.append(text.split(",")[0])
+
+        def close(self) -> None:
+            shown.append("closed")
+
+    monkeypatch.setattr("manyhands.console.progress.for_stderr", Notes)
+    outputs = model.map(numbered(4), progress=True)
+    assert shown == []
+    outcomes_of(outputs)
+    assert shown == ["map of 4", "1/4 batches", "2/4 batches", "closed", "map of 4", "4/4 batches", "closed"]
+    shown.clear()
+    model.module.errors.clear()
+    model.evaluate(((x, 1) for x in numbered(2)), lambda output, target: 1, progress=True)
+    assert shown == ["evaluate of None", "1 batches", "2 batches", "closed"]

@@ -1,0 +1,151 @@
+"""Models of the library transformers with default options: their outputs hold caches of keys and values.
+
+The models are tiny and have random parameters: nothing is downloaded.
+"""
+
+import copy
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.contract import Wrap, on_engines, on_threads
+
+os.environ.update(TRANSFORMERS_OFFLINE="1", HF_HUB_OFFLINE="1")  # read when it is imported
+transformers = pytest.importorskip("transformers", reason="models of the library transformers")
+
+WORDS, ROWS, LENGTH = 40, 5, 7
+SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=WORDS, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=1
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=WORDS, num_key_value_heads=1, **SMALL))
+
+
+def sliding_window() -> nn.Module:
+    """A cache keeps the last three tokens of seven, and their number."""
+    config = transformers.MistralConfig(vocab_size=WORDS, num_key_value_heads=1, sliding_window=4, **SMALL)
+    return transformers.MistralForCausalLM(config)
+
+
+def t5() -> nn.Module:
+    config = transformers.T5Config(
+        vocab_size=WORDS, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+MODELS = [gpt2, llama, sliding_window, t5]
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(3, WORDS, (ROWS, LENGTH))
+
+
+def tensors_of(cache: Any) -> list[torch.Tensor]:
+    return [tensor for layer in cache for tensor in layer if tensor is not None]
+
+
+def halves(cache: Any) -> list[Any]:
+    is_pair = isinstance(cache, transformers.EncoderDecoderCache)
+    return [cache.self_attention_cache, cache.cross_attention_cache] if is_pair else [cache]
+
+
+@on_engines(["threads", "processes"])
+@pytest.mark.parametrize("make", MODELS)
+def test_caches_of_keys_and_values_are_joined(wrap: Wrap, make: Callable[[], nn.Module]) -> None:
+    """G9: all rows in replica order, with what the cache says about them; gradients through it are the plain ones."""
+    model, x = make().eval(), tokens()
+
+    def results(call: Callable[..., Any]) -> tuple[Any, list[torch.Tensor]]:
+        output = call(input_ids=x, labels=x)
+        cache = tensors_of(output.past_key_values)
+        total = sum(tensor.square().sum() for tensor in (output.logits, *cache) if tensor.requires_grad)
+        return output, [output.logits, *cache, *torch.autograd.grad(total, [*model.parameters()])]
+
+    (expected, plain), (actual, ours) = results(model), results(wrap(model, 2, scalars={"loss": "mean"}))
+    torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(actual.loss, expected.loss, rtol=1e-6, atol=0)  # computed in float32
+    assert type(actual) is type(expected)
+    for mine, theirs in zip(halves(actual.past_key_values), halves(expected.past_key_values), strict=True):
+        assert type(mine) is type(theirs)
+        assert [type(layer) for layer in mine.layers] == [type(layer) for layer in theirs.layers]
+        assert mine.get_seq_length() == theirs.get_seq_length() == LENGTH
+
+
+@on_engines(["threads", "processes"])
+@pytest.mark.parametrize("make", [gpt2, sliding_window])
+def test_a_cache_as_an_input_is_split_by_rows(wrap: Wrap, make: Callable[[], nn.Module]) -> None:
+    """S14: each replica continues its own rows; the caller's cache stays as it was, and the grown one is returned."""
+    model, x, y = make().eval(), tokens(), tokens()[:, :2]
+    wrapped = wrap(model, 2)
+    with torch.no_grad():
+        before = wrapped(x).past_key_values
+        kept = [tensor.clone() for tensor in tensors_of(before)]
+        actual = wrapped(y, past_key_values=before)
+        torch.testing.assert_close(tensors_of(before), kept, rtol=0, atol=0)
+        assert before.get_seq_length() == LENGTH
+        expected = model(y, past_key_values=copy.deepcopy(before))
+    torch.testing.assert_close(actual.logits, expected.logits)
+    torch.testing.assert_close(tensors_of(actual.past_key_values), tensors_of(expected.past_key_values))
+    assert actual.past_key_values.get_seq_length() == LENGTH + 2
+
+
+@on_engines(["threads", "processes"])
+@pytest.mark.parametrize("with_config", [False, True])
+def test_an_empty_cache_as_an_input_is_each_replicas_own(wrap: Wrap, with_config: bool) -> None:
+    """S14: replicas that wrote into one object would see each other's rows."""
+    model, x = gpt2().eval(), tokens()
+    cache = transformers.DynamicCache(config=model.config if with_config else None)
+    with torch.no_grad():
+        actual, expected = wrap(model, 2)(x, past_key_values=cache), model(x)
+    torch.testing.assert_close(actual.logits, expected.logits)
+    torch.testing.assert_close(tensors_of(actual.past_key_values), tensors_of(expected.past_key_values))
+    assert cache.get_seq_length() == 0
+
+
+@on_engines(["threads", "processes"])
+def test_generate_on_every_device(wrap: Wrap) -> None:
+    """R12: without sampling the tokens are the plain module's."""
+    model, x = gpt2().eval(), tokens()
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(x)}
+    assert torch.equal(wrap(model, 2).call("generate", x, **options), model.generate(x, **options))
+
+
+@on_threads
+def test_caches_that_cannot_be_split_or_joined(wrap: Wrap) -> None:
+    """G9, S5: replicas' caches of different lengths; a cache with the rows of another batch; one of unknown layout."""
+    cut = nn.Identity()
+    cut.forward = lambda x: _cache_of(x[:, : int(x[0, 0])])
+    x = torch.ones(4, 6, dtype=torch.long)
+    x[2:] = 3
+    with pytest.raises(
+        ValueError, match=r"they differ in \.layers\[0\]\.keys \(replica 0: .*use_cache=False"
+    ) as raised:
+        wrap(cut, 2)(x)
+    assert raised.value.__notes__ == ["while output was gathered"]
+    with pytest.raises(ValueError, match=r"inputs\[0\] has 4, kwargs\['past'\] has 3"):
+        wrap(nn.Identity(), 2)(x, past=_cache_of(x[:3]))
+    room = transformers.StaticCache(gpt2().config, max_cache_len=8)
+    pair = transformers.EncoderDecoderCache(transformers.DynamicCache(), room)
+    with pytest.raises(TypeError, match="EncoderDecoderCache of a StaticCache cannot be split or joined") as raised:
+        wrap(nn.Identity(), 2)(x, past=pair)
+    assert raised.value.__notes__ == ["while kwargs['past'] was scattered"]
+    cache = transformers.DynamicCache([(torch.zeros(2, 1, 3, 4),) * 2, (torch.zeros(3, 1, 3, 4),) * 2])
+    with pytest.raises(ValueError, match=r"this DynamicCache have different numbers of rows, \[2, 3\]"):
+        wrap(nn.Identity(), 2)(cache)
+
+
+def _cache_of(x: torch.Tensor) -> Any:
+    keys = x[:, None, :, None].double()
+    return transformers.DynamicCache([(keys, keys)])

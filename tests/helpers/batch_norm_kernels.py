@@ -1,0 +1,150 @@
+"""torch's kernels of synchronised batch norm, in plain arithmetic on the CPU, as strict about types as they are."""
+
+import functools
+from collections import Counter
+
+import pytest
+import torch
+
+from manyhands.runtime import devices
+
+KERNELS = (
+    "batch_norm_stats",
+    "batch_norm_gather_stats_with_counts",
+    "batch_norm_elemt",
+    "batch_norm_backward_reduce",
+    "batch_norm_backward_elemt",
+)
+
+
+def _axes(x: torch.Tensor) -> list[int]:
+    return [axis for axis in range(x.dim()) if axis != 1]
+
+
+def _over(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return values.view(1, -1, *[1] * (x.dim() - 2))
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _check(x: torch.Tensor, *per_channel: torch.Tensor | None) -> None:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    assert x.numel(), "the kernels are not made for no rows"
+    assert x.is_contiguous() or x.is_contiguous(memory_format=formats[x.dim()])
+    for values in per_channel:
+        if values is not None:
+            assert values.dtype == _wide(x).dtype
+            assert values.is_contiguous()
+            assert values.shape == (x.size(1),)
+
+
+def batch_norm_stats(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    _check(x)
+    var, mean = torch.var_mean(_wide(x), _axes(x), correction=0)
+    return mean, torch.rsqrt(var + eps)
+
+
+def batch_norm_gather_stats_with_counts(
+    x: torch.Tensor,
+    means: torch.Tensor,
+    inverse_stds: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    momentum: float,
+    eps: float,
+    counts: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    for running in (running_mean, running_var):
+        assert running is None or running.dtype == counts.dtype, "the kernel reads both as one type"
+    assert x.dtype == counts.dtype
+    assert means.is_contiguous()
+    assert inverse_stds.is_contiguous()
+    mean, squares, count = torch.zeros_like(means[0]), torch.zeros_like(means[0]), torch.zeros_like(counts[0])
+    for m, inverse_std, n in zip(means, inverse_stds, counts, strict=True):  # one after the other, as the kernel
+        squares = squares + ((1 / inverse_std) ** 2 - eps) * n + (mean - m) ** 2 * count * n * (1 / (count + n))
+        mean = count * (1 / (count + n)) * mean + n * (1 / (count + n)) * m
+        count = count + n
+    if running_mean is not None:
+        running_mean.copy_((1 - momentum) * running_mean + momentum * mean)
+    if running_var is not None:
+        running_var.copy_((1 - momentum) * running_var + momentum * squares / (count - 1))
+    return mean, torch.rsqrt(squares / count + eps)
+
+
+def batch_norm_elemt(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor,
+    inverse_std: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    _check(x, weight, bias, mean, inverse_std)
+    result = (_wide(x) - _over(mean, x)) * _over(inverse_std, x)
+    result = result if weight is None else result * _over(weight, x)
+    return (result if bias is None else result + _over(bias, x)).to(x.dtype)
+
+
+def batch_norm_backward_reduce(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    inverse_std: torch.Tensor,
+    weight: torch.Tensor | None,
+    input_g: bool,
+    weight_g: bool,
+    bias_g: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    _check(x, weight, mean, inverse_std)
+    _check(grad)
+    assert grad.dtype == x.dtype
+    assert weight is not None or not (weight_g or bias_g), "the kernel takes the form of the weight"
+    sum_dy = _wide(grad).sum(_axes(x))
+    sum_dy_xmu = (_wide(grad) * (_wide(x) - _over(mean, x))).sum(_axes(x))
+    return (
+        sum_dy if input_g else None,
+        sum_dy_xmu if input_g else None,
+        sum_dy_xmu * inverse_std if weight_g else None,
+        sum_dy if bias_g else None,
+    )
+
+
+def batch_norm_backward_elemt(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    inverse_std: torch.Tensor,
+    weight: torch.Tensor | None,
+    sum_dy: torch.Tensor,
+    sum_dy_xmu: torch.Tensor,
+    count: torch.Tensor,
+) -> torch.Tensor:
+    _check(x, weight, mean, inverse_std, sum_dy, sum_dy_xmu)
+    _check(grad)
+    assert count.dtype == torch.int32
+    total = count.sum()
+    centred = (_wide(x) - _over(mean, x)) * _over(inverse_std.square() * sum_dy_xmu / total, x)
+    scale = inverse_std if weight is None else inverse_std * weight
+    return ((_wide(grad) - _over(sum_dy / total, x) - centred) * _over(scale, x)).to(x.dtype)
+
+
+def use_kernels(patch: pytest.MonkeyPatch) -> Counter[str]:
+    """Have every device use these functions as its kernels; return the number of calls of each from now on."""
+    calls: Counter[str] = Counter()
+
+    def counted(name: str) -> object:
+        function = globals()[name]
+
+        @functools.wraps(function)
+        def call(*args: object, **kwargs: object) -> object:
+            calls[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in KERNELS:
+        patch.setattr(torch, name, counted(name))
+    patch.setattr(devices, "has_batch_norm_kernels", lambda device: True)
+    return calls

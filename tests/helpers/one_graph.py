@@ -1,0 +1,20 @@
+"""Simulated devices that count as accelerators: one call runs the backward of all replicas' graphs."""
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from manyhands.runtime import devices
+
+
+@contextlib.contextmanager
+def simulated_accelerators_with_one_graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make simulated devices count as accelerators. They have no streams, and are one kind of device."""
+    with monkeypatch.context() as patch:
+        patch.setattr(devices, "computes_on_host", lambda device: device.type == "cpu")
+        patch.setattr(devices, "has_streams", lambda device: False)
+        patch.setattr(devices, "current_streams", lambda devices: [])
+        patch.setattr(devices, "using", lambda device, streams: contextlib.nullcontext())
+        patch.setattr(devices, "warn_if_unequal", lambda devices: None)
+        yield

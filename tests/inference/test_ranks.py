@@ -1,0 +1,169 @@
+"""map and evaluate in several processes: each computes its part of the same batches, and rank 0 has all outputs."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.modules import Fn
+from helpers.ranks import end_ranks, run_ranks
+from manyhands import DataParallel
+
+NUM_BATCHES = 7
+
+
+def batches() -> list[torch.Tensor]:
+    """Return batches of different sizes, full of their own number."""
+    return [torch.full((1 + k % 3, 2), float(k)) for k in range(NUM_BATCHES)]
+
+
+def computed_by(rank: int, device_ids: list[str] | None = None) -> DataParallel:
+    """Return a model that adds the rank, so that an output shows who computed it."""
+    return DataParallel(Fn(lambda x: x + rank / 10), device_ids or ["cpu"])
+
+
+def expected(world_size: int) -> list[torch.Tensor]:
+    return [x + (k % world_size) / 10 for k, x in enumerate(batches())]
+
+
+@pytest.mark.parametrize(("world_size", "device_ids"), [(2, ["cpu"]), (3, ["cpu"]), (2, ["cpu", "cpu"])])
+def test_rank_0_has_all_outputs_in_order(world_size: int, device_ids: list[str]) -> None:
+    """I14: each rank computes its part; the other ranks' iterators yield nothing, and a step follows."""
+
+    def run(rank: int) -> list[torch.Tensor]:
+        model = computed_by(rank, device_ids)
+        outputs = list(model.map(batches()))
+        of_samples = list(model.map(torch.arange(10.0)[:, None], batch_size=3))
+        assert [len(output) for output in of_samples] == ([3, 3, 3, 1] if rank == 0 else [])
+        out = torch.zeros(sum(map(len, batches())), 2)
+        assert model.map(batches(), out=out) is out
+        assert torch.equal(out, torch.cat(outputs)) if rank == 0 else not out.any()
+        assert list(model.map([])) == []
+        return outputs
+
+    first, *others = run_ranks(world_size, run)
+    assert all(torch.equal(a, b) for a, b in zip(first, expected(world_size), strict=True))
+    assert others == [[]] * (world_size - 1)
+
+
+def test_an_evaluation_is_over_all_ranks_rows() -> None:
+    """I14, I12: each row counts once, and each rank has the result."""
+
+    def run(rank: int) -> Any:
+        model = DataParallel(nn.Identity(), ["cpu"])
+        pairs = [(x, -x) for x in batches()]
+        metric = {"sum": "sum"}
+        return model.evaluate(
+            pairs, lambda output, target: {"mean": (output - target).mean(), "sum": output.sum()}, reduction=metric
+        ), model.evaluate(pairs[:1], lambda output, target: 3)
+
+    rows = torch.cat(batches())
+    for found, of_one_batch in run_ranks(2, run):
+        assert found == {"mean": pytest.approx(2 * rows.mean().item()), "sum": rows.sum().item()}
+        assert of_one_batch == 3
+
+
+def test_a_batch_that_fails_ends_the_map_on_all_ranks() -> None:
+    """I14, I6: on rank 0 after the outputs before it; the error of another rank names the batch; steps go on."""
+
+    def run(rank: int, bad: int) -> tuple[int, str]:
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            if len(x) and x[0, 0] == bad:
+                raise ValueError("as asked")
+            return x
+
+        model = DataParallel(Fn(forward), ["cpu"])
+        outputs: list[torch.Tensor] = []
+        try:
+            for output in model.map(batches()):
+                outputs.append(output)
+        except (RuntimeError, ValueError) as error:
+            found = f"{type(error).__name__}: {error}"
+        again = list(model.map(batches()[:3]))
+        assert len(again) == (3 if rank == 0 else 0)
+        return len(outputs), found
+
+    assert run_ranks(2, run, 4) == [(4, "ValueError: as asked"), (0, "RuntimeError: rank 0 has failed at batch 4")]
+    (num_outputs, first), (_, second) = run_ranks(2, run, 5)
+    assert num_outputs == 5
+    assert first == "RuntimeError: batch 5 has failed on rank 1: ValueError: as asked"
+    assert second == "ValueError: as asked"
+
+
+def test_rank_0_may_end_early() -> None:
+    """I14, I7: the other ranks end, too, and all go on together."""
+
+    def run(rank: int) -> int:
+        model = computed_by(rank)
+        for _ in model.map(batches()):
+            break
+        with model.map(batches()) as outputs:
+            found = [next(outputs)] if rank == 0 else list(outputs)
+        return len(found) + 10 * len(list(model.map(batches())))
+
+    assert run_ranks(2, run) == [1 + 10 * NUM_BATCHES, 0]
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("kind", ["each rank its own", "one more", "another order"])
+def test_batches_that_differ_are_an_error_on_all_ranks(kind: str, evaluates: bool) -> None:
+    """I14: a loader of which each rank has its own part would lose rows."""
+
+    def run(rank: int) -> None:
+        model = DataParallel(nn.Identity(), ["cpu"])
+        own = batches()
+        if kind == "each rank its own":
+            own = own[rank::2]
+        elif kind == "one more":
+            own = own[: 6 + rank]
+        elif rank:
+            own = own[::-1]
+
+        def consume() -> None:
+            if evaluates:
+                model.evaluate([(x, x) for x in own], lambda output, target: 1)
+            else:
+                list(model.map(own))
+
+        with pytest.raises(RuntimeError, match="have been given different batches"):
+            consume()
+
+    run_ranks(2, run)
+
+
+def test_a_rank_that_ends_in_the_middle_is_not_waited_for() -> None:
+    """I14, C12: the other one raises an error that names it."""
+
+    def run(rank: int) -> None:
+        model = DataParallel(nn.Identity(), ["cpu"])
+
+        def source() -> Any:
+            yield from batches()[:4]
+            if rank:
+                raise KeyboardInterrupt
+            yield from batches()[4:]
+
+        list(model.map(source()))
+
+    first, second = end_ranks(2, run)
+    assert "rank 1 has failed" in first.error
+    assert "KeyboardInterrupt" in second.error
+
+
+def test_an_error_of_one_ranks_metric_is_known_to_all() -> None:
+    """I14, I12"""
+
+    def run(rank: int) -> str:
+        def fail(output: torch.Tensor, target: Any) -> int:
+            if rank:
+                raise ValueError("in the metric")
+            return 1
+
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            DataParallel(nn.Identity(), ["cpu"]).evaluate([(x, x) for x in batches()], fail)
+        return str(caught.value)
+
+    first, second = run_ranks(2, run)
+    assert first == "the evaluation has failed on rank 1: ValueError: in the metric"
+    assert second == "in the metric"

@@ -1,0 +1,124 @@
+"""Batch norm by torch's own kernels, against torch's batch norm; plain arithmetic stands for the kernels."""
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from helpers.batch_norm_kernels import use_kernels
+from helpers.host_waits import noted_on_simulated_devices
+from helpers.one_graph import simulated_accelerators_with_one_graph
+from manyhands import DataParallel
+from manyhands.sync_batch_norm.kernels import KernelStatistics, dense
+
+EPS = 1e-5
+SHAPES = {"2d": (6, 3), "4d": (6, 3, 4, 5), "5d": (6, 3, 2, 2, 2)}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    torch.manual_seed(0)
+    return use_kernels(monkeypatch)
+
+
+def normalised(x: torch.Tensor, sizes: list[int], *rest: Any, linked: bool) -> list[torch.Tensor]:
+    """Normalise the parts of x by the statistics of all of them, linked to them or by a function of gradients."""
+    weight, bias, running_mean, running_var = rest
+    parts = [dense(part) for part in x.split(sizes)]
+    found = [KernelStatistics.of(part, EPS) for part in parts]
+    if linked:
+        found = [each.with_history(part, lambda grad: grad) for each, part in zip(found, parts, strict=True)]
+    totals = KernelStatistics.of_all(found, x.device, len(parts))
+    totals[0].update(running_mean, running_var, 0.3)
+    reduce_grad = None if linked else lambda grad: grad
+    return [t.normalise(part, weight, bias, EPS, reduce_grad) for t, part in zip(totals, parts, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("affine", [True, False])
+def test_as_torchs(calls: Counter[str], shape: str, dtype: torch.dtype, affine: bool) -> None:
+    """N5: output, all gradients, running statistics; for parts without rows too."""
+    whole = torch.randn(SHAPES[shape], dtype=dtype)
+    outgoing = torch.randn_like(whole)
+    wide = torch.float32 if dtype is torch.bfloat16 else dtype
+    tolerance = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
+    for linked, sizes in ((True, [0, 4, 2]), (False, [6])):
+        results = []
+        for mine in (True, False):
+            torch.manual_seed(1)
+            x = whole.clone().requires_grad_()
+            weight, bias = (torch.rand(3, dtype=wide).requires_grad_() if affine else None for _ in range(2))
+            running = [torch.zeros(3, dtype=dtype), torch.ones(3, dtype=dtype)]
+            if mine:
+                output = torch.cat(normalised(x, sizes, weight, bias, *running, linked=linked))
+            else:
+                own = [each.to(wide, copy=True) for each in running]
+                output = F.batch_norm(x.to(wide), *own, weight, bias, True, 0.3, EPS).to(dtype)
+                for each, moved in zip(running, own, strict=True):
+                    each.copy_(moved)
+            assert output.dtype == dtype
+            wanted = [tensor for tensor in (x, weight, bias) if tensor is not None]
+            results.append([output.detach(), *torch.autograd.grad(output, wanted, outgoing), *running])
+        for one, other in zip(*results, strict=True):
+            assert one.dtype == other.dtype
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    assert calls["batch_norm_backward_elemt"] == 1
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_second_derivatives(calls: Counter[str], linked: bool) -> None:
+    """N3, N5"""
+    whole = torch.randn(6, 3, 2, dtype=torch.float64)
+    results = []
+    for mine in (True, False):
+        leaves = [whole.clone(), torch.rand(3, dtype=torch.float64), torch.rand(3, dtype=torch.float64)]
+        torch.manual_seed(1)
+        x, weight, bias = (leaf.copy_(torch.rand_like(leaf)).requires_grad_() for leaf in leaves)
+        if mine:
+            output = torch.cat(normalised(x, [4, 2] if linked else [6], weight, bias, None, None, linked=linked))
+        else:
+            output = F.batch_norm(x, None, None, weight, bias, True, 0.3, EPS)
+        first = torch.autograd.grad(output.pow(3).sum(), [x, weight, bias], create_graph=True)
+        second = torch.autograd.grad(sum(grad.sin().sum() for grad in first), [x, weight, bias])
+        results.append([*first, *second])
+    torch.testing.assert_close(results[0], results[1], rtol=1e-8, atol=1e-8)
+
+
+def test_channels_last_stays(calls: Counter[str]) -> None:
+    """G7, N5"""
+    x = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last).requires_grad_()
+    assert dense(x) is x
+    (output,) = normalised(x, [4], None, None, None, None, linked=False)
+    assert output.is_contiguous(memory_format=torch.channels_last)
+    assert dense(x.detach()[:, :, ::2]).is_contiguous()
+
+
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_a_batch_norm_takes_few_kernels_and_copies(
+    calls: Counter[str], sim: Any, monkeypatch: pytest.MonkeyPatch, num_devices: int
+) -> None:
+    """N5: two kernels over the rows forward; statistics go to one device and back, and so do their gradients."""
+    plain = nn.Sequential(nn.BatchNorm1d(3, affine=False))
+    with simulated_accelerators_with_one_graph(monkeypatch):
+        model = DataParallel(copy.deepcopy(plain).to(sim[0]), sim[:num_devices], sync_batch_norm=True)
+        without = DataParallel(nn.Identity(), sim[:num_devices])
+        found = []
+        for each in (without, model):
+            each(torch.randn(8, 3, device=sim[0]))  # before the first copy, each pair of devices is tested
+            x = torch.randn(8, 3, device=sim[0]).requires_grad_()
+            calls.clear()
+            with noted_on_simulated_devices() as noted:
+                each(x).pow(3).sum().backward()
+            found.append(len(noted.copies))
+    n = num_devices
+    assert calls["batch_norm_stats"] == n
+    assert calls["batch_norm_gather_stats_with_counts"] == 1 + n  # once for all, then each for its running statistics
+    assert calls["batch_norm_backward_reduce"] == n
+    assert calls["batch_norm_elemt"] == 3 * n
+    buffers = 3 * (n - 1)  # one by one, because simulated tensors are of a subclass
+    assert found[1] - found[0] == 4 * (n - 1) + buffers

@@ -1,0 +1,151 @@
+"""What CUDA graphs need of the compiled functions, shown without a GPU."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.nn.functional import pad
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from manyhands import DataParallel
+from manyhands.training import computation
+from manyhands.training.computation import IGNORED, Computation
+from manyhands.training.weights import Weights
+
+IMAGES = torch.rand(20, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+LABELS = torch.arange(20) % 10
+ROWS = 8
+
+
+class Graph(NamedTuple):
+    """A graph that torch.compile has made: what its inputs are, by their numbers."""
+
+    inputs: set[int]
+    static: set[int]
+    changed: set[int]
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Graph]]:
+    """The forward graphs that have been compiled, in order."""
+    made: list[Graph] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        about: Any = torch._guards.TracingContext.get().fw_metadata
+        every = set(range(len(about.input_info)))
+        made.append(Graph(every, set(about.static_input_indices), set(about.mutated_inp_runtime_indices)))
+        return make_boxed_func(graph.forward)
+
+    def only_run(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=only_run, inference_compiler=keep)
+    compile_it = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda what, mode=None, **how: compile_it(what, backend=backend, **how))
+    torch.compiler.reset()
+    yield made
+    torch.compiler.reset()
+
+
+def small_module() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
+
+
+def computation_of(*, whole: bool, in_bfloat16: bool = False) -> tuple[nn.Module, Weights, Computation]:
+    torch.manual_seed(0)
+    module = small_module()
+    weights = Weights(module, momentum=0.9, weight_decay=5e-4, in_bfloat16=in_bfloat16)
+    return module, weights, Computation(DataParallel(module, ["cpu"]), weights, autocast=in_bfloat16, whole=whole)
+
+
+def take_step(computed: Computation, number: int) -> Tensor:
+    computed.begin_step()
+    rows = torch.randperm(len(LABELS), generator=torch.Generator().manual_seed(number))[:ROWS]
+    loss = computed.training_loss(IMAGES, LABELS, rows, ROWS)
+    loss.backward()
+    computed.update(0.01 / (number + 1))
+    return loss.detach().clone()
+
+
+@pytest.mark.parametrize("in_bfloat16", [False, True])
+def test_a_step_can_be_captured(graphs: list[Graph], in_bfloat16: bool) -> None:
+    """torch captures a graph only if all that it changes is static, and copies what is not.
+
+    Nothing is copied but the gradients, and these are in the graphs' own memory. Each function is compiled once.
+    """
+    module, weights, computed = computation_of(whole=True, in_bfloat16=in_bfloat16)
+    addresses = [tensor.data_ptr() for tensor in weights.static()]
+    for number in range(3):
+        take_step(computed, number)
+        assert all(parameter.grad is None for parameter in module.parameters())
+    module.eval()
+    with torch.no_grad():
+        computed.test_totals(IMAGES, pad(LABELS, (0, 1), value=IGNORED), torch.arange(ROWS))
+
+    forward, update, test = graphs
+    assert all(graph.changed <= graph.static for graph in graphs)
+    num_parameters = len(weights.masters)
+    assert len(forward.changed) == len(list(module.buffers()))
+    assert len(update.changed) == 2 * num_parameters + in_bfloat16 * sum(
+        parameter.dtype is torch.bfloat16 for parameter in module.parameters()
+    )
+    assert not forward.inputs - forward.static
+    assert len(update.inputs - update.static) == num_parameters
+    assert not test.inputs - test.static
+    assert [tensor.data_ptr() for tensor in weights.static()] == addresses
+
+
+def test_compiled_as_a_whole_it_computes_the_same(graphs: list[Graph]) -> None:
+    """Also the answers to test pictures, of which the last batch has rows that do not count."""
+    losses, totals = [], []
+    for whole in (False, True):
+        module, _, computed = computation_of(whole=whole)
+        losses.append(torch.stack([take_step(computed, number) for number in range(5)]))
+        module.eval()
+        with torch.no_grad():
+            padded, batches = pad(LABELS, (0, 1), value=IGNORED), torch.arange(24).split(ROWS)
+            totals.append(sum(computed.test_totals(IMAGES, padded, rows) for rows in batches))
+            logits = module(IMAGES)
+        expected = torch.stack(
+            [nn.functional.cross_entropy(logits, LABELS, reduction="sum"), (logits.argmax(1) == LABELS).sum().float()]
+        )
+        torch.testing.assert_close(totals[-1], expected)
+    assert len(graphs) == 3
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(totals[1], totals[0], rtol=1e-5, atol=0)
+
+
+class Devices(TorchDispatchMode):
+    """Collects the kinds of device of all tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        self.kinds |= {t.device.type for t in tree_leaves((args, kwargs, outputs)) if isinstance(t, Tensor)}
+        return outputs
+
+
+@pytest.mark.parametrize("in_bfloat16", [False, True])
+def test_no_tensor_is_on_the_host(monkeypatch: pytest.MonkeyPatch, in_bfloat16: bool) -> None:
+    """torch captures no graph with a tensor of the CPU in it. The meta device, without autocast, stands for a GPU."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with torch.device("meta"):
+        module = small_module()
+        images = torch.empty(4, 1, 8, 8, dtype=torch.bfloat16 if in_bfloat16 else torch.float32)
+        labels, rate = torch.empty(4, dtype=torch.long), torch.empty(())
+    weights = Weights(module, momentum=0.9, weight_decay=5e-4, in_bfloat16=in_bfloat16)
+    with Devices() as devices:
+        computation._training_loss(module, images, labels, 4, in_bfloat16).backward()
+        weights.step(rate)
+        computation._test_totals(module, images, labels, in_bfloat16)
+    assert devices.kinds == {"meta"}
