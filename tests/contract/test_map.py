@@ -510,6 +510,7 @@ def test_an_iterator_that_ends_early_leaves_nothing(wrap: Wrap) -> None:
     """I7: closed, left by a `with` block, deleted; the model works at once."""
     plain, model = twins(wrap, mlp())
     some = batches(20)
+    model(some[3])  # its threads stay
     threads_before = num_lane_threads()
     outputs = model.map(some)
     next(outputs)
