@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import re
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,7 +13,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from helpers.garbage import no_garbage
-from helpers.modules import Calls
 from helpers.programs import run_script
 from manyhands.runtime import devices
 from manyhands.testing import SimulatedTensor, simulated_accelerators
@@ -27,7 +27,7 @@ MIXED = (
 def tied_autoencoder() -> nn.Module:
     encoder, decoder = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
     decoder.weight = encoder.weight
-    return Calls(lambda model, x: model.decoder(torch.tanh(model.encoder(x))), encoder=encoder, decoder=decoder)
+    return nn.Sequential(OrderedDict(encoder=encoder, act=nn.Tanh(), decoder=decoder))
 
 
 # Devices and copies

@@ -99,7 +99,7 @@ def _open_closed_streams() -> None:
         os.open(os.devnull, os.O_RDONLY)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process lasts
+            setattr(sys, name, open(os.open(os.devnull, os.O_WRONLY), "w", closefd=False))  # noqa: SIM115
 
 
 def _parse(argv: Sequence[str]) -> tuple[ModuleType | None, dict[str, Any]]:

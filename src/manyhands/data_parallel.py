@@ -336,7 +336,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         batch_size: int | None = None,
         reduction: str | Mapping[str, str] = "mean",
         progress: bool = False,
-    ) -> Any:
+    ) -> float | dict[str, float]:
         """Return the mean of a metric over all rows of many batches, each computed whole by whichever device is free.
 
             >>> model = manyhands.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"])

@@ -113,6 +113,7 @@ def test_a_device_that_is_busy_does_not_hold_up_the_others(wrap: Wrap, tmp_path:
 
     model = wrap(Fn(wait_for_the_others))
     some = numbered(8)
+    list(model.map(some[-1:]))  # to start a process may take as long as the limit
     assert_equal(in_time(lambda: list(model.map(some))), [x * 2 for x in some])
 
 
@@ -510,6 +511,7 @@ def test_an_iterator_that_ends_early_leaves_nothing(wrap: Wrap) -> None:
     """I7: closed, left by a `with` block, deleted; the model works at once."""
     plain, model = twins(wrap, mlp())
     some = batches(20)
+    model(some[3])  # its threads stay
     threads_before = num_lane_threads()
     outputs = model.map(some)
     next(outputs)
@@ -589,6 +591,43 @@ def test_a_program_may_end_while_a_map_is_open(engine: str) -> None:
         kept.append(kept)
     """)
     assert (done.returncode, done.stdout, done.stderr) == (0, "torch.Size([4, 3])\n", "")
+
+
+def test_ctrl_c_while_a_batch_is_pulled_ends_the_iteration(wrap: Wrap) -> None:
+    """I7: a batch that was pulled and has not reached a device is not left out unnoticed."""
+
+    def source() -> Iterator[torch.Tensor]:
+        yield from numbered(1)
+        raise KeyboardInterrupt
+
+    outputs = wrap(Fn(lambda x: x)).map(source())
+    with pytest.raises(KeyboardInterrupt):
+        next(outputs)
+    assert list(outputs) == []
+
+
+def test_a_fork_does_not_wait_for_its_parents_devices() -> None:
+    """I7, F5: iterating in the child is an error; the parent goes on."""
+    done = run_script("""
+        import os, warnings
+        import torch
+        import manyhands
+
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks in a process with threads
+        model = manyhands.DataParallel(torch.nn.Linear(4, 2), ["cpu"] * 2)
+        outputs = model.map([torch.ones(6, 4)] * 20)
+        next(outputs)
+        child = os.fork()
+        if child == 0:
+            try:
+                next(outputs)
+            except RuntimeError as error:
+                del outputs
+                os._exit(7 if "forked while the outputs" in str(error) else 1)
+        _, status = os.waitpid(child, 0)
+        print("child", os.waitstatus_to_exitcode(status), len(list(outputs)))
+    """)
+    assert (done.returncode, done.stdout) == (0, "child 7 19\n"), done.stderr
 
 
 @over_gloo_too

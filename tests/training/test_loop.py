@@ -338,14 +338,16 @@ def test_each_size_is_compiled_once(
 def test_a_compiled_run_that_was_stopped_goes_on_to_the_same_numbers(
     tmp_path: Path, graphs: CompileCounterWithBackend, precision: str
 ) -> None:
-    """Momenta and float32 masters come back; micro-batches are compiled like batches."""
+    """Momenta and float32 masters come back. A step has three micro-batches of one size, for which it is compiled."""
     whole, parts = (RunFolder.for_new_run(tmp_path / name) for name in ("whole", "parts"))
-    how: dict[str, Any] = {"devices": "1", "compile": True, "precision": precision, "accumulate": 2}
+    how: dict[str, Any] = {"devices": "1", "compile": True, "precision": precision}
+    how |= {"batch_size": 1437, "accumulate": 3, "epochs": 3}
     train_on(whole, **how)
-    torch.compiler.reset()  # torch keeps eight versions of a function, and each of these runs makes three
-    train_on(parts, stop_after=5, **how)
+    torch.compiler.reset()  # torch keeps a few versions of a function, and each run makes its own
+    train_on(parts, stop_after=2, **how)
     torch.compiler.reset()
     train_on(parts, resume=True, **how)
+    assert graphs.frame_count == 3 * 3
     assert_same_run(parts, whole)
 
 

@@ -19,6 +19,7 @@ from helpers.ranks import end_ranks, run_ranks
 from manyhands.cli import main
 from manyhands.console.errors import Interrupted, OptionError
 from manyhands.training import data, loop, pending_steps
+from manyhands.training.computation import Computation
 from manyhands.training.display import Display
 from manyhands.training.loop import train
 from manyhands.training.options import Options
@@ -168,16 +169,16 @@ def test_other_data_in_one_process_is_an_error(tmp_path: Path) -> None:
 
 
 def run_out_of_memory(rank: int, folder: Path, which: int) -> tuple[int, str, str]:
-    sum_of_losses, steps = loop._sum_of_losses, 0
+    training_loss, steps = Computation.training_loss, 0
 
     def fail(*args: Any) -> torch.Tensor:
         nonlocal steps
         steps += 1
         if rank == which and steps == 3:
             raise torch.OutOfMemoryError("no more")
-        return sum_of_losses(*args)
+        return training_loss(*args)
 
-    loop._sum_of_losses = fail
+    Computation.training_loss = fail
     return run(rank, folder, *SMALL, "--output", "run")
 
 

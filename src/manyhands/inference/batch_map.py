@@ -9,7 +9,8 @@ Guarantees
     - Outputs are yielded in the order of the batches, one a batch. At most two batches a lane have been pulled and not
       been yielded, whatever the speeds of lanes and caller.
     - An error of a batch is raised in that batch's turn; the next call of `next` goes on with the batch after it. An
-      error of the loader is raised after all outputs before it, and ends the iteration.
+      error of the loader is raised after all outputs before it, and ends the iteration. Ctrl-C is raised at once: while
+      the caller waits for an output, the iteration can go on; while it pulls a batch, that ends the iteration.
     - When the iterator is exhausted or closed, no lane computes any more, and nothing of it is left. An iterator that
       is only dropped does not wait: its lanes finish their batch and end.
     - The threads do not refer to the iterator, so it can be deleted while they run.
@@ -90,7 +91,11 @@ class BatchMap(Outputs):
     def __next__(self) -> Any:
         if self._work is not None and os.getpid() != self._pid:
             raise RuntimeError(_FORKED)
-        self._pull()
+        try:
+            self._pull()
+        except BaseException:  # Ctrl-C, or no lanes: a batch may have been pulled, and must not be left out unnoticed
+            self._stop()
+            raise
         if self._num_yielded == self._num_pulled:
             self.close()
             raise StopIteration
@@ -127,9 +132,6 @@ class BatchMap(Outputs):
                 self._has_more = False
                 self._add(number, annotate([(f"the iterable of batches, at batch {number}", error)]))
                 return
-            except BaseException:
-                self.close()
-                raise
             try:
                 args, kwargs = inputs_of(batch)
             except TypeError as error:

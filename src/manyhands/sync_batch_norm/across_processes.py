@@ -72,8 +72,8 @@ class CrossProcessAllGather:
         self._group = communicator.group_for(device, "batch norm")
         self.kernels = communicator.has_one_kind_of_device(device)
         self._numbers = itertools.count()
-        has_kernels = self.kernels and _devices.has_batch_norm_kernels(device)
-        self._host_waits = communicator.waits_on_host(self._group) or not has_kernels
+        self._has_kernels = self.kernels and _devices.has_batch_norm_kernels(device)
+        self._host_waits = communicator.waits_on_host(self._group) or not self._has_kernels
         self._unchecked: list[tuple[str, _Step, AllGatherWork]] = []  # at most one
 
     def __call__(self, name: str, values: Mapping[int, Any], /) -> dict[int, Any]:
@@ -119,13 +119,17 @@ class CrossProcessAllGather:
     def _backward(self, name: str, mine: torch.Tensor, of: Gradients) -> list[torch.Tensor]:
         """Return every process's gradients, scaled for this process if `of` is weighted."""
         mine = mine if self._weight else torch.zeros_like(mine)
-        num_channels = mine.size(-1)
-        sent = torch.cat([mine.flatten(), mine.new_full((1,), self._weight)])
-        _, tensors = self._all_gather(name, sent, num_channels, is_forward=False, is_weighted=of.weighted)
-        parts = [tensor[:-1].view_as(mine) for tensor in tensors]
+        # As long as what is sent in forward: gloo ends a process that is sent more than it expects, when all that is
+        # wrong is that another process is in forward.
+        sent = torch.cat([mine.flatten(), mine.new_full((1,), self._weight)]) if self._has_kernels else mine
+        steps, tensors = self._all_gather(name, sent, mine.size(-1), is_forward=False, is_weighted=of.weighted)
+        weights: list[Any] = [0.0 if step is None else step.weight for step in steps]
+        if self._has_kernels:
+            weights = [tensor[-1] for tensor in tensors]
+            tensors = [tensor[:-1].view_as(mine) for tensor in tensors]
         if not of.weighted or not self._weight:
-            return parts
-        return [part * (tensor[-1] / self._weight) for part, tensor in zip(parts, tensors, strict=True)]
+            return tensors
+        return [tensor * (weight / self._weight) for tensor, weight in zip(tensors, weights, strict=True)]
 
     def _all_gather(
         self,

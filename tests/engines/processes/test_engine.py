@@ -26,7 +26,8 @@ from helpers.in_time import in_time
 from helpers.modules import Calls
 from helpers.programs import have_ended, until
 from manyhands import DataParallel
-from manyhands.engines.processes import engine, fork_server, worker, worker_group
+from manyhands.engines import replica
+from manyhands.engines.processes import fork_server, worker, worker_group
 from manyhands.engines.processes.channel import _HEADER, Channel
 from manyhands.engines.processes.engine import ProcessesEngine
 from manyhands.engines.processes.module_sync import ModuleSync
@@ -731,8 +732,8 @@ def test_a_fork_server_whose_caller_ends_before_the_reply(capfd):
 def test_replicas_that_are_stamped_anew_are_not_looked_at_anew(wrap, transport, monkeypatch):
     """R10: those of an RNN, whose attributes refer to its parameters: one search of the graph, one set of buckets."""
     searched: list[Any] = []
-    search = engine.look_for_live_tensors
-    monkeypatch.setattr(engine, "look_for_live_tensors", lambda *args: searched.append(1) or search(*args))
+    search = replica.look_for_live_tensors
+    monkeypatch.setattr(replica, "look_for_live_tensors", lambda *args: searched.append(1) or search(*args))
     model = wrap(nn.LSTM(5, 4, batch_first=True), 2, out_dims=(0, 1))
     leaves = []
     for _ in range(4):

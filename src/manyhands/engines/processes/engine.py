@@ -71,6 +71,10 @@ _HOOKS_OF_EVERY_MODULE = (
     "hooks are registered for every module of this process, and workers do not have them: as long as they are, all "
     'replicas run in this process, as with engine="threads".'
 )
+_WORKERS_OF_A_MAP = (
+    "the outputs of a map are being iterated over, and its batches have the model's workers: until it ends, or is "
+    "closed, other forwards and maps of the model run in this process, which is slower."
+)
 
 
 class ProcessesEngine(Engine):
@@ -111,7 +115,10 @@ class ProcessesEngine(Engine):
         if inside_replica() or len(call.devices) == 1 or self._workers_belong_to_lanes():
             return self._threads_engine.open_lanes(module, call)
         with self._step_lock as is_outermost:
-            if not is_outermost or torch_private.hooks_of_every_module():
+            if not is_outermost:
+                return self._threads_engine.open_lanes(module, call)
+            if torch_private.hooks_of_every_module():
+                log_once(_HOOKS_OF_EVERY_MODULE)
                 return self._threads_engine.open_lanes(module, call)
             worker_group = self._worker_group_for(call.devices)
             if len(call.devices) - 1 > worker_group.num_in_sync:
@@ -128,8 +135,11 @@ class ProcessesEngine(Engine):
             return self._lanes
 
     def _workers_belong_to_lanes(self) -> bool:
-        """Return whether lanes are open that go on to use the workers."""
-        return self._lanes is not None and self._lanes.are_open
+        """Return whether lanes are open that go on to use the workers; say once what that means."""
+        if self._lanes is None or not self._lanes.are_open:
+            return False
+        log_once(_WORKERS_OF_A_MAP)
+        return True
 
     def _forward(self, module: nn.Module, call: Call) -> Any:
         tracked = torch.is_grad_enabled()
