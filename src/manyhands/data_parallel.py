@@ -22,7 +22,7 @@ from manyhands.distributed.uneven_inputs import even_batches
 from manyhands.engines.base import Call, Engine, LaneCall, Lanes, called, check_flag
 from manyhands.engines.distributed import DistributedEngine
 from manyhands.engines.threads import ThreadsEngine
-from manyhands.inference.verbs import Callee, evaluate_batches, map_batches
+from manyhands.inference.map_and_evaluate import Callee, evaluate_batches, map_batches
 from manyhands.primitives import pytree
 from manyhands.primitives.batch_types import batch_type_of
 from manyhands.primitives.dims import OutputRules, check_dim, check_dims, check_scalars
@@ -144,8 +144,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             entry a positional input, or a dict with names of inputs, nested as far down as needed. None: it has no
             rows, every replica gets all of it. What is left out has `dim`: `in_dims={"mask": 1, "table": None}`.
         out_dims: the same for outputs; None: the replicas agree on it; `manyhands.pad(1)`: what differs in size on axis
-            1 is padded to the longest. `out_dims=(0, 1)` for the output and the hidden
-            state of an RNN with batch_first=True.
+            1 is padded to the longest. `out_dims=(0, 1)` for the output and the hidden state of an RNN with
+            batch_first=True.
         sync_batch_norm: whether batch norm in training normalises over the rows of all replicas instead of each one's
             own: `torch.nn.BatchNorm1d`, 2d and 3d, subclasses, and `torch.nn.functional.batch_norm`. Outputs,
             gradients and running statistics are then those of one device. The replicas wait for each other at every

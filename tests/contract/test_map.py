@@ -41,13 +41,8 @@ from manyhands.engines.processes.worker_group import WorkerDiedError
 AHEAD = 2  # batches a device that are pulled before they are needed
 
 
-@pytest.fixture(autouse=True)
-def _one_intra_op_thread() -> Iterator[None]:
-    """As many for the plain module as for each replica: then the numbers are equal bit for bit."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+# As many for the plain module as for each replica: then the numbers are equal bit for bit.
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
 def batches(number: int = 9, width: int = 5) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ there many times over. benchmarks/memory.py measures how large the peak is.
 import contextlib
 import ctypes
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,13 +33,8 @@ def _ignore_older_objects() -> None:
     gc.freeze()
 
 
-@pytest.fixture(autouse=True)
-def _one_intra_op_thread() -> Iterator[None]:
-    """Tensors this small gain nothing from more, and on a busy machine more would wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+# Tensors this small gain nothing from more, and on a busy machine more would wait for each other.
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
 def mlp() -> nn.Module:

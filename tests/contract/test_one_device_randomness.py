@@ -4,6 +4,7 @@ tests/runtime/test_whole_batch_draws.py has every operation that draws, and test
 """
 
 import copy
+import importlib
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -369,7 +370,8 @@ def test_accelerators_are_refused(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -
 @on_threads
 def test_several_processes_are_refused(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
     """A13, N12: a process does not know the rows of the others."""
-    monkeypatch.setattr("manyhands.data_parallel.communicator_for", lambda process_group: object())
+    module = importlib.import_module("manyhands.data_parallel")  # the attribute is the function of that name
+    monkeypatch.setattr(module, "communicator_for", lambda process_group: object())
     with pytest.raises(ValueError, match=r"in one of several processes: .* process_group=False\."):
         wrap(nn.Dropout(), 2, **ONE_DEVICE)
 

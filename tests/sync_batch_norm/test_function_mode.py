@@ -23,6 +23,7 @@ from helpers.in_time import in_time
 from helpers.modules import Calls, Composed
 from helpers.one_graph import simulated_accelerators_with_one_graph
 from manyhands import DataParallel
+from manyhands.runtime.exchange import LocalExchange, taking_part
 from manyhands.sync_batch_norm.function_mode import BackwardMode, BatchNormOverReplicas
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -367,13 +368,14 @@ def test_a_backward_of_one_replica_in_another_thread() -> None:
     over_replicas = BatchNormOverReplicas([norm], BackwardMode.PER_REPLICA)
     leaves = [torch.randn(6, 3).requires_grad_()]
     leaves.append(leaves[0].detach().clone().requires_grad_())
-    with over_replicas.begin()(0):
+    with taking_part(LocalExchange(1), 0), over_replicas.in_replica(0, tracked=True):
         output = norm(leaves[0])
-    with over_replicas.single_replica(), ThreadPoolExecutor(1) as thread:
+    with over_replicas.single_replica(LocalExchange), ThreadPoolExecutor(1) as thread:
         thread.submit(lambda: output.pow(3).sum().backward()).result()
     plain(leaves[1]).pow(3).sum().backward()
     torch.testing.assert_close(leaves[0].grad, leaves[1].grad, rtol=1e-12, atol=1e-12)
-    with BatchNormOverReplicas([norm], BackwardMode.PER_REPLICA).begin()(0):
+    others = BatchNormOverReplicas([norm], BackwardMode.PER_REPLICA)
+    with taking_part(LocalExchange(1), 0), others.in_replica(0, tracked=True):
         output = norm(leaves[0])
     with pytest.raises(RuntimeError, match="they do not run at the same time"):
         output.sum().backward()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
+from manyhands.primitives import pytree
 from manyhands.verification.compare import (
     Tolerance,
     allowing,
@@ -16,7 +17,6 @@ from manyhands.verification.compare import (
     in_one_number,
     largest,
     loss_row,
-    map_tensors_in,
     output_rows,
     sensitivity,
     tensors_in,
@@ -187,7 +187,7 @@ def test_tensors_in_batches_of_other_kinds() -> None:
         ("['x'].data", (2, 4, 3)),
         ("['x'].lengths", (2,)),
     ]
-    doubled = map_tensors_in(lambda tensor: tensor * 2 if tensor.is_floating_point() else tensor, (packed, 1))
+    doubled = pytree.map_all_tensors(lambda tensor: tensor * 2 if tensor.is_floating_point() else tensor, (packed, 1))
     assert doubled[0].data.unique().tolist() == [2.0]
     assert doubled[0].batch_sizes is packed.batch_sizes
     assert doubled[1] == 1

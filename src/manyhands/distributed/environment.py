@@ -7,6 +7,7 @@ MASTER_ADDR and MASTER_PORT, where the ranks connect. torch.distributed does eve
 
 import atexit
 import os
+import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -156,15 +157,15 @@ def _end_default_group() -> None:
 
 def note_failure() -> None:
     """Note that the processes no longer agree on what comes next."""
-    _failures.append(True)
+    _failed.set()
 
 
 def has_failed() -> bool:
     """Return whether `note_failure` was called."""
-    return bool(_failures)
+    return _failed.is_set()
 
 
-_failures: list[bool] = []
+_failed = threading.Event()
 
 
 def _number(name: str) -> int:

@@ -219,9 +219,7 @@ class Communicator:
         self, lengths: Sequence[int], mine: torch.Tensor, group: Any, doing: str
     ) -> list[torch.Tensor]:
         """Return every rank's tensor, in rank order; they differ in their `lengths` only."""
-        padded = mine.new_zeros(max(lengths), *mine.shape[1:])
-        padded[: len(mine)] = mine
-        all_ranks, work = self.start_all_gather(padded, group)
+        all_ranks, work = self.start_all_gather(_padded(mine, lengths), group)
         self.wait(work, doing, group)
         return [tensor[:length] for tensor, length in zip(all_ranks, lengths, strict=True)]
 
@@ -234,26 +232,24 @@ class Communicator:
         flat = mine.new_empty(self.world_size, *mine.shape)
         return list(flat), self.start(partial(torch_private.all_gather_into, flat, mine, group))
 
+    def _pickled(self, value: Any, doing: str) -> tuple[torch.Tensor, list[int]]:
+        """Return a value as bytes, and how many every rank's has."""
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        return mine, [int(length) for (length,) in self.all_gather([len(mine)], doing).wait()]
+
     def all_gather_object(self, value: Any, doing: str) -> list[Any]:
         """Return every rank's value, in rank order. Slow: values are pickled."""
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = [int(length) for (length,) in self.all_gather([len(mine)], doing).wait()]
-        all_ranks = self._all_gather_padded(lengths, mine, self._control, doing)
-        return [pickle.loads(ctypes.string_at(tensor.data_ptr(), len(tensor))) for tensor in all_ranks]
+        mine, lengths = self._pickled(value, doing)
+        return [*map(_unpickled, self._all_gather_padded(lengths, mine, self._control, doing))]
 
     def gather_object(self, value: Any, doing: str) -> list[Any]:
         """Return every rank's value on rank 0, in rank order; an empty list on the others. Values are pickled."""
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = [int(length) for (length,) in self.all_gather([len(mine)], doing).wait()]
-        padded = mine.new_zeros(max(lengths))
-        padded[: len(mine)] = mine
-        all_ranks = [torch.empty_like(padded) for _ in lengths] if self.rank == 0 else None
-        gather = partial(distributed.gather, padded, all_ranks, self._ranks[0], self._control, True)
+        mine, lengths = self._pickled(value, doing)
+        mine = _padded(mine, lengths)
+        all_ranks = [torch.empty_like(mine) for _ in lengths] if self.rank == 0 else []
+        gather = partial(distributed.gather, mine, all_ranks or None, self._ranks[0], self._control, True)
         self.wait(self.start(gather), doing)
-        return [
-            pickle.loads(ctypes.string_at(tensor.data_ptr(), length))
-            for tensor, length in zip(all_ranks or (), lengths if self.rank == 0 else (), strict=True)
-        ]
+        return [_unpickled(tensor[:length]) for tensor, length in zip(all_ranks, lengths, strict=False)]
 
     def broadcast(
         self, source: int, tensors: Sequence[torch.Tensor], group: Any, doing: str, plan: Sequence[Bucket] | None = None
@@ -524,6 +520,17 @@ class AllGatherWork:
                 raise _NotNoticedError
             self._communicator.raise_mismatch(self._doing)
         return [row[1 : 1 + self._num_values] for row in rows]
+
+
+def _padded(tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Return a tensor with zeros behind it, as long as the longest rank's."""
+    padded = tensor.new_zeros(max(lengths), *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    return padded
+
+
+def _unpickled(tensor: torch.Tensor) -> Any:
+    return pickle.loads(ctypes.string_at(tensor.data_ptr(), len(tensor)))
 
 
 def broadcast_plan(tensors: Sequence[torch.Tensor]) -> tuple[Bucket, ...]:

@@ -52,13 +52,9 @@ class CompileLock:
         if kind in self._known or len(self._known) >= _MOST_KINDS:
             yield
             return
-        mine = self._lock.acquire(timeout=_PATIENCE_S)
-        try:
+        with _held(self._lock):
             yield
             self._known.add(kind)
-        finally:
-            if mine:
-                self._lock.release()
 
 
 def kind_of(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[Hashable]:
@@ -70,14 +66,14 @@ def kind_of(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[Hashable
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[ReplicaContext]:
     lock = threading.Lock()
+    yield lambda index: _held(lock)
 
-    @contextlib.contextmanager
-    def hold(index: int) -> Iterator[None]:
-        mine = lock.acquire(timeout=_PATIENCE_S)
-        try:
-            yield
-        finally:
-            if mine:
-                lock.release()
 
-    yield hold
+@contextlib.contextmanager
+def _held(lock: threading.Lock) -> Iterator[None]:
+    mine = lock.acquire(timeout=_PATIENCE_S)
+    try:
+        yield
+    finally:
+        if mine:
+            lock.release()

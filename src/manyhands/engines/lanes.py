@@ -22,7 +22,6 @@ from manyhands.engines.base import Lane, LaneCall, LaneOutput, called
 from manyhands.engines.compile_lock import CompileLock, kind_of
 from manyhands.engines.replica import ReplicaPool
 from manyhands.primitives import pytree
-from manyhands.primitives.batch_types import batch_type_of
 from manyhands.primitives.blueprint import Blueprint, collector_paused
 from manyhands.runtime import devices as _devices
 from manyhands.runtime.buckets import is_plain
@@ -108,7 +107,7 @@ def on_device(value: Any, device: torch.device, copy: Callable[[torch.Tensor], t
         # Also without grad mode: the module may switch it on inside.
         return copied.requires_grad_() if tensor.requires_grad else copied
 
-    return _mapped(place, value)
+    return pytree.map_all_tensors(place, value)
 
 
 def tensors_to_place(value: Any) -> Iterator[torch.Tensor]:
@@ -119,23 +118,8 @@ def tensors_to_place(value: Any) -> Iterator[torch.Tensor]:
         found.append(tensor)
         return tensor
 
-    _mapped(note, value)
+    pytree.map_all_tensors(note, value)
     yield from found
-
-
-def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Return a value with `function` applied to its tensors, also to those in batches of other kinds."""
-
-    def of_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return function(leaf)
-        batch_type = batch_type_of(leaf)
-        if batch_type is None:
-            return leaf
-        tensors, rebuild = batch_type.parts(leaf)
-        return rebuild([function(tensor) for tensor in tensors])
-
-    return pytree.map_leaves(of_leaf, value)
 
 
 def _apart_from(buffers: list[torch.Tensor], output: Any) -> Any:
@@ -147,4 +131,4 @@ def _apart_from(buffers: list[torch.Tensor], output: Any) -> Any:
         is_shared = is_plain(tensor) and tensor.numel() and tensor.untyped_storage().data_ptr() in memory
         return tensor.clone() if is_shared else tensor
 
-    return _mapped(apart, output)
+    return pytree.map_all_tensors(apart, output)

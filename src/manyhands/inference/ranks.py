@@ -40,7 +40,7 @@ _DIFFERENT_BATCHES = (
 _CPU = torch.device("cpu")
 
 
-class Part(Iterator[Any]):
+class RankBatches(Iterator[Any]):
     """The batches of one process, and digests of all batches, by which the processes compare them."""
 
     def __init__(self, batches: Iterable[Any], communicator: Communicator) -> None:
@@ -100,12 +100,15 @@ class RankMap(Outputs):
 
     Args:
         outputs: of this process's part of the batches.
-        part: these.
+        own_batches: these.
         device: where rank 0 has the outputs.
     """
 
-    def __init__(self, outputs: Outputs, part: Part, communicator: Communicator, device: torch.device) -> None:
-        self._outputs, self._part, self._communicator, self._device = outputs, part, communicator, device
+    def __init__(
+        self, outputs: Outputs, own_batches: RankBatches, communicator: Communicator, device: torch.device
+    ) -> None:
+        self._outputs, self._own_batches = outputs, own_batches
+        self._communicator, self._device = communicator, device
         self._round = 0
         self._gathered: deque[Any] = deque()  # outputs of the last round; then, perhaps, an error
         self._has_ended = False
@@ -131,14 +134,14 @@ class RankMap(Outputs):
         self._round += 1
         status, value, error = _NO_MORE, None, None
         try:
-            value = pytree.map_tensors(lambda tensor: _devices.copy_to(tensor, _CPU), next(self._outputs))
+            value = pytree.map_all_tensors(lambda tensor: _devices.copy_to(tensor, _CPU), next(self._outputs))
             status = _OUTPUT
         except StopIteration:
             pass
         except Exception as own:  # noqa: BLE001 - raised when all ranks know of it
             status, error, value = _FAILED, own, f"{type(own).__name__}: {own}"
         has_batch = status in (_OUTPUT, _FAILED)
-        mine = [status, self._part.digest_before(number)]
+        mine = [status, self._own_batches.digest_before(number)]
         all_ranks = self._communicator.all_gather(mine, _MAPPING).wait()
         statuses = [int(other) for other, _ in all_ranks]
         if _CLOSED in statuses:
@@ -162,7 +165,7 @@ class RankMap(Outputs):
             return
         for other, how in enumerate(statuses):
             if how == _OUTPUT:
-                on_device = pytree.map_tensors(lambda t: _devices.copy_to(t, self._device), values[other])
+                on_device = pytree.map_all_tensors(lambda t: _devices.copy_to(t, self._device), values[other])
                 self._gathered.append(on_device)
             elif how == _FAILED:
                 text = f"batch {number * world_size + other} has failed on rank {other}: {values[other]}"
@@ -171,7 +174,10 @@ class RankMap(Outputs):
 
     def _check_last(self) -> None:
         """Check that all ranks have had the same batches to the end."""
-        if len({digest for (digest,) in self._communicator.all_gather([self._part.digest], _MAPPING).wait()}) > 1:
+        if (
+            len({digest for (digest,) in self._communicator.all_gather([self._own_batches.digest], _MAPPING).wait()})
+            > 1
+        ):
             raise RuntimeError(_DIFFERENT_BATCHES)
 
     def _end(self) -> None:
@@ -197,11 +203,11 @@ class _Failure:
         self.error = error
 
 
-def merged(communicator: Communicator, part: Part, totals: Totals, error: BaseException | None) -> Totals:
+def merged(communicator: Communicator, own_batches: RankBatches, totals: Totals, error: BaseException | None) -> Totals:
     """Return the totals of all processes, the same in each.
 
     Args:
-        part: this process's batches; all of them have been taken, unless there is an error.
+        own_batches: this process's batches; all of them have been taken, unless there is an error.
         totals: of these.
         error: what has ended this process's evaluation.
 
@@ -209,7 +215,7 @@ def merged(communicator: Communicator, part: Part, totals: Totals, error: BaseEx
         BaseException: `error`. RuntimeError: another process's, or batches that differ.
     """
     text = None if error is None else f"{type(error).__name__}: {error}"
-    all_ranks = communicator.all_gather_object((totals, part.digest, text), _EVALUATING)
+    all_ranks = communicator.all_gather_object((totals, own_batches.digest, text), _EVALUATING)
     if error is not None:
         raise error
     for rank, (_, _, other) in enumerate(all_ranks):

@@ -111,6 +111,21 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
+def map_all_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return `value` with `function` applied to every tensor in it, also to those in batches of registered classes."""
+
+    def of_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return function(leaf)
+        batch_type = batch_type_of(leaf)
+        if batch_type is None:
+            return leaf
+        tensors, rebuild = batch_type.parts(leaf)
+        return rebuild([function(tensor) for tensor in tensors])
+
+    return map_leaves(of_leaf, value)
+
+
 def leaves_together(values: Sequence[Any], path: str = "") -> Iterator[tuple[str, tuple[Any, ...]]]:
     """Yield (path, the leaf of each value) for several values of one structure, in the first one's order.
 

@@ -123,7 +123,7 @@ class _OwnStreams:
             _devices.seed_differently(self._devices)
             shared = _devices.shared_generators(self._devices)
             self._turns = {device: _Turns(of, self._devices.index(device)) for device, of in shared.items()}
-        self._last_move, self._state = _process.last_move, state_of(torch.default_generator)
+        self._last_move, self._state = _process.last_move, torch.default_generator.get_state()
         self._streams: list[Stream] = []  # of the replicas that have begun
         self._caught = _process.catch_draws() if self._on_host else None
         return self._context_of
@@ -132,7 +132,7 @@ class _OwnStreams:
         if self._caught is None:
             turns = self._turns.get(self._devices[index])
             return contextlib.nullcontext() if turns is None else turns.of(index)
-        stream = Stream(partial(_seeded, partial(_seed, self._state, index)))
+        stream = Stream(partial(_seeded, lambda: _seed(bytes_of(self._state), index)))
         self._streams.append(stream)
         return DrawingFrom(stream, self._caught)
 
@@ -143,7 +143,8 @@ class _OwnStreams:
                 log_once(_ONE_DEVICE.format(name=self._name, device=device))
         if kind is not None:
             return
-        if state_of(torch.default_generator) != self._state and _process.last_move is self._last_move:
+        has_moved = not torch.equal(torch.default_generator.get_state(), self._state)
+        if has_moved and _process.last_move is self._last_move:
             on_host = WHAT_IS_NOT_CAUGHT if self._caught else NOTHING_IS_CAUGHT
             log_once(_SHARED.format(name=self._name, what=on_host if self._on_host else _ON_ACCELERATORS))
         if [stream for stream in self._streams if stream.generator_made is not None and stream.has_moved()]:
@@ -215,7 +216,7 @@ class _Turns:
         return self._generator.get_state()
 
     def _seed_for(self, number: int) -> int:
-        return _seed(ctypes.string_at(self._before.data_ptr(), self._before.nbytes), number)
+        return _seed(bytes_of(self._before), number)
 
     def end(self, *, failed: bool) -> None:
         """Leave the generator as the first replica did, or, after a failure, as it was."""
@@ -301,7 +302,7 @@ class SeededStreams:
 
     def __init__(self, num_replicas: int) -> None:
         self._before = torch.default_generator.get_state()
-        state = state_of(torch.default_generator)
+        state = bytes_of(self._before)
         self.seeds = [_seed(state, index) for index in range(num_replicas)]
         self._first_seed = _seed(state, 0)
         self._others_drew = False

@@ -380,8 +380,9 @@ def keep_code_for_devices(num_devices: int) -> None:
     with contextlib.suppress(ImportError, AttributeError):
         config: Any = importlib.import_module("torch._dynamo.config")
         name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
-        for_one = _limit_for_one.setdefault(name, getattr(config, name))
-        setattr(config, name, max(getattr(config, name), for_one * num_devices))
+        limit = num_devices * _limit_for_one.setdefault(name, getattr(config, name))
+        if getattr(config, name) < limit:  # to set it, even to what it is, makes torch look at all settings again
+            setattr(config, name, limit)
 
 
 _limit_for_one: dict[str, int] = {}  # what the limit was at first

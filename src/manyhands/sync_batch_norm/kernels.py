@@ -249,15 +249,23 @@ class _Normalise(torch.autograd.Function):
         x, packed, weight = ctx.saved_tensors
         needs_x, needs_packed, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         through_kernels = x.numel() and not torch.is_grad_enabled()
-        reduced = _reduced_by_kernel if through_kernels else _reduced_by_arithmetic
         if not through_kernels and ctx.reduce_grad is not None:  # for derivatives of higher order
             packed = _LinkedStatistics.apply(x, packed, ctx.reduce_grad)  # type: ignore[no-untyped-call]
         weight_now = None if weight is None else weight.to(packed.dtype).contiguous()
         grad = dense(grad)
         mean, inverse_std, count = (each.contiguous() for each in _split(packed))
-        sum_dy, sum_dy_xmu, grad_weight = reduced(
-            grad, x, mean, inverse_std, weight_now, needs_x or needs_packed or needs_bias, needs_weight
-        )
+        grad_weight: torch.Tensor | None
+        if through_kernels:
+            needs_sums = needs_x or needs_packed or needs_bias
+            # Not the gradient of the bias, which is the first sum: without a weight the kernel could not make it.
+            sum_dy, sum_dy_xmu, grad_weight, _ = torch.batch_norm_backward_reduce(
+                grad, x, mean, inverse_std, weight_now, needs_sums, needs_weight, False
+            )
+        else:
+            axes = all_but_channels(x)
+            sum_dy = grad.to(mean.dtype).sum(axes)
+            sum_dy_xmu = (grad * (x - per_channel(mean, x))).sum(axes)
+            grad_weight = sum_dy_xmu * inverse_std
         grad_x = grad_packed = None
         if ctx.reduce_grad is None and (needs_x or needs_packed):
             scale = inverse_std if weight_now is None else inverse_std * weight_now
@@ -285,33 +293,3 @@ class _Normalise(torch.autograd.Function):
             sum_dy.to(ctx.bias_dtype) if ctx.bias_dtype is not None and needs_bias else None,
             *(None, None),
         )
-
-
-def _reduced_by_kernel(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    inverse_std: torch.Tensor,
-    weight: torch.Tensor | None,
-    needs_sums: bool,
-    needs_weight: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the sums of `grad` and of grad * (x - mean), and the gradient of the weight, for each channel."""
-    # Not the gradient of the bias, which is the first sum: without a weight the kernel could not make it.
-    results = torch.batch_norm_backward_reduce(grad, x, mean, inverse_std, weight, needs_sums, needs_weight, False)
-    return results[0], results[1], results[2]
-
-
-def _reduced_by_arithmetic(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    inverse_std: torch.Tensor,
-    weight: torch.Tensor | None,
-    needs_sums: bool,
-    needs_weight: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Do what `_reduced_by_kernel` does, differentiably, and for no rows too."""
-    axes = all_but_channels(x)
-    sum_dy_xmu = (grad * (x - per_channel(mean, x))).sum(axes)
-    return grad.to(mean.dtype).sum(axes), sum_dy_xmu, sum_dy_xmu * inverse_std

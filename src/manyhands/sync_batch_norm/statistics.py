@@ -1,10 +1,9 @@
 """Mean and variance of the channels of a tensor, combined from several tensors, and normalising by them.
 
 The arithmetic of a batch norm whose rows are on several devices, differentiable to any order; kernels.py does the same
-on devices that have kernels for it. A kernel computes
-`Statistics` without a history; `with_history` links them to the rows afterwards, and takes a function that reduces
-their gradient on its way to the rows. Where the statistics are linked only to the rows that they normalise,
-`normalise` does both at once, in fewer passes over the rows.
+on devices that have kernels for it. A kernel computes `Statistics` without a history; `with_history` links them to the
+rows afterwards, and takes a function that reduces their gradient on its way to the rows. Where the statistics are
+linked only to the rows that they normalise, `normalise` does both at once, in fewer passes over the rows.
 """
 
 from collections.abc import Callable, Sequence

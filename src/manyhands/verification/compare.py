@@ -27,7 +27,7 @@ computes float32 products with TF32, float32 counts as float16.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,21 +91,6 @@ def tensors_in(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield from ((f"{path}.data", padded), (f"{path}.lengths", lengths))
         elif batch_type is not None:
             yield from ((f"{path}<{i}>", tensor) for i, tensor in enumerate(batch_type.parts(leaf)[0]))
-
-
-def map_tensors_in(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Return `value` with `function` applied to every tensor in it, also in batches of registered classes."""
-
-    def mapped(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return function(leaf)
-        batch_type = batch_type_of(leaf)
-        if batch_type is None:
-            return leaf
-        tensors, rebuild = batch_type.parts(leaf)
-        return rebuild([function(tensor) for tensor in tensors])
-
-    return pytree.map_leaves(mapped, value)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

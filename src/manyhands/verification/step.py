@@ -9,9 +9,10 @@ from torch import nn
 
 from manyhands.data_parallel import DataParallel
 from manyhands.engines.replica import leaves_and_nodes
+from manyhands.primitives import pytree
 from manyhands.runtime import devices as _devices
 from manyhands.verification.call_recorder import CallRecorder
-from manyhands.verification.compare import in_one_number, map_tensors_in, plain, tensors_in
+from manyhands.verification.compare import in_one_number, plain, tensors_in
 from manyhands.verification.state import Snapshot
 
 _SEED = 0  # of the projection and the nudges, which are the same in every step
@@ -59,7 +60,7 @@ def _fresh(value: Any, device: torch.device) -> Any:
     def copied(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
 
-    return map_tensors_in(copied, value)
+    return pytree.map_all_tensors(copied, value)
 
 
 def _projection(output: Any, like: Any) -> torch.Tensor | None:
@@ -155,12 +156,12 @@ def take_step(
     if isinstance(model, DataParallel):
         step.rows = [timing.rows for timing in model.replica_timings]
     if step.error is None:
-        output = map_tensors_in(lambda tensor: _devices.copy_to(tensor, output_device), output)
+        output = pytree.map_all_tensors(lambda tensor: _devices.copy_to(tensor, output_device), output)
         loss = example.loss(output, output if like is None else like.output)
         if loss is not None and loss.requires_grad and not (like is not None and like.no_gradients):
             _backward(step, loss, state, mode, module, args, kwargs)
         step.loss = None if loss is None else plain(loss)
-        step.output = map_tensors_in(lambda tensor: tensor.detach().clone(), output)
+        step.output = pytree.map_all_tensors(lambda tensor: tensor.detach().clone(), output)
     step.buffers = {name: plain(buffer).clone() for name, buffer in module.named_buffers()}
     return step
 

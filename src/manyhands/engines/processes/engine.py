@@ -104,10 +104,7 @@ class ProcessesEngine(Engine):
         if inside_replica() or len(call.devices) == 1 or self._workers_belong_to_lanes():
             return self._threads_engine.forward(module, call)
         with self._step_lock as is_outermost:
-            if not is_outermost:
-                return self._threads_engine.forward(module, call)
-            if torch_private.hooks_of_every_module():
-                log_once(_HOOKS_OF_EVERY_MODULE)
+            if self._runs_here(is_outermost):
                 return self._threads_engine.forward(module, call)
             return self._forward(module, call)
 
@@ -115,24 +112,33 @@ class ProcessesEngine(Engine):
         if inside_replica() or len(call.devices) == 1 or self._workers_belong_to_lanes():
             return self._threads_engine.open_lanes(module, call)
         with self._step_lock as is_outermost:
-            if not is_outermost:
+            if self._runs_here(is_outermost):
                 return self._threads_engine.open_lanes(module, call)
-            if torch_private.hooks_of_every_module():
-                log_once(_HOOKS_OF_EVERY_MODULE)
-                return self._threads_engine.open_lanes(module, call)
-            worker_group = self._worker_group_for(call.devices)
-            if len(call.devices) - 1 > worker_group.num_in_sync:
-                self._module_sync.invalidate()
-            blueprint = self._module_sync.diff(module)
-            pool = self._pool_of(blueprint, call.source)
+            worker_group, pool = self._prepared(module, call.devices, call.source)
             [here] = open_local_lanes(pool.blueprint, replace(call, devices=call.devices[:1]), CompileLock())
-            update = self._pack(blueprint, call.source, worker_group, len(call.devices) - 1)
+            update = self._pack(pool.blueprint, call.source, worker_group, len(call.devices) - 1)
             if update.has_content:
                 with torch.no_grad():
                     send_update(worker_group, self._module_sync, update, call)
             self._module_sync.commit()
             self._lanes = WorkerLanes(worker_group, self._step_lock, call, here)
             return self._lanes
+
+    def _runs_here(self, is_outermost: bool) -> bool:
+        """Return whether all replicas of a call run in this process, although workers are free."""
+        if is_outermost and torch_private.hooks_of_every_module():
+            log_once(_HOOKS_OF_EVERY_MODULE)
+            return True
+        return not is_outermost
+
+    def _prepared(
+        self, module: nn.Module, devices: Sequence[torch.device], source: torch.device
+    ) -> tuple[WorkerGroup, ReplicaPool]:
+        """Return the workers for a call, and the first replicas of the module as it is now (step 1)."""
+        worker_group = self._worker_group_for(devices)
+        if len(devices) - 1 > worker_group.num_in_sync:
+            self._module_sync.invalidate()  # some workers have missed an update
+        return worker_group, self._pool_of(self._module_sync.diff(module), source)
 
     def _workers_belong_to_lanes(self) -> bool:
         """Return whether lanes are open that go on to use the workers; say once what that means."""
@@ -146,11 +152,7 @@ class ProcessesEngine(Engine):
         where = call.where()
         timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
         self._timings = timings
-        worker_group = self._worker_group_for(call.devices)
-        if len(where) - 1 > worker_group.num_in_sync:
-            self._module_sync.invalidate()  # some workers have missed an update
-        blueprint = self._module_sync.diff(module)  # step 1
-        pool = self._pool_of(blueprint, call.source)
+        worker_group, pool = self._prepared(module, call.devices, call.source)
         number = next(worker_group.graph_numbers)
         graphs = RemoteGraphs(timings, where, worker_group=worker_group, step_lock=self._step_lock, number=number)
         with (
@@ -162,7 +164,7 @@ class ProcessesEngine(Engine):
             inputs = Inputs(call, tracked, copies, num_here=1)  # step 2
             graphs.new_streams = SharedStream if call.one_device_randomness else SeededStreams
             streams = graphs.new_streams(len(where))
-            objects = self._send(graphs, blueprint, call, inputs, num_threads, streams.seeds)
+            objects = self._send(graphs, pool.blueprint, call, inputs, num_threads, streams.seeds)
             replicas = pool.take(call.devices[:1], tracked, copies)  # step 3
             graphs.on_release = replicas.give_back
             graphs.sync_context = call.sync_context

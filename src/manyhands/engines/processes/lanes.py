@@ -108,13 +108,8 @@ class WorkerLane(Lane):
 
         def tensor_of(sent: TensorRef) -> torch.Tensor:
             if sent.output not in tensors:
-                if sent.inline is not None:
-                    tensor = _devices.copy_to(loads(sent.inline, lambda reference: reference), self._call.output_device)
-                else:
-                    spec = reply.specs[sent.spec_index]
-                    view = self._worker.received_segments[spec.segment].view(spec)
-                    tensor = _devices.copied_to(view, self._call.output_device)
-                tensors[sent.output] = tensor
+                tensor = sent.tensor(reply.specs, self._worker.received_segments)
+                tensors[sent.output] = _devices.copied_to(tensor, self._call.output_device)
             return tensors[sent.output]
 
         assert reply.value is not None

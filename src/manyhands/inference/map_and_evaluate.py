@@ -15,8 +15,8 @@ from manyhands.inference.batch_map import BatchMap, Outputs
 from manyhands.inference.batches import batches_of
 from manyhands.inference.metrics import Totals, check_metric, inputs_and_target
 from manyhands.inference.out import OutFiller
-from manyhands.inference.ranks import Part, RankMap, merged
-from manyhands.inference.shown import Shown
+from manyhands.inference.ranks import RankBatches, RankMap, merged
+from manyhands.inference.with_progress import WithProgress
 from manyhands.primitives.dims import OutputRules
 from manyhands.primitives.inputs import Arguments
 from manyhands.runtime import devices as _devices
@@ -71,11 +71,11 @@ def map_batches(callee: Callee, batches: Iterable[Any], batch_size: int | None, 
     if communicator is None:
         outputs = callee.outputs(batches)
     else:
-        part = Part(batches, communicator)
-        outputs = RankMap(callee.outputs(part), part, communicator, callee.output_device)
+        own_batches = RankBatches(batches, communicator)
+        outputs = RankMap(callee.outputs(own_batches), own_batches, communicator, callee.output_device)
     is_first = communicator is None or communicator.rank == 0
     if progress and is_first:
-        outputs = Shown(outputs, "map", _length_of(batches))
+        outputs = WithProgress(outputs, "map", _length_of(batches))
     if filler is None:
         return outputs
     with outputs, torch.no_grad():
@@ -102,19 +102,19 @@ def evaluate_batches(
         length = _length_of(batches)
         _add_all(callee, batches, metric, totals, progress, length)
         return totals.result()
-    part = Part(batches, communicator)
+    own_batches = RankBatches(batches, communicator)
     length = _length_of(batches)
     length = None if length is None else math.ceil((length - communicator.rank) / communicator.world_size)
     failure: BaseException | None = None
     try:
-        _add_all(callee, part, metric, totals, progress and communicator.rank == 0, length)
+        _add_all(callee, own_batches, metric, totals, progress and communicator.rank == 0, length)
     except Exception as error:  # noqa: BLE001 - raised when all ranks know of it
         failure = error
     except BaseException as error:  # Ctrl-C: the others must not wait for this process
         communicator.abort(error)
         raise
     try:
-        return merged(communicator, part, totals, failure).result()
+        return merged(communicator, own_batches, totals, failure).result()
     finally:
         del failure  # a traceback refers to this frame: nothing in it may refer to an exception
 
@@ -137,7 +137,7 @@ def _add_all(
 
     device = callee.output_device
     outputs: Outputs = callee.outputs(inputs())
-    with Shown(outputs, "evaluate", length) if progress else outputs as shown, torch.no_grad():
+    with WithProgress(outputs, "evaluate", length) if progress else outputs as shown, torch.no_grad():
         for output in shown:
             target, rows = waiting.popleft()
             target = on_device(target, device, lambda tensor: _devices.copied_to(tensor, device))

@@ -10,7 +10,7 @@ from manyhands.inference.batch_map import Outputs
 _NO_RICH = "progress=True shows a bar with rich, which is not installed: pip install rich, or leave progress out"
 
 
-class Shown(Outputs):
+class WithProgress(Outputs):
     """Outputs, with a bar on the terminal while they are iterated over.
 
     Args:
