@@ -298,22 +298,19 @@ class SeededStreams:
         seeds: one a replica, for the generator of its process.
     """
 
-    seeds: Sequence[int | bytes]
-
     def __init__(self, num_replicas: int) -> None:
         self._before = torch.default_generator.get_state()
         state = bytes_of(self._before)
         self.seeds = [_seed(state, index) for index in range(num_replicas)]
-        self._first_seed = _seed(state, 0)
         self._others_drew = False
 
     def __enter__(self) -> None:
-        torch.default_generator.manual_seed(self._first_seed)
+        torch.default_generator.manual_seed(self.seeds[0])
         self._begun = torch.default_generator.get_state()
 
-    def ended(self, digests: Sequence[int | None]) -> None:
-        """Take notice of how the other processes' replicas have ended: `digest_of` their random states."""
-        self._others_drew = digests.count(None) < len(digests)
+    def ended(self, digests: Sequence[bytes | None]) -> None:
+        """Take notice of how the other processes' replicas have ended: `digest_of_states` their random states."""
+        self._others_drew = any(digests)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         drew = self._others_drew or not torch.equal(torch.default_generator.get_state(), self._begun)
@@ -322,11 +319,11 @@ class SeededStreams:
             _process.move_on()
 
 
-def digest_of(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> int | None:
+def digest_of_states(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> bytes | None:
     """Return a digest of the states of generators; None if they are as before."""
     if all(torch.equal(*pair) for pair in zip(before, after, strict=True)):
         return None
-    return zlib.crc32(b"".join(map(bytes_of, after)))
+    return zlib.crc32(b"".join(map(bytes_of, after))).to_bytes(4)
 
 
 class BatchStreams:

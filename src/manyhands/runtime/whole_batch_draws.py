@@ -43,7 +43,7 @@ from manyhands.runtime.rng import (
     bytes_of,
     catch_draws,
     current_stream,
-    digest_of,
+    digest_of_states,
     last_move,
     move_to,
     state_of,
@@ -140,22 +140,20 @@ class SharedStream:
         seeds: one a replica: the state of torch's generator, for that of its process.
     """
 
-    seeds: Sequence[int | bytes]
-
     def __init__(self, num_replicas: int) -> None:
         self._before = torch.default_generator.get_state()
         self.seeds = [bytes_of(self._before)] * num_replicas
-        self._digests: set[int | None] = set()
+        self._digests: set[bytes | None] = set()
 
     def __enter__(self) -> None:
         pass
 
-    def ended(self, digests: Sequence[int | None]) -> None:
+    def ended(self, digests: Sequence[bytes | None]) -> None:
         """See `SeededStreams`."""
         self._digests = set(digests)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        digest = digest_of([self._before], [torch.default_generator.get_state()])
+        digest = digest_of_states([self._before], [torch.default_generator.get_state()])
         if kind is None and self._digests <= {digest}:
             return
         torch.default_generator.set_state(self._before)

@@ -158,7 +158,7 @@ class Reply:
     error: "RemoteError | None" = None
     specs: list[TensorSpec] = field(default_factory=list)
     segments: list[tuple[int, int]] = field(default_factory=list)
-    random_digest: int | None = None
+    random_digest: bytes | None = None
     warnings: list[tuple[str, type[Warning], str, int]] = field(default_factory=list)
     log_messages: list[str] = field(default_factory=list)
     missed_collective: bool = False

@@ -48,7 +48,7 @@ from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import Bucket
 from manyhands.runtime.errors import log
 from manyhands.runtime.exchange import exchanging
-from manyhands.runtime.rng import digest_of
+from manyhands.runtime.rng import digest_of_states
 from manyhands.runtime.thread_pool import PassContext, ReplicaContext, one_pass, run_together
 from manyhands.runtime.whole_batch_draws import one_stream
 from manyhands.sync_batch_norm.function_mode import BackwardMode, BatchNormOverReplicas
@@ -166,7 +166,7 @@ class Worker:
                 self._backward(message, reply)
             reply.seconds += time.perf_counter() - started
             states_now = _devices.generator_states(self._device)
-            reply.random_digest = digest_of(random_states, states_now)
+            reply.random_digest = digest_of_states(random_states, states_now)
             reply.specs = self._send_buffer.flush()
         except BaseException as error:  # noqa: BLE001 - the caller handles it
             self._send_buffer.clear()
