@@ -35,7 +35,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 
-from manyhands.runtime import affinity, torch_private
+from manyhands.runtime import affinity, openmp, torch_private
 from manyhands.runtime import devices as _devices
 from manyhands.runtime.errors import log
 from manyhands.runtime.thread_state import ThreadState, modes_that_stay
@@ -279,7 +279,8 @@ class Background:
 class divided_intra_op_threads:  # noqa: N801 - a context manager, as a class because a step enters it each time
     """Gives the calling thread one replica's part of its intra-op threads, for replicas that run in other processes.
 
-    Its value is how many each replica has.
+    Its value is how many each replica has. Enter it before they get something to do: it ends the threads that would
+    occupy their cores.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -288,6 +289,8 @@ class divided_intra_op_threads:  # noqa: N801 - a context manager, as a class be
     def __enter__(self) -> int:
         self._before, self._each = _thread_counts.begin(self._devices)
         try:
+            if self._each < self._before:
+                openmp.pause_threads()
             _set_intra_op_threads(self._each)
         except BaseException:
             _thread_counts.end(self._before, self._each)

@@ -1,0 +1,124 @@
+"""`pause_threads`: the calling thread's idle OpenMP threads end, and nothing else changes."""
+
+import pytest
+
+from helpers.programs import run_script
+from manyhands.runtime import openmp
+
+gnu = pytest.mark.skipif(openmp._pause() is None, reason="needs GNU OpenMP")
+
+REGION = """
+import os, threading
+import torch
+from manyhands.runtime import openmp
+
+torch.set_num_threads(3)
+x = torch.linspace(-3, 3, 512 * 512).view(512, 512)
+expected = torch.log_softmax(x, 1)  # three threads take part, so two are started
+
+def check():
+    assert torch.equal(torch.log_softmax(x, 1), expected)
+
+def num_threads():
+    return len(os.listdir("/proc/self/task"))
+"""
+
+
+@gnu
+def test_threads_end_and_the_next_operation_starts_them_again() -> None:
+    run = run_script(
+        REGION
+        + """
+before = num_threads()
+for _ in range(20):
+    openmp.pause_threads()
+    assert num_threads() == before - 2
+    openmp.pause_threads()  # there is no pool
+    assert torch.get_num_threads() == 3
+    check()
+    assert num_threads() == before
+"""
+    )
+    assert run.returncode == 0, run.stderr
+
+
+@gnu
+def test_other_threads_compute_meanwhile() -> None:
+    """Each has a pool of its own, which another thread's pause leaves alone."""
+    run = run_script(
+        REGION
+        + """
+torch.set_num_threads(2)  # also of new threads
+together = threading.Barrier(4)
+done = []
+
+def work(pauses):
+    together.wait()
+    for _ in range(300):
+        check()
+        if pauses:
+            openmp.pause_threads()
+    done.append(pauses)
+
+workers = [threading.Thread(target=work, args=(i % 2 == 0,)) for i in range(4)]
+for worker in workers:
+    worker.start()
+for worker in workers:
+    worker.join()
+assert sorted(done) == [False, False, True, True]
+"""
+    )
+    assert run.returncode == 0, run.stderr
+
+
+@gnu
+def test_the_child_of_a_fork_does_not_wait_for_its_parents_threads() -> None:
+    run = run_script(
+        REGION
+        + """
+pid = os.fork()
+if not pid:
+    openmp.pause_threads()
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+openmp.pause_threads()
+check()
+"""
+    )
+    assert run.returncode == 0, run.stderr
+
+
+@gnu
+def test_one_thread_has_no_pool() -> None:
+    run = run_script(
+        REGION
+        + """
+before = num_threads()
+torch.set_num_threads(1)
+openmp.pause_threads()
+assert num_threads() == before
+check()
+"""
+    )
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("lacking", ["platform", "library", "symbol", "GNU's"])
+def test_where_it_cannot_be_done_nothing_happens(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Library:
+        """Without `omp_pause_resource_all`; or LLVM's, with it."""
+
+        def __init__(self, *_: object) -> None:
+            if lacking == "library":
+                raise OSError
+            if lacking == "GNU's":
+                vars(self).update({"omp_pause_resource_all": None, "__kmpc_fork_call": None})
+
+    monkeypatch.setattr(openmp.ctypes, "CDLL", Library)
+    monkeypatch.setattr(openmp.sys, "platform", "darwin" if lacking == "platform" else "linux")
+    openmp._pause.cache_clear()
+    try:
+        openmp.pause_threads()
+        assert openmp._pause() is None
+    finally:
+        openmp._pause.cache_clear()
