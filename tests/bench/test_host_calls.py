@@ -29,8 +29,8 @@ def host_calls() -> ModuleType:
         ("threads", 2, 0, 600),
         ("threads", 8, 0, 780),
         ("separate memory", 2, 14, 840),  # about 60 of them sum a bucket: in the thread of the replica that is the last
-        ("processes", 2, 0, 970),
-        ("processes", 4, 0, 1440),
+        ("processes", 2, 0, 900),
+        ("processes", 4, 0, 1330),
     ],
 )
 def test_a_steady_step_makes_few_calls(engine: str, replicas: int, per_parameter: float, fixed: float) -> None:

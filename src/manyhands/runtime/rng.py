@@ -300,8 +300,7 @@ class SeededStreams:
 
     def __init__(self, num_replicas: int) -> None:
         self._before = torch.default_generator.get_state()
-        state = bytes_of(self._before)
-        self.seeds = [_seed(state, index) for index in range(num_replicas)]
+        self.seeds = _seeds(bytes_of(self._before), num_replicas)
         self._others_drew = False
 
     def __enter__(self) -> None:
@@ -381,6 +380,12 @@ class SeededDraws:
         self.drew = self.drew or self._stream.has_moved()
         if not self._is_caught and state_of(torch.default_generator) != self._state:
             log_once(_SHARED.format(name=self._name, what=NOTHING_IS_CAUGHT))
+
+
+def _seeds(state: bytes, number: int) -> list[int]:
+    """Return the first so many of the numbers that `_seed` returns."""
+    of_state = zlib.crc32(state)
+    return [zlib.crc32(index.to_bytes(4), of_state) for index in range(number)]
 
 
 def _seed(state: bytes, index: int) -> int:

@@ -45,7 +45,7 @@ from manyhands.engines.processes.worker_group import StepLock, WorkerGroup
 from manyhands.engines.replica import GraphSearch, Inputs, ReplicaPool, Replicas, call_replica, carries_objects
 from manyhands.engines.threads import ThreadsEngine
 from manyhands.primitives.blueprint import HOOKS, Blueprint
-from manyhands.primitives.outputs import Outputs
+from manyhands.primitives.outputs import Group, Outputs
 from manyhands.primitives.parallel_apply import values_or_raise
 from manyhands.primitives.placements import Replicate
 from manyhands.primitives.replicate import check_device, check_layouts, unchanged_on_failure
@@ -185,13 +185,14 @@ class ProcessesEngine(Engine):
                 outcomes = run_together([run], call.devices[:1], replica_context)
                 try:
                     self._module_sync.commit()
-                    with worker_group.collective:
-                        worker_group.transport.end_sending(lambda: worker_group.poll(where))
+                    if not worker_group.transport.shares_parameters:
+                        with worker_group.collective:
+                            worker_group.transport.end_sending(lambda: worker_group.poll(where))
                     replies = graphs.take_replies(streams)  # step 4
                     for i, reply in replies.items():
                         timings[i + 1].forward_s = reply.seconds
                     outcomes += graphs.outcomes(replies)
-                    outputs = values_or_raise(outcomes, [where[0], *(where[i + 1] for i in sorted(replies))])
+                    outputs = values_or_raise(outcomes, [where[0], *(where[i + 1] for i in replies)])
                 finally:
                     outcomes.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
             del replica_context  # it may refer to the replica
@@ -203,7 +204,7 @@ class ProcessesEngine(Engine):
             if tracked:
                 own_leaves = [edge.tensors[0] for edge in inputs.edges if edge.tensors[0] is not None]
                 own_leaves += replicas.leaves[0]
-                of_first = [replace(group, tensors=group.tensors[:1]) for group in matched.groups]
+                of_first = [Group(group.tensors[:1], group.placement) for group in matched.groups]
                 outside = self._search.outside_leaves(
                     pool, call, of_first, where[:1], own_leaves, carries_objects(call)
                 )
@@ -258,8 +259,7 @@ class ProcessesEngine(Engine):
                         leaf = leaves[id(tensor)] = ~(len(inputs.edges) + len(objects))
                         objects.append(tensor)
                 target = device if id(tensor) in inputs.parts_elsewhere else tensor.device
-                tensor_ref = TensorRef.put(send_buffer, tensor)
-                return tensor_ref._replace(leaf=leaf, requires_grad=tensor.requires_grad, device=target)
+                return TensorRef.put(send_buffer, tensor, leaf=leaf, requires_grad=tensor.requires_grad, device=target)
 
             shard = dumps(inputs.shards[i + 1], to_reference)
             message = Forward(
@@ -283,10 +283,11 @@ class ProcessesEngine(Engine):
                 [*module_sync.segments, *worker_group.transport.segments] if update.sent else module_sync.segments
             )
             worker_group.send(i, message, segments, process, graphs.where[i + 1])
-        with worker_group.collective:
-            worker_group.transport.begin_sending(
-                module_sync.take_flats(), replicas, lambda: worker_group.poll(graphs.where)
-            )
+        if not worker_group.transport.shares_parameters:
+            with worker_group.collective:
+                worker_group.transport.begin_sending(
+                    module_sync.take_flats(), replicas, lambda: worker_group.poll(graphs.where)
+                )
         return objects
 
     def _pack(self, blueprint: Blueprint, source: torch.device, worker_group: WorkerGroup, num_workers: int) -> Update:

@@ -104,18 +104,22 @@ class RemoteGraphs(ReplicaGraphs):
         return [self.graph(0)]
 
     def take_replies(self, streams: SeededStreams | SharedStream) -> dict[int, Reply]:
-        """Wait for the workers' replies; repeat their warnings and log messages; note if they drew random numbers."""
+        """Wait for the workers' replies; return them by index, in order.
+
+        Their warnings and log messages are repeated here; that they drew random numbers is noted.
+        """
         replies = self.worker_group.replies(self.where)
         streams.ended([reply.random_digest for reply in replies.values()])
-        for _, reply in sorted(replies.items()):
-            repeat_messages(reply)
+        for reply in replies.values():
+            if reply.log_messages or reply.warnings:
+                repeat_messages(reply)
         return replies
 
     # ---- after a forward ----
 
     def outcomes(self, replies: dict[int, Reply]) -> list[Outcome[Any]]:
         """Return how the workers' forwards ended, in order; outputs are views of the workers' memory."""
-        return [self._outcome(i, reply) for i, reply in sorted(replies.items())]
+        return [self._outcome(i, reply) for i, reply in replies.items()]
 
     def joined_outputs(self) -> list[torch.Tensor]:
         joined = ReplicaGraphs.joined_outputs(self)
@@ -249,8 +253,10 @@ class RemoteGraphs(ReplicaGraphs):
             return result
 
         with streams, one_pass(self.pass_contexts) as replica_context:
-            with group.collective:  # workers that are connected already may come to a batch norm meanwhile
-                reducer = group.transport.reducer(poll_workers) if has_work else None
+            reducer = None
+            if has_work:
+                with group.collective:  # workers that are connected already may come to a batch norm meanwhile
+                    reducer = group.transport.reducer(poll_workers)
             outcomes: list[Outcome[Any]] = [*run_together([run], [self.timings[0].device], replica_context)]
             try:
                 if reducer is not None:
@@ -278,7 +284,7 @@ class RemoteGraphs(ReplicaGraphs):
         send_buffer = self.worker_group.workers[index].send_buffer
         ends = [edge.tensors[index + 1] for edge in self.outputs]
         return [
-            (self._output_numbers[id(end)], TensorRef.put(send_buffer, grad)._replace(leaf=leaf_of.get(id(grad))))
+            (self._output_numbers[id(end)], TensorRef.put(send_buffer, grad, leaf=leaf_of.get(id(grad))))
             for end, grad in zip(ends, grads, strict=True)
             if end is not None and grad is not None and end.requires_grad
         ]
@@ -354,7 +360,7 @@ class RemoteGraphs(ReplicaGraphs):
         parts: list[Gradients] = [[grad, *[None] * (len(self.where) - 1)] for grad in of_inputs]
         edge_of = self._edge_of
         of_replicas: list[Gradients] = [of_parameters]
-        for i, reply in sorted(replies.items()):
+        for i, reply in replies.items():
             of_worker: Gradients = [None] * num_parameters
             if reply.all_placed:
                 for k, view in self.worker_group.workers[i].placed.items():
@@ -369,7 +375,7 @@ class RemoteGraphs(ReplicaGraphs):
             for k in [k for k, grad in enumerate(of_worker) if grad is not None and of_parameters[k] is None]:
                 of_worker[k] = of_worker[k].clone()  # type: ignore[union-attr]
             of_replicas.append(of_worker)
-        with torch.no_grad():
+        with torch.set_grad_enabled(False):
             totals = sums_of(of_replicas)
             joined = [edge.join_gradients(of) for edge, of in zip(self.inputs, parts, strict=True)]
             for key, summed in sums.items():
