@@ -168,18 +168,9 @@ class ProcessesEngine(Engine):
             replicas = pool.take(call.devices[:1], tracked, copies)  # step 3
             graphs.on_release = replicas.give_back
             graphs.sync_context = call.sync_context
-            contexts: list[PassContext] = []
-            if call.one_device_randomness:
-                contexts.append(partial(one_stream, type(module).__name__, call.sizes))
             if call.sync_batch_norm or call.one_device_randomness:
-                new_exchange = partial(worker_group.open_exchange, cross_process=call.cross_process)
-                contexts.append(exchanging(len(where), new_exchange))
-            if call.sync_batch_norm:
-                roots = [*replicas.roots, *[None] * (len(where) - 1)]
-                contexts.append(BatchNormOverReplicas(roots, BackwardMode.PER_REPLICA).one_pass)
-                del roots  # when a replica is given back, no variable may refer to it
-            graphs.pass_contexts = contexts
-
+                name = type(module).__name__
+                graphs.pass_contexts = _contexts_with_exchange(name, call, worker_group, replicas.roots[0])
             with streams, one_pass(graphs.pass_contexts) as replica_context:
                 run = partial(call_replica, call, inputs, replicas.roots, copies, timings, 0)
                 outcomes = run_together([run], call.devices[:1], replica_context)
@@ -392,6 +383,24 @@ class ProcessesEngine(Engine):
         self._module_sync.invalidate()
         if worker_group is not None:
             worker_group.end(graceful=True)
+
+
+def _contexts_with_exchange(name: str, call: Call, worker_group: WorkerGroup, first: nn.Module) -> list[PassContext]:
+    """Return the contexts of each pass in which replicas exchange values: for random numbers, batch norm, or both.
+
+    Args:
+        name: what messages call the model.
+        first: the caller's replica.
+    """
+    num_replicas = len(call.devices)
+    new_exchange = partial(worker_group.open_exchange, cross_process=call.cross_process)
+    contexts: list[PassContext] = [exchanging(num_replicas, new_exchange)]
+    if call.one_device_randomness:
+        contexts.insert(0, partial(one_stream, name, call.sizes))
+    if call.sync_batch_norm:
+        replicas = [first, *[None] * (num_replicas - 1)]
+        contexts.append(BatchNormOverReplicas(replicas, BackwardMode.PER_REPLICA).one_pass)
+    return contexts
 
 
 def _log_if_hooks(blueprint: Blueprint) -> None:
