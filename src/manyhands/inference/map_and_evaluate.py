@@ -1,5 +1,6 @@
 """map and evaluate: the outputs of many batches, or what a metric makes of them."""
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,7 +46,12 @@ class Callee:
 
     def outputs(self, batches: Iterable[Any]) -> BatchMap:
         """Return the outputs of this process's batches."""
-        return BatchMap(batches, self.open_lanes, self.devices)
+        return BatchMap(batches, self.open_lanes, self.devices, self.numbers())
+
+    def numbers(self) -> Iterator[int]:
+        """Yield the numbers that this process's batches have among those of all processes."""
+        together = self.communicator
+        return itertools.count() if together is None else itertools.count(together.rank, together.world_size)
 
     def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Return the number of rows of a batch.
