@@ -272,7 +272,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
                 one batch, the last one perhaps fewer. Tuples and mappings are taken apart, tensors stacked; what cannot
                 be stacked, tensors of different lengths say, stays a list.
             out: a tensor, an array of numpy's or a memory map (or these in a form like the output's): all outputs are
-                written into it, row by row, and `map` returns it instead of an iterator, when it is full.
+                written into it, row by row, and `map` returns it instead of an iterator, when it is full. Outputs that
+                `out_dims=manyhands.pad(...)` describes are padded to its size.
             progress: show a bar, if standard error is a terminal. It needs rich.
 
         Returns:

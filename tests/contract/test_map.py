@@ -35,7 +35,7 @@ from helpers.contract import (
 )
 from helpers.modules import Calls, Composed, Fn
 from helpers.programs import run_script, until
-from manyhands import DataParallel
+from manyhands import DataParallel, pad
 from manyhands.engines.processes.worker_group import WorkerDiedError
 
 AHEAD = 2  # batches a device that are pulled before they are needed
@@ -784,7 +784,8 @@ def test_outputs_are_written_into_what_is_given(wrap: Wrap, tmp_path: Path) -> N
         (torch.empty(5, 2), r"out has the shape \(5, 2\), of which 4 rows are filled, and output of batch 2"),
         (torch.empty(7, 2), r"out of shape \(7, 2\) has room for 7 rows, and the outputs have 6 together"),
         (torch.empty(6, 2, dtype=torch.int64), "out is of torch.int64, which cannot hold the torch.float64"),
-        ({"a": torch.empty(6, 2)}, "out has 1 values, and the output of batch 0 has one value"),
+        ({"a": torch.empty(6, 2)}, r"out has values at \['a'\], and the output of batch 0 has one value"),
+        (torch.empty(2).expand(6, 2), "out: expected a dense tensor whose elements have memory of their own"),
     ],
 )
 def test_an_out_that_does_not_fit(wrap: Wrap, out: Any, message: str) -> None:
@@ -798,11 +799,29 @@ def test_outputs_without_rows_cannot_be_written(wrap: Wrap) -> None:
     """I11"""
     with pytest.raises(ValueError, match=r"output of batch 0 has no rows \(it is a 0-dim tensor\)"):
         wrap(Fn(lambda x: x.sum())).map(numbered(3), out=torch.empty(3))
+    with pytest.raises(ValueError, match="room for 3 rows, and the outputs have 0 together"):
+        wrap(mlp()).map([], out=torch.empty(3, 3))
     np = pytest.importorskip("numpy")
+    with pytest.raises(TypeError, match=r"cannot write into an array of float64 with the strides \(-16, 8\)"):
+        wrap(Fn(lambda x: x)).map(numbered(3), out=np.zeros((6, 2))[::-1])
     array = np.zeros((6, 2))
     array.flags.writeable = False
     with pytest.raises(ValueError, match="out: the array is read-only"):
         wrap(Fn(lambda x: x)).map(numbered(3), out=array)
+
+
+@on_threads
+def test_ragged_outputs_are_padded_in_out(wrap: Wrap) -> None:
+    """I11, G10: those of `manyhands.pad`, up to the size of `out`; a longer one does not fit."""
+    model = wrap(Fn(lambda x: {"y": x[:, : len(x)]}), out_dims={"y": pad(-1, value=-1)})
+    some = [torch.ones(2, 5), torch.ones(3, 5)]
+    out = model.map(some, out={"y": torch.empty(5, 4)})["y"]
+    assert out.tolist() == [[1, 1, -1, -1]] * 2 + [[1, 1, 1, -1]] * 3
+    with pytest.raises(ValueError, match=r"shape \(5, 2\).*\(3, 3\).*shorter on axis 1, which is padded"):
+        model.map(some, out={"y": torch.empty(5, 2)})
+    with pytest.raises(ValueError, match="nested further") as caught:
+        model.map(some, out=torch.empty(5, 4))
+    assert caught.value.__notes__ == ["out has to have a form like the output's"]
 
 
 # evaluate
