@@ -29,6 +29,7 @@ from manyhands.primitives.dims import OutputRules, check_dim, check_dims, check_
 from manyhands.primitives.inputs import Arguments, scattered
 from manyhands.primitives.outputs import gathered
 from manyhands.primitives.parallel_apply import parallel_apply
+from manyhands.primitives.placements import check_have_data
 from manyhands.primitives.replicate import check_device, replicate, unchanged_on_failure
 from manyhands.primitives.scatter_gather import check_kwargs
 from manyhands.primitives.split_sizes import Shares, check_shares, split_rows
@@ -363,7 +364,11 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         )
 
     def _check_method(self, method: str | None) -> None:
-        if method is not None and not callable(getattr(self.module, method, None)):
+        if method is None:
+            return
+        if not isinstance(method, str):
+            raise TypeError(f"method={method!r}: expected the name of a method")
+        if not callable(getattr(self.module, method, None)):
             raise AttributeError(f"method: {type(self.module).__name__} has no method {method!r}")
 
     def _run(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -666,6 +671,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
                 **(kwargs and {name: _moved(value, device) for name, value in kwargs.items()}),
             )
         except RuntimeError as error:
+            check_have_data("scatter", inputs, "inputs")
+            check_have_data("scatter", kwargs, "kwargs")
             named = chain(self.module.named_parameters(), self.module.named_buffers())
             elsewhere = next((name for name, t in named if not _devices.same_device(t.device, device)), None)
             if elsewhere is not None:

@@ -210,6 +210,8 @@ def test_samples_become_batches(wrap: Wrap) -> None:
     assert [len(tensor) for tensor in inputs[0]] == [2, 3]
     [(inputs, _)] = model.map(x.numpy(), batch_size=8)
     assert torch.equal(inputs[0], x)
+    of_columns = DataParallel(Fn(lambda x: x), ["cpu"] * 2, dim=1)
+    assert_equal(list(of_columns.map(x.numpy(), batch_size=2)), list(x.split(2, dim=1)))
     data_set = torch.utils.data.TensorDataset(x, torch.arange(5))
     outputs = list(model.map(data_set, batch_size=3))
     assert_equal([inputs[1] for inputs, _ in outputs], [torch.tensor([0, 1, 2]), torch.tensor([3, 4])])
@@ -228,6 +230,8 @@ def test_samples_become_batches(wrap: Wrap) -> None:
         ({"batch_size": 0}, ValueError, "batch_size=0: expected 1 or more"),
         ({"batch_size": 1.5}, TypeError, "batch_size=1.5: expected an int"),
         ({"method": "generate"}, AttributeError, "has no method 'generate'"),
+        ({"method": 3}, TypeError, "method=3: expected the name of a method"),
+        ({"batches": torch.tensor(1.0), "batch_size": 2}, ValueError, r"Tensor of shape \(\), which has no axis 0"),
         ({"progress": 1}, TypeError, "progress=1: expected True or False"),
         ({"out": [1, 2]}, TypeError, r"out\[0\]: expected a tensor or an array"),
         (
@@ -247,6 +251,24 @@ def test_wrong_arguments(wrap: Wrap, arguments: dict[str, Any], error: type[Exce
         return
     with pytest.raises(error, match=message):
         model.map(arguments.pop("batches"), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        ("meta", TypeError, r"cannot compute batch\[0\], a tensor on the meta device.*torch.empty_like"),
+        ("cyclic", ValueError, r"batch\[0\]\[0\] is batch\[0\] again"),
+    ],
+)
+def test_a_batch_that_cannot_be_copied(wrap: Wrap, kind: str, error: type[Exception], message: str) -> None:
+    """S15, I6: an error of that batch only, with its path and the remedy."""
+    cyclic: list[Any] = []
+    cyclic.append(cyclic)
+    outputs = wrap(mlp()).map([(torch.ones(2, 5, device="meta") if kind == "meta" else cyclic,), torch.ones(2, 5)])
+    with pytest.raises(error, match=message) as caught:
+        next(outputs)
+    assert caught.value.__notes__ == ["raised in batch 0"]
+    assert len(list(outputs)) == 1
 
 
 @on_threads
