@@ -2,6 +2,7 @@
 
 import _thread
 import copy
+import itertools
 import os
 import signal
 import threading
@@ -9,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -855,7 +857,8 @@ def test_each_row_counts_once_in_a_mean(wrap: Wrap) -> None:
     plain, model = twins(wrap, mlp())
     xs = batches()
     pairs = [(x, torch.randint(3, (len(x),))) for x in xs]
-    loss = model.evaluate(pairs, nn.functional.cross_entropy)
+    empty = (torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64))  # over no rows the loss is not a number
+    loss = model.evaluate([*pairs, empty], nn.functional.cross_entropy)
     with torch.no_grad():
         output, target = plain(torch.cat(xs)), torch.cat([y for _, y in pairs])
     assert loss == pytest.approx(nn.functional.cross_entropy(output, target).item(), rel=1e-12)
@@ -895,7 +898,8 @@ def test_inputs_and_target_of_a_batch(wrap: Wrap) -> None:
         ([torch.ones(2)], lambda o, t: 1, {}, TypeError, "a batch is a Tensor: evaluate expects inputs and a target"),
         ([[torch.ones(2)]], lambda o, t: 1, {}, TypeError, "a batch is a list of 1: evaluate expects"),
         ([(torch.ones(2), 1)], 3, {}, TypeError, "metric=3: expected a function"),
-        ([(torch.ones(2), 1)], lambda o, t: o, {}, TypeError, r"the metric returned a tensor of shape \(2,\)"),
+        ([(torch.ones(2), 1)], lambda o, t: o, {}, TypeError, r"the metric returned Tensor of shape \(2,\)"),
+        ([(torch.ones(2), 1)], lambda o, t: o.numpy(), {}, TypeError, r"the metric returned ndarray of shape \(2,\)"),
         ([(torch.ones(2), 1)], lambda o, t: {"a": "b"}, {}, TypeError, "the metric's 'a' returned str"),
         ([("text", 1)], lambda o, t: 1, {}, ValueError, "the rows of a batch cannot be counted"),
         ([(torch.ones(2), 1)], lambda o, t: 1, {"reduction": "max"}, ValueError, "reduction='max': expected one of"),
@@ -914,14 +918,17 @@ def test_what_cannot_be_evaluated(
 
 @on_threads
 def test_an_error_of_the_metric_ends_the_evaluation(wrap: Wrap) -> None:
-    """I12, I7: nothing is left."""
+    """I12, I7, I6: it names the batch; nothing is left."""
 
     def fail(output: torch.Tensor, target: int) -> float:
+        if target < 3:
+            return 0.0
         raise FailureError(3, "in the metric")
 
     threads_before = num_lane_threads()
-    with pytest.raises(FailureError):
-        wrap(Fn(lambda x: x)).evaluate([(x, 1) for x in numbered(9)], fail)
+    with pytest.raises(FailureError) as caught:
+        wrap(Fn(lambda x: x)).evaluate([(x, k) for k, x in enumerate(numbered(9))], fail)
+    assert caught.value.__notes__ == ["while the metric of batch 3 was computed"]
     assert num_lane_threads() == threads_before
 
 
@@ -942,17 +949,20 @@ def test_a_bar_is_shown_on_a_terminal_only(wrap: Wrap, capsys: pytest.CaptureFix
             shown.append(f"{task} of {total}")
 
         def update(self, task: str, done: int, total: int | None, text: str, details: str = "") -> None:
-            shown.append(text.split(",")[0])
+            shown.append(text)
 
         def close(self) -> None:
             shown.append("closed")
 
+    seconds = SimpleNamespace(monotonic=itertools.count().__next__)
+    monkeypatch.setattr("manyhands.inference.with_progress.time", seconds)
     monkeypatch.setattr("manyhands.console.progress.for_stderr", Notes)
     outputs = model.map(numbered(4), progress=True)
     assert shown == []
     outcomes_of(outputs)
-    assert shown == ["map of 4", "1/4 batches", "2/4 batches", "closed", "map of 4", "4/4 batches", "closed"]
+    begun, *two, ended = ["map of 4", "1/4 batches, 1.0/s", "2/4 batches, 1.0/s", "closed"]
+    assert shown == [begun, *two, ended, begun, "4/4 batches, 1.3/s", ended]  # after 3 s
     shown.clear()
     model.module.errors.clear()
     model.evaluate(((x, 1) for x in numbered(2)), lambda output, target: 1, progress=True)
-    assert shown == ["evaluate of None", "1 batches", "2 batches", "closed"]
+    assert shown == ["evaluate of None", "1 batches, 1.0/s", "2 batches, 1.0/s", "closed"]

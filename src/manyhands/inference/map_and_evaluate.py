@@ -144,10 +144,14 @@ def _add_all(
     device = callee.output_device
     outputs: Outputs = callee.outputs(inputs())
     with WithProgress(outputs, "evaluate", length) if progress else outputs as shown, torch.no_grad():
-        for output in shown:
+        for number, output in zip(callee.numbers(), shown, strict=False):  # there are numbers without end
             target, rows = waiting.popleft()
-            target = on_device(target, device, lambda tensor: _devices.copied_to(tensor, device))
-            totals.add(metric(output, target), rows)
+            try:
+                target = on_device(target, device, lambda tensor: _devices.copied_to(tensor, device))
+                totals.add(metric(output, target), rows)
+            except Exception as error:
+                error.add_note(f"while the metric of batch {number} was computed")
+                raise
 
 
 def _length_of(batches: Iterable[Any]) -> int | None:

@@ -1,9 +1,8 @@
 """Means and sums of the numbers that a metric returns for each batch, over all rows."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
-
-import torch
 
 from manyhands.inference.batches import Inputs, inputs_of
 from manyhands.primitives.batch_types import batch_type_of
@@ -82,7 +81,8 @@ class Totals:
         if numbers.keys() != self._sums.keys():
             raise ValueError(f"the metric has returned {_names(self._sums)} before, and now {_names(numbers)}")
         for name, number in numbers.items():
-            self._sums[name] += number * (rows if self._rule(name) == "mean" else 1)
+            if rows or self._rule(name) == "sum":  # the mean over no rows is not a number
+                self._sums[name] += number * (rows if self._rule(name) == "mean" else 1)
         self._rows += rows
 
     def _rule(self, name: str | None) -> str:
@@ -119,12 +119,11 @@ class Totals:
 
 def _number(value: Any, name: str | None) -> float:
     what = "the metric" if name is None else f"the metric's {name!r}"
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = value.item()
-    if isinstance(value, torch.Tensor) or not hasattr(value, "__float__"):
-        kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise TypeError(f"{what} returned {kind}: {_EXPECTED}")
-    return float(value)
+    if hasattr(value, "__float__"):
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # a tensor or an array of several numbers
+            return float(value)
+    shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+    raise TypeError(f"{what} returned {type(value).__name__}{shape}: {_EXPECTED}")
 
 
 def _names(numbers: Mapping[Any, float]) -> str:
