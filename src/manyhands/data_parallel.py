@@ -262,8 +262,9 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
 
         For inference over a data set. Outputs come in the order of the batches, one a batch, and are those of
         `model.module(batch)` under `torch.no_grad()`, on `output_device`. They are computed while you use them: at most
-        two batches a device have been pulled from the loader ahead, so memory stays flat. The module is left as it was:
-        every batch finds the same buffers. Random numbers follow from torch's random state and the batch's number.
+        two batches a device have been pulled from the loader ahead, so memory stays flat; a loader must not write into
+        these afterwards. The module is left as it was: every batch finds the same buffers. Random numbers follow from
+        torch's random state and the batch's number.
 
         Args:
             batches: a DataLoader or any other iterable, pulled from in this thread. A batch that is a tuple or list has

@@ -1,7 +1,7 @@
 """Means and sums of the numbers that a metric returns for each batch, over all rows."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from manyhands.inference.batches import Inputs, inputs_of
@@ -65,19 +65,13 @@ class Totals:
         Raises:
             TypeError: values that are no numbers. ValueError: other names than those of the first batch.
         """
-        numbers = (
-            {name: _number(value, name) for name, value in values.items()} if isinstance(values, Mapping) else None
-        )
-        self._add(numbers if numbers is not None else {None: _number(values, None)}, rows)
-
-    def _add(self, numbers: Mapping[Any, float], rows: int) -> None:
+        values = values if isinstance(values, Mapping) else {None: values}
+        numbers = {name: _number(value, name) for name, value in values.items()}
         if self._sums is None:
-            self._sums = dict.fromkeys(numbers, 0.0)
-            unknown = (
-                [] if isinstance(self._reduction, str) else [name for name in self._reduction if name not in numbers]
-            )
+            unknown = [] if isinstance(self._reduction, str) else [k for k in self._reduction if k not in numbers]
             if unknown:
                 raise ValueError(f"reduction names {unknown[0]!r}, and the metric returns {_names(numbers)}")
+            self._sums = dict.fromkeys(numbers, 0.0)
         if numbers.keys() != self._sums.keys():
             raise ValueError(f"the metric has returned {_names(self._sums)} before, and now {_names(numbers)}")
         for name, number in numbers.items():
@@ -130,8 +124,7 @@ def _names(numbers: Mapping[Any, float]) -> str:
     return "a number" if None in numbers else f"numbers for {list(numbers)}"
 
 
-def check_metric(metric: object) -> Callable[[Any, Any], Any]:
-    """Return a metric; raise TypeError if it cannot be called."""
+def check_metric(metric: object) -> None:
+    """Raise TypeError if a metric cannot be called."""
     if not callable(metric):
         raise TypeError(f"metric={metric!r}: expected a function of an output and a target")
-    return metric

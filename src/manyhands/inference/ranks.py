@@ -72,6 +72,10 @@ class RankBatches(Iterator[Any]):
             if number % self._world_size == self._rank:
                 return batch
 
+    def __len__(self) -> int:
+        """Return how many batches this process has in all; raise TypeError if that is not known."""
+        return len(range(self._rank, len(self._batches), self._world_size))  # type: ignore[arg-type]
+
     @property
     def digest(self) -> float:
         """Of all batches so far."""

@@ -118,9 +118,7 @@ def run(given: dict[str, Any]) -> int:
             "and two devices or more (--devices cpu,cpu)"
         )
     if not report.rows:
-        raise TargetError(
-            f"{target}: nothing was compared, because the model has no output, gradients or buffers"
-        )
+        raise TargetError(f"{target}: nothing was compared, because the model has no output, gradients or buffers")
     print(report)
     return _SAME if report.same or report.explained else _DIFFERS
 
