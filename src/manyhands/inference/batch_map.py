@@ -109,7 +109,7 @@ class BatchMap(Outputs):
         if number not in self._ready:
             assert self._work is not None
             self._work.wait_for(number)
-        # In this order: after Ctrl-C, here as well, the next call must not wait for an outcome that has been taken.
+        # In this order: if Ctrl-C comes between these lines, the next call does not wait for an outcome that is gone.
         outcome = self._ready[number]
         self._pulled.popleft()
         del self._ready[number]
