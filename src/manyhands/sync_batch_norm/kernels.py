@@ -67,6 +67,10 @@ class KernelStatistics:
     def mean(self) -> torch.Tensor:
         return self.packed[: len(self.packed) // 2]
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.packed]
+
     @classmethod
     def of_all(
         cls, parts: "Sequence[KernelStatistics]", device: torch.device, num_outputs: int = 1
@@ -83,10 +87,6 @@ class KernelStatistics:
         if len(packed) > 1 or num_outputs > 1:
             return [cls(total, eps, count) for total in _Combine.apply(num_outputs, eps, *packed)]  # type: ignore[no-untyped-call]
         return [cls(packed[0], eps, count)]
-
-    def on(self, device: torch.device) -> "KernelStatistics":
-        """Return the same statistics on a device."""
-        return KernelStatistics(_devices.copy_to(self.packed, device), self.eps, self.count)
 
     def with_history(self, x: torch.Tensor, reduce_grad: ReduceGrad) -> "KernelStatistics":
         """Return the same statistics as a function of x; see `Statistics.with_history`."""
