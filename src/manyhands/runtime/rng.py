@@ -132,7 +132,8 @@ class _OwnStreams:
         if self._caught is None:
             turns = self._turns.get(self._devices[index])
             return contextlib.nullcontext() if turns is None else turns.of(index)
-        stream = Stream(partial(_seeded, lambda: _seed(bytes_of(self._state), index)))
+        state = self._state  # not `self` in the lambda, which would be a reference cycle
+        stream = Stream(partial(_seeded, lambda: _seed(bytes_of(state), index)))
         self._streams.append(stream)
         return DrawingFrom(stream, self._caught)
 
