@@ -64,7 +64,7 @@ from manyhands.runtime.thread_pool import (
     run_together,
 )
 from manyhands.runtime.thread_state import ProcessState, ThreadState
-from manyhands.runtime.whole_batch_draws import SharedStream, one_stream
+from manyhands.runtime.whole_batch_draws import SharedStream
 from manyhands.sync_batch_norm.function_mode import BackwardMode, BatchNormOverReplicas
 
 _HOOKS_OF_EVERY_MODULE = (
@@ -154,7 +154,18 @@ class ProcessesEngine(Engine):
         self._timings = timings
         worker_group, pool = self._prepared(module, call.devices, call.source)
         number = next(worker_group.graph_numbers)
-        graphs = RemoteGraphs(timings, where, worker_group=worker_group, step_lock=self._step_lock, number=number)
+        graphs = RemoteGraphs(
+            timings,
+            where,
+            worker_group=worker_group,
+            step_lock=self._step_lock,
+            new_streams=(
+                partial(SharedStream, type(module).__name__, call.sizes)
+                if call.one_device_randomness
+                else partial(SeededStreams, len(where))
+            ),
+            number=number,
+        )
         with (
             divided_intra_op_threads(call.devices) as num_threads,
             unchanged_on_failure(pool.buffers),
@@ -162,15 +173,12 @@ class ProcessesEngine(Engine):
             Copies(call.devices[:1]) as copies,
         ):
             inputs = Inputs(call, tracked, copies, num_here=1)  # step 2
-            graphs.new_streams = SharedStream if call.one_device_randomness else SeededStreams
-            streams = graphs.new_streams(len(where))
+            streams = graphs.new_streams()
             objects = self._send(graphs, pool.blueprint, call, inputs, num_threads, streams.seeds)
             replicas = pool.take(call.devices[:1], tracked, copies)  # step 3
             graphs.on_release = replicas.give_back
             graphs.sync_context = call.sync_context
             contexts: list[PassContext] = []
-            if call.one_device_randomness:
-                contexts.append(partial(one_stream, type(module).__name__, call.sizes))
             if call.sync_batch_norm or call.one_device_randomness:
                 new_exchange = partial(worker_group.open_exchange, cross_process=call.cross_process)
                 contexts.append(exchanging(len(where), new_exchange))
@@ -180,7 +188,7 @@ class ProcessesEngine(Engine):
                 del roots  # when a replica is given back, no variable may refer to it
             graphs.pass_contexts = contexts
 
-            with streams, one_pass(graphs.pass_contexts) as replica_context:
+            with streams as of_streams, one_pass([*of_streams, *contexts]) as replica_context:
                 run = partial(call_replica, call, inputs, replicas.roots, copies, timings, 0)
                 outcomes = run_together([run], call.devices[:1], replica_context)
                 try:
