@@ -64,7 +64,7 @@ from manyhands.runtime.thread_pool import (
     run_together,
 )
 from manyhands.runtime.thread_state import ProcessState, ThreadState
-from manyhands.runtime.whole_batch_draws import SharedStream, one_stream
+from manyhands.runtime.whole_batch_draws import SharedStream
 from manyhands.sync_batch_norm.function_mode import BackwardMode, BatchNormOverReplicas
 
 _HOOKS_OF_EVERY_MODULE = (
@@ -154,7 +154,18 @@ class ProcessesEngine(Engine):
         self._timings = timings
         worker_group, pool = self._prepared(module, call.devices, call.source)
         number = next(worker_group.graph_numbers)
-        graphs = RemoteGraphs(timings, where, worker_group=worker_group, step_lock=self._step_lock, number=number)
+        graphs = RemoteGraphs(
+            timings,
+            where,
+            worker_group=worker_group,
+            step_lock=self._step_lock,
+            new_streams=(
+                partial(SharedStream, type(module).__name__, call.sizes)
+                if call.one_device_randomness
+                else partial(SeededStreams, len(where))
+            ),
+            number=number,
+        )
         with (
             divided_intra_op_threads(call.devices) as num_threads,
             unchanged_on_failure(pool.buffers),
@@ -162,16 +173,14 @@ class ProcessesEngine(Engine):
             Copies(call.devices[:1]) as copies,
         ):
             inputs = Inputs(call, tracked, copies, num_here=1)  # step 2
-            graphs.new_streams = SharedStream if call.one_device_randomness else SeededStreams
-            streams = graphs.new_streams(len(where))
+            streams = graphs.new_streams()
             objects = self._send(graphs, pool.blueprint, call, inputs, num_threads, streams.seeds)
             replicas = pool.take(call.devices[:1], tracked, copies)  # step 3
             graphs.on_release = replicas.give_back
             graphs.sync_context = call.sync_context
             if call.sync_batch_norm or call.one_device_randomness:
-                name = type(module).__name__
-                graphs.pass_contexts = _contexts_with_exchange(name, call, worker_group, replicas.roots[0])
-            with streams, one_pass(graphs.pass_contexts) as replica_context:
+                graphs.pass_contexts = _contexts_with_exchange(call, worker_group, replicas.roots[0])
+            with streams as of_streams, one_pass([*of_streams, *graphs.pass_contexts]) as replica_context:
                 run = partial(call_replica, call, inputs, replicas.roots, copies, timings, 0)
                 outcomes = run_together([run], call.devices[:1], replica_context)
                 try:
@@ -385,18 +394,11 @@ class ProcessesEngine(Engine):
             worker_group.end(graceful=True)
 
 
-def _contexts_with_exchange(name: str, call: Call, worker_group: WorkerGroup, first: nn.Module) -> list[PassContext]:
-    """Return the contexts of each pass in which replicas exchange values: for random numbers, batch norm, or both.
-
-    Args:
-        name: what messages call the model.
-        first: the caller's replica.
-    """
+def _contexts_with_exchange(call: Call, worker_group: WorkerGroup, first: nn.Module) -> list[PassContext]:
+    """Return the contexts of each pass in which replicas exchange values; `first` is the caller's replica."""
     num_replicas = len(call.devices)
     new_exchange = partial(worker_group.open_exchange, cross_process=call.cross_process)
     contexts: list[PassContext] = [exchanging(num_replicas, new_exchange)]
-    if call.one_device_randomness:
-        contexts.insert(0, partial(one_stream, name, call.sizes))
     if call.sync_batch_norm:
         replicas = [first, *[None] * (num_replicas - 1)]
         contexts.append(BatchNormOverReplicas(replicas, BackwardMode.PER_REPLICA).one_pass)

@@ -70,7 +70,7 @@ class RemoteGraphs(ReplicaGraphs):
 
     Attributes:
         worker_group, step_lock: the engine's.
-        new_streams: makes the random streams of so many replicas for one pass.
+        new_streams: makes the replicas' random streams for one pass.
         number: the workers' number of this graph.
         keys: the number in the workers of the leaf of each of `inputs`; None where they have none.
         remote_leaves: a tensor of the form of each of the workers' numbered leaves: those of the live parameters, then
@@ -79,7 +79,7 @@ class RemoteGraphs(ReplicaGraphs):
 
     worker_group: WorkerGroup = field(kw_only=True)
     step_lock: StepLock = field(kw_only=True)
-    new_streams: Callable[[int], SeededStreams | SharedStream] = field(default=SeededStreams, kw_only=True)
+    new_streams: Callable[[], SeededStreams | SharedStream] = field(kw_only=True)
     number: int = field(kw_only=True)
     keys: list[int | None] = field(default_factory=list, kw_only=True)
     remote_leaves: Mapping[int, torch.Tensor] = field(default_factory=dict, kw_only=True)
@@ -217,7 +217,7 @@ class RemoteGraphs(ReplicaGraphs):
             What `backward_own` returned, the workers' replies, and sums by the leaf's number.
         """
         group, thread, process = self.worker_group, ThreadState.capture(), ProcessState.capture()
-        streams = self.new_streams(len(self.where))
+        streams = self.new_streams()
         edges = [] if higher is None else zip(higher.inputs, higher.keys, strict=True)
         leaf_of = {id(leaf): key for edge, key in edges for leaf in edge.tensors if leaf is not None}
         asked = {i: sent for i, _ in enumerate(self.where[1:]) if (sent := self._put_grads(i, grads[i + 1], leaf_of))}
@@ -252,7 +252,7 @@ class RemoteGraphs(ReplicaGraphs):
             self.timings[0].backward_s = time.perf_counter() - started
             return result
 
-        with streams, one_pass(self.pass_contexts) as replica_context:
+        with streams as contexts, one_pass([*contexts, *self.pass_contexts]) as replica_context:
             reducer = None
             if has_work:
                 with group.collective:  # workers that are connected already may come to a batch norm meanwhile
