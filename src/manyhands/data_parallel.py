@@ -29,6 +29,7 @@ from manyhands.primitives.dims import OutputRules, check_dim, check_dims, check_
 from manyhands.primitives.inputs import Arguments, scattered
 from manyhands.primitives.outputs import gathered
 from manyhands.primitives.parallel_apply import parallel_apply
+from manyhands.primitives.placements import check_have_data
 from manyhands.primitives.replicate import check_device, replicate, unchanged_on_failure
 from manyhands.primitives.scatter_gather import check_kwargs
 from manyhands.primitives.split_sizes import Shares, check_shares, split_rows, unequal
@@ -297,8 +298,9 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
 
         For inference over a data set. Outputs come in the order of the batches, one a batch, and are those of
         `model.module(batch)` under `torch.no_grad()`, on `output_device`. They are computed while you use them: at most
-        two batches a device have been pulled from the loader ahead, so memory stays flat. The module is left as it was:
-        every batch finds the same buffers. Random numbers follow from torch's random state and the batch's number.
+        two batches a device have been pulled from the loader ahead, so memory stays flat; a loader must not write into
+        these afterwards. The module is left as it was: every batch finds the same buffers. Random numbers follow from
+        torch's random state and the batch's number.
 
         Args:
             batches: a DataLoader or any other iterable, pulled from in this thread. A batch that is a tuple or list has
@@ -308,7 +310,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
                 one batch, the last one perhaps fewer. Tuples and mappings are taken apart, tensors stacked; what cannot
                 be stacked, tensors of different lengths say, stays a list.
             out: a tensor, an array of numpy's or a memory map (or these in a form like the output's): all outputs are
-                written into it, row by row, and `map` returns it instead of an iterator, when it is full.
+                written into it, row by row, and `map` returns it instead of an iterator, when it is full. Outputs that
+                `out_dims=manyhands.pad(...)` describes are padded to its size.
             progress: show a bar, if standard error is a terminal. It needs rich.
 
         Returns:
@@ -398,7 +401,11 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         )
 
     def _check_method(self, method: str | None) -> None:
-        if method is not None and not callable(getattr(self.module, method, None)):
+        if method is None:
+            return
+        if not isinstance(method, str):
+            raise TypeError(f"method={method!r}: expected the name of a method")
+        if not callable(getattr(self.module, method, None)):
             raise AttributeError(f"method: {type(self.module).__name__} has no method {method!r}")
 
     def _run(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -706,6 +713,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
                 **(kwargs and {name: _moved(value, device) for name, value in kwargs.items()}),
             )
         except RuntimeError as error:
+            check_have_data("scatter", inputs, "inputs")
+            check_have_data("scatter", kwargs, "kwargs")
             named = chain(self.module.named_parameters(), self.module.named_buffers())
             elsewhere = next((name for name, t in named if not _devices.same_device(t.device, device)), None)
             if elsewhere is not None:

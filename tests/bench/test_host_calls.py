@@ -1,6 +1,10 @@
 """How many Python calls a step makes: bounds that hold exactly, because calls do not depend on the clock."""
 
 import importlib.util
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -29,8 +33,8 @@ def host_calls() -> ModuleType:
         ("threads", 2, 0, 600),
         ("threads", 8, 0, 780),
         ("separate memory", 2, 14, 840),  # about 60 of them sum a bucket: in the thread of the replica that is the last
-        ("processes", 2, 0, 970),
-        ("processes", 4, 0, 1440),
+        ("processes", 2, 0, 900),
+        ("processes", 4, 0, 1330),
     ],
 )
 def test_a_steady_step_makes_few_calls(engine: str, replicas: int, per_parameter: float, fixed: float) -> None:
@@ -68,3 +72,21 @@ def test_a_change_of_the_module_is_paid_for_once(host_calls: ModuleType) -> None
     first, second, third = [b - a for a, b in zip(short, long, strict=True)]
     assert first > second
     assert second == third
+
+
+def test_a_rank_launches_no_operation_for_each_parameter() -> None:
+    """Under a launcher, beyond the plain module's. DDP runs some for each."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(BENCHMARK.with_name("launches.py"))],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    counts = {name: (int(short), int(long)) for name, short, long in re.findall(r"(\w+) +(\d+) +(\d+)\n", done.stdout)}
+    beyond = {name: [own - plain for own, plain in zip(counts[name], counts["plain"], strict=True)] for name in counts}
+    assert beyond["manyhands"][0] == beyond["manyhands"][1] <= 11
+    assert beyond["ddp"][1] > beyond["ddp"][0] > beyond["manyhands"][0]

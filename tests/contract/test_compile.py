@@ -34,6 +34,7 @@ pytestmark = [
 ROWS = [8, 8, 7, 5, 11, 13, 2, 9, 8, 3, 6, 12, 7, 8, 1]  # of 15 steps: shapes that come back, and new ones
 FEW = [8, 7, 5, 8, 3]  # the last in eval mode
 FEWER = FEW[:3]  # where what surrounds the module is compiled, and takes longer
+KEEPS_ORDER = hasattr(torch._C._dynamo.eval_frame, "_set_lru_cache")  # else replicas may compile the same thing twice
 MOST_GRAPHS = 7  # for training and eval, each with fixed rows, with any, with one; and for a single replica
 
 
@@ -129,7 +130,7 @@ def test_ways_to_compile(way: str, wrap: Wrap) -> None:
     many_steps = way == "torch.compile"
     train_both(plain, wrap(module, 3), batches(ROWS if many_steps else FEW))
     assert graphs.frame_count > 0 or way == "the eager backend"
-    assert graphs.frame_count <= MOST_GRAPHS or not many_steps
+    assert graphs.frame_count <= MOST_GRAPHS or not (many_steps and KEEPS_ORDER)
     assert [name for name, _ in module.named_modules()] == names
 
 
@@ -143,8 +144,7 @@ def test_the_default_backend(wrap: Wrap) -> None:
 
 
 @pytest.mark.skipif(
-    not hasattr(torch._C._dynamo.eval_frame, "_set_lru_cache"),
-    reason="needs a torch that can keep its list of compiled code in order (_set_lru_cache)",
+    not KEEPS_ORDER, reason="needs a torch that can keep its list of compiled code in order (_set_lru_cache)"
 )
 def test_replicas_do_not_compile_the_same_thing_twice(wrap: Wrap) -> None:
     """R13: one compiles at a time when the inputs are of a new kind, in forward and in backward."""

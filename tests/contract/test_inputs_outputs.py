@@ -410,6 +410,9 @@ def test_tensors_that_cannot_be_split_or_joined(wrap: Wrap, kind: str) -> None:
             wrap(Fn(lambda x, table: x), 2, in_dims=in_dims)(x, table={"t": make(x)})
     with pytest.raises(TypeError, match=rf"cannot gather output\[1\], {says}|cannot leave the worker process"):
         wrap(Fn(lambda x: (x, make(x))), 2)(x)
+    if kind == "meta":
+        with pytest.raises(TypeError, match=rf"cannot scatter inputs\[0\], {says}"):
+            wrap(Fn(lambda x: x), 1)(make(x))
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")

@@ -2,6 +2,7 @@
 
 import _thread
 import copy
+import itertools
 import os
 import signal
 import threading
@@ -9,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +37,7 @@ from helpers.contract import (
 )
 from helpers.modules import Calls, Composed, Fn
 from helpers.programs import run_script, until
-from manyhands import DataParallel
+from manyhands import DataParallel, pad
 from manyhands.engines.processes.worker_group import WorkerDiedError
 
 AHEAD = 2  # batches a device that are pulled before they are needed
@@ -210,6 +212,8 @@ def test_samples_become_batches(wrap: Wrap) -> None:
     assert [len(tensor) for tensor in inputs[0]] == [2, 3]
     [(inputs, _)] = model.map(x.numpy(), batch_size=8)
     assert torch.equal(inputs[0], x)
+    of_columns = DataParallel(Fn(lambda x: x), ["cpu"] * 2, dim=1)
+    assert_equal(list(of_columns.map(x.numpy(), batch_size=2)), list(x.split(2, dim=1)))
     data_set = torch.utils.data.TensorDataset(x, torch.arange(5))
     outputs = list(model.map(data_set, batch_size=3))
     assert_equal([inputs[1] for inputs, _ in outputs], [torch.tensor([0, 1, 2]), torch.tensor([3, 4])])
@@ -228,6 +232,8 @@ def test_samples_become_batches(wrap: Wrap) -> None:
         ({"batch_size": 0}, ValueError, "batch_size=0: expected 1 or more"),
         ({"batch_size": 1.5}, TypeError, "batch_size=1.5: expected an int"),
         ({"method": "generate"}, AttributeError, "has no method 'generate'"),
+        ({"method": 3}, TypeError, "method=3: expected the name of a method"),
+        ({"batches": torch.tensor(1.0), "batch_size": 2}, ValueError, r"Tensor of shape \(\), which has no axis 0"),
         ({"progress": 1}, TypeError, "progress=1: expected True or False"),
         ({"out": [1, 2]}, TypeError, r"out\[0\]: expected a tensor or an array"),
         (
@@ -247,6 +253,24 @@ def test_wrong_arguments(wrap: Wrap, arguments: dict[str, Any], error: type[Exce
         return
     with pytest.raises(error, match=message):
         model.map(arguments.pop("batches"), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        ("meta", TypeError, r"cannot compute batch\[0\], a tensor on the meta device.*torch.empty_like"),
+        ("cyclic", ValueError, r"batch\[0\]\[0\] is batch\[0\] again"),
+    ],
+)
+def test_a_batch_that_cannot_be_copied(wrap: Wrap, kind: str, error: type[Exception], message: str) -> None:
+    """S15, I6: an error of that batch only, with its path and the remedy."""
+    cyclic: list[Any] = []
+    cyclic.append(cyclic)
+    outputs = wrap(mlp()).map([(torch.ones(2, 5, device="meta") if kind == "meta" else cyclic,), torch.ones(2, 5)])
+    with pytest.raises(error, match=message) as caught:
+        next(outputs)
+    assert caught.value.__notes__ == ["raised in batch 0"]
+    assert len(list(outputs)) == 1
 
 
 @on_threads
@@ -784,7 +808,8 @@ def test_outputs_are_written_into_what_is_given(wrap: Wrap, tmp_path: Path) -> N
         (torch.empty(5, 2), r"out has the shape \(5, 2\), of which 4 rows are filled, and output of batch 2"),
         (torch.empty(7, 2), r"out of shape \(7, 2\) has room for 7 rows, and the outputs have 6 together"),
         (torch.empty(6, 2, dtype=torch.int64), "out is of torch.int64, which cannot hold the torch.float64"),
-        ({"a": torch.empty(6, 2)}, "out has 1 values, and the output of batch 0 has one value"),
+        ({"a": torch.empty(6, 2)}, r"out has values at \['a'\], and the output of batch 0 has one value"),
+        (torch.empty(2).expand(6, 2), "out: expected a dense tensor whose elements have memory of their own"),
     ],
 )
 def test_an_out_that_does_not_fit(wrap: Wrap, out: Any, message: str) -> None:
@@ -798,11 +823,29 @@ def test_outputs_without_rows_cannot_be_written(wrap: Wrap) -> None:
     """I11"""
     with pytest.raises(ValueError, match=r"output of batch 0 has no rows \(it is a 0-dim tensor\)"):
         wrap(Fn(lambda x: x.sum())).map(numbered(3), out=torch.empty(3))
+    with pytest.raises(ValueError, match="room for 3 rows, and the outputs have 0 together"):
+        wrap(mlp()).map([], out=torch.empty(3, 3))
     np = pytest.importorskip("numpy")
+    with pytest.raises(TypeError, match=r"cannot write into an array of float64 with the strides \(-16, 8\)"):
+        wrap(Fn(lambda x: x)).map(numbered(3), out=np.zeros((6, 2))[::-1])
     array = np.zeros((6, 2))
     array.flags.writeable = False
     with pytest.raises(ValueError, match="out: the array is read-only"):
         wrap(Fn(lambda x: x)).map(numbered(3), out=array)
+
+
+@on_threads
+def test_ragged_outputs_are_padded_in_out(wrap: Wrap) -> None:
+    """I11, G10: those of `manyhands.pad`, up to the size of `out`; a longer one does not fit."""
+    model = wrap(Fn(lambda x: {"y": x[:, : len(x)]}), out_dims={"y": pad(-1, value=-1)})
+    some = [torch.ones(2, 5), torch.ones(3, 5)]
+    out = model.map(some, out={"y": torch.empty(5, 4)})["y"]
+    assert out.tolist() == [[1, 1, -1, -1]] * 2 + [[1, 1, 1, -1]] * 3
+    with pytest.raises(ValueError, match=r"shape \(5, 2\).*\(3, 3\).*shorter on axis 1, which is padded"):
+        model.map(some, out={"y": torch.empty(5, 2)})
+    with pytest.raises(ValueError, match="nested further") as caught:
+        model.map(some, out=torch.empty(5, 4))
+    assert caught.value.__notes__ == ["out has to have a form like the output's"]
 
 
 # evaluate
@@ -814,7 +857,8 @@ def test_each_row_counts_once_in_a_mean(wrap: Wrap) -> None:
     plain, model = twins(wrap, mlp())
     xs = batches()
     pairs = [(x, torch.randint(3, (len(x),))) for x in xs]
-    loss = model.evaluate(pairs, nn.functional.cross_entropy)
+    empty = (torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64))  # over no rows the loss is not a number
+    loss = model.evaluate([*pairs, empty], nn.functional.cross_entropy)
     with torch.no_grad():
         output, target = plain(torch.cat(xs)), torch.cat([y for _, y in pairs])
     assert loss == pytest.approx(nn.functional.cross_entropy(output, target).item(), rel=1e-12)
@@ -854,7 +898,8 @@ def test_inputs_and_target_of_a_batch(wrap: Wrap) -> None:
         ([torch.ones(2)], lambda o, t: 1, {}, TypeError, "a batch is a Tensor: evaluate expects inputs and a target"),
         ([[torch.ones(2)]], lambda o, t: 1, {}, TypeError, "a batch is a list of 1: evaluate expects"),
         ([(torch.ones(2), 1)], 3, {}, TypeError, "metric=3: expected a function"),
-        ([(torch.ones(2), 1)], lambda o, t: o, {}, TypeError, r"the metric returned a tensor of shape \(2,\)"),
+        ([(torch.ones(2), 1)], lambda o, t: o, {}, TypeError, r"the metric returned Tensor of shape \(2,\)"),
+        ([(torch.ones(2), 1)], lambda o, t: o.numpy(), {}, TypeError, r"the metric returned ndarray of shape \(2,\)"),
         ([(torch.ones(2), 1)], lambda o, t: {"a": "b"}, {}, TypeError, "the metric's 'a' returned str"),
         ([("text", 1)], lambda o, t: 1, {}, ValueError, "the rows of a batch cannot be counted"),
         ([(torch.ones(2), 1)], lambda o, t: 1, {"reduction": "max"}, ValueError, "reduction='max': expected one of"),
@@ -873,14 +918,17 @@ def test_what_cannot_be_evaluated(
 
 @on_threads
 def test_an_error_of_the_metric_ends_the_evaluation(wrap: Wrap) -> None:
-    """I12, I7: nothing is left."""
+    """I12, I7, I6: it names the batch; nothing is left."""
 
     def fail(output: torch.Tensor, target: int) -> float:
+        if target < 3:
+            return 0.0
         raise FailureError(3, "in the metric")
 
     threads_before = num_lane_threads()
-    with pytest.raises(FailureError):
-        wrap(Fn(lambda x: x)).evaluate([(x, 1) for x in numbered(9)], fail)
+    with pytest.raises(FailureError) as caught:
+        wrap(Fn(lambda x: x)).evaluate([(x, k) for k, x in enumerate(numbered(9))], fail)
+    assert caught.value.__notes__ == ["while the metric of batch 3 was computed"]
     assert num_lane_threads() == threads_before
 
 
@@ -901,17 +949,20 @@ def test_a_bar_is_shown_on_a_terminal_only(wrap: Wrap, capsys: pytest.CaptureFix
             shown.append(f"{task} of {total}")
 
         def update(self, task: str, done: int, total: int | None, text: str, details: str = "") -> None:
-            shown.append(text.split(",")[0])
+            shown.append(text)
 
         def close(self) -> None:
             shown.append("closed")
 
+    seconds = SimpleNamespace(monotonic=itertools.count().__next__)
+    monkeypatch.setattr("manyhands.inference.with_progress.time", seconds)
     monkeypatch.setattr("manyhands.console.progress.for_stderr", Notes)
     outputs = model.map(numbered(4), progress=True)
     assert shown == []
     outcomes_of(outputs)
-    assert shown == ["map of 4", "1/4 batches", "2/4 batches", "closed", "map of 4", "4/4 batches", "closed"]
+    begun, *two, ended = ["map of 4", "1/4 batches, 1.0/s", "2/4 batches, 1.0/s", "closed"]
+    assert shown == [begun, *two, ended, begun, "4/4 batches, 1.3/s", ended]  # after 3 s
     shown.clear()
     model.module.errors.clear()
     model.evaluate(((x, 1) for x in numbered(2)), lambda output, target: 1, progress=True)
-    assert shown == ["evaluate of None", "1 batches", "2 batches", "closed"]
+    assert shown == ["evaluate of None", "1 batches, 1.0/s", "2 batches, 1.0/s", "closed"]

@@ -6,6 +6,7 @@ tests/runtime/test_whole_batch_draws.py has every operation that draws, and test
 import copy
 import importlib
 import pickle
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ from helpers.contract import (
     tensors_in,
     twins,
 )
+from helpers.in_time import WAIT_S
 from helpers.modules import Calls, Composed, Fn, WithBackward
 from helpers.random_layers import RandomLayers, recomputed, with_dropout
 from manyhands import DataParallel, verify
@@ -344,6 +346,37 @@ def test_replicas_that_end_at_different_random_states(wrap: Wrap) -> None:
     with pytest.raises(RuntimeError, match="have ended at different random states"):
         model(torch.ones(8, 2))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+# ---- several models at once -----------------------------------------------------------------------
+
+
+class RunsWhenSent:
+    """Another model runs in another thread when this is pickled, that is while the processes engine sends a batch."""
+
+    other: Callable[[torch.Tensor], Any] = staticmethod(nn.Dropout())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        thread = threading.Thread(target=self.other, args=(torch.ones(8, 2),))
+        thread.start()
+        thread.join(WAIT_S)
+        return RunsWhenSent, ()
+
+
+class WithUnusedInput(nn.Dropout):
+    def forward(self, x: torch.Tensor, unused: object = None) -> torch.Tensor:
+        return super().forward(x)
+
+
+@on_engines(["threads", "processes"])
+def test_another_model_in_another_thread(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
+    """N12: it moves torch's random state meanwhile; each draws from the state at its own beginning."""
+    model, x = wrap(WithUnusedInput(), 2, **ONE_DEVICE), torch.ones(8, 20)
+    torch.manual_seed(1)
+    expected = model.module(x)
+    monkeypatch.setattr(RunsWhenSent, "other", staticmethod(wrap(nn.Dropout(), 2, **ONE_DEVICE)))
+    torch.manual_seed(1)
+    assert_same(in_time(lambda: model(x, RunsWhenSent())), expected)
 
 
 # ---- the argument --------------------------------------------------------------------------------

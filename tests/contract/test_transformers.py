@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import manyhands
 from helpers.contract import Wrap, on_engines, on_threads
 
 os.environ.update(TRANSFORMERS_OFFLINE="1", HF_HUB_OFFLINE="1")  # read when it is imported
@@ -149,3 +150,32 @@ def test_caches_that_cannot_be_split_or_joined(wrap: Wrap) -> None:
 def _cache_of(x: torch.Tensor) -> Any:
     keys = x[:, None, :, None].double()
     return transformers.DynamicCache([(keys, keys)])
+
+
+@on_engines(["threads", "processes"])
+@pytest.mark.parametrize(("make", "attention"), [(gpt2, "eager"), (gpt2, "sdpa"), (t5, "eager")])
+def test_dropout_is_that_of_one_device(wrap: Wrap, make: Callable[[], nn.Module], attention: str) -> None:
+    """N12: also that of attention, over rows and heads."""
+    plain, x = make().train(), tokens()
+    plain.set_attn_implementation(attention)
+    model = wrap(copy.deepcopy(plain), 2, scalars={"loss": "mean"}, randomness="one_device")
+    results = []
+    for each in (plain, model):
+        torch.manual_seed(1)
+        output = each(input_ids=x, labels=x)
+        output.logits.square().mean().backward()
+        results.append([output.logits, *(p.grad for p in each.parameters()), torch.get_rng_state()])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-12)
+
+
+@on_engines(["threads", "processes"])
+def test_sampled_sequences_are_those_of_one_device(wrap: Wrap) -> None:
+    """N12: each replica samples for the whole batch, from the probabilities of all replicas."""
+    plain, x = gpt2().eval(), tokens()
+    options = {"do_sample": True, "min_new_tokens": 6, "max_new_tokens": 6, "pad_token_id": 0}
+    model = wrap(plain, 2, out_dims=manyhands.pad(1, value=0), randomness="one_device")
+    results = []
+    for generate in (plain.generate, lambda *args, **kwargs: model.call("generate", *args, **kwargs)):
+        torch.manual_seed(1)
+        results.append([generate(x, attention_mask=torch.ones_like(x), **options), torch.get_rng_state()])
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)

@@ -159,7 +159,10 @@ def test_an_only_process_has_its_own_device(monkeypatch, environment_of, sim):
     """C14: LOCAL_RANK selects the device also if the launcher has started no other process."""
     environment_of({**COMPLETE, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "2"})
     monkeypatch.setattr("manyhands.distributed.process_group.start_default_group", bool)
+    current = []
+    monkeypatch.setattr("manyhands.runtime.devices.make_current", current.append)
     assert manyhands.DataParallel(nn.Linear(2, 2)).devices == [sim[2]]
+    assert current == [sim[2]], 'NCCL, and "cuda" without an index, would take memory on another GPU'
     assert len(manyhands.DataParallel(nn.Linear(2, 2).to(sim[0]), process_group=False).devices) == 4
 
 

@@ -11,6 +11,7 @@ from helpers.one_graph import simulated_accelerators_with_one_graph
 from manyhands import DataParallel
 from manyhands.engines import compile_lock
 from manyhands.engines.compile_lock import CompileLock
+from manyhands.runtime import torch_private
 from manyhands.runtime.thread_pool import PassContext, ReplicaContext, one_pass, run_together
 
 CPU = [torch.device("cpu")] * 3
@@ -96,3 +97,13 @@ def test_replicas_that_begin_apart_take_turns_until_one_has_run() -> None:
     with lock.while_new("a"), lock.while_new("a"):  # known: no lock
         pass
     assert lock.if_new(["a"]) == []
+
+
+def test_code_is_kept_for_each_accelerator(sim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R13: torch keeps few versions of a function, and those for each device are its own."""
+    kept: list[int] = []
+    monkeypatch.setattr(torch_private, "keep_code_for_devices", kept.append)
+    model = DataParallel(torch.compile(nn.Linear(2, 2).to(sim[0])), sim[:3])
+    with simulated_accelerators_with_one_graph(monkeypatch), torch.compiler.set_stance("force_eager"):
+        model(torch.ones(6, 2, device=sim[0]))
+    assert kept == [3]

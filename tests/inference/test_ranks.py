@@ -91,6 +91,57 @@ def test_a_batch_that_fails_ends_the_map_on_all_ranks() -> None:
     assert second == "ValueError: as asked"
 
 
+@pytest.mark.parametrize("fails", ["a forward", "the loader", "an output that cannot be pickled"])
+def test_an_error_on_another_rank_names_the_batch(fails: str) -> None:
+    """I14, I6: with its number among those of all ranks, in its turn; then all go on together."""
+    bad = 3
+
+    def run(rank: int) -> tuple[int, str, list[str]]:
+        def forward(x: torch.Tensor) -> Any:
+            if x[0, 0] != bad:
+                return x
+            if fails == "a forward":
+                raise ValueError("as asked")
+            return lambda: x
+
+        def source() -> Any:
+            yield from batches()[:bad]
+            if rank and fails == "the loader":
+                raise ValueError("as asked")
+            yield from batches()[bad : bad + 2 * (fails != "the loader")]
+
+        model = DataParallel(Fn(forward), ["cpu"])
+        num_outputs, found = 0, ("", [""])
+        try:
+            for _ in model.map(source()):
+                num_outputs += 1
+        except (RuntimeError, ValueError, AttributeError) as error:
+            found = str(error), getattr(error, "__notes__", [])
+        assert len(list(model.map(batches()[:2]))) == (2 if rank == 0 else 0)
+        return num_outputs, *found
+
+    first, second = run_ranks(2, run)
+    assert first[0] == bad
+    assert f"batch {bad} has failed on rank 1" in first[1]
+    assert second[0] == 0
+    if fails != "an output that cannot be pickled":
+        assert f"batch {bad}" in second[2][0]
+
+
+def test_random_numbers_are_those_of_one_process() -> None:
+    """I14, I5: batch k has the stream that it has on one device, whichever rank computes it."""
+    ones = [torch.ones(1, 20)] * 5
+
+    def run(rank: int) -> list[torch.Tensor]:
+        torch.manual_seed(7)
+        return list(DataParallel(nn.Dropout(0.5), ["cpu"]).map(ones))
+
+    torch.manual_seed(7)
+    alone = list(DataParallel(nn.Dropout(0.5), ["cpu"], process_group=False).map(ones))
+    together, _ = run_ranks(2, run)
+    assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
+
+
 def test_rank_0_may_end_early() -> None:
     """I14, I7: the other ranks end, too, and all go on together."""
 

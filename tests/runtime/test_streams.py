@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from manyhands.runtime import streams
-from manyhands.runtime.streams import Copies, queued_on, wait_for_streams
+from manyhands.runtime.streams import Copies, queued_on, wait_for_maker, wait_for_streams
 
 CPU = torch.device("cpu")
 A, B = torch.device("cuda", 0), torch.device("cuda", 1)  # names only
@@ -250,6 +250,17 @@ def test_tensors_that_were_made_on_several_streams(machine: Machine) -> None:
     assert machine.current[A] is side
     with queued_on(None, early):
         assert machine.current[A] is side
+
+
+def test_tensors_that_another_thread_makes_on_a_stream_of_its_own(machine: Machine) -> None:
+    """N5, R14: as the statistics of a replica whose branch is on a side stream."""
+    side = Stream(A)
+    tensor = Tensor(A, side.operation(), allocated_on=side)
+    wait_for_maker(side, tensor)
+    tensor.read_on(machine.computing[A])
+    assert tensor.may_be_freed()
+    wait_for_maker(machine.computing[A], tensor)
+    assert len(machine.events) == 1
 
 
 def test_gradients_that_are_ready_on_other_devices(machine: Machine) -> None:

@@ -13,6 +13,7 @@ from helpers.batch_norm_kernels import use_kernels
 from helpers.host_waits import noted_on_simulated_devices
 from helpers.one_graph import simulated_accelerators_with_one_graph
 from manyhands import DataParallel
+from manyhands.runtime.thread_pool import replica_device
 from manyhands.sync_batch_norm.kernels import KernelStatistics, dense
 
 EPS = 1e-5
@@ -96,6 +97,41 @@ def test_channels_last_stays(calls: Counter[str]) -> None:
     (output,) = normalised(x, [4], None, None, None, None, linked=False)
     assert output.is_contiguous(memory_format=torch.channels_last)
     assert dense(x.detach()[:, :, ::2]).is_contiguous()
+
+
+class Stream:
+    """A stream of a simulated device, by name; notes which streams wait for which."""
+
+    def __init__(self, device: torch.device, name: str, waits: set[tuple[str, str]]) -> None:
+        self.device, self.name, self._waits = device, name, waits
+
+    def wait_stream(self, other: "Stream") -> None:
+        self._waits.add((self.name, other.name))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and self.name == other.name
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_branches_on_streams_of_their_own(calls: Counter[str], sim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """N5, R14: statistics that a branch makes on a side stream are read behind it, in other replicas' threads too."""
+    waits: set[tuple[str, str]] = set()
+
+    def current(device: torch.device) -> Stream:
+        kind = "side" if device == replica_device() else "main"
+        return Stream(device, f"{kind} {device.index}", waits)
+
+    for module in ("runtime.streams", "sync_batch_norm.function_mode"):
+        monkeypatch.setattr(f"manyhands.{module}.current_stream", current)
+    with simulated_accelerators_with_one_graph(monkeypatch):
+        model = DataParallel(nn.BatchNorm1d(3).to(sim[0]), sim[:2], sync_batch_norm=True)
+        with torch.no_grad():
+            model(torch.randn(8, 3, device=sim[0]))
+    # The first replica to ask combines the statistics on device 0, each on its own stream there; the other one reads.
+    by_replica_0 = {("main 1", "side 1"), ("main 0", "side 0")}
+    by_replica_1 = {("main 0", "side 0"), ("side 0", "main 0")}
+    assert waits in (by_replica_0, by_replica_1)
 
 
 @pytest.mark.parametrize("num_devices", [2, 4])

@@ -36,6 +36,15 @@ def test_steps_are_those_of_torchs_sgd(momentum: float) -> None:
         assert torch.equal(own, other)
 
 
+def test_a_parameter_without_a_gradient_is_an_error() -> None:
+    """Left out of the list, the gradients behind it would go to the wrong weights."""
+    module = nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(2)])
+    weights = Weights(module)
+    module[1](torch.ones(1, 2)).sum().backward()
+    with pytest.raises(AttributeError):
+        weights.step(0.1)
+
+
 def rounding_left(weights: Weights, module: nn.Module) -> list[torch.Tensor]:
     """Return how far each parameter is from its master, in the units of the master."""
     return [m - p.float() for m, p in zip(weights.masters, module.parameters(), strict=True)]

@@ -59,6 +59,12 @@ def three():
 def nothing():
     pass
 
+def without_output():
+    class Silent(nn.Module):
+        def forward(self, x):
+            return None
+    return Silent(), x
+
 def without_rows():
     return nn.Linear(5, 2), x[:0]
 
@@ -174,6 +180,7 @@ def test_the_report_and_the_status(
                 ["theirs:build", *TWO, "--shares", "1,0"],
             )
         ),
+        (["theirs:without_output", *TWO], "nothing was compared, because the model has no output"),
         (["theirs:fails_in_forward"], "theirs:fails_in_forward could not be compared: RuntimeError: mat1 and mat2"),
     ],
 )

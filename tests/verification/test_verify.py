@@ -607,7 +607,8 @@ def test_inputs_are_left_alone() -> None:
     ("arguments", "error", "says"),
     [
         ({"model": F.relu}, TypeError, "model: expected a torch.nn.Module"),
-        ({"model": nn.LazyLinear(3)}, ValueError, "weight has no shape yet: run one forward first"),
+        ({"model": nn.LazyLinear(3)}, ValueError, "LazyLinear does not know the shape of its 'weight'"),
+        ({"inputs": (ROWS.to("meta"),)}, TypeError, r"cannot compare inputs\[0\], a tensor on the meta device"),
         ({"model": DataParallel(nn.Linear(5, 2), ["cpu"] * 2)}, ValueError, "wrapped already"),
         ({"target": ROWS}, ValueError, "target without criterion"),
         ({"criterion": "mse"}, TypeError, "criterion: expected a function"),

@@ -161,7 +161,7 @@ class CoalescedReduce:
 
     def end(self) -> dict[int, torch.Tensor]:
         """Copy what still waits, make the calling thread's streams wait for all sums, and return them."""
-        with self._lock, torch.no_grad():
+        with self._lock, torch.set_grad_enabled(False):
             self._ending = True
             for b, replica in sorted([place for place, waiting in self._waiting.items() if waiting]):
                 self._copy_home(b, replica)
@@ -199,7 +199,7 @@ class CoalescedReduce:
         at_home = self._at_home.pop(b)
         numbers = self._plan.buckets[b].numbers
         reader = self._reader[self._plan.home_of[numbers[0]]]
-        with self._copies.on_copy_stream(reader), torch.no_grad():
+        with self._copies.on_copy_stream(reader), torch.set_grad_enabled(False):
             totals = sums_of([at_home.pop(replica) for replica in sorted(at_home)])
         found = {k: total for k, total in zip(numbers, totals, strict=True) if total is not None}
         del totals

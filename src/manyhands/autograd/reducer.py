@@ -202,7 +202,7 @@ class _RunningSum:
 
     def add(self, replica: int, gradient: torch.Tensor) -> None:
         """Take a gradient that a replica's leaf has just received, and add what can be added."""
-        with self._lock, torch.no_grad():
+        with self._lock, torch.set_grad_enabled(False):
             self._waiting[replica].append(gradient)
             del gradient  # so that the sum may be made in its memory
             while self._waiting[self._turn]:

@@ -13,7 +13,7 @@ Guarantees
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ class LocalLane(Lane):
         name = type(self._pool.blueprint.root).__name__
         draws = None if seed is None else SeededDraws(name, seed, self._device)
         with Copies([self._device]) as copies:
-            args, kwargs = on_device((args, kwargs), self._device, lambda tensor: copies.to(tensor, 0))
+            args, kwargs = _on_device((args, kwargs), self._device, lambda tensor: copies.to(tensor, 0))
             with collector_paused:
                 replicas = self._pool.take([self._device], tracked=False, copies=copies, with_live_buffers=False)
             copies.wait_copies(0)
@@ -88,7 +88,7 @@ class LocalLane(Lane):
         target = self._call.output_device
         outgoing = Copies([target])
         with outgoing:
-            value = on_device(output, target, lambda tensor: outgoing.to(tensor, 0))
+            value = _on_device(output, target, lambda tensor: outgoing.to(tensor, 0))
         return LaneOutput(value, draws is not None and draws.drew, lambda: outgoing.wait_copies(0))
 
     def _turn(self, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> contextlib.AbstractContextManager[None]:
@@ -97,7 +97,7 @@ class LocalLane(Lane):
         return self._compile_lock.while_new((False, self._pool.blueprint.root.training, *kind_of(inputs)))
 
 
-def on_device(value: Any, device: torch.device, copy: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _on_device(value: Any, device: torch.device, copy: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return a value with its tensors on `device`, each itself if it is there already; else `copy` makes it."""
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
@@ -110,8 +110,8 @@ def on_device(value: Any, device: torch.device, copy: Callable[[torch.Tensor], t
     return pytree.map_all_tensors(place, value)
 
 
-def tensors_to_place(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a value that have to be on the device of the replica that gets it."""
+def tensors_to_place(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of a value that have to be on the device of the replica that gets it."""
     found: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -119,7 +119,7 @@ def tensors_to_place(value: Any) -> Iterator[torch.Tensor]:
         return tensor
 
     pytree.map_all_tensors(note, value)
-    yield from found
+    return found
 
 
 def _apart_from(buffers: list[torch.Tensor], output: Any) -> Any:

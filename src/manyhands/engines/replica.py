@@ -225,7 +225,7 @@ class Replicas:
 
     def renew_buffers(self) -> None:
         """Write the live buffers into the replicas' copies."""
-        with torch.no_grad():
+        with torch.set_grad_enabled(False):
             torch_private.copy_all_in_place(self._own_buffers, self._live_buffers)
 
     def give_back(self) -> None:

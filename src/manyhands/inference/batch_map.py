@@ -20,6 +20,7 @@ Assumes that the loader is used by nobody else, and that nobody writes into a ba
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -70,10 +71,15 @@ class BatchMap(Outputs):
         batches: any iterable; pulled from in the thread that iterates.
         open_lanes: opens lanes on some devices.
         devices: one a lane.
+        numbers: of the batches, rising. From them follow a batch's random numbers, and what its errors call it.
     """
 
     def __init__(
-        self, batches: Iterable[Any], open_lanes: Callable[[Sequence[torch.device]], Lanes], devices: list[torch.device]
+        self,
+        batches: Iterable[Any],
+        open_lanes: Callable[[Sequence[torch.device]], Lanes],
+        devices: list[torch.device],
+        numbers: Iterator[int],
     ) -> None:
         with torch.no_grad():
             self._state = ThreadState.capture()
@@ -81,11 +87,11 @@ class BatchMap(Outputs):
         self._source: Iterable[Any] = batches
         self._open_lanes: Callable[[Sequence[torch.device]], Lanes] | None = open_lanes  # None when it has ended
         self._devices = devices
+        self._numbers = numbers
         self._has_more = True
-        self._num_pulled = self._num_yielded = 0
+        self._pulled: deque[tuple[int, str | None]] = deque()  # batches that have not been yielded, with their hints
         self._ready: dict[int, Outcome[LaneOutput]] = {}
         self._work: _Work | None = None
-        self._hints: dict[int, str | None] = {}  # of the batches that have not been yielded
         self._pid = os.getpid()
 
     def __next__(self) -> Any:
@@ -96,16 +102,17 @@ class BatchMap(Outputs):
         except BaseException:  # Ctrl-C, or no lanes: a batch may have been pulled, and must not be left out unnoticed
             self._stop()
             raise
-        if self._num_yielded == self._num_pulled:
+        if not self._pulled:
             self.close()
             raise StopIteration
-        number = self._num_yielded
+        number, hint = self._pulled[0]
         if number not in self._ready:
             assert self._work is not None
             self._work.wait_for(number)
-        outcome = self._ready.pop(number)
-        hint = self._hints.pop(number)
-        self._num_yielded += 1
+        # In this order: if Ctrl-C comes between these lines, the next call does not wait for an outcome that is gone.
+        outcome = self._ready[number]
+        self._pulled.popleft()
+        del self._ready[number]
         try:
             if outcome.error is not None:
                 raise _as_raised(outcome.error, hint)
@@ -119,8 +126,7 @@ class BatchMap(Outputs):
 
     def _pull(self) -> None:
         """Pull batches until the lanes have enough of them."""
-        while self._has_more and self._num_pulled - self._num_yielded < self._num_ahead:
-            number = self._num_pulled
+        while self._has_more and len(self._pulled) < self._num_ahead:
             try:
                 # Before the lanes' threads start: a loader may fork processes here.
                 self._batches = iter(self._source) if self._batches is None else self._batches
@@ -130,23 +136,23 @@ class BatchMap(Outputs):
                 return
             except Exception as error:  # noqa: BLE001 - raised in its turn
                 self._has_more = False
-                self._add(number, annotate([(f"the iterable of batches, at batch {number}", error)]))
+                self._add_error("the iterable of batches, at batch", error)
                 return
             try:
                 args, kwargs = inputs_of(batch)
-            except TypeError as error:
-                self._add(number, annotate([(f"batch {number}", error)]))
+            except (TypeError, ValueError) as error:
+                self._add_error("batch", error)
                 continue
             if self._work is None:
                 self._work = self._begin()
-            self._hints[number] = hint_for(batch)
-            self._num_pulled += 1
+            number = next(self._numbers)
+            self._pulled.append((number, hint_for(batch)))
             self._work.submit(number, args, kwargs)
 
-    def _add(self, number: int, error: BaseException) -> None:
-        self._hints[number] = None
-        self._ready[number] = Outcome(error=error)
-        self._num_pulled += 1
+    def _add_error(self, where: str, error: BaseException) -> None:
+        number = next(self._numbers)
+        self._ready[number] = Outcome(error=annotate([(f"{where} {number}", error)]))
+        self._pulled.append((number, None))
 
     @property
     def _num_ahead(self) -> int:
@@ -172,9 +178,8 @@ class BatchMap(Outputs):
 
     def _stop(self) -> None:
         self._has_more = False
-        self._num_yielded = self._num_pulled
+        self._pulled.clear()
         self._ready.clear()
-        self._hints = {}
         self._source, self._batches, self._open_lanes = (), None, None
         if self._work is not None and os.getpid() == self._pid:
             self._work.stop()

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from manyhands.primitives.batch_types import batch_type_of
+from manyhands.primitives.placements import check_have_data
 
 Inputs: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword inputs of one call
 
@@ -23,8 +24,10 @@ def inputs_of(batch: Any) -> Inputs:
     (((1, 2), {}), ((), {'x': 1}), ((1,), {}))
 
     Raises:
-        TypeError: a mapping with keys that are no names.
+        TypeError: a mapping with keys that are no names; a tensor without data (on the meta device).
+        ValueError: containers that contain themselves, or are nested beyond Python's recursion limit.
     """
+    check_have_data("compute", batch, "batch")
     if batch_type_of(batch) is None:
         if isinstance(batch, tuple | list):
             return tuple(batch), {}
@@ -42,11 +45,10 @@ def hint_for(batch: Any) -> str | None:
     """Return what to say if the model does not take a batch's inputs; None where they are not taken apart."""
     if batch_type_of(batch) is not None or not isinstance(batch, tuple | list | Mapping):
         return None
-    kind = type(batch).__name__
     if isinstance(batch, Mapping):
-        return f"the batch is a {kind}: its entries are the keyword inputs, {list(batch)}"
+        return f"the batch gave the model the keyword inputs {list(batch)}"
     return (
-        f"the batch is a {kind} of {len(batch)}: these are the positional inputs. To leave a target out, give only the "
+        f"the batch gave the model {len(batch)} positional inputs. To leave a target out of them, give only the "
         "inputs: model.map(x for x, target in loader)"
     )
 
@@ -60,7 +62,7 @@ def batches_of(batches: Iterable[Any], batch_size: int | None, dim: int) -> Iter
     """
     given = f"batches: got {_described(batches)}"
     if batch_size is None:
-        if isinstance(batches, torch.Tensor | str | bytes | Mapping) or _is_array(batches):
+        if isinstance(batches, str | bytes | Mapping) or _has_axes(batches):
             raise TypeError(f"{given}, expected an iterable of batches. For a batch of so many rows, give batch_size=")
         if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
             raise TypeError(f"{given}, expected an iterable of batches, such as a DataLoader")
@@ -71,6 +73,8 @@ def batches_of(batches: Iterable[Any], batch_size: int | None, dim: int) -> Iter
         raise ValueError(f"batch_size={batch_size}: expected 1 or more")
     if isinstance(batches, torch.utils.data.DataLoader) and batches.batch_sampler is not None:
         raise ValueError(f"batch_size={batch_size}: the DataLoader makes batches itself. Leave batch_size out")
+    if _has_axes(batches) and not -len(batches.shape) <= dim < len(batches.shape):  # type: ignore[attr-defined]
+        raise ValueError(f"{given}, which has no axis {dim} of rows")
     if hasattr(batches, "__len__") and hasattr(batches, "__getitem__") and not isinstance(batches, Mapping):
         return SampleBatches(batches, batch_size, dim)
     if not hasattr(batches, "__iter__") or isinstance(batches, Mapping):
@@ -84,7 +88,7 @@ class SampleBatches:
     Args:
         samples: a sequence, a map-style dataset, a tensor or an array: its rows are the samples.
         batch_size: how many samples a batch has.
-        dim: the axis of the rows in a batch.
+        dim: the axis of the rows, in a batch, a tensor and an array.
     """
 
     def __init__(self, samples: Any, batch_size: int, dim: int) -> None:
@@ -95,8 +99,8 @@ class SampleBatches:
 
     @property
     def _num_samples(self) -> int:
-        if isinstance(self._samples, torch.Tensor):
-            return self._samples.size(self._dim)
+        if _has_axes(self._samples):
+            return int(self._samples.shape[self._dim])
         return len(self._samples)
 
     def __getitem__(self, number: int) -> Any:
@@ -104,11 +108,10 @@ class SampleBatches:
         if not 0 <= start < self._num_samples:
             raise IndexError(number)
         stop = min(start + self._batch_size, self._num_samples)
-        if isinstance(self._samples, torch.Tensor):
-            return self._samples.narrow(self._dim, start, stop - start)
-        if _is_array(self._samples):
-            return torch.tensor(self._samples[start:stop])  # a copy: it may be a read-only memory map
-        return collate([self._samples[i] for i in range(start, stop)], self._dim)
+        if not _has_axes(self._samples):
+            return collate([self._samples[i] for i in range(start, stop)], self._dim)
+        rows = self._samples[(slice(None),) * (self._dim % self._samples.ndim) + (slice(start, stop),)]
+        return torch.tensor(rows) if _is_array(rows) else rows  # a copy: it may be a read-only memory map
 
     def __iter__(self) -> Iterator[Any]:
         return map(self.__getitem__, range(len(self)))
@@ -161,7 +164,11 @@ def _is_array(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) and hasattr(value, "__array_interface__")
 
 
+def _has_axes(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or _is_array(value)
+
+
 def _described(value: Any) -> str:
-    if isinstance(value, torch.Tensor) or _is_array(value):
+    if _has_axes(value):
         return f"{type(value).__name__} of shape {tuple(value.shape)}"
     return type(value).__name__

@@ -1,6 +1,6 @@
 """map and evaluate: the outputs of many batches, or what a metric makes of them."""
 
-import math
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ import torch
 
 from manyhands.distributed.process_group import Communicator
 from manyhands.engines.base import Lanes
-from manyhands.engines.lanes import on_device
 from manyhands.inference.batch_map import BatchMap, Outputs
 from manyhands.inference.batches import batches_of
 from manyhands.inference.metrics import Totals, check_metric, inputs_and_target
 from manyhands.inference.out import OutFiller
 from manyhands.inference.ranks import RankBatches, RankMap, merged
 from manyhands.inference.with_progress import WithProgress
+from manyhands.primitives import pytree
 from manyhands.primitives.dims import OutputRules
 from manyhands.primitives.inputs import Arguments
 from manyhands.runtime import devices as _devices
@@ -45,7 +45,12 @@ class Callee:
 
     def outputs(self, batches: Iterable[Any]) -> BatchMap:
         """Return the outputs of this process's batches."""
-        return BatchMap(batches, self.open_lanes, self.devices)
+        return BatchMap(batches, self.open_lanes, self.devices, self.numbers())
+
+    def numbers(self) -> Iterator[int]:
+        """Yield the numbers that this process's batches have among those of all processes."""
+        together = self.communicator
+        return itertools.count() if together is None else itertools.count(together.rank, together.world_size)
 
     def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Return the number of rows of a batch.
@@ -99,15 +104,12 @@ def evaluate_batches(
     batches = batches_of(batches, batch_size, callee.rules.dim)
     communicator = callee.communicator
     if communicator is None:
-        length = _length_of(batches)
-        _add_all(callee, batches, metric, totals, progress, length)
+        _add_all(callee, batches, metric, totals, progress)
         return totals.result()
     own_batches = RankBatches(batches, communicator)
-    length = _length_of(batches)
-    length = None if length is None else math.ceil((length - communicator.rank) / communicator.world_size)
     failure: BaseException | None = None
     try:
-        _add_all(callee, own_batches, metric, totals, progress and communicator.rank == 0, length)
+        _add_all(callee, own_batches, metric, totals, progress and communicator.rank == 0)
     except Exception as error:  # noqa: BLE001 - raised when all ranks know of it
         failure = error
     except BaseException as error:  # Ctrl-C: the others must not wait for this process
@@ -120,12 +122,7 @@ def evaluate_batches(
 
 
 def _add_all(
-    callee: Callee,
-    batches: Iterable[Any],
-    metric: Callable[[Any, Any], Any],
-    totals: Totals,
-    progress: bool,
-    length: int | None,
+    callee: Callee, batches: Iterable[Any], metric: Callable[[Any, Any], Any], totals: Totals, progress: bool
 ) -> None:
     waiting: deque[tuple[Any, int]] = deque()  # the target and the rows of each batch that has been pulled
 
@@ -137,11 +134,17 @@ def _add_all(
 
     device = callee.output_device
     outputs: Outputs = callee.outputs(inputs())
-    with WithProgress(outputs, "evaluate", length) if progress else outputs as shown, torch.no_grad():
-        for output in shown:
+    if progress:
+        outputs = WithProgress(outputs, "evaluate", _length_of(batches))
+    with outputs, torch.no_grad():
+        for number, output in zip(callee.numbers(), outputs, strict=False):  # there are numbers without end
             target, rows = waiting.popleft()
-            target = on_device(target, device, lambda tensor: _devices.copied_to(tensor, device))
-            totals.add(metric(output, target), rows)
+            try:
+                target = pytree.map_all_tensors(lambda tensor: _devices.copy_to(tensor, device), target)
+                totals.add(metric(output, target), rows)
+            except Exception as error:
+                error.add_note(f"while the metric of batch {number} was computed")
+                raise
 
 
 def _length_of(batches: Iterable[Any]) -> int | None:

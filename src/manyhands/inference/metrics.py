@@ -1,9 +1,8 @@
 """Means and sums of the numbers that a metric returns for each batch, over all rows."""
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Mapping
 from typing import Any
-
-import torch
 
 from manyhands.inference.batches import Inputs, inputs_of
 from manyhands.primitives.batch_types import batch_type_of
@@ -66,23 +65,18 @@ class Totals:
         Raises:
             TypeError: values that are no numbers. ValueError: other names than those of the first batch.
         """
-        numbers = (
-            {name: _number(value, name) for name, value in values.items()} if isinstance(values, Mapping) else None
-        )
-        self._add(numbers if numbers is not None else {None: _number(values, None)}, rows)
-
-    def _add(self, numbers: Mapping[Any, float], rows: int) -> None:
+        values = values if isinstance(values, Mapping) else {None: values}
+        numbers = {name: _number(value, name) for name, value in values.items()}
         if self._sums is None:
-            self._sums = dict.fromkeys(numbers, 0.0)
-            unknown = (
-                [] if isinstance(self._reduction, str) else [name for name in self._reduction if name not in numbers]
-            )
+            unknown = [] if isinstance(self._reduction, str) else [k for k in self._reduction if k not in numbers]
             if unknown:
                 raise ValueError(f"reduction names {unknown[0]!r}, and the metric returns {_names(numbers)}")
+            self._sums = dict.fromkeys(numbers, 0.0)
         if numbers.keys() != self._sums.keys():
             raise ValueError(f"the metric has returned {_names(self._sums)} before, and now {_names(numbers)}")
         for name, number in numbers.items():
-            self._sums[name] += number * (rows if self._rule(name) == "mean" else 1)
+            if rows or self._rule(name) == "sum":  # the mean over no rows is not a number
+                self._sums[name] += number * (rows if self._rule(name) == "mean" else 1)
         self._rows += rows
 
     def _rule(self, name: str | None) -> str:
@@ -119,20 +113,18 @@ class Totals:
 
 def _number(value: Any, name: str | None) -> float:
     what = "the metric" if name is None else f"the metric's {name!r}"
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = value.item()
-    if isinstance(value, torch.Tensor) or not hasattr(value, "__float__"):
-        kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise TypeError(f"{what} returned {kind}: {_EXPECTED}")
-    return float(value)
+    if hasattr(value, "__float__"):
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # a tensor or an array of several numbers
+            return float(value)
+    shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+    raise TypeError(f"{what} returned {type(value).__name__}{shape}: {_EXPECTED}")
 
 
 def _names(numbers: Mapping[Any, float]) -> str:
     return "a number" if None in numbers else f"numbers for {list(numbers)}"
 
 
-def check_metric(metric: object) -> Callable[[Any, Any], Any]:
-    """Return a metric; raise TypeError if it cannot be called."""
+def check_metric(metric: object) -> None:
+    """Raise TypeError if a metric cannot be called."""
     if not callable(metric):
         raise TypeError(f"metric={metric!r}: expected a function of an output and a target")
-    return metric

@@ -12,6 +12,7 @@ Guarantees
 
 import contextlib
 import hashlib
+import pickle
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -70,6 +71,10 @@ class RankBatches(Iterator[Any]):
             self._hash.update(_sample(batch))
             if number % self._world_size == self._rank:
                 return batch
+
+    def __len__(self) -> int:
+        """Return how many batches this process has in all; raise TypeError if that is not known."""
+        return len(range(self._rank, len(self._batches), self._world_size))  # type: ignore[arg-type]
 
     @property
     def digest(self) -> float:
@@ -132,15 +137,7 @@ class RankMap(Outputs):
     def _run_round(self) -> None:
         rank, world_size, number = self._communicator.rank, self._communicator.world_size, self._round
         self._round += 1
-        status, value, error = _NO_MORE, None, None
-        try:
-            value = pytree.map_all_tensors(lambda tensor: _devices.copy_to(tensor, _CPU), next(self._outputs))
-            status = _OUTPUT
-        except StopIteration:
-            pass
-        except Exception as own:  # noqa: BLE001 - raised when all ranks know of it
-            status, error, value = _FAILED, own, f"{type(own).__name__}: {own}"
-        has_batch = status in (_OUTPUT, _FAILED)
+        status, value, error = self._next_own()
         mine = [status, self._own_batches.digest_before(number)]
         all_ranks = self._communicator.all_gather(mine, _MAPPING).wait()
         statuses = [int(other) for other, _ in all_ranks]
@@ -149,36 +146,43 @@ class RankMap(Outputs):
             if statuses[0] != _CLOSED:
                 raise RuntimeError(f"rank {statuses.index(_CLOSED)} has ended its map before all outputs were gathered")
             return
-        if not has_batch and not any(other in (_OUTPUT, _FAILED) for other in statuses):
+        if set(statuses) == {_NO_MORE}:
             self._end()
-            self._check_last()
+            last = self._communicator.all_gather([self._own_batches.digest], _MAPPING).wait()
+            _check_same_batches(digest for (digest,) in last)
             return
-        failed = [other for other, how in enumerate(statuses) if how == _FAILED]
-        if not failed and len({digest for _, digest in all_ranks}) > 1:
-            raise RuntimeError(_DIFFERENT_BATCHES)
-        values = self._communicator.gather_object(value, _MAPPING)
-        if failed:
+        if _FAILED in statuses:
             self._end()
+        else:
+            _check_same_batches(digest for _, digest in all_ranks)
+        values = self._communicator.gather_object(value if rank else None, _MAPPING)
         if rank:
-            if failed:
-                raise error or RuntimeError(f"rank {failed[0]} has failed at batch {number * world_size + failed[0]}")
+            if _FAILED in statuses:
+                failed = number * world_size + statuses.index(_FAILED)
+                raise error or RuntimeError(f"rank {statuses.index(_FAILED)} has failed at batch {failed}")
             return
         for other, how in enumerate(statuses):
             if how == _OUTPUT:
-                on_device = pytree.map_all_tensors(lambda t: _devices.copy_to(t, self._device), values[other])
-                self._gathered.append(on_device)
+                self._gathered.append(self._received(values[other]) if other else value)
             elif how == _FAILED:
                 text = f"batch {number * world_size + other} has failed on rank {other}: {values[other]}"
-                self._gathered.append(_Failure(error if other == 0 and error is not None else RuntimeError(text)))
+                self._gathered.append(_Failure(RuntimeError(text) if error is None or other else error))
                 break
 
-    def _check_last(self) -> None:
-        """Check that all ranks have had the same batches to the end."""
-        if (
-            len({digest for (digest,) in self._communicator.all_gather([self._own_batches.digest], _MAPPING).wait()})
-            > 1
-        ):
-            raise RuntimeError(_DIFFERENT_BATCHES)
+    def _next_own(self) -> tuple[int, Any, Exception | None]:
+        """Return how this process's next batch went; the output, as rank 0 needs it, or the error's text; the error."""
+        try:
+            output = next(self._outputs)
+            if self._communicator.rank:  # pickled here, so that what cannot be is an error of this batch on all ranks
+                output = pickle.dumps(pytree.map_all_tensors(lambda tensor: _devices.copy_to(tensor, _CPU), output))
+        except StopIteration:
+            return _NO_MORE, None, None
+        except Exception as error:  # noqa: BLE001 - raised when all ranks know of it
+            return _FAILED, f"{type(error).__name__}: {error}", error
+        return _OUTPUT, output, None
+
+    def _received(self, pickled: bytes) -> Any:
+        return pytree.map_all_tensors(lambda tensor: _devices.copy_to(tensor, self._device), pickle.loads(pickled))
 
     def _end(self) -> None:
         self._has_ended = True
@@ -194,6 +198,11 @@ class RankMap(Outputs):
         if not getattr(self, "_has_ended", True) and not sys.is_finalizing():
             with contextlib.suppress(RuntimeError):  # the next call of a collective raises it again
                 self.close()
+
+
+def _check_same_batches(digests: Iterable[float]) -> None:
+    if len(set(digests)) > 1:
+        raise RuntimeError(_DIFFERENT_BATCHES)
 
 
 class _Failure:
@@ -221,8 +230,7 @@ def merged(communicator: Communicator, own_batches: RankBatches, totals: Totals,
     for rank, (_, _, other) in enumerate(all_ranks):
         if other is not None:
             raise RuntimeError(f"the evaluation has failed on rank {rank}: {other}")
-    if len({digest for _, digest, _ in all_ranks}) > 1:
-        raise RuntimeError(_DIFFERENT_BATCHES)
+    _check_same_batches(digest for _, digest, _ in all_ranks)
     first, *others = [other for other, _, _ in all_ranks]
     for other in others:
         first.merge(other)

@@ -28,12 +28,13 @@ class WithProgress(Outputs):
         self._outputs, self._task, self._total = outputs, task, total
         self._progress: progress.Progress | None = None
         self._num_done = 0
-        self._started = 0.0
+        self._started: float | None = None
 
     def __next__(self) -> Any:
         if self._progress is None:
-            self._progress, self._started = progress.for_stderr(), time.monotonic()
+            self._progress = progress.for_stderr()
             self._progress.begin(self._task, self._total)
+        self._started = time.monotonic() if self._started is None else self._started
         try:
             output = next(self._outputs)
         except BaseException as error:

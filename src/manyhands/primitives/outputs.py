@@ -126,7 +126,7 @@ class Outputs:
             )
         axis %= first.ndim
         placement = Shard(axis, tuple([tensor.shape[axis] for tensor in given]))
-        padded = () if padding is None else _padded_axes(path, first, axis, padding)
+        padded = () if padding is None else padded_axes(path, first, axis, padding)
         may_differ = {axis, *padded}
         if len({tensor.shape[:axis] + tensor.shape[axis + 1 :] for tensor in given}) == 1:
             return Group(given, placement)
@@ -229,7 +229,7 @@ def _with_objects_taken_apart(outputs: Sequence[Any], objects: Sequence[tuple[An
     return [pytree.map_leaves(apart, output) for output in outputs]
 
 
-def _padded_axes(path: str, tensor: torch.Tensor, rows: int, padding: Padding) -> tuple[int, ...]:
+def padded_axes(path: str, tensor: torch.Tensor, rows: int, padding: Padding) -> tuple[int, ...]:
     """Return the axes that may be padded, from 0 up.
 
     Raises:

@@ -15,8 +15,11 @@ forward and backward, and derivatives of any order.
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+
+from manyhands.primitives import pytree
 
 # Strided, sparse COO; and the layout of jagged nested tensors, for which other errors give a remedy of their own.
 _LAYOUTS = frozenset({torch.strided, torch.sparse_coo, torch.jagged})
@@ -39,6 +42,17 @@ def cannot_be_placed(verb: str, path: str, tensor: torch.Tensor) -> TypeError:
         f"cannot {verb} {path}, a tensor with the layout {tensor.layout}: torch cannot split or join its rows. Make it "
         f"one that it can: {remedy}."
     )
+
+
+def check_have_data(verb: str, value: Any, path: str) -> None:
+    """Check that every tensor in a value can be copied.
+
+    Raises:
+        TypeError: one has no data (meta); names it. ValueError: as `pytree.leaves`.
+    """
+    for where, tensor in pytree.tensors(value, path):
+        if tensor.is_meta:
+            raise cannot_be_placed(verb, where, tensor)
 
 
 class Placement(abc.ABC):

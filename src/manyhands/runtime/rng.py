@@ -56,7 +56,7 @@ import torch
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.errors import log_once
-from manyhands.runtime.thread_pool import inside_replica
+from manyhands.runtime.thread_pool import PassContext, inside_replica
 
 # The operations that draw on the host; all others that draw call these. Each has an overload with a generator, except
 # those that end in "_like" in older releases of torch.
@@ -132,7 +132,8 @@ class _OwnStreams:
         if self._caught is None:
             turns = self._turns.get(self._devices[index])
             return contextlib.nullcontext() if turns is None else turns.of(index)
-        stream = Stream(partial(_seeded, lambda: _seed(bytes_of(self._state), index)))
+        state = self._state  # not `self` in the lambda, which would be a reference cycle
+        stream = Stream(partial(_seeded, lambda: _seed(bytes_of(state), index)))
         self._streams.append(stream)
         return DrawingFrom(stream, self._caught)
 
@@ -292,7 +293,8 @@ def _seeded(seed: Callable[[], int]) -> torch.Generator:
 class SeededStreams:
     """The replicas' streams for one pass in which each replica has a process, and so a generator, to itself.
 
-    They are those of `own_streams`. Within the context, torch's generator in this process draws the first stream.
+    They are those of `own_streams`. Within the context, torch's generator in this process draws the first stream. It
+    gives the pass no context to enter.
 
     Attributes:
         seeds: one a replica, for the generator of its process.
@@ -300,13 +302,13 @@ class SeededStreams:
 
     def __init__(self, num_replicas: int) -> None:
         self._before = torch.default_generator.get_state()
-        state = bytes_of(self._before)
-        self.seeds = [_seed(state, index) for index in range(num_replicas)]
+        self.seeds = _seeds(bytes_of(self._before), num_replicas)
         self._others_drew = False
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Sequence[PassContext]:
         torch.default_generator.manual_seed(self.seeds[0])
         self._begun = torch.default_generator.get_state()
+        return ()
 
     def ended(self, digests: Sequence[bytes | None]) -> None:
         """Take notice of how the other processes' replicas have ended: `digest_of_states` their random states."""
@@ -381,6 +383,12 @@ class SeededDraws:
         self.drew = self.drew or self._stream.has_moved()
         if not self._is_caught and state_of(torch.default_generator) != self._state:
             log_once(_SHARED.format(name=self._name, what=NOTHING_IS_CAUGHT))
+
+
+def _seeds(state: bytes, number: int) -> list[int]:
+    """Return the first so many of the numbers that `_seed` returns."""
+    of_state = zlib.crc32(state)
+    return [zlib.crc32(index.to_bytes(4), of_state) for index in range(number)]
 
 
 def _seed(state: bytes, index: int) -> int:
@@ -470,10 +478,10 @@ class _Process:
         torch.rand((), device="cpu", generator=torch.default_generator)
         self.last_move = object()
 
-    def move_to(self, generator: torch.Generator) -> None:
-        """Set torch's random state to that of a generator."""
+    def move_to(self, state: torch.Tensor) -> None:
+        """Set torch's random state; `last_move` tells passes that are running that we did it."""
         self.last_move = object()
-        torch.default_generator.set_state(generator.get_state())
+        torch.default_generator.set_state(state)
         self.last_move = object()
 
     def after_fork(self) -> None:
@@ -592,9 +600,9 @@ def last_move() -> object:
     return _process.last_move
 
 
-def move_to(generator: torch.Generator) -> None:
-    """Set torch's random state to that of a generator."""
-    _process.move_to(generator)
+def move_to(state: torch.Tensor) -> None:
+    """Set torch's random state, as the end of a pass."""
+    _process.move_to(state)
 
 
 _thread = threading.local()

@@ -166,6 +166,19 @@ def queued_on(stream: torch.Stream | None, tensor: torch.Tensor) -> Iterator[Non
         yield
 
 
+def wait_for_maker(stream: torch.Stream, *tensors: torch.Tensor) -> None:
+    """Let the calling thread's stream wait for `stream`, on which another thread has queued what makes `tensors`.
+
+    Their memory is kept until both are done with it.
+    """
+    here = current_stream(stream.device)
+    if here is None or here == stream:
+        return
+    here.wait_stream(stream)
+    for tensor in filter(is_plain, tensors):
+        tensor.record_stream(here)
+
+
 def wait_for_streams(device: torch.device, others: Iterable[torch.device]) -> None:
     """Let the calling thread's stream on `device` wait for its streams on other devices."""
     here = current_stream(device)

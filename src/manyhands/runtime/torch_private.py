@@ -326,9 +326,14 @@ def has_transforms() -> bool:
     try:
         if torch._C._functorch.maybe_current_level() is not None:
             return True
-        return bool(torch.autograd.forward_ad._current_level >= 0)
     except AttributeError:
         return False
+    return is_forward_mode()
+
+
+def is_forward_mode() -> bool:
+    """Return whether some thread differentiates in forward mode: torch has one level for all. Fallback: False."""
+    return bool(getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0)
 
 
 def is_tracing() -> bool:

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from manyhands.runtime import torch_private
 from manyhands.runtime.exchange import Purpose, Request, current_exchange, taking_part
 from manyhands.runtime.rng import (
     NOTHING_IS_CAUGHT,
@@ -48,7 +49,7 @@ from manyhands.runtime.rng import (
     move_to,
     state_of,
 )
-from manyhands.runtime.thread_pool import ReplicaContext
+from manyhands.runtime.thread_pool import PassContext, ReplicaContext
 
 _OPTION = 'random numbers of one device (randomness="one_device")'
 _CANNOT = (
@@ -82,24 +83,30 @@ class one_stream:  # noqa: N801 - a context manager
     It gives the context of replica i in its thread; inside of it is that of `exchange.exchanging`. The replicas may be
     in different processes: then each process enters it, from the same state of torch's generator.
 
+    Attributes:
+        first_state: that of torch's generator when this was made: all replicas begin with it.
+
     Args:
         name: what messages call the model.
         sizes: the rows of each replica, of which two differ.
 
     Raises:
         RuntimeError: at the end of the pass: the replicas have drawn differently, or something could not be caught.
+            torch's random state is then what it was.
     """
 
     def __init__(self, name: str, sizes: Sequence[int]) -> None:
         self._name, self._sizes = name, tuple(sizes)
+        self._last_move, self._state = last_move(), torch.default_generator.get_state()
+        self.first_state = bytes_of(self._state)
+        self._streams: list[Stream] = []  # of the replicas that have begun
+        self._ends: set[bytes | None] = set()  # digests of the replicas' random states at the end
 
     def __enter__(self) -> ReplicaContext:
         caught = catch_draws()
         if caught is None:
             raise RuntimeError(_NOT_CAUGHT_HERE.format(name=self._name, what=NOTHING_IS_CAUGHT))
         self._caught = caught
-        self._last_move, self._state = last_move(), torch.default_generator.get_state()
-        self._streams: list[Stream] = []  # of the replicas that have begun
         return self._context_of
 
     def _context_of(self, index: int) -> AbstractContextManager[None]:
@@ -107,18 +114,22 @@ class one_stream:  # noqa: N801 - a context manager
         self._streams.append(stream)
         return DrawingFrom(stream, self._caught)
 
+    def ended(self, digests: Sequence[bytes | None]) -> None:
+        """Take notice of how the replicas of other processes have ended: `digest_of_states` their random states."""
+        self._ends.update(digests)
+
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             return
-        before = bytes_of(self._state)
-        if state_of(torch.default_generator) != before and last_move() is self._last_move:
+        if last_move() is self._last_move and state_of(torch.default_generator) != self.first_state:
             raise RuntimeError(_NOT_CAUGHT_HERE.format(name=self._name, what=WHAT_IS_NOT_CAUGHT))
         generators = [stream.generator_made for stream in self._streams]
-        states = {before if generator is None else state_of(generator) for generator in generators}
-        if len(states) > 1:
+        states = [self._state if generator is None else generator.get_state() for generator in generators]
+        self._ends.update(digest_of_states([self._state], [state]) for state in states)
+        if len(self._ends) > 1:
             raise RuntimeError(_DREW_DIFFERENTLY.format(name=self._name))
-        if states and states != {before}:
-            move_to(self._streams[0].generator)
+        if self._ends != {None}:
+            move_to(states[0])
 
 
 @contextlib.contextmanager
@@ -134,31 +145,25 @@ def no_draws() -> Iterator[None]:
 
 
 class SharedStream:
-    """The same as `SeededStreams` for replicas that draw as one device: around `one_stream` in the caller's process.
+    """The same as `SeededStreams` for replicas that draw as one device: the caller's process enters `one_stream`.
 
     Attributes:
         seeds: one a replica: the state of torch's generator, for that of its process.
     """
 
-    def __init__(self, num_replicas: int) -> None:
-        self._before = torch.default_generator.get_state()
-        self.seeds = [bytes_of(self._before)] * num_replicas
-        self._digests: set[bytes | None] = set()
+    def __init__(self, name: str, sizes: Sequence[int]) -> None:
+        self._of_pass = one_stream(name, sizes)
+        self.seeds = [self._of_pass.first_state] * len(sizes)
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> Sequence[PassContext]:
+        return (lambda: self._of_pass,)
 
     def ended(self, digests: Sequence[bytes | None]) -> None:
         """See `SeededStreams`."""
-        self._digests = set(digests)
+        self._of_pass.ended(digests)
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        digest = digest_of_states([self._before], [torch.default_generator.get_state()])
-        if kind is None and self._digests <= {digest}:
-            return
-        torch.default_generator.set_state(self._before)
-        if kind is None:
-            raise RuntimeError(_DREW_DIFFERENTLY.format(name="the model"))
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 def draws_for_whole_batch() -> bool:
@@ -291,6 +296,8 @@ def _check(operation: str, arguments: Mapping[str, Any], generator: torch.Genera
         why = "because it is given a generator of its own, which replicas share, or of which each has a copy"
     elif (arguments.get("low"), arguments.get("high")) == _SEEDS_OF_INDUCTOR:
         why = "because code that torch.compile has compiled draws by itself, from seeds"
+    elif torch_private.is_forward_mode():
+        why = "because it is inside forward-mode differentiation (torch.func.jvp), whose level all threads share"
     for value in arguments.values():
         if not isinstance(value, torch.Tensor):
             continue
@@ -380,35 +387,39 @@ def _whole(
     shape[axis] = per_row * sum(part.sizes)
     if like.strides is None:
         return shape
-    whole = torch.empty_strided(shape, _strides_like(like, shape), dtype=value.dtype, device=value.device)
-    start = 0
-    for index, rows in enumerate(part.sizes):
-        values = all_given[index][name].values
-        if values is not None:
-            here = whole.narrow(axis, per_row * start, per_row * rows)
-            here.copy_(value if index == part.index else values)  # its own with its history
-        start += rows
-    return whole
+    # An expanded axis has one entry in memory for all that it shows.
+    expanded = [i for i, length in enumerate(like.shape) if length > 1 and like.strides[i] == 0]
+    kept = [1 if i in expanded else length for i, length in enumerate(shape)]
+    whole = torch.empty_strided(kept, _strides_like(like, kept), dtype=value.dtype, device=value.device)
+    values = [v for index, _ in enumerate(part.sizes) if (v := all_given[index][name].values) is not None]
+    if values:
+        values[part.index] = value  # with its history
+        rows_are_expanded = axis + len(shape) in expanded  # then they are all the same
+        filled = value if rows_are_expanded else torch.cat(values, axis)
+        for i in expanded:
+            filled = filled.narrow(i, 0, 1)
+        whole.copy_(filled)
+    return whole.expand(shape)
 
 
 def _strides_like(given: _Given, shape: Sequence[int]) -> list[int]:
     """Return strides for `shape` with the order of axes in memory that a given tensor has, and with gaps if it has.
 
-    An axis of length 1 tells nothing about the order, so the tensor is one with more than one row.
+    Kernels compare strides, of axes of length 1 too, and of equal ones the lengths; so the order follows both. An axis
+    of the rows of a single replica may have length 1, so the given tensor is one with more than one row.
     """
     assert given.strides is not None
-    order = sorted(range(len(shape)), key=given.strides.__getitem__)  # innermost first
-    if any(stride == 0 and length > 1 for stride, length in zip(given.strides, given.shape, strict=True)):
-        order = [*range(len(shape))][::-1]  # an expanded tensor
-    order.sort(key=lambda axis: given.shape[axis] != 1)
-    length, is_dense = 1, True
-    for axis in order:
-        if given.shape[axis] != 1:
+    strides_and_lengths = list(zip(given.strides, given.shape, strict=True))
+    axes = sorted(range(len(shape)), key=strides_and_lengths.__getitem__)  # innermost first
+    length = 1
+    is_dense = True
+    for axis in axes:
+        if given.shape[axis] > 1 and given.strides[axis] > 0:
             is_dense = is_dense and given.strides[axis] == length
             length *= given.shape[axis]
     strides = [0] * len(shape)
     stride = 1 if is_dense else 2
-    for axis in order:
+    for axis in axes:
         strides[axis] = stride
         stride *= max(1, shape[axis])
     return strides

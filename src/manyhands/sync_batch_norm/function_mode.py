@@ -46,6 +46,7 @@ from torch.overrides import TorchFunctionMode
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.exchange import Exchange, LocalExchange, Request, Result, current_exchange, taking_part
+from manyhands.runtime.streams import current_stream, wait_for_maker
 from manyhands.runtime.thread_pool import inside_replica
 from manyhands.sync_batch_norm.kernels import KernelStatistics, dense
 from manyhands.sync_batch_norm.statistics import ReduceGrad, Statistics
@@ -84,10 +85,23 @@ class BackwardMode(enum.Enum):
 
 @dataclass(frozen=True)
 class ReplicaStatistics:
-    """One replica's statistics of a batch norm's input, and its number of rows."""
+    """One replica's statistics of a batch norm's input.
+
+    Attributes:
+        rows: how many rows the replica has.
+        stream: on which an accelerator computes the statistics: a module's branch may have one of its own. None: the
+            calling threads' streams have no need to wait.
+    """
 
     statistics: Statistics | KernelStatistics
     rows: int
+    stream: torch.Stream | None = None
+
+    def here(self) -> Statistics | KernelStatistics:
+        """Return the statistics, for what the calling thread queues next."""
+        if self.stream is not None:
+            wait_for_maker(self.stream, *self.statistics.tensors)
+        return self.statistics
 
 
 @dataclass(frozen=True)
@@ -262,18 +276,20 @@ class _ReplicaPass:
                 raise RuntimeError(_INSIDE_FORWARD)
             return grad
 
-        result = self._all_gather(name, mine.with_history(x, check_forward_is_over), x)
+        result = self._all_gather(name, mine.with_history(x, check_forward_is_over), x, current_stream(x.device))
         if is_checkpointed:
             self.batch_norm.record(self.index, name, result.values)
         # A checkpoint counts the tensors that are saved inside it, which have to be as many when it is recomputed.
         if isinstance(mine, KernelStatistics) and not is_checkpointed:
-            total = result.once(_combined_for_all)[self.index].on(x.device)
+            total = combine_statistics({0: result.once(_combined_for_all)[self.index]}, x.device)
         else:
             total = combine_statistics(result.values, x.device)
         return _Gathered(result.values, total, None)
 
-    def _all_gather(self, name: str, statistics: Statistics | KernelStatistics, x: torch.Tensor) -> Result:
-        return self.exchange.all_gather(self.index, Request(name, ReplicaStatistics(statistics, x.size(0))))
+    def _all_gather(
+        self, name: str, statistics: Statistics | KernelStatistics, x: torch.Tensor, stream: torch.Stream | None = None
+    ) -> Result:
+        return self.exchange.all_gather(self.index, Request(name, ReplicaStatistics(statistics, x.size(0), stream)))
 
 
 class _Recomputation:
@@ -330,20 +346,22 @@ def sum_gradients(gradients: Mapping[int, Gradients], device: torch.device) -> t
 
 def combine_statistics(parts: Mapping[int, ReplicaStatistics], device: torch.device) -> Statistics | KernelStatistics:
     """Return the statistics of all parts together, combined in the order given."""
-    found = [part.statistics for part in parts.values()]
+    found = [part.here() for part in parts.values()]
     if isinstance(found[0], KernelStatistics):
         return KernelStatistics.of_all(found, device)[0]  # type: ignore[arg-type]
     return Statistics.of_all(found, device)  # type: ignore[arg-type]
 
 
-def _combined_for_all(parts: Mapping[int, ReplicaStatistics]) -> dict[int, KernelStatistics]:
+def _combined_for_all(parts: Mapping[int, ReplicaStatistics]) -> dict[int, ReplicaStatistics]:
     """Return the statistics of all parts for each replica, combined on the first one's device.
 
     Combined by each replica for itself, n of them would take n * (n - 1) copies, and as many in backward.
     """
-    found: list[Any] = [part.statistics for part in parts.values()]
-    totals = KernelStatistics.of_all(found, found[0].packed.device, len(found))
-    return dict(zip(parts, totals, strict=True))
+    found: list[Any] = [part.here() for part in parts.values()]
+    device = found[0].packed.device
+    totals = KernelStatistics.of_all(found, device, len(found))
+    rows, stream = sum(part.rows for part in parts.values()), current_stream(device)
+    return {i: ReplicaStatistics(total, rows, stream) for i, total in zip(parts, totals, strict=True)}
 
 
 class _Identity:

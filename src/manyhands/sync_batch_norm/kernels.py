@@ -67,6 +67,10 @@ class KernelStatistics:
     def mean(self) -> torch.Tensor:
         return self.packed[: len(self.packed) // 2]
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.packed]
+
     @classmethod
     def of_all(
         cls, parts: "Sequence[KernelStatistics]", device: torch.device, num_outputs: int = 1
@@ -84,10 +88,6 @@ class KernelStatistics:
             return [cls(total, eps, count) for total in _Combine.apply(num_outputs, eps, *packed)]  # type: ignore[no-untyped-call]
         return [cls(packed[0], eps, count)]
 
-    def on(self, device: torch.device) -> "KernelStatistics":
-        """Return the same statistics on a device."""
-        return KernelStatistics(_devices.copy_to(self.packed, device), self.eps, self.count)
-
     def with_history(self, x: torch.Tensor, reduce_grad: ReduceGrad) -> "KernelStatistics":
         """Return the same statistics as a function of x; see `Statistics.with_history`."""
         packed = _LinkedStatistics.apply(x, self.packed, reduce_grad)  # type: ignore[no-untyped-call]
@@ -102,15 +102,14 @@ class KernelStatistics:
         """Move running statistics towards these, as torch does."""
         if running_mean is None and running_var is None:
             return
+        mean, inverse_std, count = _split(self.packed.detach())
         with torch.no_grad():
-            packed = self.packed.detach()
-            mean, inverse_std, count = _split(packed)
             # The kernel wants one type, and a count does not fit into a half one.
-            pairs = [(r, None if r is None else r.to(packed.dtype)) for r in (running_mean, running_var)]
-            _gather(mean[None], inverse_std[None], count, self.eps, [own for _, own in pairs], momentum)
-            for running, own in pairs:
-                if running is not None and own is not None and own is not running:
-                    running.copy_(own)
+            moved = [None if each is None else each.to(mean.dtype) for each in (running_mean, running_var)]
+            _gather(mean[None], inverse_std[None], count, self.eps, moved, momentum)
+            for running, new in zip((running_mean, running_var), moved, strict=True):
+                if running is not None and new is not None and new is not running:
+                    running.copy_(new)
 
     def normalise(
         self,
@@ -120,16 +119,16 @@ class KernelStatistics:
         eps: float,
         reduce_grad: ReduceGrad | None = None,
     ) -> torch.Tensor:
-        """Return (x - mean) * inverse deviation * weight + bias; see `Statistics.normalise`."""
-        output: torch.Tensor = _Normalise.apply(x, self.packed, weight, bias, eps, reduce_grad)  # type: ignore[no-untyped-call]
+        """Return (x - mean) * inverse deviation * weight + bias; see `Statistics.normalise`. `eps` is in them."""
+        output: torch.Tensor = _Normalise.apply(x, self.packed, weight, bias, reduce_grad)  # type: ignore[no-untyped-call]
         return output
 
 
 def _split(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return means, inverse deviations and count, of shape (1,), as views."""
+    """Return means, inverse deviations and count, of shape (1,); contiguous, because kernels take their addresses."""
     num_channels = packed.size(-1) // 2
     mean, inverse_std, count = torch.split(packed, [num_channels, num_channels, 1], dim=-1)
-    return mean, inverse_std, count
+    return mean.contiguous(), inverse_std.contiguous(), count.contiguous()
 
 
 def _gather(
@@ -141,10 +140,9 @@ def _gather(
     momentum: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Combine statistics of shape (parts, channels); return mean and inverse deviation; update running statistics."""
-    # Of its first argument the kernel only takes the type.
-    means, inverse_stds = means.contiguous(), inverse_stds.contiguous()
     kernel: Any = torch.batch_norm_gather_stats_with_counts
-    mean, inverse_std = kernel(means, means, inverse_stds, *running, momentum, eps, counts.reshape(-1).contiguous())
+    # Of its first argument the kernel only takes the type.
+    mean, inverse_std = kernel(means, means, inverse_stds, *running, momentum, eps, counts.view(-1))
     return mean, inverse_std
 
 
@@ -154,6 +152,34 @@ def dense(x: torch.Tensor) -> torch.Tensor:
     if x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()]):
         return x
     return x.contiguous()
+
+
+def _uses_kernels(x: torch.Tensor) -> bool:
+    """Return whether x is for the kernels. They are not made for no rows, and have no derivative."""
+    return x.numel() > 0 and not torch.is_grad_enabled()
+
+
+def _elemt(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor,
+    inverse_std: torch.Tensor,
+) -> torch.Tensor:
+    """(3): (x - mean) * inverse_std * weight + bias, in the type of x."""
+    if _uses_kernels(x):
+        return torch.batch_norm_elemt(x, weight, bias, mean, inverse_std, 0.0)
+    result = (x - per_channel(mean, x)) * per_channel(_times(inverse_std, weight), x)
+    return (result if bias is None else result + per_channel(bias, x)).to(x.dtype)
+
+
+def _times(values: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    return values if weight is None else values * weight
+
+
+def _as_statistics(tensor: torch.Tensor | None, packed: torch.Tensor) -> torch.Tensor | None:
+    """Return a weight or bias in the type of the statistics, as the kernels want it."""
+    return None if tensor is None else tensor.to(packed.dtype).contiguous()
 
 
 class _Combine(torch.autograd.Function):
@@ -200,23 +226,11 @@ class _LinkedStatistics(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, packed = ctx.saved_tensors
+        mean, inverse_std, count = _split(packed)
         grad_mean, grad_inverse_std, _ = _split(grad)
-        reduced = ctx.reduce_grad(torch.stack([grad_mean, grad_inverse_std]))
-        return _rows_grad(x, packed, reduced), None, None
-
-
-def _rows_grad(x: torch.Tensor, packed: torch.Tensor, statistics_grad: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of x from those of mean and inverse deviation, in the type of x.
-
-    It is grad_mean / count - grad_inverse_std * inverse_std ** 3 * (x - mean) / count.
-    """
-    mean, inverse_std, count = _split(packed)
-    shift, slope = (statistics_grad / count).unbind()
-    slope = -slope * inverse_std.square()
-    if x.numel() and not torch.is_grad_enabled():
-        return torch.batch_norm_elemt(x, slope, shift, mean.contiguous(), inverse_std.contiguous(), 0.0)
-    centred = x - per_channel(mean, x)
-    return (centred * per_channel(slope * inverse_std, x) + per_channel(shift, x)).to(x.dtype)
+        shift, slope = (ctx.reduce_grad(torch.stack([grad_mean, grad_inverse_std])) / count).unbind()
+        # grad_mean / count - grad_inverse_std * inverse_std ** 3 * (x - mean) / count
+        return _elemt(x, -slope * inverse_std.square(), shift, mean, inverse_std), None, None
 
 
 class _Normalise(torch.autograd.Function):
@@ -233,63 +247,51 @@ class _Normalise(torch.autograd.Function):
         packed: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
-        eps: float,
         reduce_grad: ReduceGrad | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, packed, weight)
         ctx.bias_dtype, ctx.reduce_grad = None if bias is None else bias.dtype, reduce_grad
-        if not x.numel():
-            return torch.empty_like(x)
-        weight, bias = (None if each is None else each.to(packed.dtype).contiguous() for each in (weight, bias))
         mean, inverse_std, _ = _split(packed)
-        return torch.batch_norm_elemt(x, weight, bias, mean.contiguous(), inverse_std.contiguous(), eps)
+        return _elemt(x, _as_statistics(weight, packed), _as_statistics(bias, packed), mean, inverse_std)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, packed, weight = ctx.saved_tensors
-        needs_x, needs_packed, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        through_kernels = x.numel() and not torch.is_grad_enabled()
-        if not through_kernels and ctx.reduce_grad is not None:  # for derivatives of higher order
+        needs_x, needs_packed, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        if ctx.reduce_grad is not None and torch.is_grad_enabled():  # for derivatives of higher order
             packed = _LinkedStatistics.apply(x, packed, ctx.reduce_grad)  # type: ignore[no-untyped-call]
-        weight_now = None if weight is None else weight.to(packed.dtype).contiguous()
+        mean, inverse_std, count = _split(packed)
+        factor = _as_statistics(weight, packed)
         grad = dense(grad)
-        mean, inverse_std, count = (each.contiguous() for each in _split(packed))
-        grad_weight: torch.Tensor | None
-        if through_kernels:
-            needs_sums = needs_x or needs_packed or needs_bias
-            # Not the gradient of the bias, which is the first sum: without a weight the kernel could not make it.
-            sum_dy, sum_dy_xmu, grad_weight, _ = torch.batch_norm_backward_reduce(
-                grad, x, mean, inverse_std, weight_now, needs_sums, needs_weight, False
+        # Not the kernel's gradient of the bias, which is the first sum: without a weight it could not make it.
+        kernels: Any = torch
+        if _uses_kernels(x):
+            sum_dy, sum_dy_xmu, grad_weight, _ = kernels.batch_norm_backward_reduce(
+                grad, x, mean, inverse_std, factor, True, needs_weight, False
             )
         else:
-            axes = all_but_channels(x)
-            sum_dy = grad.to(mean.dtype).sum(axes)
-            sum_dy_xmu = (grad * (x - per_channel(mean, x))).sum(axes)
+            sum_dy = grad.to(mean.dtype).sum(all_but_channels(x))
+            sum_dy_xmu = (grad * (x - per_channel(mean, x))).sum(all_but_channels(x))
             grad_weight = sum_dy_xmu * inverse_std
         grad_x = grad_packed = None
         if ctx.reduce_grad is None and (needs_x or needs_packed):
-            scale = inverse_std if weight_now is None else inverse_std * weight_now
-            if through_kernels:
-                grad_x = torch.batch_norm_elemt(grad, weight_now, None, torch.zeros_like(mean), inverse_std, 0.0)
-            else:
-                grad_x = (grad * per_channel(scale, x)).to(x.dtype)
-            grad_inverse_std = sum_dy_xmu if weight_now is None else sum_dy_xmu * weight_now
-            grad_packed = torch.cat([-scale * sum_dy, grad_inverse_std, torch.zeros_like(count)])
+            grad_x = _elemt(grad, factor, None, torch.zeros_like(mean), inverse_std)
+            of_mean, of_inverse_std = -sum_dy * _times(inverse_std, factor), _times(sum_dy_xmu, factor)
+            grad_packed = torch.cat([of_mean, of_inverse_std, torch.zeros_like(count)])
         elif needs_x:
-            # The replicas sum what the kernel takes; torch divides by their counts as integers.
             sums = ctx.reduce_grad(torch.stack([sum_dy, sum_dy_xmu]))
-            if through_kernels:
-                kernel: Any = torch.batch_norm_backward_elemt
-                grad_x = kernel(grad, x, mean, inverse_std, weight_now, *sums.unbind(), count.to(torch.int32))
+            if _uses_kernels(x):  # the count as an integer: the kernel sums such counts, and divides by their sum
+                grad_x = kernels.batch_norm_backward_elemt(
+                    grad, x, mean, inverse_std, factor, *sums.unbind(), count.to(torch.int32)
+                )
             else:
-                centred = (x - per_channel(mean, x)) * per_channel(inverse_std.square(), x)
                 shift, slope = (per_channel(each, x) for each in (sums / count).unbind())
-                scale = inverse_std if weight_now is None else inverse_std * weight_now
-                grad_x = ((grad - shift - centred * slope) * per_channel(scale, x)).to(x.dtype)
+                centred = (x - per_channel(mean, x)) * per_channel(inverse_std.square(), x)
+                grad_x = ((grad - shift - centred * slope) * per_channel(_times(inverse_std, factor), x)).to(x.dtype)
         return (
             grad_x,
             grad_packed,
-            grad_weight.to(weight.dtype) if weight is not None and needs_weight else None,
-            sum_dy.to(ctx.bias_dtype) if ctx.bias_dtype is not None and needs_bias else None,
-            *(None, None),
+            grad_weight.to(weight.dtype) if needs_weight else None,
+            sum_dy.to(ctx.bias_dtype) if needs_bias else None,
+            None,
         )

@@ -30,6 +30,10 @@ class Statistics:
     mean: torch.Tensor
     var: torch.Tensor
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.mean, self.var]
+
     @classmethod
     def of(cls, x: torch.Tensor) -> "Statistics":
         """Return the statistics of x, of shape (rows, channels, ...), without a history; zeros if it has no rows."""

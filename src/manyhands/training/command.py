@@ -136,8 +136,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--compile",
         action=argparse.BooleanOptionalAction,
         help="compile the model with torch.compile, on one device the whole step; that takes up to some minutes at the "
-        "first step, and needs a compiler: a C++ compiler on the CPU, Triton and a C compiler on GPUs (default: not "
-        "compiled)",
+        "first step of each size, of which there are two at most, and at the first test, and needs a compiler: a C++ "
+        "compiler on the CPU, Triton and a C compiler on GPUs (default: not compiled)",
     )
     how.add_argument("--seed", type=int, metavar="N", help=f"for weights and order (default: {default.seed})")
 

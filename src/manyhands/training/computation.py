@@ -49,16 +49,12 @@ class Computation:
         self._autocast, self._whole = autocast, whole
         self._captured = whole and devices.has_graphs(self._device)
         self._rate = torch.zeros((), device=self._device)
-        self._training_loss: Callable[..., Any] = _training_loss
-        self._test_totals: Callable[..., Any] = _test_totals
-        self._update: Callable[..., Any] = weights.step
         self._memory: dict[torch.Size, Tensor] = {}  # of pictures and of labels, which differ in shape
+        functions: list[Callable[..., Any]] = [_training_loss, _test_totals, weights.step]
         if whole:
             torch_private.mark_static([*weights.static(), self._rate])
-            functions = self._training_loss, self._test_totals, self._update
-            self._training_loss, self._test_totals, self._update = (
-                compiled_whole(function, self._device) for function in functions
-            )
+            functions = [compiled_whole(function, self._device) for function in functions]
+        self._training_loss, self._test_totals, self._update = functions
 
     def begin_step(self) -> None:
         """Let what the last step has returned be overwritten."""
@@ -67,7 +63,7 @@ class Computation:
 
     def training_loss(self, images: Tensor, labels: Tensor, rows: Tensor, num_rows: int) -> Tensor:
         """Return the sum of the losses of some rows, divided by the `num_rows` of the whole batch, with its graph."""
-        here = self._rows_of(images, rows), self._rows_of(labels, rows)
+        here = (self._rows_of(tensor, rows) for tensor in (images, labels))
         loss: Tensor = self._training_loss(self._model, *here, num_rows, self._autocast)
         return loss
 

@@ -74,7 +74,7 @@ class Weights:
         compiling = torch.compiler.is_compiling()
         sgd(
             self.masters,
-            [parameter.grad.float() for parameter in self._parameters if parameter.grad is not None],
+            [parameter.grad.float() for parameter in self._parameters],  # type: ignore[union-attr]
             [*self.momenta] or [None] * len(self.masters),
             foreach=compiling,  # which the compiler fuses
             fused=self._fused and not compiling,

@@ -49,7 +49,8 @@ exit status:
   0  the same, or the differences are explained: by random numbers, which each replica draws for itself, or by an
      option that was given and causes them (--no-sync-batch-norm, --scalars stack)
   1  something differs
-  2  nothing was compared: the arguments cannot be used, the model failed, or one device had all rows
+  2  nothing was compared: the arguments cannot be used, the model failed, or has nothing to compare, or one device
+     had all rows
 """
 
 
@@ -122,6 +123,8 @@ def run(given: dict[str, Any]) -> int:
             f"{target}: nothing was compared, because one device had all rows: give a batch with rows for each device, "
             "and two devices or more (--devices cpu,cpu)"
         )
+    if not report.rows:
+        raise TargetError(f"{target}: nothing was compared, because the model has no output, gradients or buffers")
     print(report)
     return _SAME if report.same or report.explained else _DIFFERS
 

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from manyhands.data_parallel import DataParallel
 from manyhands.engines.threads import ThreadsEngine
+from manyhands.primitives.blueprint import check_initialized
+from manyhands.primitives.placements import check_have_data
 from manyhands.primitives.replicate import check_device
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
@@ -98,6 +99,8 @@ def verify(
     for name, given in (("rtol", rtol), ("atol", atol)):
         if given is not None and not 0 <= given < math.inf:
             raise ValueError(f"{name}={given}: expected a finite number, 0 or more")
+    check_have_data("compare", inputs, "inputs")
+    check_have_data("compare", target, "target")
     example = Example(inputs, target, criterion)
     devices = wrapped.devices
     gathered_on = _devices.resolve_output(wrapped.output_device, devices)
@@ -196,9 +199,7 @@ def _wrap(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {model!r}")
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if is_lazy(tensor):
-            raise ValueError(f"{name} has no shape yet: run one forward first")
+    check_initialized(model, chain(model.parameters(), model.buffers()))
     if isinstance(model, DataParallel):
         if device_ids is not None or output_device is not None or dim != 0 or options:
             raise ValueError("the model is wrapped already, and compared as it is: leave out devices and options")

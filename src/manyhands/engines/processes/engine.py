@@ -45,7 +45,7 @@ from manyhands.engines.processes.worker_group import StepLock, WorkerGroup
 from manyhands.engines.replica import GraphSearch, Inputs, ReplicaPool, Replicas, call_replica, carries_objects
 from manyhands.engines.threads import ThreadsEngine
 from manyhands.primitives.blueprint import HOOKS, Blueprint
-from manyhands.primitives.outputs import Outputs
+from manyhands.primitives.outputs import Group, Outputs
 from manyhands.primitives.parallel_apply import values_or_raise
 from manyhands.primitives.placements import Replicate
 from manyhands.primitives.replicate import check_device, check_layouts, unchanged_on_failure
@@ -64,7 +64,7 @@ from manyhands.runtime.thread_pool import (
     run_together,
 )
 from manyhands.runtime.thread_state import ProcessState, ThreadState
-from manyhands.runtime.whole_batch_draws import SharedStream, one_stream
+from manyhands.runtime.whole_batch_draws import SharedStream
 from manyhands.sync_batch_norm.function_mode import BackwardMode, BatchNormOverReplicas
 
 _HOOKS_OF_EVERY_MODULE = (
@@ -154,7 +154,18 @@ class ProcessesEngine(Engine):
         self._timings = timings
         worker_group, pool = self._prepared(module, call.devices, call.source)
         number = next(worker_group.graph_numbers)
-        graphs = RemoteGraphs(timings, where, worker_group=worker_group, step_lock=self._step_lock, number=number)
+        graphs = RemoteGraphs(
+            timings,
+            where,
+            worker_group=worker_group,
+            step_lock=self._step_lock,
+            new_streams=(
+                partial(SharedStream, type(module).__name__, call.sizes)
+                if call.one_device_randomness
+                else partial(SeededStreams, len(where))
+            ),
+            number=number,
+        )
         with (
             divided_intra_op_threads(call.devices) as num_threads,
             unchanged_on_failure(pool.buffers),
@@ -162,36 +173,26 @@ class ProcessesEngine(Engine):
             Copies(call.devices[:1]) as copies,
         ):
             inputs = Inputs(call, tracked, copies, num_here=1)  # step 2
-            graphs.new_streams = SharedStream if call.one_device_randomness else SeededStreams
-            streams = graphs.new_streams(len(where))
+            streams = graphs.new_streams()
             objects = self._send(graphs, pool.blueprint, call, inputs, num_threads, streams.seeds)
             replicas = pool.take(call.devices[:1], tracked, copies)  # step 3
             graphs.on_release = replicas.give_back
             graphs.sync_context = call.sync_context
-            contexts: list[PassContext] = []
-            if call.one_device_randomness:
-                contexts.append(partial(one_stream, type(module).__name__, call.sizes))
             if call.sync_batch_norm or call.one_device_randomness:
-                new_exchange = partial(worker_group.open_exchange, cross_process=call.cross_process)
-                contexts.append(exchanging(len(where), new_exchange))
-            if call.sync_batch_norm:
-                roots = [*replicas.roots, *[None] * (len(where) - 1)]
-                contexts.append(BatchNormOverReplicas(roots, BackwardMode.PER_REPLICA).one_pass)
-                del roots  # when a replica is given back, no variable may refer to it
-            graphs.pass_contexts = contexts
-
-            with streams, one_pass(graphs.pass_contexts) as replica_context:
+                graphs.pass_contexts = _contexts_with_exchange(call, worker_group, replicas.roots[0])
+            with streams as of_streams, one_pass([*of_streams, *graphs.pass_contexts]) as replica_context:
                 run = partial(call_replica, call, inputs, replicas.roots, copies, timings, 0)
                 outcomes = run_together([run], call.devices[:1], replica_context)
                 try:
                     self._module_sync.commit()
-                    with worker_group.collective:
-                        worker_group.transport.end_sending(lambda: worker_group.poll(where))
+                    if not worker_group.transport.shares_parameters:
+                        with worker_group.collective:
+                            worker_group.transport.end_sending(lambda: worker_group.poll(where))
                     replies = graphs.take_replies(streams)  # step 4
                     for i, reply in replies.items():
                         timings[i + 1].forward_s = reply.seconds
                     outcomes += graphs.outcomes(replies)
-                    outputs = values_or_raise(outcomes, [where[0], *(where[i + 1] for i in sorted(replies))])
+                    outputs = values_or_raise(outcomes, [where[0], *(where[i + 1] for i in replies)])
                 finally:
                     outcomes.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
             del replica_context  # it may refer to the replica
@@ -203,7 +204,7 @@ class ProcessesEngine(Engine):
             if tracked:
                 own_leaves = [edge.tensors[0] for edge in inputs.edges if edge.tensors[0] is not None]
                 own_leaves += replicas.leaves[0]
-                of_first = [replace(group, tensors=group.tensors[:1]) for group in matched.groups]
+                of_first = [Group(group.tensors[:1], group.placement) for group in matched.groups]
                 outside = self._search.outside_leaves(
                     pool, call, of_first, where[:1], own_leaves, carries_objects(call)
                 )
@@ -258,8 +259,7 @@ class ProcessesEngine(Engine):
                         leaf = leaves[id(tensor)] = ~(len(inputs.edges) + len(objects))
                         objects.append(tensor)
                 target = device if id(tensor) in inputs.parts_elsewhere else tensor.device
-                tensor_ref = TensorRef.put(send_buffer, tensor)
-                return tensor_ref._replace(leaf=leaf, requires_grad=tensor.requires_grad, device=target)
+                return TensorRef.put(send_buffer, tensor, leaf=leaf, requires_grad=tensor.requires_grad, device=target)
 
             shard = dumps(inputs.shards[i + 1], to_reference)
             message = Forward(
@@ -283,10 +283,11 @@ class ProcessesEngine(Engine):
                 [*module_sync.segments, *worker_group.transport.segments] if update.sent else module_sync.segments
             )
             worker_group.send(i, message, segments, process, graphs.where[i + 1])
-        with worker_group.collective:
-            worker_group.transport.begin_sending(
-                module_sync.take_flats(), replicas, lambda: worker_group.poll(graphs.where)
-            )
+        if not worker_group.transport.shares_parameters:
+            with worker_group.collective:
+                worker_group.transport.begin_sending(
+                    module_sync.take_flats(), replicas, lambda: worker_group.poll(graphs.where)
+                )
         return objects
 
     def _pack(self, blueprint: Blueprint, source: torch.device, worker_group: WorkerGroup, num_workers: int) -> Update:
@@ -391,6 +392,17 @@ class ProcessesEngine(Engine):
         self._module_sync.invalidate()
         if worker_group is not None:
             worker_group.end(graceful=True)
+
+
+def _contexts_with_exchange(call: Call, worker_group: WorkerGroup, first: nn.Module) -> list[PassContext]:
+    """Return the contexts of each pass in which replicas exchange values; `first` is the caller's replica."""
+    num_replicas = len(call.devices)
+    new_exchange = partial(worker_group.open_exchange, cross_process=call.cross_process)
+    contexts: list[PassContext] = [exchanging(num_replicas, new_exchange)]
+    if call.sync_batch_norm:
+        replicas = [first, *[None] * (num_replicas - 1)]
+        contexts.append(BatchNormOverReplicas(replicas, BackwardMode.PER_REPLICA).one_pass)
+    return contexts
 
 
 def _log_if_hooks(blueprint: Blueprint) -> None:

@@ -92,7 +92,7 @@ class WorkerLane(Lane):
 
         def to_reference(tensor: torch.Tensor) -> TensorRef:
             target = self._device if id(tensor) in to_place else tensor.device
-            return TensorRef.put(buffer, tensor)._replace(requires_grad=tensor.requires_grad, device=target)
+            return TensorRef.put(buffer, tensor, requires_grad=tensor.requires_grad, device=target)
 
         try:
             shard = dumps((args, kwargs), to_reference)

@@ -40,12 +40,12 @@ class TensorRef(NamedTuple):
     device: torch.device | None = None
 
     @classmethod
-    def put(cls, send_buffer: SendBuffer, tensor: torch.Tensor) -> "TensorRef":
-        """Add a tensor to a send buffer; return its reference for the message."""
+    def put(cls, send_buffer: SendBuffer, tensor: torch.Tensor, **attributes: Any) -> "TensorRef":
+        """Add a tensor to a send buffer; return its reference for the message, with the attributes given."""
         tensor = tensor.detach()
         if is_plain_strided(tensor):
-            return cls(spec_index=send_buffer.add(tensor))
-        return cls(inline=dumps(tensor.cpu()))
+            return cls(spec_index=send_buffer.add(tensor), **attributes)
+        return cls(inline=dumps(tensor.cpu()), **attributes)
 
     def tensor(self, specs: Sequence[TensorSpec], segments: Mapping[int, Segment]) -> torch.Tensor:
         """Return the tensor, in memory that the sender's next message may overwrite.

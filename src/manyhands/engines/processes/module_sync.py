@@ -406,7 +406,7 @@ def _layouts(
 
 
 def _write(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.set_grad_enabled(False):
         torch_private.copy_all_in_place([copy for _, copy in pairs], [live for live, _ in pairs])
 
 

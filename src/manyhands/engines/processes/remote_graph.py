@@ -70,7 +70,7 @@ class RemoteGraphs(ReplicaGraphs):
 
     Attributes:
         worker_group, step_lock: the engine's.
-        new_streams: makes the random streams of so many replicas for one pass.
+        new_streams: makes the replicas' random streams for one pass.
         number: the workers' number of this graph.
         keys: the number in the workers of the leaf of each of `inputs`; None where they have none.
         remote_leaves: a tensor of the form of each of the workers' numbered leaves: those of the live parameters, then
@@ -79,7 +79,7 @@ class RemoteGraphs(ReplicaGraphs):
 
     worker_group: WorkerGroup = field(kw_only=True)
     step_lock: StepLock = field(kw_only=True)
-    new_streams: Callable[[int], SeededStreams | SharedStream] = field(default=SeededStreams, kw_only=True)
+    new_streams: Callable[[], SeededStreams | SharedStream] = field(kw_only=True)
     number: int = field(kw_only=True)
     keys: list[int | None] = field(default_factory=list, kw_only=True)
     remote_leaves: Mapping[int, torch.Tensor] = field(default_factory=dict, kw_only=True)
@@ -104,18 +104,22 @@ class RemoteGraphs(ReplicaGraphs):
         return [self.graph(0)]
 
     def take_replies(self, streams: SeededStreams | SharedStream) -> dict[int, Reply]:
-        """Wait for the workers' replies; repeat their warnings and log messages; note if they drew random numbers."""
+        """Wait for the workers' replies; return them by index, in order.
+
+        Their warnings and log messages are repeated here; that they drew random numbers is noted.
+        """
         replies = self.worker_group.replies(self.where)
         streams.ended([reply.random_digest for reply in replies.values()])
-        for _, reply in sorted(replies.items()):
-            repeat_messages(reply)
+        for reply in replies.values():
+            if reply.log_messages or reply.warnings:
+                repeat_messages(reply)
         return replies
 
     # ---- after a forward ----
 
     def outcomes(self, replies: dict[int, Reply]) -> list[Outcome[Any]]:
         """Return how the workers' forwards ended, in order; outputs are views of the workers' memory."""
-        return [self._outcome(i, reply) for i, reply in sorted(replies.items())]
+        return [self._outcome(i, reply) for i, reply in replies.items()]
 
     def joined_outputs(self) -> list[torch.Tensor]:
         joined = ReplicaGraphs.joined_outputs(self)
@@ -213,7 +217,7 @@ class RemoteGraphs(ReplicaGraphs):
             What `backward_own` returned, the workers' replies, and sums by the leaf's number.
         """
         group, thread, process = self.worker_group, ThreadState.capture(), ProcessState.capture()
-        streams = self.new_streams(len(self.where))
+        streams = self.new_streams()
         edges = [] if higher is None else zip(higher.inputs, higher.keys, strict=True)
         leaf_of = {id(leaf): key for edge, key in edges for leaf in edge.tensors if leaf is not None}
         asked = {i: sent for i, _ in enumerate(self.where[1:]) if (sent := self._put_grads(i, grads[i + 1], leaf_of))}
@@ -248,9 +252,11 @@ class RemoteGraphs(ReplicaGraphs):
             self.timings[0].backward_s = time.perf_counter() - started
             return result
 
-        with streams, one_pass(self.pass_contexts) as replica_context:
-            with group.collective:  # workers that are connected already may come to a batch norm meanwhile
-                reducer = group.transport.reducer(poll_workers) if has_work else None
+        with streams as contexts, one_pass([*contexts, *self.pass_contexts]) as replica_context:
+            reducer = None
+            if has_work:
+                with group.collective:  # workers that are connected already may come to a batch norm meanwhile
+                    reducer = group.transport.reducer(poll_workers)
             outcomes: list[Outcome[Any]] = [*run_together([run], [self.timings[0].device], replica_context)]
             try:
                 if reducer is not None:
@@ -278,7 +284,7 @@ class RemoteGraphs(ReplicaGraphs):
         send_buffer = self.worker_group.workers[index].send_buffer
         ends = [edge.tensors[index + 1] for edge in self.outputs]
         return [
-            (self._output_numbers[id(end)], TensorRef.put(send_buffer, grad)._replace(leaf=leaf_of.get(id(grad))))
+            (self._output_numbers[id(end)], TensorRef.put(send_buffer, grad, leaf=leaf_of.get(id(grad))))
             for end, grad in zip(ends, grads, strict=True)
             if end is not None and grad is not None and end.requires_grad
         ]
@@ -354,7 +360,7 @@ class RemoteGraphs(ReplicaGraphs):
         parts: list[Gradients] = [[grad, *[None] * (len(self.where) - 1)] for grad in of_inputs]
         edge_of = self._edge_of
         of_replicas: list[Gradients] = [of_parameters]
-        for i, reply in sorted(replies.items()):
+        for i, reply in replies.items():
             of_worker: Gradients = [None] * num_parameters
             if reply.all_placed:
                 for k, view in self.worker_group.workers[i].placed.items():
@@ -369,7 +375,7 @@ class RemoteGraphs(ReplicaGraphs):
             for k in [k for k, grad in enumerate(of_worker) if grad is not None and of_parameters[k] is None]:
                 of_worker[k] = of_worker[k].clone()  # type: ignore[union-attr]
             of_replicas.append(of_worker)
-        with torch.no_grad():
+        with torch.set_grad_enabled(False):
             totals = sums_of(of_replicas)
             joined = [edge.join_gradients(of) for edge, of in zip(self.inputs, parts, strict=True)]
             for key, summed in sums.items():

@@ -215,8 +215,9 @@ class Worker:
         def to_reference(tensor: torch.Tensor) -> TensorRef:
             if id(tensor) not in numbers:
                 outputs.append(tensor)
-                tensor_ref = TensorRef.put(self._send_buffer, tensor)
-                numbers[id(tensor)] = tensor_ref._replace(output=len(outputs) - 1, requires_grad=tensor.requires_grad)
+                numbers[id(tensor)] = TensorRef.put(
+                    self._send_buffer, tensor, output=len(outputs) - 1, requires_grad=tensor.requires_grad
+                )
             return numbers[id(tensor)]
 
         try:
@@ -369,10 +370,10 @@ class Worker:
         outputs: list[torch.Tensor] = []
         for key, result in zip(kept.all_keys, found[0], strict=True):
             if result is not None:
-                tensor_ref = TensorRef.put(self._send_buffer, result)
-                reply.gradients.append(
-                    (key, tensor_ref._replace(output=len(outputs), requires_grad=result.requires_grad))
+                tensor_ref = TensorRef.put(
+                    self._send_buffer, result, output=len(outputs), requires_grad=result.requires_grad
                 )
+                reply.gradients.append((key, tensor_ref))
                 outputs.append(result)
         inputs = [*graph.inputs, *incoming.values()]
         higher = ReplicaGraph(inputs, graph.parameters, outputs, graph.hooks)

@@ -185,6 +185,7 @@ class WorkerGroup:
         num_workers = len(devices) - 1
         self._awaited: set[int] = set()  # workers that owe a reply
         self._dead: set[int] = set()  # those of them that have died
+        self._has_urgent = False  # whether one of them has died, or has replied with an urgent error
         self._missed_collective: set[int] = set()  # replicas that have not done their part in a collective
         self.collective = _Collective(self._missed_collective)
         self._replies: dict[int, Reply] = {}  # of workers that are no longer awaited
@@ -227,7 +228,7 @@ class WorkerGroup:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and (self._awaited or self._missed_collective):
             self.end()
-        self._replies, self._exchange = {}, None
+        self._replies, self._exchange, self._has_urgent = {}, None, False
 
     def open_exchange(self, num_replicas: int, cross_process: CrossProcess | None = None) -> LocalExchange:
         """Open the exchange of the caller's replica and of the workers that were sent a message; return it.
@@ -241,7 +242,7 @@ class WorkerGroup:
         return self._exchange
 
     def replies(self, where: Sequence[str]) -> dict[int, Reply]:
-        """Wait for the replies of the workers that were sent a message; return them by index.
+        """Wait for the replies of the workers that were sent a message; return them by index, in order.
 
         An urgent one is returned at once, and alone.
 
@@ -251,10 +252,13 @@ class WorkerGroup:
         """
         if self._exchange is not None and self._exchange.error is not None:
             raise self._exchange.error
-        self._receive(lambda: bool(self._dead) or any(map(_is_urgent, self._replies.values())))
+        self._receive(lambda: self._has_urgent)
         self._raise_if_died(where)
-        replies, self._replies = self._replies, {}
-        return dict([item for item in replies.items() if _is_urgent(item[1])][:1]) or replies
+        replies, self._replies = dict(sorted(self._replies.items())), {}
+        if self._has_urgent:
+            self._has_urgent = False
+            return dict([item for item in replies.items() if _is_urgent(item[1])][:1])
+        return replies
 
     def _receive(self, enough: Callable[[], bool]) -> None:
         """Receive workers' messages until all have replied, or `enough` returns True."""
@@ -274,7 +278,7 @@ class WorkerGroup:
             received = worker.receive()
         except ChannelClosedError:
             self._dead.add(index)
-            failed = True
+            self._has_urgent = failed = True
         else:
             if isinstance(received, Withdrawal):
                 assert exchange is not None
@@ -286,6 +290,7 @@ class WorkerGroup:
                 return
             self._awaited.remove(index)
             self._replies[index] = received
+            self._has_urgent = self._has_urgent or _is_urgent(received)
             if received.missed_collective:
                 self._missed_collective.add(index + 1)
             failed = received.error is not None
