@@ -88,21 +88,6 @@ check()
     assert run.returncode == 0, run.stderr
 
 
-@gnu
-def test_one_thread_has_no_pool() -> None:
-    run = run_script(
-        REGION
-        + """
-before = num_threads()
-torch.set_num_threads(1)
-openmp.pause_threads()
-assert num_threads() == before
-check()
-"""
-    )
-    assert run.returncode == 0, run.stderr
-
-
 @pytest.mark.parametrize("lacking", ["platform", "library", "symbol", "GNU's"])
 def test_where_it_cannot_be_done_nothing_happens(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Library:

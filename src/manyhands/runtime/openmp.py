@@ -31,7 +31,7 @@ def pause_threads() -> None:
     takes milliseconds to end.
     """
     pause = _pause()
-    if pause is not None and torch.get_num_threads() > 1:
+    if pause is not None:
         pause(_SOFT)
 
 
