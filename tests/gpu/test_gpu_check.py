@@ -388,7 +388,6 @@ def test_the_operations_of_an_epoch(gpu_figures: ModuleType) -> None:
     assert gpu_figures.tflop_of_an_epoch(gpu_figures.Sizes()) == pytest.approx(164.0, abs=0.1)
 
 
-@pytest.mark.slow
 def test_a_dry_run_from_end_to_end(tmp_path: Path) -> None:
     """Every figure can be measured, but for what needs a GPU."""
     done = program(tmp_path, "--dry-run", "--output", "results.md")
