@@ -45,9 +45,17 @@ from torch.overrides import TorchFunctionMode
 
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
-from manyhands.runtime.exchange import Exchange, LocalExchange, Request, Result, current_exchange, taking_part
+from manyhands.runtime.exchange import (
+    Exchange,
+    LocalExchange,
+    Request,
+    Result,
+    current_exchange,
+    exchanging,
+    taking_part,
+)
 from manyhands.runtime.streams import current_stream, wait_for_maker
-from manyhands.runtime.thread_pool import inside_replica
+from manyhands.runtime.thread_pool import PassContext, inside_replica
 from manyhands.sync_batch_norm.kernels import KernelStatistics, dense
 from manyhands.sync_batch_norm.statistics import ReduceGrad, Statistics
 
@@ -214,6 +222,22 @@ class BatchNormOverReplicas:
         if not same_name:
             raise RuntimeError(_CHECKPOINT)
         return same_name[0].parts
+
+
+def exchange_contexts(
+    replicas: Sequence[Callable[..., Any] | None], new_exchange: Callable[[int], Exchange], *, sync_batch_norm: bool
+) -> list[PassContext]:
+    """Return the contexts of each pass in which replicas exchange values, each with a backward of its own.
+
+    Args:
+        replicas: None for each that runs in another process.
+        new_exchange: makes the exchange of so many replicas for one pass.
+        sync_batch_norm: whether batch norm is over all replicas.
+    """
+    contexts = [exchanging(len(replicas), new_exchange)]
+    if sync_batch_norm:
+        contexts.append(BatchNormOverReplicas(replicas, BackwardMode.PER_REPLICA).one_pass)
+    return contexts
 
 
 def run_synchronised(

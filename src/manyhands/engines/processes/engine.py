@@ -52,11 +52,9 @@ from manyhands.primitives.replicate import check_device, check_layouts, unchange
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.errors import log_once
-from manyhands.runtime.exchange import exchanging
 from manyhands.runtime.rng import SeededStreams
 from manyhands.runtime.streams import Copies
 from manyhands.runtime.thread_pool import (
-    PassContext,
     ReplicaTiming,
     divided_intra_op_threads,
     inside_replica,
@@ -65,7 +63,7 @@ from manyhands.runtime.thread_pool import (
 )
 from manyhands.runtime.thread_state import ProcessState, ThreadState
 from manyhands.runtime.whole_batch_draws import SharedStream
-from manyhands.sync_batch_norm.function_mode import BackwardMode, BatchNormOverReplicas
+from manyhands.sync_batch_norm.function_mode import exchange_contexts
 
 _HOOKS_OF_EVERY_MODULE = (
     "hooks are registered for every module of this process, and workers do not have them: as long as they are, all "
@@ -179,7 +177,11 @@ class ProcessesEngine(Engine):
             graphs.on_release = replicas.give_back
             graphs.sync_context = call.sync_context
             if call.sync_batch_norm or call.one_device_randomness:
-                graphs.pass_contexts = _contexts_with_exchange(call, worker_group, replicas.roots[0])
+                graphs.pass_contexts = exchange_contexts(
+                    [*replicas.roots, *[None] * (len(where) - 1)],
+                    partial(worker_group.open_exchange, cross_process=call.cross_process),
+                    sync_batch_norm=call.sync_batch_norm,
+                )
             with streams as of_streams, one_pass([*of_streams, *graphs.pass_contexts]) as replica_context:
                 run = partial(call_replica, call, inputs, replicas.roots, copies, timings, 0)
                 outcomes = run_together([run], call.devices[:1], replica_context)
@@ -392,17 +394,6 @@ class ProcessesEngine(Engine):
         self._module_sync.invalidate()
         if worker_group is not None:
             worker_group.end(graceful=True)
-
-
-def _contexts_with_exchange(call: Call, worker_group: WorkerGroup, first: nn.Module) -> list[PassContext]:
-    """Return the contexts of each pass in which replicas exchange values; `first` is the caller's replica."""
-    num_replicas = len(call.devices)
-    new_exchange = partial(worker_group.open_exchange, cross_process=call.cross_process)
-    contexts: list[PassContext] = [exchanging(num_replicas, new_exchange)]
-    if call.sync_batch_norm:
-        replicas = [first, *[None] * (num_replicas - 1)]
-        contexts.append(BatchNormOverReplicas(replicas, BackwardMode.PER_REPLICA).one_pass)
-    return contexts
 
 
 def _log_if_hooks(blueprint: Blueprint) -> None:

@@ -47,11 +47,10 @@ from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import Bucket
 from manyhands.runtime.errors import log
-from manyhands.runtime.exchange import exchanging
 from manyhands.runtime.rng import digest_of_states
 from manyhands.runtime.thread_pool import PassContext, ReplicaContext, one_pass, run_together
 from manyhands.runtime.whole_batch_draws import one_stream
-from manyhands.sync_batch_norm.function_mode import BackwardMode, BatchNormOverReplicas
+from manyhands.sync_batch_norm.function_mode import exchange_contexts
 
 _SPIN_S = 0.0002
 
@@ -249,10 +248,10 @@ class Worker:
         contexts: list[PassContext] = []
         if message.rows is not None:
             contexts.append(partial(one_stream, type(root).__name__, message.rows))
-        contexts.append(exchanging(num_replicas, lambda _: RemoteExchange(channel)))
-        if message.sync_batch_norm:
-            replicas = [root if i == index else None for i in range(num_replicas)]
-            contexts.append(BatchNormOverReplicas(replicas, BackwardMode.PER_REPLICA).one_pass)
+        replicas = [root if i == index else None for i in range(num_replicas)]
+        contexts += exchange_contexts(
+            replicas, lambda _: RemoteExchange(channel), sync_batch_norm=message.sync_batch_norm
+        )
 
         @contextlib.contextmanager
         def one_pass_of_replica(_: int) -> Iterator[None]:
