@@ -122,6 +122,7 @@ class one_stream:  # noqa: N801 - a context manager
         if kind is not None:
             return
         if last_move() is self._last_move and state_of(torch.default_generator) != self.first_state:
+            move_to(self._state)
             raise RuntimeError(_NOT_CAUGHT_HERE.format(name=self._name, what=WHAT_IS_NOT_CAUGHT))
         generators = [stream.generator_made for stream in self._streams]
         states = [self._state if generator is None else generator.get_state() for generator in generators]
