@@ -96,17 +96,27 @@ def calls_of(model: nn.Module) -> Calls:
 
 def calls_of_steps(model: nn.Module, number: int) -> int:
     """Return the calls of the next steps of a model."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=True)
-    inputs = torch.randn(_ROWS, _WIDTH)
+    step = training_step(model)
     profile = cProfile.Profile()
     profile.enable()
     for _ in range(number):
-        optimizer.zero_grad()
-        model(inputs).square().mean().backward()
-        optimizer.step()
+        step()
     profile.disable()
     entries = pstats.Stats(profile).stats.items()  # type: ignore[attr-defined]
     return sum(num_calls for (_, _, name), (_, num_calls, *_) in entries if not _waits(name))
+
+
+def training_step(model: nn.Module) -> Callable[[], None]:
+    """Return the step of a model of `layers` that is counted."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=True)
+    inputs = torch.randn(_ROWS, _WIDTH)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+    return step
 
 
 def _waits(name: str) -> bool:

@@ -11,9 +11,8 @@ import argparse
 import os
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
-from host_calls import layers
+from host_calls import layers, training_step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
@@ -22,7 +21,6 @@ import manyhands
 
 NUM_LAYERS = (20, 120)
 _WARM_UP = 5
-_ROWS = 16
 # Operations that queue no work themselves.
 _QUEUE_NOTHING = {
     *("alias", "as_strided", "chunk", "contiguous", "detach", "detach_", "empty", "empty_like", "empty_strided"),
@@ -57,14 +55,7 @@ def main() -> None:
 
 def operations(model: nn.Module) -> int:
     """Return the operations of a steady step of a model."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=True)
-    inputs = torch.randn(_ROWS, next(model.parameters()).size(-1))
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(inputs).square().mean().backward()
-        optimizer.step()
-
+    step = training_step(model)
     for _ in range(_WARM_UP):
         step()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:

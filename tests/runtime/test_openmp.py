@@ -28,11 +28,14 @@ def wait_for_threads(number):
 '''
 
 
+def check_script(script: str) -> None:
+    run = run_script(REGION + script)
+    assert run.returncode == 0, run.stderr
+
+
 @gnu
 def test_threads_end_and_the_next_operation_starts_them_again() -> None:
-    run = run_script(
-        REGION
-        + """
+    check_script("""
 check()
 before = len(os.listdir("/proc/self/task"))
 for _ in range(20):
@@ -42,17 +45,13 @@ for _ in range(20):
     assert torch.get_num_threads() == 3
     check()
     wait_for_threads(before)
-"""
-    )
-    assert run.returncode == 0, run.stderr
+""")
 
 
 @gnu
 def test_other_threads_compute_meanwhile() -> None:
     """Each has a pool of its own, which another thread's pause leaves alone."""
-    run = run_script(
-        REGION
-        + """
+    check_script("""
 torch.set_num_threads(2)  # also of new threads
 together = threading.Barrier(4)
 done = []
@@ -71,16 +70,12 @@ for worker in workers:
 for worker in workers:
     worker.join()
 assert sorted(done) == [False, False, True, True]
-"""
-    )
-    assert run.returncode == 0, run.stderr
+""")
 
 
 @gnu
 def test_the_child_of_a_fork_does_not_wait_for_its_parents_threads() -> None:
-    run = run_script(
-        REGION
-        + """
+    check_script("""
 pid = os.fork()
 if not pid:
     openmp.pause_threads()
@@ -88,9 +83,7 @@ if not pid:
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 openmp.pause_threads()
 check()
-"""
-    )
-    assert run.returncode == 0, run.stderr
+""")
 
 
 @pytest.mark.parametrize("lacking", ["platform", "library", "symbol", "GNU's"])

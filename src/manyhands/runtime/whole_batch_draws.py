@@ -58,14 +58,15 @@ _CANNOT = (
     'an input; or make the wrapper with randomness="per_replica".'
 )
 _NOT_CAUGHT_HERE = (
-    'random numbers of one device (randomness="one_device"): torch\'s random generator was drawn from while the '
-    "replicas of {name} ran, by {what}. Draw with torch's functions on plain tensors, or draw outside of the model and "
-    'pass the result to it as an input; or make the wrapper with randomness="per_replica".'
+    _OPTION
+    + ": torch's random generator was drawn from while the replicas of {name} ran, by {what}. Draw with torch's "
+    "functions on plain tensors, or draw outside of the model and pass the result to it as an input; or make the "
+    'wrapper with randomness="per_replica".'
 )
 _DREW_DIFFERENTLY = (
-    'random numbers of one device (randomness="one_device"): the replicas of {name} have ended at different random '
-    "states. Let forward seed the generator (torch.manual_seed, torch.set_rng_state) in all replicas alike, or make "
-    'the wrapper with randomness="per_replica".'
+    _OPTION + ": the replicas of {name} have ended at different random states. Let forward seed the generator "
+    "(torch.manual_seed, torch.set_rng_state) in all replicas alike, or make the wrapper with "
+    'randomness="per_replica".'
 )
 _NOT_RUNNING_TOGETHER = (
     _OPTION + ": {operation} was called where the replicas do not run at the same time: in the backward of batched "

@@ -136,7 +136,7 @@ def send_update(worker_group: WorkerGroup, module_sync: ModuleSync, update: Upda
             transport.begin_sending(module_sync.take_flats(), replicas, lambda: worker_group.poll(where))
             transport.end_sending(lambda: worker_group.poll(where))
         replies = worker_group.replies(where)
-        errors = [(where[i + 1], reply.error.exception()) for i, reply in sorted(replies.items()) if reply.error]
+        errors = [(where[i + 1], reply.error.exception()) for i, reply in replies.items() if reply.error]
         if errors:
             raise annotate(errors)
 
