@@ -94,6 +94,7 @@ def dotted(node: ast.AST) -> str:
 def test_public_names():
     assert manyhands.__all__ == [
         "DataParallel",
+        "ReplicaDied",
         "data_parallel",
         "gather",
         "keep_freed_memory",

@@ -323,7 +323,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             AttributeError: the module has no such method.
             BaseException: of a batch: what the module raised, with a note that names the batch, after the outputs
                 before it. The next `next()` goes on with the next batch. What the loader raises ends the iteration.
-            WorkerDiedError: the worker process that had the batch has died; `next()` goes on without it.
+            ReplicaDied: the worker process that had the batch has died; `next()` goes on without it.
 
         Under a launcher every process is given the same batches and computes its part of them. The first process gets
         all outputs; the others get none, and help until it has all. There an error ends the iteration in all of them.

@@ -37,8 +37,7 @@ from helpers.contract import (
 )
 from helpers.modules import Calls, Composed, Fn
 from helpers.programs import run_script, until
-from manyhands import DataParallel, pad
-from manyhands.engines.processes.worker_group import WorkerDiedError
+from manyhands import DataParallel, ReplicaDied, pad
 
 AHEAD = 2  # batches a device that are pulled before they are needed
 
@@ -517,7 +516,7 @@ def test_a_worker_that_dies_takes_one_batch_with_it(wrap: Wrap, tmp_path: Path) 
     some = numbered(8)
     found = in_time(lambda: outcomes_of(model.map(some)))
     [lost] = [k for k, outcome in enumerate(found) if isinstance(outcome, BaseException)]
-    assert isinstance(found[lost], WorkerDiedError)
+    assert isinstance(found[lost], ReplicaDied)
     assert "replica 1 on cpu: its worker process" in str(found[lost])
     assert "SIGKILL" in str(found[lost])
     assert any(f"batch {lost}," in note for note in found[lost].__notes__)

@@ -11,6 +11,14 @@ import warnings
 
 log = logging.getLogger("manyhands")
 
+
+class ReplicaDied(RuntimeError):  # noqa: N818 - named as what happened: the replica's process has ended
+    """A replica's worker process has ended by itself: by a signal, or with an exit status.
+
+    Parameters, gradients, optimizer and buffers are as they were before the step.
+    """
+
+
 _logged: set[str] = set()
 _logged_lock = threading.Lock()
 

@@ -24,9 +24,9 @@ from manyhands.engines.processes.messages import Forward, Reply, TensorRef
 from manyhands.engines.processes.module_sync import ModuleSync, Update
 from manyhands.engines.processes.pickling import dumps, loads
 from manyhands.engines.processes.remote_graph import repeat_messages
-from manyhands.engines.processes.worker_group import StepLock, WorkerDiedError, WorkerGroup
+from manyhands.engines.processes.worker_group import StepLock, WorkerGroup
 from manyhands.runtime import devices as _devices
-from manyhands.runtime.errors import annotate
+from manyhands.runtime.errors import ReplicaDied, annotate
 from manyhands.runtime.thread_state import ProcessState, ThreadState
 
 
@@ -76,7 +76,7 @@ class WorkerLane(Lane):
                 reply = self._worker.receive()
             except ChannelClosedError:
                 self.has_ended = True
-                raise WorkerDiedError(
+                raise ReplicaDied(
                     f"{self.name}: its {self._worker.how_it_died()}. Its batch is lost. The iteration can go on, "
                     "without this worker; the module is as it was."
                 ) from None
@@ -120,7 +120,7 @@ def send_update(worker_group: WorkerGroup, module_sync: ModuleSync, update: Upda
     """Send all workers what changed in the module, and wait until they have it.
 
     Raises:
-        WorkerDiedError: a worker has died. The group is ended.
+        ReplicaDied: a worker has died. The group is ended.
     """
     where = [f"replica {i} on {device}" for i, device in enumerate(call.devices)]
     transport, replicas = worker_group.transport, tuple(range(len(where)))

@@ -29,7 +29,7 @@ from manyhands.engines.processes.remote_exchange import Withdrawal, packed
 from manyhands.engines.processes.shared_memory import Segment, SendBuffer
 from manyhands.runtime import affinity
 from manyhands.runtime import devices as _devices
-from manyhands.runtime.errors import annotate
+from manyhands.runtime.errors import ReplicaDied, annotate
 from manyhands.runtime.exchange import CrossProcess, LocalExchange, Request, Response
 from manyhands.runtime.thread_state import ProcessState
 
@@ -37,10 +37,6 @@ _SPIN_S = 0.0005
 _END_TIMEOUT_S = 1.0  # within which all connections of a killed process close
 _SLEEP_S = 0.001
 _WAKE_S = 0.1  # a waiting caller looks this often for Ctrl-C
-
-
-class WorkerDiedError(RuntimeError):
-    """A worker process ended by itself."""
 
 
 class WorkerHandle:
@@ -214,7 +210,7 @@ class WorkerGroup:
         """Send a worker a message.
 
         Raises:
-            WorkerDiedError: it has died. The group is ended.
+            ReplicaDied: it has died. The group is ended.
         """
         self._awaited.add(index)  # before it is sent: if Ctrl-C interrupts the send, the group must end
         try:
@@ -247,7 +243,7 @@ class WorkerGroup:
         An urgent one is returned at once, and alone.
 
         Raises:
-            WorkerDiedError: a worker has died. The group is ended.
+            ReplicaDied: a worker has died. The group is ended.
             BaseException: the error that ended their exchange, in which some of them may be waiting.
         """
         if self._exchange is not None and self._exchange.error is not None:
@@ -301,7 +297,7 @@ class WorkerGroup:
         """Receive what workers have sent so far; for a caller that waits for them elsewhere.
 
         Raises:
-            WorkerDiedError: a worker has died. The group is ended.
+            ReplicaDied: a worker has died. The group is ended.
             BaseException: the error of a worker that has missed a collective.
         """
         self._receive_ready()
@@ -326,11 +322,11 @@ class WorkerGroup:
             index = min(self._dead)
             raise self._end_with_error(index, where[index + 1])
 
-    def _end_with_error(self, index: int, where: str) -> WorkerDiedError:
+    def _end_with_error(self, index: int, where: str) -> ReplicaDied:
         """End the group after a worker's death; return the error that describes it."""
         died = self.workers[index].how_it_died()
         self.end()
-        return WorkerDiedError(
+        return ReplicaDied(
             f"{where}: its {died}. This step is lost; the module is as it was, and the next forward starts other "
             "workers."
         )
