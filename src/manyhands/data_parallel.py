@@ -75,6 +75,7 @@ _ONE_ROW = (
     "batch norm in training needs more than one row, and each replica normalises its own rows. With "
     "sync_batch_norm=True it normalises the rows of all replicas. Or leave a short last batch out (drop_last=True)."
 )
+_ON_WORKER_LOSS = ("raise", "retry")
 _LOSSES = ("mean", "sum")
 _VERBS = ("replicate", "scatter", "parallel_apply", "gather")
 
@@ -158,6 +159,14 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             of the last replica to the first: by the shapes of replicas with different numbers of rows it is known
             which axis of a draw has the rows. What cannot be told is an error that names the operation. On the CPU
             only, and within one process.
+        on_worker_loss: what becomes of a step whose worker process dies, with engine="processes". "raise":
+            `ReplicaDied`; parameters, gradients and buffers are as before the step, and the next forward starts other
+            workers. "retry": the step is run again on other workers, from the same inputs, buffers and random state, so
+            it ends with exactly the numbers that it would have had. Its inputs are copied for that. Other effects of
+            the module's forward happen twice. See docs/reliability.md.
+        rescue: whether a step in which a replica runs out of memory is run again with that replica's shard in parts,
+            each computed once more in backward, so that only one part's activations are in memory. Gradients are the
+            same within float rounding. What the replica can bear is logged and remembered.
         process_group: which processes train the model together, where a launcher such as torchrun has started several.
             None: all of them, or this one alone if there is no launcher and no default process group; a
             `torch.distributed.ProcessGroup`: those in it; False: this one alone.
@@ -199,6 +208,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         out_dims: Any = ...,
         sync_batch_norm: bool = False,
         randomness: str = "per_replica",
+        on_worker_loss: str = "raise",
+        rescue: bool = False,
         process_group: Any = None,
         loss: str = "mean",
     ) -> None:
@@ -226,6 +237,11 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         self.out_dims = out_dims
         self.sync_batch_norm = check_flag(sync_batch_norm, "sync_batch_norm")
         self.randomness = _checked_randomness(randomness, self.devices, communicator is not None)
+        if on_worker_loss not in _ON_WORKER_LOSS:
+            raise ValueError(f"on_worker_loss={on_worker_loss!r}: expected one of {list(_ON_WORKER_LOSS)}")
+        self.on_worker_loss = on_worker_loss
+        self.rescue = check_flag(rescue, "rescue")
+        self._row_limits: dict[int, int] = {}
         self._engine.check(self.devices, sync_batch_norm=sync_batch_norm)
         self._most_rows = [0.0]  # of the batches so far; a list, because to assign an attribute here takes 18 calls
         if self.devices:
@@ -388,7 +404,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         output_device = self._gather_on if self.devices and not here else devices[0]
 
         def open_lanes(devices: Sequence[torch.device]) -> Lanes:
-            return self._engine.open_lanes(self.module, LaneCall(devices, devices[0], output_device, method))
+            retry = self.on_worker_loss == "retry"
+            return self._engine.open_lanes(self.module, LaneCall(devices, devices[0], output_device, method, retry))
 
         return Callee(
             open_lanes=open_lanes,
@@ -636,6 +653,9 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             method=method,
             sync_batch_norm=self.sync_batch_norm,
             one_device_randomness=self.randomness == _ONE_DEVICE,
+            retry=self.on_worker_loss == "retry",
+            rescue=self.rescue,
+            row_limits=self._row_limits,
         )
 
     def _arguments(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

@@ -19,6 +19,7 @@ replica graphs:   leaves of replica i ──► replica i ──► outputs of r
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,7 +83,10 @@ class _Boundary(torch.autograd.Function):
                 if reduction is not None:
                     joined[first:] = reduction.differentiable(joined[first:])
                 return (None, *joined)
-            joined = graphs.backward(grads, keep, reduction)
+            if graphs.replay is None:
+                joined = graphs.backward(grads, keep, reduction)
+            else:
+                joined = graphs.replay.run(graphs, partial(graphs.backward, grads, keep, reduction))
             if reduction is not None:
                 joined[first:] = reduction.finish(joined[first:])
         except BaseException as error:
@@ -123,6 +127,23 @@ def join(
 
 def _differentiable_backward(graphs: ReplicaGraphs, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Return the inputs' gradients as outputs of one more Boundary (4)."""
+    run = partial(_graphs_of_gradients, graphs, grads)
+    replay = graphs.replay
+    higher, gradients = run() if replay is None else replay.run(graphs, run)
+    higher.replay = None if replay is None else replay.of_gradients(graphs, lambda: run()[0])
+    if not higher.outputs:
+        return [None] * len(gradients)
+    first = graphs.first_parameter
+    incoming = [grad for grad in grads if grad is not None]
+    live_inputs = (*graphs.live_inputs[:first], *incoming, *graphs.live_inputs[first:])
+    results = iter(_apply(higher, *live_inputs))
+    return [next(results) if edge is not None else None for edge in gradients]
+
+
+def _graphs_of_gradients(
+    graphs: ReplicaGraphs, grads: Sequence[torch.Tensor | None]
+) -> tuple[ReplicaGraphs, list[BoundaryTensor | None]]:
+    """Return the graphs of the inputs' gradients; and each of these gradients, None where there is none."""
     graphs.keep = True
     higher, parts = graphs.differentiable_backward(grads)
     gradients = [
@@ -132,10 +153,4 @@ def _differentiable_backward(graphs: ReplicaGraphs, grads: Sequence[torch.Tensor
         for edge, of_edge in zip(graphs.all_inputs, parts, strict=True)
     ]
     higher.outputs = [edge for edge in gradients if edge is not None]
-    if not higher.outputs:
-        return [None] * len(gradients)
-    first = graphs.first_parameter
-    incoming = [grad for grad in grads if grad is not None]
-    live_inputs = (*graphs.live_inputs[:first], *incoming, *graphs.live_inputs[first:])
-    results = iter(_apply(higher, *live_inputs))
-    return [next(results) if edge is not None else None for edge in gradients]
+    return higher, gradients

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 import torch
 
@@ -35,10 +35,21 @@ from manyhands.runtime.streams import wait_for_streams
 from manyhands.runtime.thread_pool import PassContext, ReplicaTiming, one_pass, run_together
 from manyhands.runtime.thread_state import modes_that_stay
 
+T = TypeVar("T")
+
 _BACKWARD_INSIDE = (
     "the module calls backward inside forward, and its gradients cannot be summed over the processes there. Return the "
     "loss and call backward outside, or keep the model to this process: DataParallel(..., process_group=False)."
 )
+
+
+class Replay(Protocol):
+    """Runs a backward of `graphs`, again after a failure from which it recovers; engines/replay.py has it."""
+
+    def run(self, graphs: "ReplicaGraphs", backward: Callable[[], T]) -> T: ...
+
+    def of_gradients(self, graphs: "ReplicaGraphs", make: Callable[[], "ReplicaGraphs"]) -> "Replay":
+        """Return that of the graphs of the gradients of `graphs`, which `make` makes."""
 
 
 # What is entered around a backward that runs all replica graphs in one call.
@@ -194,6 +205,7 @@ class ReplicaGraphs:
             not.
         buckets: those in which gradients come home; None where no replica's parameters are in memory of their own.
         separate_memory: as in `ThreadsEngine`.
+        replay: runs a backward of these graphs, again after a failure; None: a failure is final.
     """
 
     timings: list[ReplicaTiming]
@@ -213,6 +225,7 @@ class ReplicaGraphs:
     sync_context: SyncContext | None = None
     buckets: ReduceBuckets | None = None
     separate_memory: bool = False
+    replay: "Replay | None" = None
     released: bool = field(default=False, init=False)
     _grad_is_free: threading.Lock = field(default_factory=threading.Lock, init=False)
 
@@ -222,11 +235,25 @@ class ReplicaGraphs:
         Args:
             failed: whether a backward was left half done, so that the replicas are not as they were.
         """
-        on_release, self.on_release = self.on_release, lambda: None
-        self.inputs, self.outputs, self.live_inputs, self.leaves, self.hooks = [], [], (), (), ()
-        self.pass_contexts, self.backward_context, self.released = (), nullcontext, True
+        on_release = self.on_release
+        self.drop()
+        self.live_inputs, self.replay, self.released = (), None, True
         if not (failed or self.keep):
             on_release()
+
+    def drop(self) -> None:
+        """Drop what refers to the replica graphs."""
+        self.on_release = lambda: None
+        self.inputs, self.outputs, self.leaves, self.hooks = [], [], (), ()
+        self.pass_contexts, self.backward_context = (), nullcontext
+
+    def take_from(self, other: Self) -> None:
+        """Take the replica graphs of another object, which has none after it: the same forward's, run again."""
+        kept = self.live_inputs, self.replay
+        self.__dict__.update(other.__dict__)
+        self.live_inputs, self.replay = kept
+        other.released, other.replay = True, None
+        other.drop()
 
     @property
     def first_parameter(self) -> int:
@@ -395,7 +422,7 @@ class ReplicaGraphs:
     def _higher(self, incoming: Sequence[BoundaryTensor], **changes: Any) -> Self:
         """Return the graphs of these graphs' gradients, without outputs yet; `incoming` are their further inputs."""
         inputs = [*self.inputs, *incoming]
-        return replace(self, inputs=inputs, outputs=[], live_inputs=(), keep=True, **changes)
+        return replace(self, inputs=inputs, outputs=[], live_inputs=(), keep=True, replay=None, **changes)
 
     def _part_of(self, index: int, output_grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return a replica's part of the output gradients; None for an output that needs none."""

@@ -8,8 +8,8 @@ tests/contract/ is the contract's test suite, and runs over every engine.
 import abc
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -35,6 +35,9 @@ class Call:
         one_device_randomness: whether replicas draw the random numbers of one device.
         sync_context: what this call counts for in sums of gradients over several processes (a `SyncContext` of
             distributed/gradient_sync.py); None: there are no such sums.
+        retry: whether the step is run again after a worker's death.
+        rescue: whether it is run again in smaller parts where a replica ran out of memory.
+        row_limits: how many rows a replica can bear, by its number, where that is known; the wrapper's.
         cross_process: a `CrossProcess`, which exchanges batch norm's statistics with other processes; None: they stay
             in this one.
     """
@@ -49,6 +52,9 @@ class Call:
     method: str | None = None
     sync_batch_norm: bool = False
     one_device_randomness: bool = False
+    retry: bool = False
+    rescue: bool = False
+    row_limits: dict[int, int] = field(default_factory=dict)
     sync_context: Any = None
     cross_process: Any = None
 
@@ -63,19 +69,34 @@ class Call:
         return places
 
 
+class Parts(NamedTuple):
+    """How a replica runs its shard in parts, one after the other, so that it needs less memory.
+
+    Attributes:
+        sizes: the rows of each.
+        axes: of each leaf of the inputs, the axis that holds the rows.
+        rules: how outputs are joined.
+    """
+
+    sizes: tuple[int, ...]
+    axes: tuple[int | None, ...]
+    rules: OutputRules
+
+
 @dataclass(frozen=True)
 class LaneCall:
     """The calls that lanes make, one a batch.
 
     Attributes:
         devices: one a lane.
-        source, output_device, method: as in `Call`.
+        source, output_device, method, retry: as in `Call`; a lost worker's batch goes to another lane.
     """
 
     devices: Sequence[torch.device]
     source: torch.device
     output_device: torch.device
     method: str | None = None
+    retry: bool = False
 
 
 @dataclass

@@ -19,6 +19,7 @@ from manyhands.autograd.broadcast import CoalescedBroadcast, ReduceBuckets
 from manyhands.autograd.reducer import LeafHooks
 from manyhands.autograd.replica_graph import BoundaryTensor
 from manyhands.engines.base import Call, called
+from manyhands.engines.replay import parts_of, run_in_parts
 from manyhands.primitives.batch_types import batch_type_of
 from manyhands.primitives.blueprint import Blueprint, Links
 from manyhands.primitives.change_tracking import ContainerSnapshot, DictSnapshot, TensorSnapshot, fill
@@ -88,7 +89,11 @@ def call_replica(
     started = time.perf_counter()
     copies.wait_copies(index)
     args, kwargs = inputs.shards[index]
-    output = called(roots[index], call.method)(*args, **kwargs)
+    function = called(roots[index], call.method)
+    if call.row_limits and (parts := parts_of(call, roots[index], index)):
+        output = run_in_parts(function, args, kwargs, parts, call.devices[index])
+    else:
+        output = function(*args, **kwargs)
     timings[index].forward_s = time.perf_counter() - started
     return output
 

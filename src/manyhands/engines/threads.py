@@ -30,6 +30,7 @@ from manyhands.autograd.replica_graph import BackwardContext, BoundaryTensor, Re
 from manyhands.engines.base import Call, Engine, LaneCall, Lanes, check_flag
 from manyhands.engines.compile_lock import CompileLock, kind_of
 from manyhands.engines.lanes import open_local_lanes
+from manyhands.engines.replay import Replay, run_recovering
 from manyhands.engines.replica import GraphSearch, Inputs, ReplicaPool, call_replica, carries_objects
 from manyhands.primitives.blueprint import Blueprint, collector_paused
 from manyhands.primitives.outputs import Outputs
@@ -72,10 +73,14 @@ class ThreadsEngine(Engine):
         self._compile_lock = CompileLock()
 
     def forward(self, module: nn.Module, call: Call) -> Any:
-        with Copies(call.devices) as copies:
-            return self._forward(module, call, copies)
+        return run_recovering(call, module, lambda _: self._forward(module, call))
 
-    def _forward(self, module: nn.Module, call: Call, copies: Copies) -> Any:
+    def _forward(self, module: nn.Module, call: Call, again: Replay | None = None) -> Any:
+        """Run a forward and return its output; where it is run `again`, its graphs are all that is wanted."""
+        with Copies(call.devices) as copies:
+            return self._run(module, call, copies, again)
+
+    def _run(self, module: nn.Module, call: Call, copies: Copies, again: Replay | None) -> Any:
         tracked = torch.is_grad_enabled()
         where = call.where()
         timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
@@ -100,12 +105,17 @@ class ThreadsEngine(Engine):
                 [(tracked, module.training, *kind_of(shard)) for shard in inputs.shards]
             )
 
+        replay = again
+        if call.rescue and tracked and again is None and not inside_replica():
+            replay = Replay(call, module, pool.live_parameters, pool.buffers, partial(self._forward, module))
         with unchanged_on_failure(pool.buffers), one_pass(contexts) as replica_context:
             run = partial(call_replica, call, inputs, roots, copies, timings)
             tasks = [partial(run, i) for i, _ in enumerate(call.devices)]  # step 4
             outputs = values_or_raise(run_together(tasks, call.devices, replica_context), where)
             matched = Outputs(outputs, call.rules, call.sizes)  # step 5
             del outputs
+            if replay is not None:
+                replay.see_outputs(matched.groups)
             graphs = ReplicaGraphs(
                 timings=timings,
                 where=where,
@@ -130,6 +140,9 @@ class ThreadsEngine(Engine):
                 graphs.separate_memory = self._separate_memory
                 if replicas.is_remote:
                     graphs.buckets = pool.reduce_buckets
+                if again is not None:
+                    return again.take(graphs)
+                graphs.replay = replay
                 joined = join(graphs, [*inputs.live, *outside], own_leaves)  # step 6
             else:
                 joined = graphs.joined_outputs()

@@ -21,6 +21,7 @@ class Arguments:
 
     Attributes:
         rows: how many rows the call has; None if nothing has rows (no tensors, 0-dim ones, or ones that are not split).
+        axes: of each leaf, the axis that holds its rows; None: it has none.
         leaves: every leaf of the inputs, positional ones first.
 
     Raises:
@@ -35,6 +36,7 @@ class Arguments:
         dim: int,
         in_dims: Any = ...,
         function: Callable[..., Any] | None = None,
+        axes: Sequence[int | None] | None = None,
     ) -> None:
         self._inputs, self._kwargs = inputs, kwargs
         self._is_flat = pytree.is_flat(inputs) and (not kwargs or pytree.is_flat(kwargs))
@@ -42,13 +44,14 @@ class Arguments:
             self.leaves = [*inputs, *kwargs.values()]
         else:
             self.leaves = [leaf for _, leaf in self._named()]
-        self._axes = (
-            [dim] * len(self.leaves)
-            if in_dims is ... and self._is_flat
-            else spread_inputs(in_dims, inputs, kwargs, dim, function)
-        )
+        if axes is not None:
+            self.axes = [*axes]
+        elif in_dims is ... and self._is_flat:
+            self.axes = [dim] * len(self.leaves)
+        else:
+            self.axes = spread_inputs(in_dims, inputs, kwargs, dim, function)
         counts: list[int] = []
-        for number, (leaf, axis) in enumerate(zip(self.leaves, self._axes, strict=True)):
+        for number, (leaf, axis) in enumerate(zip(self.leaves, self.axes, strict=True)):
             if isinstance(leaf, torch.Tensor):
                 if not can_be_placed(leaf):
                     raise cannot_be_placed("scatter", self._named()[number][0], leaf)
@@ -84,7 +87,7 @@ class Arguments:
 
     def _different_rows(self) -> ValueError:
         counts = []
-        for (path, leaf), axis in zip(self._named(), self._axes, strict=True):
+        for (path, leaf), axis in zip(self._named(), self.axes, strict=True):
             batch_type = batch_type_of(leaf)
             if axis is not None and batch_type is not None:
                 rows = batch_type.rows(leaf)
@@ -105,7 +108,7 @@ class Arguments:
             place: makes each replica's part from a tensor and its placement.
         """
         sizes = tuple(sizes)
-        dealt = [self._parts(leaf, axis, sizes, place) for leaf, axis in zip(self.leaves, self._axes, strict=True)]
+        dealt = [self._parts(leaf, axis, sizes, place) for leaf, axis in zip(self.leaves, self.axes, strict=True)]
         if self._is_flat:
             num, names = len(self._inputs), list(self._kwargs)
             of_replicas = zip(*dealt, strict=True) if dealt else [()] * len(sizes)
@@ -131,6 +134,21 @@ class Arguments:
             return None
         return self._mapped(first, rows)
 
+    def copied(self) -> "Arguments":
+        """Return arguments with copies of all tensors, which need gradients where the originals do."""
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+        def copied_leaf(leaf: Any, _: int | None) -> Any:
+            batch_type = batch_type_of(leaf)
+            if batch_type is None:
+                return copied(leaf) if isinstance(leaf, torch.Tensor) else leaf
+            tensors, rebuild = batch_type.parts(leaf)
+            return rebuild([copied(tensor) for tensor in tensors])
+
+        return self._mapped(copied_leaf, self.rows)
+
     def with_rows(self, rows: int) -> "Arguments":
         """Return arguments like these with `rows` rows of zeros."""
 
@@ -143,10 +161,10 @@ class Arguments:
 
         return self._mapped(like, rows)
 
-    def _mapped(self, function: Callable[[Any, int | None], Any], rows: int) -> "Arguments":
+    def _mapped(self, function: Callable[[Any, int | None], Any], rows: int | None) -> "Arguments":
         """Return arguments whose leaves are `function(leaf, axis)`, with `rows` rows."""
         other = copy.copy(self)
-        other.leaves = [function(leaf, axis) for leaf, axis in zip(self.leaves, self._axes, strict=True)]
+        other.leaves = [function(leaf, axis) for leaf, axis in zip(self.leaves, self.axes, strict=True)]
         other.rows = rows
         return other
 

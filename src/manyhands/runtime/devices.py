@@ -424,6 +424,13 @@ def generator_states(device: torch.device) -> list[torch.Tensor]:
     return [torch.default_generator.get_state()] + ([] if own is None else [own.get_state()])
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether a device, or the host, had too little memory."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    )
+
+
 def convolution_flags() -> tuple[Any, ...]:
     """Return the user's settings for convolutions on GPUs."""
     cudnn: Any = torch.backends.cudnn

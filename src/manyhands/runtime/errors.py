@@ -15,6 +15,12 @@ log = logging.getLogger("manyhands")
 class ReplicaDied(RuntimeError):  # noqa: N818 - named as what happened: the replica's process has ended
     """A replica's worker process has ended by itself: by a signal, or with an exit status.
 
+        >>> model = manyhands.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"], engine="processes")
+        >>> try:
+        ...     output = model(torch.zeros(30, 5))
+        ... except manyhands.ReplicaDied as error:
+        ...     print(error)
+
     Parameters, gradients, optimizer and buffers are as they were before the step.
     """
 

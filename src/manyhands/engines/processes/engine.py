@@ -42,6 +42,7 @@ from manyhands.engines.processes.pickling import dumps
 from manyhands.engines.processes.remote_graph import RemoteGraphs
 from manyhands.engines.processes.shared_memory import SendBuffer
 from manyhands.engines.processes.worker_group import StepLock, WorkerGroup
+from manyhands.engines.replay import Replay, parts_of, run_recovering
 from manyhands.engines.replica import GraphSearch, Inputs, ReplicaPool, Replicas, call_replica, carries_objects
 from manyhands.engines.threads import ThreadsEngine
 from manyhands.primitives.blueprint import HOOKS, Blueprint
@@ -104,7 +105,7 @@ class ProcessesEngine(Engine):
         with self._step_lock as is_outermost:
             if self._runs_here(is_outermost):
                 return self._threads_engine.forward(module, call)
-            return self._forward(module, call)
+            return run_recovering(call, module, lambda _: self._forward(module, call))
 
     def open_lanes(self, module: nn.Module, call: LaneCall) -> Lanes:
         if inside_replica() or len(call.devices) == 1 or self._workers_belong_to_lanes():
@@ -145,12 +146,22 @@ class ProcessesEngine(Engine):
         log_once(_WORKERS_OF_A_MAP)
         return True
 
-    def _forward(self, module: nn.Module, call: Call) -> Any:
+    def _forward_again(self, module: nn.Module, call: Call, again: Replay) -> None:
+        with self._step_lock as is_outermost:
+            if not is_outermost:
+                raise RuntimeError("a step cannot be run again inside another step of the same model")
+            self._forward(module, call, again)
+
+    def _forward(self, module: nn.Module, call: Call, again: Replay | None = None) -> Any:
+        """Run a forward and return its output; where it is run `again`, its graphs are all that is wanted."""
         tracked = torch.is_grad_enabled()
         where = call.where()
         timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
         self._timings = timings
         worker_group, pool = self._prepared(module, call.devices, call.source)
+        replay = again
+        if again is None and tracked and (call.retry or call.rescue):
+            replay = Replay(call, module, pool.live_parameters, pool.buffers, partial(self._forward_again, module))
         number = next(worker_group.graph_numbers)
         graphs = RemoteGraphs(
             timings,
@@ -200,6 +211,8 @@ class ProcessesEngine(Engine):
             del replica_context  # it may refer to the replica
             matched = Outputs(outputs, call.rules, call.sizes)  # step 5
             del outputs
+            if replay is not None:
+                replay.see_outputs(matched.groups)
             graphs.outputs = [
                 BoundaryTensor(group.placement, call.output_device, group.tensors) for group in matched.groups
             ]
@@ -211,6 +224,9 @@ class ProcessesEngine(Engine):
                     pool, call, of_first, where[:1], own_leaves, carries_objects(call)
                 )
                 live = self._link(graphs, inputs, objects, outside, pool, replicas)
+                if again is not None:
+                    return again.take(graphs)
+                graphs.replay = replay
                 graphs.pass_on_gradients_of_forward([*live, *pool.live_parameters], replies)
                 joined = join(graphs, live, ())
             else:
@@ -274,6 +290,7 @@ class ProcessesEngine(Engine):
                 seed=seeds[i + 1],
                 num_threads=num_threads,
                 where=graphs.where[i + 1],
+                parts=parts_of(call, blueprint.root, i + 1),
                 exchange_rank=(i + 1, num_workers + 1) if call.sync_batch_norm or call.one_device_randomness else None,
                 sync_batch_norm=call.sync_batch_norm,
                 rows=call.sizes if call.one_device_randomness else None,
@@ -386,7 +403,10 @@ class ProcessesEngine(Engine):
         worker_group = self._worker_group
         if worker_group is None or worker_group.ended or worker_group.devices[: len(devices)] != list(devices):
             self._end_worker_group()
+            previous = worker_group
             worker_group = self._worker_group = WorkerGroup(devices, self._share_memory)
+            if previous is not None:
+                worker_group.transport.succeed(previous.transport)
         return worker_group
 
     def _end_worker_group(self) -> None:

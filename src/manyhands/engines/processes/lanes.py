@@ -26,7 +26,7 @@ from manyhands.engines.processes.pickling import dumps, loads
 from manyhands.engines.processes.remote_graph import repeat_messages
 from manyhands.engines.processes.worker_group import StepLock, WorkerGroup
 from manyhands.runtime import devices as _devices
-from manyhands.runtime.errors import ReplicaDied, annotate
+from manyhands.runtime.errors import ReplicaDied, annotate, log
 from manyhands.runtime.thread_state import ProcessState, ThreadState
 
 
@@ -76,9 +76,12 @@ class WorkerLane(Lane):
                 reply = self._worker.receive()
             except ChannelClosedError:
                 self.has_ended = True
+                died = f"{self.name}: its {self._worker.how_it_died()}."
+                if self._call.retry:
+                    log.warning("%s Another replica computes its batch.", died)
+                    raise LaneEndedError from None
                 raise ReplicaDied(
-                    f"{self.name}: its {self._worker.how_it_died()}. Its batch is lost. The iteration can go on, "
-                    "without this worker; the module is as it was."
+                    f"{died} Its batch is lost. The iteration can go on, without this worker; the module is as it was."
                 ) from None
             assert isinstance(reply, Reply)
             repeat_messages(reply)

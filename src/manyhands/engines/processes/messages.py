@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from manyhands.engines.base import Parts
 from manyhands.engines.processes.module_sync import Update
 from manyhands.engines.processes.pickling import dumps, loads
 from manyhands.engines.processes.reducers.collectives import CollectiveConfig, Rendezvous
@@ -100,6 +101,7 @@ class Forward(Message):
         device: the replica's.
         rendezvous: of the process group over which parameters are sent; None if none are.
         replicas: those that take part.
+        parts: how the replica runs its shard in parts; None: as a whole.
     """
 
     graph: int
@@ -113,6 +115,7 @@ class Forward(Message):
     replicas: tuple[int, ...]
     sync_batch_norm: bool = False
     rows: tuple[int, ...] | None = None
+    parts: Parts | None = None
 
 
 @dataclass(slots=True, kw_only=True)

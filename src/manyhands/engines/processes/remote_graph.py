@@ -41,7 +41,7 @@ from manyhands.primitives.parallel_apply import values_or_raise
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import LARGE_BYTES
-from manyhands.runtime.errors import log_once
+from manyhands.runtime.errors import ReplicaDied, log_once
 from manyhands.runtime.rng import SeededStreams
 from manyhands.runtime.thread_pool import Outcome, divided_intra_op_threads, one_pass, run_together
 from manyhands.runtime.thread_state import ProcessState, ThreadState, modes_that_stay
@@ -89,11 +89,11 @@ class RemoteGraphs(ReplicaGraphs):
         if not self.released:
             self.release(failed=True)
 
-    def release(self, failed: bool = False) -> None:
-        if not self.released:
+    def drop(self) -> None:
+        if not self.released and not self.worker_group.ended:
             self.worker_group.release_graph(self.number)
         self.remote_leaves = {}
-        ReplicaGraphs.release(self, failed)
+        ReplicaGraphs.drop(self)
 
     @property
     def _edge_of(self) -> dict[int, int]:
@@ -397,7 +397,7 @@ class RemoteGraphs(ReplicaGraphs):
                     '(a hook, say), whose workers are busy: use engine="threads".'
                 )
             if self.worker_group.ended:
-                raise RuntimeError(
+                raise ReplicaDied(
                     "the worker processes that ran this forward have ended, and what they had saved for its backward "
                     "is gone: call the model again."
                 )

@@ -40,6 +40,7 @@ from manyhands.engines.processes.reducers.shared_memory import ReduceBuffers, Sh
 from manyhands.engines.processes.remote_exchange import RemoteExchange
 from manyhands.engines.processes.shared_memory import Segment, SendBuffer
 from manyhands.engines.processes.worker_module import WorkerModule
+from manyhands.engines.replay import run_in_parts
 from manyhands.engines.replica import Replicas, look_for_live_tensors
 from manyhands.primitives.outputs import Group
 from manyhands.primitives.placements import Single
@@ -205,7 +206,10 @@ class Worker:
 
             def run() -> Any:
                 args, kwargs = call.pop()
-                return called(root, message.method)(*args, **kwargs)
+                function = called(root, message.method)
+                if message.parts is not None:
+                    return run_in_parts(function, args, kwargs, message.parts, self._device)
+                return function(*args, **kwargs)
 
             output = _run(run, self._device, replica_context)
         outputs: list[torch.Tensor] = []

@@ -81,6 +81,9 @@ class Transport(abc.ABC):
     def end_sending(self, on_wait: OnWait) -> None:  # noqa: B027
         """Wait until everything is sent."""
 
+    def succeed(self, previous: "Transport") -> None:  # noqa: B027
+        """Take over what an earlier worker group's transport has learned, so that sums keep their order."""
+
     def end(self) -> None:  # noqa: B027
         """Close the connections to the workers, which have ended or are about to."""
 

@@ -258,6 +258,11 @@ class CollectiveTransport(Transport):
         for work in works:
             wait_for(work, on_wait)
 
+    def succeed(self, previous: Transport) -> None:
+        if isinstance(previous, CollectiveTransport):
+            self._leaves, self._forms = previous._leaves, previous._forms
+            self._order_is_known, self._buckets = previous._order_is_known, previous._buckets
+
     def end(self) -> None:
         self._groups.end()
 

@@ -1,0 +1,516 @@
+"""Steps that are run again: after a worker's death, and in parts where a replica ran out of memory.
+
+The oracle of a step that is run again is the same step undisturbed, bit for bit; that of one in parts is the plain
+module.
+"""
+
+import copy
+import hashlib
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from helpers.deaths import PLACES, Dies, differences, train, workers_of
+from helpers.modules import Calls, Fn, WithBackward
+from helpers.programs import have_ended
+from helpers.ranks import run_ranks
+from manyhands import DataParallel, ReplicaDied
+from manyhands.engines.processes import fork_server
+from manyhands.engines.processes.engine import ProcessesEngine
+from manyhands.runtime import devices
+
+Wrap = Callable[..., DataParallel]
+
+
+@pytest.fixture
+def wrap() -> Iterator[Wrap]:
+    """Wrap a module for some CPU replicas in processes, whose steps are run again; close it after the test."""
+    models: list[DataParallel] = []
+
+    def wrap(module: nn.Module, num_replicas: int = 3, share_memory: bool = True, **options: Any) -> DataParallel:
+        options.setdefault("engine", ProcessesEngine(share_memory=share_memory))
+        options.setdefault("on_worker_loss", "retry")
+        models.append(DataParallel(module, ["cpu"] * num_replicas, **options))
+        return models[-1]
+
+    yield wrap
+    for model in models:
+        model.close()
+
+
+def module_in(folder: Path, **options: Any) -> Dies:
+    torch.manual_seed(1)
+    folder.mkdir(exist_ok=True)
+    return Dies(folder, **options)
+
+
+SYNC = {"sync_batch_norm": True}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sync": SYNC,
+    "one device": {"randomness": "one_device"},
+    "both": {**SYNC, "randomness": "one_device"},
+    "gloo": {"share_memory": False},
+    "gloo, sync": {"share_memory": False, **SYNC},
+}
+
+
+@pytest.mark.parametrize(
+    "options", [name if name in ("plain", "sync") else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS]
+)
+def test_a_death_at_any_place_changes_no_number(wrap: Wrap, tmp_path: Path, options: str, caplog: Any) -> None:
+    """F7: losses, parameters, gradients, buffers and torch's random state are those of an undisturbed run."""
+    deaths = dict(enumerate(PLACES, 1))
+    expected = train(wrap(module_in(tmp_path / "none"), **OPTIONS[options]), {}, steps=8)
+    with caplog.at_level(logging.WARNING, logger="manyhands"):
+        losses, state = train(wrap(module_in(tmp_path / "some"), **OPTIONS[options]), deaths, steps=8)
+    assert losses == expected[0]
+    assert not differences(state, expected[1])
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == len(deaths)
+    assert all("its worker process" in text and "SIGKILL" in text and "run again" in text for text in told)
+
+
+def test_workers_that_die_in_the_step_that_is_run_again(wrap: Wrap, tmp_path: Path) -> None:
+    """F7: three deaths one after the other are survived, in forward as in backward."""
+    expected = train(wrap(module_in(tmp_path / "none")), {}, steps=4)
+    losses, state = train(wrap(module_in(tmp_path / "some")), {1: ("forward", 3), 2: ("backward", 3)}, steps=4)
+    assert losses == expected[0]
+    assert not differences(state, expected[1])
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_a_shard_that_ends_its_worker_each_time_is_an_error(wrap: Wrap, tmp_path: Path, place: str) -> None:
+    """F7: `ReplicaDied` after a few; everything is as before the step, and the next one works."""
+    model = wrap(module_in(tmp_path / "deaths"))
+    train(model, {}, steps=1)
+    before = copy.deepcopy(model.module.state_dict())
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    random = torch.get_rng_state()
+    model.module.place = place
+    for number in range(50):
+        (tmp_path / "deaths" / str(number)).touch()
+
+    def step() -> None:
+        model(torch.ones(17, 20)).sum().backward()
+
+    with pytest.raises(ReplicaDied, match="SIGKILL") as raised:
+        step()
+    assert any("run again 3 times" in note for note in raised.value.__notes__)
+    if place == "forward":
+        assert all(torch.equal(value, before[name]) for name, value in model.module.state_dict().items())
+        assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True) if p.grad is not None)
+    for file in (tmp_path / "deaths").iterdir():
+        file.unlink()
+    model.module.place = ""
+    step()
+
+
+def test_the_fork_server_dies(wrap: Wrap, tmp_path: Path) -> None:
+    """F7: all workers die with it; another one starts, and no number changes."""
+    expected = train(wrap(module_in(tmp_path / "none")), {}, steps=2)
+
+    def loss_of(model: DataParallel, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        output = model(x)
+        process = fork_server.server._process
+        assert process is not None
+        workers = workers_of(model)
+        os.kill(process.pid, signal.SIGKILL)
+        assert have_ended(workers)
+        return nn.functional.cross_entropy(output, y)
+
+    losses, state = train(wrap(module_in(tmp_path / "some")), {}, steps=2, loss_of=loss_of)
+    assert losses == expected[0]
+    assert not differences(state, expected[1])
+
+
+# ---- what is kept until backward ends ------------------------------------------------------------
+
+
+def kill_a_worker(model: DataParallel) -> None:
+    pid = workers_of(model)[0]
+    os.kill(pid, signal.SIGKILL)
+    assert have_ended([pid])
+
+
+def gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+    for parameter in model.parameters():
+        parameter.grad = None
+    loss.backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def assert_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(actual) == len(expected)
+    assert all(map(torch.equal, actual, expected))
+
+
+def test_inputs_buffers_and_random_state_are_those_of_the_forward(wrap: Wrap, tmp_path: Path) -> None:
+    """F7: between forward and backward the inputs are overwritten, buffers move on, and numbers are drawn."""
+    model = wrap(module_in(tmp_path / "deaths"))
+    x, z = torch.randn(17, 20), torch.randn(17, 20)
+    undisturbed, disturbed = [], []
+    for found, dies in ((undisturbed, False), (disturbed, True)):
+        torch.manual_seed(5)
+        given = x.clone().requires_grad_()
+        output = model(given)
+        buffers = [buffer.clone() for buffer in model.buffers()]
+        with torch.no_grad():
+            given.mul_(0.0)
+            model(z)  # another forward: other random numbers, and the buffers' next values
+            torch.rand(3)
+            after = [buffer.clone() for buffer in model.buffers()]
+            random = torch.get_rng_state()
+        if dies:
+            kill_a_worker(model)
+        found += [*gradients(model, output.square().sum()), given.grad]
+        assert_equal([*model.buffers()], after)
+        assert not all(map(torch.equal, buffers, after))
+        assert torch.equal(torch.get_rng_state(), random)
+        with torch.no_grad():  # as they were before, for the second round
+            for module in (model.module.first, model.module.second):
+                module.reset_running_stats()
+    assert_equal(disturbed, undisturbed)
+
+
+def test_several_forwards_before_their_backwards(wrap: Wrap, tmp_path: Path) -> None:
+    """F7: a death costs the graphs of all of them, and each is made anew when its backward comes."""
+    model = wrap(module_in(tmp_path / "deaths", dropout=0.0).eval())
+    batches = [torch.randn(9, 20) for _ in range(3)]
+    expected = [gradients(model, model(x).square().sum()) for x in batches]
+    outputs = [model(x) for x in batches]
+    kill_a_worker(model)
+    for k in (1, 0, 2):
+        assert_equal(gradients(model, outputs[k].square().sum()), expected[k])
+
+
+def test_a_graph_that_is_kept_for_a_second_backward(wrap: Wrap, tmp_path: Path) -> None:
+    """F7, A3: retain_graph=True; a death before each of the two."""
+    model = wrap(module_in(tmp_path / "deaths"))
+    output = model(torch.randn(9, 20))
+    grads = []
+    for dies in (False, True, True):
+        if dies:
+            kill_a_worker(model)
+            if len(grads) == 2:  # once the workers are others
+                model(torch.randn(9, 20))
+        for parameter in model.parameters():
+            parameter.grad = None
+        output.square().sum().backward(retain_graph=True)
+        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert_equal(grads[1], grads[0])
+    assert_equal(grads[2], grads[0])
+
+
+@pytest.mark.parametrize("dies_at", ["first", "second", "both"])
+def test_gradients_of_gradients(wrap: Wrap, tmp_path: Path, dies_at: str) -> None:
+    """F7, A4: a gradient penalty; a death before the first derivative, before the second, or before both."""
+    model = wrap(Fn(torch.tanh, module_in(tmp_path / "deaths", dropout=0.0).eval()))
+    x = torch.randn(9, 20)
+    found = []
+    for places in ((), ("first", "second") if dies_at == "both" else (dies_at,)):
+        given = x.clone().requires_grad_()
+        output = model(given)
+        if "first" in places:
+            kill_a_worker(model)
+        (grad,) = torch.autograd.grad(output.sum(), given, create_graph=True)
+        if "second" in places:
+            kill_a_worker(model)
+        loss = output.mean() + (grad.norm(dim=1) - 1).square().mean()
+        found.append([loss.detach(), *gradients(model, loss), given.grad])
+    assert_equal(found[1], found[0])
+
+
+def test_a_module_that_checkpoints_and_has_an_autocast_around_it(wrap: Wrap, tmp_path: Path) -> None:
+    """F7, D7: the forward that is run again, in backward, has the caller's thread state of the first one."""
+    inner = module_in(tmp_path / "deaths")
+    model = wrap(Fn(lambda x: checkpoint(inner, x, use_reentrant=False), nn.Linear(20, 20)))
+    found = []
+    for dies in (False, True):
+        torch.manual_seed(5)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(torch.ones(9, 20) * torch.arange(9.0)[:, None])
+        if dies:
+            kill_a_worker(model)
+        found.append([output.detach(), *gradients(model, output.float().square().sum())])
+        inner.first.reset_running_stats()
+        inner.second.reset_running_stats()
+    assert found[0][0].dtype == torch.bfloat16
+    assert_equal(found[1], found[0])
+
+
+def test_a_backward_inside_forward_is_passed_on_once(wrap: Wrap) -> None:
+    """F7, A8: the module's own gradients are in `grad` already when its forward is run again."""
+
+    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        module.own(x).square().sum().backward()
+        return module.layer(x)
+
+    model = wrap(Calls(forward, own=nn.Linear(4, 4), layer=nn.Linear(4, 4)))
+    x, found = torch.randn(9, 4), []
+    for dies in (False, True):
+        model.zero_grad()
+        output = model(x)
+        if dies:
+            kill_a_worker(model)
+        output.sum().backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    assert_equal(found[1], found[0])
+
+
+def test_nothing_is_kept_after_backward(wrap: Wrap, tmp_path: Path) -> None:
+    """F7, P4: the copies of the inputs go with the graphs."""
+    model = wrap(module_in(tmp_path / "deaths"))
+    output = model(torch.randn(9, 20))
+    graphs = output.grad_fn.graphs
+    assert graphs.replay is not None
+    output.sum().backward()
+    assert graphs.replay is None
+
+
+# ---- what cannot be run again --------------------------------------------------------------------
+
+
+def test_parameters_that_changed_since_the_forward(wrap: Wrap, tmp_path: Path) -> None:
+    """F7: forward would give other outputs now, so the death is an error that says so."""
+    model = wrap(module_in(tmp_path / "deaths"))
+    output = model(torch.randn(9, 20))
+    with torch.no_grad():
+        model.module.last.bias.add_(1.0)
+    kill_a_worker(model)
+    with pytest.raises(ReplicaDied) as raised:
+        output.sum().backward()
+    assert any("1 parameters were changed" in note for note in raised.value.__notes__)
+    model(torch.randn(9, 20)).sum().backward()
+
+
+def test_a_forward_that_is_not_the_same_a_second_time(wrap: Wrap) -> None:
+    """F7: other outputs would have other gradients; an error, not wrong numbers."""
+    calls = [0]
+
+    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return module.layer(x) * (1.0 + calls[0])
+
+    model = wrap(Calls(forward, layer=nn.Linear(4, 4)))
+    output = model(torch.randn(9, 4))
+    kill_a_worker(model)
+    with pytest.raises(RuntimeError, match="gave other outputs than the first time"):
+        output.sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_an_error_of_the_module_is_raised_once(wrap: Wrap) -> None:
+    """F7, F1: only deaths are survived."""
+    calls = [0]
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        raise ValueError("as asked")
+
+    with pytest.raises(ValueError, match="as asked"):
+        wrap(Fn(forward))(torch.ones(6, 2))
+    assert calls == [1]
+
+
+def test_without_the_option_a_death_is_an_error(wrap: Wrap, tmp_path: Path) -> None:
+    """F4: the default."""
+    model = wrap(module_in(tmp_path / "deaths"), on_worker_loss="raise")
+    output = model(torch.randn(9, 20))
+    kill_a_worker(model)
+    with pytest.raises(ReplicaDied, match="SIGKILL"):
+        output.sum().backward()
+
+
+@pytest.mark.parametrize("value", ["Retry", None, True])
+def test_bad_options(value: Any) -> None:
+    """F7: refused, with what was expected."""
+    with pytest.raises(ValueError, match=r"on_worker_loss=.*: expected one of \['raise', 'retry'\]"):
+        DataParallel(nn.Linear(1, 1), ["cpu"] * 2, on_worker_loss=value)
+    if value is not True:
+        with pytest.raises(TypeError, match="rescue="):
+            DataParallel(nn.Linear(1, 1), ["cpu"] * 2, rescue=value)
+
+
+# ---- forwards without gradients, maps, several processes -----------------------------------------
+
+
+def test_a_forward_without_gradients(wrap: Wrap, tmp_path: Path) -> None:
+    """F7: it is run again, too."""
+    model = wrap(module_in(tmp_path / "deaths").eval())
+    x = torch.randn(9, 20)
+    with torch.no_grad():
+        expected = model(x)
+        model.module.place = "forward"
+        (tmp_path / "deaths" / "0").touch()
+        assert torch.equal(model(x), expected)
+    assert not list((tmp_path / "deaths").iterdir())
+
+
+def test_a_batch_of_a_map_goes_to_another_replica(wrap: Wrap, tmp_path: Path, caplog: Any) -> None:
+    """F7, I9: no batch is lost; the log says who died."""
+    model = wrap(module_in(tmp_path / "deaths").eval())
+    batches = [torch.randn(3, 20) for _ in range(12)]
+    expected = list(model.map(batches))
+    model.module.place = "forward"
+    model.refresh()
+    (tmp_path / "deaths" / "0").touch()
+    with caplog.at_level(logging.WARNING, logger="manyhands"):
+        found = list(model.map(batches))
+    assert_equal(found, expected)
+    if not list((tmp_path / "deaths").iterdir()):  # a worker had a batch before this process had done all
+        assert any("Another replica computes its batch" in record.getMessage() for record in caplog.records)
+
+
+def rank_with_deaths(rank: int, folder: Path, deaths: dict[int, str]) -> tuple[list[float], dict[str, bytes]]:
+    """Train as one of two ranks; return the losses, and a digest of each tensor of the state."""
+    torch.set_num_threads(1)
+    model = DataParallel(module_in(folder / str(rank)), ["cpu"] * 2, engine="processes", on_worker_loss="retry")
+    losses, state = train(model, deaths if rank == 1 else {}, steps=5)
+    model.close()
+    return losses, {name: hashlib.sha256(t.numpy().tobytes()).digest() for name, t in state.items()}
+
+
+@pytest.mark.slow
+def test_a_worker_of_a_rank_dies(tmp_path: Path) -> None:
+    """F7, K1: the other rank waits, and every number is that of an undisturbed run."""
+    for name in ("none", "some"):
+        (tmp_path / name).mkdir()
+    expected = run_ranks(2, rank_with_deaths, tmp_path / "none", {})
+    deaths = {1: "forward", 2: "backward", 3: "between"}
+    assert run_ranks(2, rank_with_deaths, tmp_path / "some", deaths) == expected
+
+
+# ---- out of memory -------------------------------------------------------------------------------
+
+
+class Greedy(nn.Module):
+    """Runs out of memory on a shard of more than `most` rows, in forward or in backward."""
+
+    def __init__(self, most: int, in_backward: bool) -> None:
+        super().__init__()
+        self.most, self.in_backward = most, in_backward
+        self.net = nn.Sequential(nn.Linear(20, 300), nn.ReLU(), nn.LayerNorm(300))
+        self.head = nn.Linear(300, 3)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        if not self.in_backward:
+            self.need(x)
+        h = self.net(x)
+        if self.in_backward and h.requires_grad:
+            h = WithBackward.apply(h, self.need)
+        y = self.head(h)
+        return {"y": y, "loss": y.square().mean()}
+
+    def need(self, rows: torch.Tensor) -> torch.Tensor:
+        if len(rows) > self.most:
+            raise torch.OutOfMemoryError(f"simulated: {len(rows)} rows")
+        return rows
+
+
+def rescued(engine: str, module: nn.Module, **options: Any) -> DataParallel:
+    return DataParallel(module, ["cpu"] * 2, engine=engine, rescue=True, scalars="mean", **options)
+
+
+@pytest.mark.parametrize("engine", ["threads", "processes"])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_shard_that_does_not_fit_is_run_in_parts(engine: str, in_backward: bool, float64: None, caplog: Any) -> None:
+    """F8: outputs and gradients are the plain module's; what the replica can bear is logged and remembered."""
+    plain = Greedy(99, False)
+    model = rescued(engine, copy.deepcopy(plain))
+    model.module.most, model.module.in_backward = 6, in_backward
+    for step in range(2):
+        x = torch.randn(34, 20)
+        mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+        with caplog.at_level(logging.WARNING, logger="manyhands"):
+            output = model(mine)
+            (output["loss"] * 3 + output["y"].abs().sum()).backward()
+        expected = plain(theirs)
+        (expected["loss"] * 3 + expected["y"].abs().sum()).backward()
+        for name in expected:
+            torch.testing.assert_close(output[name], expected[name])
+        torch.testing.assert_close(mine.grad, theirs.grad)
+        for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(own.grad, other.grad)
+        told = [record.getMessage() for record in caplog.records if "in parts of 8 rows" in record.getMessage()]
+        assert len(told) == (2 if step == 0 else 0), "both replicas, once"
+        caplog.clear()
+    model.close()
+
+
+@pytest.mark.parametrize("engine", ["threads", "processes"])
+def test_one_replica_that_can_bear_less(engine: str, float64: None) -> None:
+    """F8: only its shard is run in parts."""
+
+    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if x[0, 0] >= 8 and len(x) > 4:
+            raise torch.OutOfMemoryError("simulated")
+        return module.layer(x).tanh()
+
+    plain = Calls(lambda module, x: module.layer(x).tanh(), layer=nn.Linear(2, 2))
+    model = rescued(engine, Calls(forward, layer=copy.deepcopy(plain.layer)))
+    x = torch.arange(16.0)[:, None].repeat(1, 2)
+    model(x).sum().backward()
+    plain(x).sum().backward()
+    torch.testing.assert_close(model.module.layer.weight.grad, plain.layer.weight.grad)
+    assert model._row_limits == {1: 4}
+    model.close()
+
+
+def test_dropout_in_parts_has_the_same_masks_in_backward(float64: None) -> None:
+    """F8: each part is computed again with its own random numbers."""
+    model = rescued("threads", Fn(nn.functional.dropout, Greedy(3, False).net[0]))
+    model._row_limits.update({0: 3, 1: 2})
+    x = torch.randn(12, 20, requires_grad=True)
+    output = model(x)
+    output.sum().backward()
+    weight = model.module.layer.weight
+    mask = (output != 0).double() * 2
+    torch.testing.assert_close(x.grad, mask @ weight)
+    torch.testing.assert_close(weight.grad, mask.T @ x.detach())
+
+
+@pytest.mark.parametrize(
+    ("module", "rows", "options", "reason"),
+    [
+        (nn.BatchNorm1d(2), 8, {}, "normalises over all of its rows"),
+        (nn.Identity(), 8, {"sync_batch_norm": True}, "wait for each other"),
+        (nn.Identity(), 2, {}, "a single row needs more memory"),
+    ],
+)
+def test_what_cannot_be_run_in_parts(module: nn.Module, rows: int, options: dict[str, Any], reason: str) -> None:
+    """F8: the error is the module's own, with a note that says why."""
+
+    def forward(inner: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("simulated")
+
+    model = rescued("threads", Calls(forward, inner=module), **options)
+    with pytest.raises(torch.OutOfMemoryError, match="simulated") as raised:
+        model(torch.ones(rows, 2))
+    assert any(reason in note for note in raised.value.__notes__)
+
+
+def test_without_the_option_too_little_memory_is_an_error() -> None:
+    """F1: the default."""
+    model = DataParallel(Greedy(3, False), ["cpu"] * 2)
+    with pytest.raises(torch.OutOfMemoryError):
+        model(torch.ones(12, 20))
+
+
+def test_what_counts_as_out_of_memory() -> None:
+    """F8: torch's error for devices, Python's, and that of torch's allocator on the host."""
+    with pytest.raises(RuntimeError, match="can't allocate memory") as raised:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert devices.is_out_of_memory(raised.value)
+    assert devices.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert devices.is_out_of_memory(MemoryError())
+    assert not devices.is_out_of_memory(RuntimeError("out of luck"))
