@@ -282,8 +282,9 @@ def test_a_step_imports_no_sympy() -> None:
             def forward(self, x):
                 return super().forward(x), torch.full((len(x),), float("sympy" in sys.modules))
 
-        for engine in ("threads", "processes"):
-            model = manyhands.DataParallel(Imported(2, 2), ["cpu"] * 2, engine=engine)
+        for engine, sync_batch_norm in [(e, s) for e in ("threads", "processes") for s in (False, True)]:
+            module = torch.nn.Sequential(torch.nn.BatchNorm1d(2), Imported(2, 2))
+            model = manyhands.DataParallel(module, ["cpu"] * 2, engine=engine, sync_batch_norm=sync_batch_norm)
             for _ in range(2):
                 output, imported = model(torch.ones(4, 2))
                 output.sum().backward()

@@ -75,8 +75,6 @@ def run_recovering(
         run: is told whether it has failed before.
         why_not: tells why it cannot be run again, if that is so.
     """
-    if not (call.retry or call.rescue):
-        return run(False)
     causes: list[str] = []
     failed_at = 0.0
     while True:
@@ -287,7 +285,7 @@ def _lower_limits(call: Call, module: nn.Module, error: Exception) -> str | None
 
 def parts_of(call: Call, root: nn.Module, index: int) -> Parts | None:
     """Return how a replica runs its shard in parts; None: as a whole."""
-    limit = call.row_limits.get(call.replica_numbers[index]) if call.row_limits else None
+    limit = call.row_limits.get(call.replica_numbers[index])
     rows = call.sizes[index]
     if limit is None or rows <= limit or _sees_other_rows(root):
         return None

@@ -73,7 +73,9 @@ class ThreadsEngine(Engine):
         self._compile_lock = CompileLock()
 
     def forward(self, module: nn.Module, call: Call) -> Any:
-        return run_recovering(call, module, lambda _: self._forward(module, call))
+        if call.retry or call.rescue:
+            return run_recovering(call, module, lambda _: self._forward(module, call))
+        return self._forward(module, call)
 
     def _forward(self, module: nn.Module, call: Call, again: Replay | None = None) -> Any:
         """Run a forward and return its output; where it is run `again`, its graphs are all that is wanted."""

@@ -68,10 +68,10 @@ def run_backward(ends: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], *,
     """Run `torch.autograd.backward(ends, grads, retain_graph=keep)`, without its check of the gradients in Python.
 
     The check imports sympy, which takes a second and 33 MiB of each process. The engine, in C++, checks shapes again.
-    Fallback, also under function modes and for tensors that handle functions of torch themselves: torch's function.
+    Fallback, also for tensors that handle functions of torch themselves: torch's function.
     """
     engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
-    if engine is None or torch.overrides.has_torch_function(tuple(ends)):
+    if engine is None or not (_PLAIN.issuperset(map(type, ends)) or _none_handles_functions(ends)):
         _import_what_backward_imports()
         torch.autograd.backward(ends, grads, retain_graph=keep)
     else:
@@ -88,7 +88,7 @@ def gradients(
 ) -> tuple[torch.Tensor | None, ...]:
     """Return `torch.autograd.grad(ends, inputs, grads, allow_unused=True)`, as `run_backward` runs backward."""
     engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
-    if engine is None or torch.overrides.has_torch_function((*ends, *inputs)):
+    if engine is None or not _none_handles_functions((*ends, *inputs)):
         _import_what_backward_imports()
         options = {"retain_graph": keep or create_graph, "create_graph": create_graph, "allow_unused": True}
         found = torch.autograd.grad(ends, inputs, grads, **options)
@@ -96,6 +96,15 @@ def gradients(
         given = tuple(ends), tuple(grads), keep or create_graph, create_graph, tuple(inputs)
         found = engine(*given, allow_unreachable=True, accumulate_grad=False)
     return tuple(found)
+
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def _none_handles_functions(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether no tensor handles functions of torch itself. A function mode does not count: it is ours."""
+    disabled = getattr(torch._C, "_disabled_torch_function_impl", None)
+    return all(getattr(cls, "__torch_function__", None) is disabled for cls in {*map(type, tensors)} - _PLAIN)
 
 
 @functools.cache

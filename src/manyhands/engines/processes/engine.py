@@ -105,7 +105,9 @@ class ProcessesEngine(Engine):
         with self._step_lock as is_outermost:
             if self._runs_here(is_outermost):
                 return self._threads_engine.forward(module, call)
-            return run_recovering(call, module, lambda _: self._forward(module, call))
+            if call.retry or call.rescue:
+                return run_recovering(call, module, lambda _: self._forward(module, call))
+            return self._forward(module, call)
 
     def open_lanes(self, module: nn.Module, call: LaneCall) -> Lanes:
         if inside_replica() or len(call.devices) == 1 or self._workers_belong_to_lanes():
@@ -290,7 +292,7 @@ class ProcessesEngine(Engine):
                 seed=seeds[i + 1],
                 num_threads=num_threads,
                 where=graphs.where[i + 1],
-                parts=parts_of(call, blueprint.root, i + 1),
+                parts=parts_of(call, blueprint.root, i + 1) if call.row_limits else None,
                 exchange_rank=(i + 1, num_workers + 1) if call.sync_batch_norm or call.one_device_randomness else None,
                 sync_batch_norm=call.sync_batch_norm,
                 rows=call.sizes if call.one_device_randomness else None,
