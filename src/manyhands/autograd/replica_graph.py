@@ -31,6 +31,7 @@ from manyhands.primitives.placements import Placement, Replicate
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import LARGE_BYTES
+from manyhands.runtime.errors import ReplicaNames
 from manyhands.runtime.streams import wait_for_streams
 from manyhands.runtime.thread_pool import PassContext, ReplicaTiming, one_pass, run_together
 from manyhands.runtime.thread_state import modes_that_stay
@@ -197,7 +198,7 @@ class ReplicaGraphs:
     """
 
     timings: list[ReplicaTiming]
-    where: list[str]
+    where: ReplicaNames
     inputs: list[BoundaryTensor] = field(default_factory=list)
     outputs: list[BoundaryTensor] = field(default_factory=list)
     live_parameters: Sequence[torch.Tensor] = ()

@@ -16,6 +16,7 @@ from torch import nn
 
 from manyhands.primitives.dims import OutputRules
 from manyhands.primitives.inputs import Arguments
+from manyhands.runtime.errors import ReplicaNames
 from manyhands.runtime.thread_pool import ReplicaTiming
 
 
@@ -52,9 +53,10 @@ class Call:
     sync_context: Any = None
     cross_process: Any = None
 
-    def where(self) -> list[str]:
+    def where(self) -> ReplicaNames:
         """Return each replica's name in messages: its number, its device and its rows."""
-        places = []
+        places = ReplicaNames()
+        places.numbers, places.devices = self.replica_numbers, self.devices
         start, total = 0, sum(self.sizes)
         for number, device, size in zip(self.replica_numbers, self.devices, self.sizes, strict=True):
             rows = f"rows {start} to {start + size - 1} of {total}" if size else "no rows"

@@ -6,17 +6,71 @@ the object it was; a note (PEP 678) says which replica raised it.
 """
 
 import logging
+import signal as _signal
 import threading
 import warnings
+from collections.abc import Sequence
+
+import torch
 
 log = logging.getLogger("manyhands")
+
+
+class ReplicaNames(list[str]):
+    """The replicas of one call as messages name them: "replica 1 on cpu, rows 8 to 15 of 16".
+
+    Attributes:
+        numbers: of the replicas, as the names have them.
+        devices: of the replicas.
+    """
+
+    numbers: Sequence[int]
+    devices: Sequence[torch.device]
 
 
 class ReplicaDied(RuntimeError):  # noqa: N818 - named as what happened: the replica's process has ended
     """A replica's worker process has ended by itself: by a signal, or with an exit status.
 
-    Parameters, gradients, optimizer and buffers are as they were before the step.
+        >>> model = manyhands.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"], engine="processes")
+        >>> try:
+        ...     output = model(torch.zeros(30, 5))
+        ... except manyhands.ReplicaDied as died:
+        ...     print("lost", died.replica, died.signal)
+        ...     output = model(torch.zeros(30, 5))  # on other workers
+
+    Parameters, gradients, optimizer, buffers and the random state are as they were before the step. The next forward
+    starts other workers.
+
+    Attributes:
+        replica: its number, from 0: the place of its device in `device_ids`.
+        device: its device.
+        pid: the process id that the worker had.
+        exit_status: with which it exited; None if a signal ended it, or if nothing is known.
+        signal: that ended it (a `signal.Signals`, or an int that has no name); None if it exited, or nothing is known.
+        stack: the Python stacks of its threads, the last call first, if it crashed and could write them; else "".
     """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        replica: int = -1,
+        device: torch.device | None = None,
+        pid: int = -1,
+        code: int | None = None,
+        stack: str = "",
+    ) -> None:
+        """Describe a death.
+
+        Args:
+            code: the exit status, or minus the number of the signal; None: not known.
+        """
+        super().__init__(message)
+        self.replica, self.device, self.pid, self.stack = replica, device, pid, stack
+        self.exit_status = code if code is not None and code >= 0 else None
+        self.signal: int | None = None
+        if code is not None and code < 0:
+            self.signal = _signal.Signals(-code) if -code in set(_signal.Signals) else -code
 
 
 _logged: set[str] = set()

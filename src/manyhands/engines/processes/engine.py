@@ -284,7 +284,7 @@ class ProcessesEngine(Engine):
             segments = (
                 [*module_sync.segments, *worker_group.transport.segments] if update.sent else module_sync.segments
             )
-            worker_group.send(i, message, segments, process, graphs.where[i + 1])
+            worker_group.send(i, message, segments, process, graphs.where)
         if not worker_group.transport.shares_parameters:
             with worker_group.collective:
                 worker_group.transport.begin_sending(

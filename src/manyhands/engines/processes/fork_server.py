@@ -27,6 +27,7 @@ import traceback
 from collections.abc import Sequence
 
 from manyhands.engines.processes.channel import Channel, ChannelClosedError
+from manyhands.engines.processes.post_mortem import write_stacks_to
 from manyhands.engines.processes.worker import Worker
 from manyhands.runtime import affinity
 from manyhands.runtime.malloc import keep_freed_memory
@@ -34,11 +35,20 @@ from manyhands.runtime.malloc import keep_freed_memory
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
+class ForkServerDiedError(Exception):
+    """The fork server has ended by itself, more than once if it was to fork: its process id and its return code."""
+
+    def __init__(self, pid: int, code: int) -> None:
+        super().__init__(pid, code)
+        self.pid, self.code = pid, code
+
+
 class ForkServer:
-    """This process's fork server, started when first needed."""
+    """This process's fork server, started when first needed, and again when it has died."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._codes: dict[int, int] = {}  # by process id of the servers that have died: their return codes
         self._channel: Channel | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -46,46 +56,64 @@ class ForkServer:
     def is_running(self) -> bool:
         return self._channel is not None
 
-    def fork(self, own_cores: Sequence[int], seed: int) -> tuple[int, Channel]:
-        """Start a worker; return its process id and the channel to it."""
+    def fork(self, own_cores: Sequence[int], seed: int, stack_fd: int) -> tuple[int, int, Channel]:
+        """Start a worker; return its process id, that of its fork server, and the channel to it.
+
+        Args:
+            stack_fd: the file descriptor of the worker's `StackFile`.
+
+        Raises:
+            ForkServerDiedError: the fork server has died, and so has the one that was started in its place.
+            OSError: the system allows no further process.
+        """
         own, other = Channel.pair()
         fd = other.detach()
         try:
             environment = {name: value for name, value in os.environ.items() if not _is_launcher_variable(name)}
             request = ("fork", environment, list(own_cores), seed)
-            pid = self._request(request, [fd, _descriptor(sys.__stdout__, 1), _descriptor(sys.__stderr__, 2)])
+            fds = [fd, _descriptor(sys.__stdout__, 1), _descriptor(sys.__stderr__, 2), stack_fd]
+            pid, server_pid = self._request(request, fds)
+            if isinstance(pid, OSError):
+                raise pid
         except BaseException:
             own.close()
             raise
         finally:
             os.close(fd)
         assert isinstance(pid, int)
-        return pid, own
+        return pid, server_pid, own
 
-    def status(self, pid: int) -> int | None:
-        """Return a worker's exit status, as `os.waitpid` has it; None if it is not known."""
-        try:
-            status = self._request(("status", pid), [], start=False)
-        except ChannelClosedError:
-            return None
-        return status if isinstance(status, int) else None
+    def status(self, pid: int, server_pid: int) -> tuple[int | None, int | None]:
+        """Return how a worker ended, and how its fork server did if that died first, as `os.waitpid` has it.
 
-    def _request(self, request: object, fds: Sequence[int], start: bool = True) -> object:
+        None: it is not known; the fork server is running.
+
+        Args:
+            server_pid: of the fork server that forked the worker.
+        """
+        if self._process is not None and self._process.pid == server_pid:
+            with contextlib.suppress(ForkServerDiedError):
+                status, _ = self._request(("status", pid), [], start=False)
+                return status if isinstance(status, int) else None, None
+        return None, self._codes.get(server_pid)
+
+    def _request(self, request: object, fds: Sequence[int], start: bool = True) -> tuple[object, int]:
+        """Return the reply to a request, and the process id of the server that replied."""
         with self._lock:
             for last_try in (False, True):
                 if self._channel is None:
-                    if not start:
-                        raise ChannelClosedError
                     self._start()
                 assert self._channel is not None
+                assert self._process is not None
+                pid = self._process.pid
                 try:
                     self._channel.send(pickle.dumps(request), fds)
                     body, _ = self._channel.receive()
-                    return pickle.loads(body)
+                    return pickle.loads(body), pid
                 except ChannelClosedError:
-                    self._end()
+                    self._codes[pid] = code = self._end()
                     if last_try or not start:
-                        raise
+                        raise ForkServerDiedError(pid, code) from None
                 except BaseException:
                     self._end()  # half a reply may be in the channel
                     raise
@@ -107,14 +135,16 @@ class ForkServer:
             os.close(fd)
         self._channel = own
 
-    def _end(self) -> None:
+    def _end(self) -> int:
+        """End the server; return its return code, as `subprocess` has it: its own if it has died by itself."""
         channel, process = self._channel, self._process
         self._channel = self._process = None
         if channel is not None:
             channel.close()
-        if process is not None:
-            process.kill()  # it has no state, and while it imports torch it does not notice the closed channel
-            process.wait()
+        if process is None:
+            return 0
+        process.kill()  # it has no state, and while it imports torch it does not notice the closed channel
+        return process.wait()
 
     def end(self) -> None:
         with self._lock:
@@ -159,7 +189,7 @@ def serve_forks(fd: int) -> None:
     Requests, each of which gets a reply:
 
         ("fork", environment, cores, seed), with the file descriptors of the worker's end of a channel, its standard
-            output and its standard error -> its process id
+            output, its standard error and its `StackFile` -> its process id, or an OSError
         ("status", process id) -> its exit status, as `os.waitpid` has it
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -179,13 +209,17 @@ def _handle(channel: Channel, fd: int, statuses: dict[int, int]) -> None:
     body, fds = channel.receive()
     request, *arguments = pickle.loads(body)
     if request == "fork":
-        pid = os.fork()
-        if not pid:
+        reply: int | OSError
+        try:
+            reply = os.fork()
+        except OSError as error:  # no further process is allowed
+            reply = error
+        if reply == 0:
             os.close(fd)
             _run_worker(fds, *arguments)
         for received in fds:
             os.close(received)
-        channel.send(pickle.dumps(pid))
+        channel.send(pickle.dumps(reply))
     else:
         (pid,) = arguments
         if pid not in statuses:
@@ -209,7 +243,8 @@ def _run_worker(fds: Sequence[int], environment: dict[str, str], own_cores: Sequ
     try:
         _die_with_parent()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        connection, stdout, stderr = fds
+        connection, stdout, stderr, stack_fd = fds
+        write_stacks_to(stack_fd)
         os.dup2(stdout, 1)
         os.dup2(stderr, 2)
         os.close(stdout)

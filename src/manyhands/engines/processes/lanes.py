@@ -26,8 +26,10 @@ from manyhands.engines.processes.pickling import dumps, loads
 from manyhands.engines.processes.remote_graph import repeat_messages
 from manyhands.engines.processes.worker_group import StepLock, WorkerGroup
 from manyhands.runtime import devices as _devices
-from manyhands.runtime.errors import ReplicaDied, annotate
+from manyhands.runtime.errors import ReplicaNames, annotate
 from manyhands.runtime.thread_state import ProcessState, ThreadState
+
+_BATCH_IS_LOST = "Its batch is lost. The iteration can go on, without this worker; the module is as it was."
 
 
 class WorkerLanes(Lanes):
@@ -62,7 +64,7 @@ class WorkerLane(Lane):
     """
 
     def __init__(self, worker_group: WorkerGroup, step_lock: StepLock, call: LaneCall, number: int) -> None:
-        self._device = call.devices[number]
+        self._number, self._device = number, call.devices[number]
         self.name = f"replica {number} on {self._device}"
         self._group, self._step_lock, self._call = worker_group, step_lock, call
         self._worker = worker_group.workers[number - 1]
@@ -76,10 +78,7 @@ class WorkerLane(Lane):
                 reply = self._worker.receive()
             except ChannelClosedError:
                 self.has_ended = True
-                raise ReplicaDied(
-                    f"{self.name}: its {self._worker.how_it_died()}. Its batch is lost. The iteration can go on, "
-                    "without this worker; the module is as it was."
-                ) from None
+                raise self._worker.death(self.name, self._number, self._device, _BATCH_IS_LOST) from None
             assert isinstance(reply, Reply)
             repeat_messages(reply)
             if reply.error is not None:
@@ -122,7 +121,8 @@ def send_update(worker_group: WorkerGroup, module_sync: ModuleSync, update: Upda
     Raises:
         ReplicaDied: a worker has died. The group is ended.
     """
-    where = [f"replica {i} on {device}" for i, device in enumerate(call.devices)]
+    where = ReplicaNames([f"replica {i} on {device}" for i, device in enumerate(call.devices)])
+    where.numbers, where.devices = range(len(where)), call.devices
     transport, replicas = worker_group.transport, tuple(range(len(where)))
     with worker_group:
         for i in replicas[1:]:
@@ -131,7 +131,7 @@ def send_update(worker_group: WorkerGroup, module_sync: ModuleSync, update: Upda
             message.update, message.replicas = update, replicas
             message.rendezvous = transport.rendezvous(i) if update.sent else None
             segments: Sequence[Any] = [*module_sync.segments, *(transport.segments if update.sent else ())]
-            worker_group.send(i - 1, message, segments, ProcessState.capture(), where[i])
+            worker_group.send(i - 1, message, segments, ProcessState.capture(), where)
         with worker_group.collective:
             transport.begin_sending(module_sync.take_flats(), replicas, lambda: worker_group.poll(where))
             transport.end_sending(lambda: worker_group.poll(where))

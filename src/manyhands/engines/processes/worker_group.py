@@ -12,16 +12,18 @@ import itertools
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from manyhands.engines.processes import fork_server
 from manyhands.engines.processes.channel import Channel, ChannelClosedError, ready
 from manyhands.engines.processes.messages import Forward, Message, Reply
+from manyhands.engines.processes.post_mortem import StackFile, how_it_ended, oom_kills
 from manyhands.engines.processes.reducers.base import Transport
 from manyhands.engines.processes.reducers.collectives import CollectiveTransport
 from manyhands.engines.processes.reducers.shared_memory import SharedMemoryTransport
@@ -29,13 +31,15 @@ from manyhands.engines.processes.remote_exchange import Withdrawal, packed
 from manyhands.engines.processes.shared_memory import Segment, SendBuffer
 from manyhands.runtime import affinity
 from manyhands.runtime import devices as _devices
-from manyhands.runtime.errors import ReplicaDied, annotate
+from manyhands.runtime.errors import ReplicaDied, ReplicaNames, annotate
 from manyhands.runtime.exchange import CrossProcess, LocalExchange, Request, Response
 from manyhands.runtime.thread_state import ProcessState
 
 _SPIN_S = 0.0005
 _END_TIMEOUT_S = 1.0  # within which all connections of a killed process close
 _SLEEP_S = 0.001
+_ENDED = "has ended; how, is not known"
+_STEP_IS_LOST = "This step is lost; the module is as it was, and the next forward starts other workers."
 _WAKE_S = 0.1  # a waiting caller looks this often for Ctrl-C
 
 
@@ -48,11 +52,21 @@ class WorkerHandle:
         known_segments: numbers of the segments that it has mapped.
         received_segments: the segments that came from it, by number.
         released_graphs: graphs that it is to drop.
+        stack_file: where it writes its Python stacks.
         placed: the places of its small gradients, by leaf; in the segment `placed_in`, for the leaves `placed_for`.
     """
 
-    def __init__(self, pid: int, channel: Channel) -> None:
-        self.pid, self.channel = pid, channel
+    def __init__(
+        self, pid: int, server_pid: int, channel: Channel, stack_file: StackFile, kills_before: Mapping[str, int]
+    ) -> None:
+        """Take a worker that has just been started.
+
+        Args:
+            server_pid: of the fork server that forked it.
+            kills_before: `oom_kills` before it was started.
+        """
+        self.pid, self.channel, self.stack_file = pid, channel, stack_file
+        self._server_pid, self._kills_before = server_pid, kills_before
         self.send_buffer = SendBuffer()
         self.known_segments: set[int] = set()
         self.released_graphs: list[int] = []
@@ -97,10 +111,26 @@ class WorkerHandle:
             self.received_segments = {number: Segment(fd, num_bytes, number)}  # the worker uses only its newest
         return reply
 
-    def how_it_died(self) -> str:
-        """Close the channel of a worker that has died; return what is known about its death."""
+    def death(self, name: str, replica: int, device: torch.device, lost: str) -> ReplicaDied:
+        """Close the channel of a worker that has died; return the error that says what is known about its death.
+
+        Args:
+            name, replica, device: of its replica.
+            lost: what is lost with it, in words.
+        """
         self.channel.close()
-        return f"worker process {self.pid} {_describe_status(fork_server.server.status(self.pid))}"
+        status, server_code = fork_server.server.status(self.pid, self._server_pid)
+        code = None if status is None else os.waitstatus_to_exitcode(status)
+        died = f"worker process {self.pid} {_ENDED if code is None else how_it_ended(code, self._kills_before)}"
+        if server_code is not None:
+            died = (
+                f"worker process {self.pid} ended with the fork server that all workers of this process come from: "
+                f"process {self._server_pid} {how_it_ended(server_code, self._kills_before)}"
+            )
+            code = -signal.SIGKILL if sys.platform == "linux" else None  # what the kernel sends then
+        stack = self.stack_file.read()
+        message = f"{name}: its {died}. {lost}" + (f"\nThe worker's Python stack:\n{stack}" if stack else "")
+        return ReplicaDied(message, replica=replica, device=device, pid=self.pid, code=code, stack=stack)
 
     def send_response(self, response: Response, failed: bool) -> None:
         """Send the response of the exchange for which the worker waits, and whether a replica has failed."""
@@ -186,18 +216,24 @@ class WorkerGroup:
         self.collective = _Collective(self._missed_collective)
         self._replies: dict[int, Reply] = {}  # of workers that are no longer awaited
         self._exchange: LocalExchange | None = None
+        kills_before = oom_kills()
         parts = affinity.cores_per_replica(num_workers + 1)
         self.workers: list[WorkerHandle] = []  # last of the attributes that `end` needs
         _groups.add(self)
         for i in range(num_workers):
+            stack_file = StackFile()
+            seed = (torch.initial_seed() + i + 1) & 0xFFFFFFFF
             try:
-                pid, channel = fork_server.server.fork(parts[i + 1], (torch.initial_seed() + i + 1) & 0xFFFFFFFF)
+                pid, server_pid, channel = fork_server.server.fork(parts[i + 1], seed, stack_file.fd)
+            except fork_server.ForkServerDiedError as died:
+                self.end()
+                raise _not_started(died, i + 1, self.devices[i + 1], kills_before) from None
             except BaseException:
                 if not fork_server.server.is_running:  # Ctrl-C has ended it, and so the workers of all groups
                     for group in list(_groups):
                         group.ended = True
                 raise
-            self.workers.append(WorkerHandle(pid, channel))
+            self.workers.append(WorkerHandle(pid, server_pid, channel, stack_file, kills_before))
 
     def release_graph(self, graph: int) -> None:
         """Let every worker drop a graph with the next message it gets. May be called from a finalizer."""
@@ -205,7 +241,7 @@ class WorkerGroup:
             worker.released_graphs.append(graph)
 
     def send(
-        self, index: int, message: Message, segments: Sequence[Segment], process: ProcessState, where: str
+        self, index: int, message: Message, segments: Sequence[Segment], process: ProcessState, where: ReplicaNames
     ) -> None:
         """Send a worker a message.
 
@@ -237,7 +273,7 @@ class WorkerGroup:
             self._exchange.withdraw(index + 1, failed=False)
         return self._exchange
 
-    def replies(self, where: Sequence[str]) -> dict[int, Reply]:
+    def replies(self, where: ReplicaNames) -> dict[int, Reply]:
         """Wait for the replies of the workers that were sent a message; return them by index, in order.
 
         An urgent one is returned at once, and alone.
@@ -293,7 +329,7 @@ class WorkerGroup:
         if exchange is not None:
             exchange.withdraw(index + 1, failed=failed)
 
-    def poll(self, where: Sequence[str]) -> None:
+    def poll(self, where: ReplicaNames) -> None:
         """Receive what workers have sent so far; for a caller that waits for them elsewhere.
 
         Raises:
@@ -317,19 +353,17 @@ class WorkerGroup:
             if self.workers[index].channel.is_ready():
                 self._receive_from(index)
 
-    def _raise_if_died(self, where: Sequence[str]) -> None:
+    def _raise_if_died(self, where: ReplicaNames) -> None:
         if self._dead:
             index = min(self._dead)
-            raise self._end_with_error(index, where[index + 1])
+            raise self._end_with_error(index, where)
 
-    def _end_with_error(self, index: int, where: str) -> ReplicaDied:
+    def _end_with_error(self, index: int, where: ReplicaNames) -> ReplicaDied:
         """End the group after a worker's death; return the error that describes it."""
-        died = self.workers[index].how_it_died()
+        place = index + 1
+        died = self.workers[index].death(where[place], where.numbers[place], where.devices[place], _STEP_IS_LOST)
         self.end()
-        return ReplicaDied(
-            f"{where}: its {died}. This step is lost; the module is as it was, and the next forward starts other "
-            "workers."
-        )
+        return died
 
     def end(self, graceful: bool = False) -> None:
         """End every worker: if `graceful`, by closing its channel (for idle workers); else by SIGKILL."""
@@ -376,18 +410,16 @@ def _is_urgent(reply: Reply) -> bool:
     return reply.error is not None and reply.error.is_urgent
 
 
-def _describe_status(status: int | None) -> str:
-    if status is None:
-        return "has ended"
-    code = os.waitstatus_to_exitcode(status)
-    if code >= 0:
-        return f"exited with status {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    cause = " (often sent by the kernel when memory runs out)" if name == "SIGKILL" else ""
-    return f"was ended by {name}{cause}"
+def _not_started(
+    died: fork_server.ForkServerDiedError, replica: int, device: torch.device, kills_before: Mapping[str, int]
+) -> ReplicaDied:
+    """Return the error for a worker that could not be started."""
+    return ReplicaDied(
+        f"replica {replica} on {device}: its worker process could not be started: the fork server that all workers of "
+        f"this process come from, process {died.pid}, {how_it_ended(died.code, kills_before)}. {_STEP_IS_LOST}",
+        replica=replica,
+        device=device,
+    )
 
 
 def _end_all() -> None:
