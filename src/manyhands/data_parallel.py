@@ -19,7 +19,7 @@ from manyhands.distributed.environment import devices_of_process, started_by_lau
 from manyhands.distributed.gradient_sync import GradientSync
 from manyhands.distributed.process_group import communicator_for
 from manyhands.distributed.uneven_inputs import even_batches
-from manyhands.engines.base import Call, Engine, LaneCall, Lanes, called, check_flag
+from manyhands.engines.base import Call, Engine, LaneCall, Lanes, called, check_flag, check_timeout
 from manyhands.engines.distributed import DistributedEngine
 from manyhands.engines.threads import ThreadsEngine
 from manyhands.inference.map_and_evaluate import Callee, evaluate_batches, map_batches
@@ -162,6 +162,10 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             None: all of them, or this one alone if there is no launcher and no default process group; a
             `torch.distributed.ProcessGroup`: those in it; False: this one alone.
         loss: what each process's own loss is over its rows, "mean" or "sum", where several train together.
+        timeout: after how many seconds without progress a wait for a replica ends in `ReplicaTimeout`, which has the
+            Python stack of the stuck replica; progress is any message of a replica, and any part that one has finished.
+            None: never. So it has to be longer than a replica's whole forward, or backward, may take after the first
+            replica's. The first replica runs in the calling thread: where it is stuck itself, nothing is raised.
 
     Under a launcher the same line joins the processes. Each has its own device (that of its LOCAL_RANK; or several,
     named in `device_ids`) and its own batches; parameters and buffers begin as those of rank 0, and gradients are those
@@ -201,6 +205,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         randomness: str = "per_replica",
         process_group: Any = None,
         loss: str = "mean",
+        timeout: float | None = None,
     ) -> None:
         nn.Module.__init__(self)  # not that of torch.nn.DataParallel, which knows GPUs only
         _check_arguments(module, dim)
@@ -225,6 +230,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         self.in_dims = in_dims
         self.out_dims = out_dims
         self.sync_batch_norm = check_flag(sync_batch_norm, "sync_batch_norm")
+        self.timeout = check_timeout(timeout)
         self.randomness = _checked_randomness(randomness, self.devices, communicator is not None)
         self._engine.check(self.devices, sync_batch_norm=sync_batch_norm)
         self._most_rows = [0.0]  # of the batches so far; a list, because to assign an attribute here takes 18 calls
@@ -258,8 +264,10 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
 
         Raises:
             ValueError: tensors with different numbers of rows; outputs that cannot be joined.
-            RuntimeError: a parameter or buffer that is not on the first device; a worker process that has died.
-            BaseException: what a replica raised, the same object, with a note that names the replica.
+            RuntimeError: a parameter or buffer that is not on the first device.
+            ReplicaDied: a worker process that has died.
+            ReplicaTimeout: a replica that has made no progress for `timeout`.
+        BaseException: what a replica raised, the same object, with a note that names the replica.
         """
         return self._run(None, inputs, kwargs)
 
@@ -323,7 +331,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             AttributeError: the module has no such method.
             BaseException: of a batch: what the module raised, with a note that names the batch, after the outputs
                 before it. The next `next()` goes on with the next batch. What the loader raises ends the iteration.
-            ReplicaDied: the worker process that had the batch has died; `next()` goes on without it.
+            ReplicaDied, ReplicaTimeout: the worker process that had the batch has died; the replica that has it has
+                made no progress for `timeout`. `next()` goes on without it.
 
         Under a launcher every process is given the same batches and computes its part of them. The first process gets
         all outputs; the others get none, and help until it has all. There an error ends the iteration in all of them.
@@ -388,7 +397,9 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         output_device = self._gather_on if self.devices and not here else devices[0]
 
         def open_lanes(devices: Sequence[torch.device]) -> Lanes:
-            return self._engine.open_lanes(self.module, LaneCall(devices, devices[0], output_device, method))
+            return self._engine.open_lanes(
+                self.module, LaneCall(devices, devices[0], output_device, method, self.timeout)
+            )
 
         return Callee(
             open_lanes=open_lanes,
@@ -636,6 +647,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             method=method,
             sync_batch_norm=self.sync_batch_norm,
             one_device_randomness=self.randomness == _ONE_DEVICE,
+            timeout_s=self.timeout,
         )
 
     def _arguments(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

@@ -195,6 +195,7 @@ class ReplicaGraphs:
             not.
         buckets: those in which gradients come home; None where no replica's parameters are in memory of their own.
         separate_memory: as in `ThreadsEngine`.
+        timeout_s: as in `Call`.
     """
 
     timings: list[ReplicaTiming]
@@ -214,6 +215,7 @@ class ReplicaGraphs:
     sync_context: SyncContext | None = None
     buckets: ReduceBuckets | None = None
     separate_memory: bool = False
+    timeout_s: float | None = None
     released: bool = field(default=False, init=False)
     _grad_is_free: threading.Lock = field(default_factory=threading.Lock, init=False)
 
@@ -439,7 +441,7 @@ class ReplicaGraphs:
         where = [f"the backward of {place}" for place in self.where]
         with one_pass(self.pass_contexts) as contexts:
             # No variable may hold the outcomes: an error's traceback refers to this frame.
-            values_or_raise(run_together(tasks, devices, contexts), where)
+            values_or_raise(run_together(tasks, devices, contexts, self.timeout_s, self.where), where)
 
 
 def pass_on(live: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:

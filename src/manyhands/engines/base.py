@@ -6,6 +6,7 @@ tests/contract/ is the contract's test suite, and runs over every engine.
 """
 
 import abc
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ class Call:
             distributed/gradient_sync.py); None: there are no such sums.
         cross_process: a `CrossProcess`, which exchanges batch norm's statistics with other processes; None: they stay
             in this one.
+        timeout_s: for how long the caller, or a replica, waits for others without progress; None: for ever.
     """
 
     arguments: Arguments
@@ -52,6 +54,7 @@ class Call:
     one_device_randomness: bool = False
     sync_context: Any = None
     cross_process: Any = None
+    timeout_s: float | None = None
 
     def where(self) -> ReplicaNames:
         """Return each replica's name in messages: its number, its device and its rows."""
@@ -71,13 +74,14 @@ class LaneCall:
 
     Attributes:
         devices: one a lane.
-        source, output_device, method: as in `Call`.
+        source, output_device, method, timeout_s: as in `Call`.
     """
 
     devices: Sequence[torch.device]
     source: torch.device
     output_device: torch.device
     method: str | None = None
+    timeout_s: float | None = None
 
 
 @dataclass
@@ -106,11 +110,17 @@ class Lane(abc.ABC):
 
     Attributes:
         name: in messages.
-        has_ended: whether it can compute no more, because its process has died in the middle of a batch.
+        device: the replica's.
+        number: of the replica.
+        has_ended: whether it can compute no more: its process has died in the middle of a batch, or it is stuck.
+        has_own_timeout: whether `run` itself raises `ReplicaTimeout`; else its caller notices, as far as it waits.
     """
 
     name: str
+    device: torch.device
+    number: int
     has_ended = False
+    has_own_timeout = False
 
     @abc.abstractmethod
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None) -> LaneOutput:
@@ -131,10 +141,11 @@ class Lanes:
 
     Attributes:
         each: one a device.
+        timeout_s: as in `Call`.
     """
 
-    def __init__(self, each: Sequence[Lane]) -> None:
-        self.each = list(each)
+    def __init__(self, each: Sequence[Lane], timeout_s: float | None = None) -> None:
+        self.each, self.timeout_s = list(each), timeout_s
 
     def stop(self) -> None:
         """Take note that no lane will be given another batch; some may still compute one. From any thread."""
@@ -149,6 +160,18 @@ def check_flag(value: object, argument: str) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{argument}={value!r}: expected True or False")
     return value
+
+
+def check_timeout(value: object) -> float | None:
+    """Return a timeout in seconds, or None; raise TypeError or ValueError for what is neither."""
+    expected = "expected a number of seconds above 0, or None to wait for ever"
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"timeout={value!r}: {expected}")
+    if not 0 < value < math.inf:
+        raise ValueError(f"timeout={value!r}: {expected}")
+    return float(value)
 
 
 def called(module: nn.Module, method: str | None) -> Callable[..., Any]:

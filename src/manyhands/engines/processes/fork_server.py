@@ -27,12 +27,15 @@ import traceback
 from collections.abc import Sequence
 
 from manyhands.engines.processes.channel import Channel, ChannelClosedError
-from manyhands.engines.processes.post_mortem import write_stacks_to
+from manyhands.engines.processes.post_mortem import is_stopped, write_stacks_to
 from manyhands.engines.processes.worker import Worker
 from manyhands.runtime import affinity
 from manyhands.runtime.malloc import keep_freed_memory
 
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+_START_S = 120.0  # within which a fork server has started, on a busy machine
+_STATUS_S = 10.0  # how long to wait for what is only good to know
+_LOOK_S = 1.0  # how often the fork server looks whether its caller lives
 
 
 class ForkServerDiedError(Exception):
@@ -41,6 +44,14 @@ class ForkServerDiedError(Exception):
     def __init__(self, pid: int, code: int) -> None:
         super().__init__(pid, code)
         self.pid, self.code = pid, code
+
+
+class ForkServerStuckError(Exception):
+    """The fork server has not replied in time, and has been ended: its process id, and whether it was stopped."""
+
+    def __init__(self, pid: int, stopped: bool) -> None:
+        super().__init__(pid, stopped)
+        self.pid, self.stopped = pid, stopped
 
 
 class ForkServer:
@@ -56,13 +67,17 @@ class ForkServer:
     def is_running(self) -> bool:
         return self._channel is not None
 
-    def fork(self, own_cores: Sequence[int], seed: int, stack_fd: int) -> tuple[int, int, Channel]:
+    def fork(
+        self, own_cores: Sequence[int], seed: int, stack_fd: int, timeout_s: float | None = None
+    ) -> tuple[int, int, Channel]:
         """Start a worker; return its process id, that of its fork server, and the channel to it.
 
         Args:
             stack_fd: the file descriptor of the worker's `StackFile`.
+            timeout_s: for how long to wait for a fork server that is running; None: for ever.
 
         Raises:
+            ForkServerStuckError: that time is over. The fork server is ended, and with it all workers.
             ForkServerDiedError: the fork server has died, and so has the one that was started in its place.
             OSError: the system allows no further process.
         """
@@ -72,7 +87,7 @@ class ForkServer:
             environment = {name: value for name, value in os.environ.items() if not _is_launcher_variable(name)}
             request = ("fork", environment, list(own_cores), seed)
             fds = [fd, _descriptor(sys.__stdout__, 1), _descriptor(sys.__stderr__, 2), stack_fd]
-            pid, server_pid = self._request(request, fds)
+            pid, server_pid = self._request(request, fds, timeout_s)
             if isinstance(pid, OSError):
                 raise pid
         except BaseException:
@@ -92,18 +107,22 @@ class ForkServer:
             server_pid: of the fork server that forked the worker.
         """
         if self._process is not None and self._process.pid == server_pid:
-            with contextlib.suppress(ForkServerDiedError):
-                status, _ = self._request(("status", pid), [], start=False)
+            with contextlib.suppress(ForkServerDiedError, ForkServerStuckError):
+                status, _ = self._request(("status", pid), [], _STATUS_S, start=False)
                 return status if isinstance(status, int) else None, None
         return None, self._codes.get(server_pid)
 
-    def _request(self, request: object, fds: Sequence[int], start: bool = True) -> tuple[object, int]:
+    def _request(
+        self, request: object, fds: Sequence[int], timeout_s: float | None, start: bool = True
+    ) -> tuple[object, int]:
         """Return the reply to a request, and the process id of the server that replied."""
         with self._lock:
             for last_try in (False, True):
-                if self._channel is None:
+                is_new = self._channel is None
+                if is_new:
                     self._start()
                 assert self._channel is not None
+                self._channel.set_timeout(None if timeout_s is None else max(timeout_s, _START_S if is_new else 0.0))
                 assert self._process is not None
                 pid = self._process.pid
                 try:
@@ -114,6 +133,10 @@ class ForkServer:
                     self._codes[pid] = code = self._end()
                     if last_try or not start:
                         raise ForkServerDiedError(pid, code) from None
+                except TimeoutError:
+                    stopped = is_stopped(pid)
+                    self._end()
+                    raise ForkServerStuckError(pid, stopped) from None
                 except BaseException:
                     self._end()  # half a reply may be in the channel
                     raise
@@ -124,7 +147,7 @@ class ForkServer:
         fd = other.detach()
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; from manyhands.engines.processes.fork_server import serve_forks; "
-            f"serve_forks({fd})"
+            f"serve_forks({fd}, {os.getpid()})"
         )
         try:
             # A process group of its own, so that Ctrl-C in a terminal reaches the caller only.
@@ -183,8 +206,11 @@ def _descriptor(stream: object, otherwise: int) -> int:
 # ---- in the fork server's process ------------------------------------------------------------
 
 
-def serve_forks(fd: int) -> None:
+def serve_forks(fd: int, caller_pid: int) -> None:
     """Fork workers and report how they ended, until the caller ends: the fork server's whole life.
+
+    It ends when the caller's end of the channel closes. Another process may have a copy of that end (one forked by C
+    code, which no hook of Python's closes it in): so it looks, too, whether the caller is still its parent.
 
     Requests, each of which gets a reply:
 
@@ -200,6 +226,9 @@ def serve_forks(fd: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: _reap(statuses))
     try:
         while True:
+            while not channel.wait(_LOOK_S):
+                if os.getppid() != caller_pid:
+                    os._exit(0)
             _handle(channel, fd, statuses)
     except ChannelClosedError:  # the caller ended, perhaps without reading its reply: Ctrl-C
         os._exit(0)

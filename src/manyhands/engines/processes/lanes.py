@@ -24,7 +24,7 @@ from manyhands.engines.processes.messages import Forward, Reply, TensorRef
 from manyhands.engines.processes.module_sync import ModuleSync, Update
 from manyhands.engines.processes.pickling import dumps, loads
 from manyhands.engines.processes.remote_graph import repeat_messages
-from manyhands.engines.processes.worker_group import StepLock, WorkerGroup
+from manyhands.engines.processes.worker_group import StepLock, WorkerGroup, workers_timed_out
 from manyhands.runtime import devices as _devices
 from manyhands.runtime.errors import ReplicaNames, annotate
 from manyhands.runtime.thread_state import ProcessState, ThreadState
@@ -43,7 +43,7 @@ class WorkerLanes(Lanes):
         self._worker_group = worker_group
         self._is_stopped = False
         self._of_workers = [WorkerLane(worker_group, step_lock, call, number) for number in range(1, len(call.devices))]
-        super().__init__([here, *self._of_workers])
+        super().__init__([here, *self._of_workers], call.timeout_s)
 
     @property
     def are_open(self) -> bool:
@@ -63,9 +63,11 @@ class WorkerLane(Lane):
         number: of the replica.
     """
 
+    has_own_timeout = True  # the channel's, which has that of the group
+
     def __init__(self, worker_group: WorkerGroup, step_lock: StepLock, call: LaneCall, number: int) -> None:
-        self._number, self._device = number, call.devices[number]
-        self.name = f"replica {number} on {self._device}"
+        self.number, self.device = number, call.devices[number]
+        self.name = f"replica {number} on {self.device}"
         self._group, self._step_lock, self._call = worker_group, step_lock, call
         self._worker = worker_group.workers[number - 1]
 
@@ -78,7 +80,14 @@ class WorkerLane(Lane):
                 reply = self._worker.receive()
             except ChannelClosedError:
                 self.has_ended = True
-                raise self._worker.death(self.name, self._number, self._device, _BATCH_IS_LOST) from None
+                raise self._worker.death(self.name, self.number, self.device, _BATCH_IS_LOST) from None
+            except TimeoutError:
+                self.has_ended = True
+                names = ReplicaNames([self.name])
+                names.numbers, names.devices = [self.number], [self.device]
+                error = workers_timed_out({0: self._worker}, self._call.timeout_s or 0.0, names, _BATCH_IS_LOST)
+                self._worker.kill()
+                raise error from None
             assert isinstance(reply, Reply)
             repeat_messages(reply)
             if reply.error is not None:
@@ -90,7 +99,7 @@ class WorkerLane(Lane):
         to_place = set(map(id, tensors_to_place((args, kwargs))))
 
         def to_reference(tensor: torch.Tensor) -> TensorRef:
-            target = self._device if id(tensor) in to_place else tensor.device
+            target = self.device if id(tensor) in to_place else tensor.device
             return TensorRef.put(buffer, tensor, requires_grad=tensor.requires_grad, device=target)
 
         try:
@@ -98,7 +107,7 @@ class WorkerLane(Lane):
         except BaseException:
             buffer.clear()
             raise
-        message = _message(self._call, self.name, self._device, shard, buffer.flush(), seed, torch.get_num_threads())
+        message = _message(self._call, self.name, self.device, shard, buffer.flush(), seed, torch.get_num_threads())
         self._worker.send(message, (), ProcessState.capture(), kept=())
 
     def _value(self, reply: Reply) -> Any:
@@ -133,8 +142,10 @@ def send_update(worker_group: WorkerGroup, module_sync: ModuleSync, update: Upda
             segments: Sequence[Any] = [*module_sync.segments, *(transport.segments if update.sent else ())]
             worker_group.send(i - 1, message, segments, ProcessState.capture(), where)
         with worker_group.collective:
-            transport.begin_sending(module_sync.take_flats(), replicas, lambda: worker_group.poll(where))
-            transport.end_sending(lambda: worker_group.poll(where))
+            transport.begin_sending(
+                module_sync.take_flats(), replicas, lambda waited_s: worker_group.poll(where, waited_s)
+            )
+            transport.end_sending(lambda waited_s: worker_group.poll(where, waited_s))
         replies = worker_group.replies(where)
         errors = [(where[i + 1], reply.error.exception()) for i, reply in replies.items() if reply.error]
         if errors:

@@ -3,7 +3,8 @@
 A worker cannot be asked any more, so it prepares while it starts: Python's faulthandler writes the stacks of its
 threads into a `StackFile`, memory without a name that the caller reads, when the worker crashes and when it gets
 `STACK_SIGNAL`. That is done in C, inside the signal's handler: neither the interpreter lock nor a lock of the user's
-can hold it up. A process that is stopped (SIGSTOP, a debugger) handles no signal; the kernel says so (`is_stopped`).
+can hold it up. A process that is stopped (SIGSTOP, a debugger) handles no signal. The kernel says so (`is_stopped`),
+and it writes its stack if it is continued before it is ended.
 
 Which process sent a SIGKILL cannot be found out. But the kernel counts how often its out-of-memory killer struck, in
 this process's control group and on the machine: `oom_kills` before and after tell it from other senders.
@@ -64,14 +65,19 @@ class StackFile:
         return text.partition("\nExtension modules:")[0].strip()
 
     def ask(self, pid: int) -> str:
-        """Have a process that has called `write_stacks_to` write its stacks now; return them, "" if it cannot."""
+        """Have a process that has called `write_stacks_to` write its stacks now; return them, "" if it cannot.
+
+        One that is stopped goes on for that: end it afterwards.
+        """
         os.ftruncate(self.fd, 0)
         os.lseek(self.fd, 0, os.SEEK_SET)  # of the file that both processes have open
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, STACK_SIGNAL)
+            if is_stopped(pid):
+                os.kill(pid, signal.SIGCONT)  # the first thing that it then does is to handle the other signal
         until = time.monotonic() + _WRITTEN_WITHIN_S
         before, text = "", self.read()
-        while time.monotonic() < until and (not text or text != before) and not is_stopped(pid):
+        while time.monotonic() < until and (not text or text != before):
             time.sleep(_SLEEP_S)
             before, text = text, self.read()
         return text

@@ -243,8 +243,8 @@ class RemoteGraphs(ReplicaGraphs):
                 segments.append(worker.placed_in)
             group.send(i, message, segments, process, self.where)
 
-        def poll_workers() -> None:
-            group.poll(self.where)
+        def poll_workers(waited_s: float) -> None:
+            group.poll(self.where, waited_s)
 
         def run() -> T:
             started = time.perf_counter()
