@@ -47,7 +47,7 @@ from manyhands.engines.processes.engine import ProcessesEngine
 
 NUM_REPLICAS, ROWS, WIDTH = 3, 17, 200
 HANG_S = 60.0
-STUCK_S = 2.0  # without progress, a stopped worker is given up
+STUCK_S = 5.0  # without progress, a stopped worker is given up
 TOKEN = "MANYHANDS_CHAOS"
 
 # Kinds of faults, and how many of them there are in the full run.

@@ -95,6 +95,7 @@ def test_public_names():
     assert manyhands.__all__ == [
         "DataParallel",
         "ReplicaDied",
+        "ReplicaTimeout",
         "data_parallel",
         "gather",
         "keep_freed_memory",

@@ -9,7 +9,7 @@ from manyhands.primitives.dims import pad
 from manyhands.primitives.parallel_apply import parallel_apply
 from manyhands.primitives.replicate import replicate
 from manyhands.primitives.scatter_gather import gather, scatter, scatter_kwargs
-from manyhands.runtime.errors import ReplicaDied
+from manyhands.runtime.errors import ReplicaDied, ReplicaTimeout
 from manyhands.runtime.malloc import keep_freed_memory
 from manyhands.verification.verify import verify
 
@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DataParallel",
     "ReplicaDied",
+    "ReplicaTimeout",
     "data_parallel",
     "gather",
     "keep_freed_memory",

@@ -19,7 +19,7 @@ from manyhands.distributed.environment import devices_of_process, started_by_lau
 from manyhands.distributed.gradient_sync import GradientSync
 from manyhands.distributed.process_group import communicator_for
 from manyhands.distributed.uneven_inputs import even_batches
-from manyhands.engines.base import Call, Engine, LaneCall, Lanes, called, check_flag
+from manyhands.engines.base import Call, Engine, LaneCall, Lanes, called, check_flag, check_timeout
 from manyhands.engines.distributed import DistributedEngine
 from manyhands.engines.threads import ThreadsEngine
 from manyhands.inference.map_and_evaluate import Callee, evaluate_batches, map_batches
@@ -171,6 +171,10 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             None: all of them, or this one alone if there is no launcher and no default process group; a
             `torch.distributed.ProcessGroup`: those in it; False: this one alone.
         loss: what each process's own loss is over its rows, "mean" or "sum", where several train together.
+        timeout: after how many seconds without progress a wait for a replica ends in `ReplicaTimeout`, which has the
+            Python stack of the stuck replica; progress is any message of a replica, and any part that one has finished.
+            None: never. So it has to be longer than a replica's whole forward, or backward, may take after the first
+            replica's. The first replica runs in the calling thread: where it is stuck itself, nothing is raised.
 
     Under a launcher the same line joins the processes. Each has its own device (that of its LOCAL_RANK; or several,
     named in `device_ids`) and its own batches; parameters and buffers begin as those of rank 0, and gradients are those
@@ -212,6 +216,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         rescue: bool = False,
         process_group: Any = None,
         loss: str = "mean",
+        timeout: float | None = None,
     ) -> None:
         nn.Module.__init__(self)  # not that of torch.nn.DataParallel, which knows GPUs only
         _check_arguments(module, dim)
@@ -236,6 +241,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         self.in_dims = in_dims
         self.out_dims = out_dims
         self.sync_batch_norm = check_flag(sync_batch_norm, "sync_batch_norm")
+        self.timeout = check_timeout(timeout)
         self.randomness = _checked_randomness(randomness, self.devices, communicator is not None)
         if on_worker_loss not in _ON_WORKER_LOSS:
             raise ValueError(f"on_worker_loss={on_worker_loss!r}: expected one of {list(_ON_WORKER_LOSS)}")
@@ -274,8 +280,10 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
 
         Raises:
             ValueError: tensors with different numbers of rows; outputs that cannot be joined.
-            RuntimeError: a parameter or buffer that is not on the first device; a worker process that has died.
-            BaseException: what a replica raised, the same object, with a note that names the replica.
+            RuntimeError: a parameter or buffer that is not on the first device.
+            ReplicaDied: a worker process that has died.
+            ReplicaTimeout: a replica that has made no progress for `timeout`.
+        BaseException: what a replica raised, the same object, with a note that names the replica.
         """
         return self._run(None, inputs, kwargs)
 
@@ -339,7 +347,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             AttributeError: the module has no such method.
             BaseException: of a batch: what the module raised, with a note that names the batch, after the outputs
                 before it. The next `next()` goes on with the next batch. What the loader raises ends the iteration.
-            ReplicaDied: the worker process that had the batch has died; `next()` goes on without it.
+            ReplicaDied, ReplicaTimeout: the worker process that had the batch has died; the replica that has it has
+                made no progress for `timeout`. `next()` goes on without it.
 
         Under a launcher every process is given the same batches and computes its part of them. The first process gets
         all outputs; the others get none, and help until it has all. There an error ends the iteration in all of them.
@@ -405,7 +414,9 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
 
         def open_lanes(devices: Sequence[torch.device]) -> Lanes:
             retry = self.on_worker_loss == "retry"
-            return self._engine.open_lanes(self.module, LaneCall(devices, devices[0], output_device, method, retry))
+            return self._engine.open_lanes(
+                self.module, LaneCall(devices, devices[0], output_device, method, retry, self.timeout)
+            )
 
         return Callee(
             open_lanes=open_lanes,
@@ -656,6 +667,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             retry=self.on_worker_loss == "retry",
             rescue=self.rescue,
             row_limits=self._row_limits,
+            timeout_s=self.timeout,
         )
 
     def _arguments(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

@@ -31,6 +31,7 @@ from manyhands.primitives.placements import Placement, Replicate
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import LARGE_BYTES
+from manyhands.runtime.errors import ReplicaNames
 from manyhands.runtime.streams import wait_for_streams
 from manyhands.runtime.thread_pool import PassContext, ReplicaTiming, one_pass, run_together
 from manyhands.runtime.thread_state import modes_that_stay
@@ -206,10 +207,11 @@ class ReplicaGraphs:
         buckets: those in which gradients come home; None where no replica's parameters are in memory of their own.
         separate_memory: as in `ThreadsEngine`.
         replay: runs a backward of these graphs, again after a failure; None: a failure is final.
+        timeout_s: as in `Call`.
     """
 
     timings: list[ReplicaTiming]
-    where: list[str]
+    where: ReplicaNames
     inputs: list[BoundaryTensor] = field(default_factory=list)
     outputs: list[BoundaryTensor] = field(default_factory=list)
     live_parameters: Sequence[torch.Tensor] = ()
@@ -226,6 +228,7 @@ class ReplicaGraphs:
     buckets: ReduceBuckets | None = None
     separate_memory: bool = False
     replay: "Replay | None" = None
+    timeout_s: float | None = None
     released: bool = field(default=False, init=False)
     _grad_is_free: threading.Lock = field(default_factory=threading.Lock, init=False)
 
@@ -465,7 +468,7 @@ class ReplicaGraphs:
         where = [f"the backward of {place}" for place in self.where]
         with one_pass(self.pass_contexts) as contexts:
             # No variable may hold the outcomes: an error's traceback refers to this frame.
-            values_or_raise(run_together(tasks, devices, contexts), where)
+            values_or_raise(run_together(tasks, devices, contexts, self.timeout_s, self.where), where)
 
 
 def pass_on(live: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:

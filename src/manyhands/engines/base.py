@@ -6,6 +6,7 @@ tests/contract/ is the contract's test suite, and runs over every engine.
 """
 
 import abc
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from torch import nn
 
 from manyhands.primitives.dims import OutputRules
 from manyhands.primitives.inputs import Arguments
+from manyhands.runtime.errors import ReplicaNames
 from manyhands.runtime.thread_pool import ReplicaTiming
 
 
@@ -40,6 +42,7 @@ class Call:
         row_limits: how many rows a replica can bear, by its number, where that is known; the wrapper's.
         cross_process: a `CrossProcess`, which exchanges batch norm's statistics with other processes; None: they stay
             in this one.
+        timeout_s: for how long the caller, or a replica, waits for others without progress; None: for ever.
     """
 
     arguments: Arguments
@@ -57,10 +60,12 @@ class Call:
     row_limits: dict[int, int] = field(default_factory=dict)
     sync_context: Any = None
     cross_process: Any = None
+    timeout_s: float | None = None
 
-    def where(self) -> list[str]:
+    def where(self) -> ReplicaNames:
         """Return each replica's name in messages: its number, its device and its rows."""
-        places = []
+        places = ReplicaNames()
+        places.numbers, places.devices = self.replica_numbers, self.devices
         start, total = 0, sum(self.sizes)
         for number, device, size in zip(self.replica_numbers, self.devices, self.sizes, strict=True):
             rows = f"rows {start} to {start + size - 1} of {total}" if size else "no rows"
@@ -89,7 +94,7 @@ class LaneCall:
 
     Attributes:
         devices: one a lane.
-        source, output_device, method, retry: as in `Call`; a lost worker's batch goes to another lane.
+        source, output_device, method, retry, timeout_s: as in `Call`; a lost worker's batch goes to another lane.
     """
 
     devices: Sequence[torch.device]
@@ -97,6 +102,7 @@ class LaneCall:
     output_device: torch.device
     method: str | None = None
     retry: bool = False
+    timeout_s: float | None = None
 
 
 @dataclass
@@ -125,11 +131,17 @@ class Lane(abc.ABC):
 
     Attributes:
         name: in messages.
-        has_ended: whether it can compute no more, because its process has died in the middle of a batch.
+        device: the replica's.
+        number: of the replica.
+        has_ended: whether it can compute no more: its process has died in the middle of a batch, or it is stuck.
+        has_own_timeout: whether `run` itself raises `ReplicaTimeout`; else its caller notices, as far as it waits.
     """
 
     name: str
+    device: torch.device
+    number: int
     has_ended = False
+    has_own_timeout = False
 
     @abc.abstractmethod
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None) -> LaneOutput:
@@ -150,10 +162,11 @@ class Lanes:
 
     Attributes:
         each: one a device.
+        timeout_s: as in `Call`.
     """
 
-    def __init__(self, each: Sequence[Lane]) -> None:
-        self.each = list(each)
+    def __init__(self, each: Sequence[Lane], timeout_s: float | None = None) -> None:
+        self.each, self.timeout_s = list(each), timeout_s
 
     def stop(self) -> None:
         """Take note that no lane will be given another batch; some may still compute one. From any thread."""
@@ -168,6 +181,18 @@ def check_flag(value: object, argument: str) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{argument}={value!r}: expected True or False")
     return value
+
+
+def check_timeout(value: object) -> float | None:
+    """Return a timeout in seconds, or None; raise TypeError or ValueError for what is neither."""
+    expected = "expected a number of seconds above 0, or None to wait for ever"
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"timeout={value!r}: {expected}")
+    if not 0 < value < math.inf:
+        raise ValueError(f"timeout={value!r}: {expected}")
+    return float(value)
 
 
 def called(module: nn.Module, method: str | None) -> Callable[..., Any]:

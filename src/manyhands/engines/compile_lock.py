@@ -13,6 +13,7 @@ changed, say) costs time; its numbers are right.
 import contextlib
 import threading
 from collections.abc import Hashable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from manyhands.primitives import pytree
@@ -30,11 +31,13 @@ class CompileLock:
         self._known: set[Hashable] = set()
         self._lock = threading.Lock()  # of replicas that do not begin together
 
-    def if_new(self, kinds: Iterable[Hashable]) -> list[PassContext]:
+    def if_new(self, kinds: Iterable[Hashable], timeout_s: float | None = None) -> list[PassContext]:
         """Return the context of a pass over inputs of these kinds: a lock that replicas hold in turn, or none.
 
         Args:
             kinds: one a replica; equal for inputs that the same compiled code fits.
+            timeout_s: as in `Call`: a replica that waits for longer runs without the lock, and the caller sees which
+                one is stuck.
         """
         torch_private.keep_compiled_code_in_order()
         torch_private.keep_metrics_of_compiling_by_thread()
@@ -42,7 +45,7 @@ class CompileLock:
         if not new or len(self._known) >= _MOST_KINDS:
             return []
         self._known |= new
-        return [_one_at_a_time]
+        return [partial(_one_at_a_time, _PATIENCE_S if timeout_s is None else min(timeout_s, _PATIENCE_S))]
 
     @contextlib.contextmanager
     def while_new(self, kind: Hashable) -> Iterator[None]:
@@ -52,7 +55,7 @@ class CompileLock:
         if kind in self._known or len(self._known) >= _MOST_KINDS:
             yield
             return
-        with _held(self._lock):
+        with _held(self._lock, _PATIENCE_S):
             yield
             self._known.add(kind)
 
@@ -64,14 +67,14 @@ def kind_of(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[Hashable
 
 
 @contextlib.contextmanager
-def _one_at_a_time() -> Iterator[ReplicaContext]:
+def _one_at_a_time(patience_s: float) -> Iterator[ReplicaContext]:
     lock = threading.Lock()
-    yield lambda index: _held(lock)
+    yield lambda index: _held(lock, patience_s)
 
 
 @contextlib.contextmanager
-def _held(lock: threading.Lock) -> Iterator[None]:
-    mine = lock.acquire(timeout=_PATIENCE_S)
+def _held(lock: threading.Lock, patience_s: float) -> Iterator[None]:
+    mine = lock.acquire(timeout=patience_s)
     try:
         yield
     finally:

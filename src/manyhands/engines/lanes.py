@@ -63,10 +63,10 @@ class LocalLane(Lane):
     """
 
     def __init__(self, number: int, call: LaneCall, blueprint: Blueprint, compile_lock: CompileLock | None) -> None:
-        self._device = call.devices[number]
-        self.name = f"replica {number} on {self._device}"
+        self.number, self.device = number, call.devices[number]
+        self.name = f"replica {number} on {self.device}"
         self._call, self._compile_lock = call, compile_lock
-        self._pool = ReplicaPool(blueprint, self._device)
+        self._pool = ReplicaPool(blueprint, self.device)
         self._queued: list[Callable[[bool], bool]] = []
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None) -> LaneOutput:
@@ -74,17 +74,17 @@ class LocalLane(Lane):
             is_done(True)
         del self._queued[:-1]
         name = type(self._pool.blueprint.root).__name__
-        draws = None if seed is None else SeededDraws(name, seed, self._device)
-        with Copies([self._device]) as copies:
-            args, kwargs = _on_device((args, kwargs), self._device, lambda tensor: copies.to(tensor, 0))
+        draws = None if seed is None else SeededDraws(name, seed, self.device)
+        with Copies([self.device]) as copies:
+            args, kwargs = _on_device((args, kwargs), self.device, lambda tensor: copies.to(tensor, 0))
             with collector_paused:
-                replicas = self._pool.take([self._device], tracked=False, copies=copies, with_live_buffers=False)
+                replicas = self._pool.take([self.device], tracked=False, copies=copies, with_live_buffers=False)
             copies.wait_copies(0)
             with self._turn((args, kwargs)), draws or contextlib.nullcontext():
                 output = called(replicas.roots[0], self._call.method)(*args, **kwargs)
         output = _apart_from(replicas.each[0].own_buffers, output)
         replicas.give_back()
-        self._queued.append(_devices.queued_work(self._device))
+        self._queued.append(_devices.queued_work(self.device))
         target = self._call.output_device
         outgoing = Copies([target])
         with outgoing:

@@ -39,7 +39,7 @@ from manyhands.primitives.split_sizes import split_rows
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import fingerprint
-from manyhands.runtime.errors import ReplicaDied, log
+from manyhands.runtime.errors import ReplicaDied, ReplicaTimeout, log
 from manyhands.runtime.thread_state import ThreadState
 
 T = TypeVar("T")
@@ -96,12 +96,13 @@ def _cause(
     call: Call, module: nn.Module, error: Exception, causes: Sequence[str], why_not: Callable[[], str | None]
 ) -> str | None:
     """Return why a step that raised `error` is run again; None, with a note on the error, if it is not."""
-    if call.retry and isinstance(error, ReplicaDied):
+    lost_worker = isinstance(error, ReplicaDied) or (isinstance(error, ReplicaTimeout) and error.pid is not None)
+    if call.retry and lost_worker:
         reason = _OTHER_PROCESSES if call.cross_process is not None else why_not()
         if reason is None and len(causes) >= _MOST_DEATHS:
             reason = _TOO_MANY
         if reason is None:
-            return str(error)
+            return str(getattr(error, "cause", error))
     elif call.rescue and _devices.is_out_of_memory(error):
         reason = why_not() or _lower_limits(call, module, error)
         if reason is None:

@@ -104,7 +104,7 @@ class ThreadsEngine(Engine):
             contexts, backward_context = _contexts_with_exchange(type(module).__name__, call, roots)
         elif blueprint.compiled:  # not where replicas wait for each other: then no replica may wait for a lock
             contexts += self._compile_lock.if_new(
-                [(tracked, module.training, *kind_of(shard)) for shard in inputs.shards]
+                [(tracked, module.training, *kind_of(shard)) for shard in inputs.shards], call.timeout_s
             )
 
         replay = again
@@ -113,7 +113,7 @@ class ThreadsEngine(Engine):
         with unchanged_on_failure(pool.buffers), one_pass(contexts) as replica_context:
             run = partial(call_replica, call, inputs, roots, copies, timings)
             tasks = [partial(run, i) for i, _ in enumerate(call.devices)]  # step 4
-            outputs = values_or_raise(run_together(tasks, call.devices, replica_context), where)
+            outputs = values_or_raise(run_together(tasks, call.devices, replica_context, call.timeout_s, where), where)
             matched = Outputs(outputs, call.rules, call.sizes)  # step 5
             del outputs
             if replay is not None:
@@ -139,7 +139,7 @@ class ThreadsEngine(Engine):
                 graphs.on_release = replicas.give_back
                 graphs.pass_contexts, graphs.backward_context = contexts, backward_context
                 graphs.sync_context = call.sync_context
-                graphs.separate_memory = self._separate_memory
+                graphs.separate_memory, graphs.timeout_s = self._separate_memory, call.timeout_s
                 if replicas.is_remote:
                     graphs.buckets = pool.reduce_buckets
                 if again is not None:
@@ -156,7 +156,8 @@ class ThreadsEngine(Engine):
 
     def open_lanes(self, module: nn.Module, call: LaneCall) -> Lanes:
         pool = self._pool_for(module, call.source)
-        return Lanes(open_local_lanes(pool.blueprint, call, self._compile_lock, separate_memory=self._separate_memory))
+        lanes = open_local_lanes(pool.blueprint, call, self._compile_lock, separate_memory=self._separate_memory)
+        return Lanes(lanes, call.timeout_s)
 
     def _pool_for(self, module: nn.Module, source: torch.device) -> ReplicaPool:
         """Return the replicas of `module` as it is now: those of the last forward, if nothing has changed."""
@@ -203,7 +204,9 @@ def _contexts_with_exchange(
         return contexts, nullcontext
     if call.one_device_randomness and not alone:
         contexts = [partial(one_stream, name, call.sizes)]
-    new_exchange: Callable[[int], Exchange] = partial(LocalExchange, cross_process=call.cross_process)
+    new_exchange: Callable[[int], Exchange] = partial(
+        LocalExchange, cross_process=call.cross_process, timeout_s=call.timeout_s, names=call.where()
+    )
     contexts.append(exchanging(len(roots), new_exchange))
     on_host = all(map(_devices.computes_on_host, call.devices))
     if not call.sync_batch_norm:

@@ -20,6 +20,7 @@ Assumes that the loader is used by nobody else, and that nobody writes into a ba
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -32,7 +33,7 @@ import torch
 from manyhands.engines.base import Lane, LaneEndedError, LaneOutput, Lanes
 from manyhands.inference.batches import hint_for, inputs_of
 from manyhands.runtime import torch_private
-from manyhands.runtime.errors import annotate
+from manyhands.runtime.errors import ReplicaNames, annotate, threads_timed_out
 from manyhands.runtime.rng import BatchStreams
 from manyhands.runtime.thread_pool import Background, Outcome, inside_replica
 from manyhands.runtime.thread_state import ThreadState, modes_that_stay
@@ -206,6 +207,8 @@ class _Work:
         self._todo: SimpleQueue[_Batch | None] = SimpleQueue()
         self._num_lanes = len(lanes.each)
         self._has_new = threading.Event()
+        self._computing: dict[int, tuple[int, int]] = {}  # by batch: its lane and that lane's thread
+        self._abandoned: set[int] = set()  # batches whose lanes are stuck
         self._background: Background | None = None
         self.is_alone = True
         self.streams = BatchStreams()
@@ -227,11 +230,12 @@ class _Work:
             self._todo.put((number, args, kwargs, self.streams.seed(number)))
 
     def wait_for(self, number: int) -> None:
-        """Wait until a batch has been computed.
+        """Wait until a batch has been computed, or has been given up: no batch was finished for `timeout_s`.
 
         Raises:
             RuntimeError: nothing is left that could compute it.
         """
+        timeout_s, progress_at = self._lanes.timeout_s, time.monotonic()
         while True:
             background = self._background
             has_ended = background is None or background.has_ended
@@ -240,7 +244,25 @@ class _Work:
                 return
             if has_ended:
                 raise RuntimeError(_NO_LANE_LEFT)
-            self._has_new.wait(_WAKE_S)
+            if self._has_new.wait(_WAKE_S):
+                progress_at = time.monotonic()
+            elif timeout_s is not None and time.monotonic() - progress_at > timeout_s:
+                self._give_up(number, timeout_s)
+
+    def _give_up(self, number: int, timeout_s: float) -> None:
+        """Take a batch from a lane that is stuck, with an error in its place; the lane's thread is left alone."""
+        index, ident = self._computing.get(number, (None, 0))
+        if index is None or self._lanes.each[index].has_own_timeout or number in self._abandoned:
+            return
+        lane = self._lanes.each[index]
+        names = ReplicaNames([lane.name])
+        names.numbers, names.devices = [lane.number], [lane.device]
+        error = threads_timed_out({0: ident}, timeout_s, names, "Its batch is lost")
+        lane.has_ended = True
+        self._abandoned.add(number)
+        self._ready[number] = Outcome(error=annotate([(f"batch {number}, by {lane.name}", error)]))
+        if self._background is not None:
+            self._background.abandon(index)
 
     def _compute(self, index: int) -> None:
         """Compute batches, in the thread of a lane, until there will be no more."""
@@ -248,15 +270,22 @@ class _Work:
         while (batch := self._todo.get()) is not None:
             number, batches = batch[0], [batch]
             del batch
+            self._computing[number] = index, threading.get_ident()
             try:
                 # Once the caller has the outcome, no reference to it or to the batch may be left here: what the caller
                 # then drops is to be freed at once. So no variable holds either.
-                self._ready[number] = self._outcome(lane, batches)
+                self._put(number, self._outcome(lane, batches))
             except LaneEndedError:
                 return
+            finally:
+                del self._computing[number]
             self._has_new.set()
             if lane.has_ended:
                 return
+
+    def _put(self, number: int, outcome: Outcome[LaneOutput]) -> None:
+        if number not in self._abandoned:
+            self._ready[number] = outcome
 
     def _outcome(self, lane: Lane, batches: "list[_Batch]") -> Outcome[LaneOutput]:
         """Compute the one batch in a list, which is emptied.

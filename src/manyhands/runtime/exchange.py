@@ -21,10 +21,12 @@ import contextlib
 import enum
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
+from manyhands.runtime.errors import ReplicaNames, log, threads_timed_out
 from manyhands.runtime.rng import waiting_for_others
 from manyhands.runtime.thread_pool import PassContext, ReplicaContext, inside_replica
 
@@ -159,7 +161,8 @@ class LocalExchange(Exchange):
     """The all-gathers of replicas 0 to `num_replicas` - 1, decided in this process.
 
     Attributes:
-        error: what `cross_process` has raised. After that no other replica gets a result.
+        error: what `cross_process` has raised, or a `ReplicaTimeout`. After that no other replica gets a result.
+        threads: in which replicas of this process take part, by index.
 
     Args:
         num_replicas: how many replicas take part.
@@ -167,6 +170,10 @@ class LocalExchange(Exchange):
             A replica of this process calls it while it waits. None: it sleeps until another thread wakes it.
         cross_process: takes the name of a batch norm and the values of this process's replicas; returns the values of
             all processes, which become the result. None: there are no other processes.
+        timeout_s: for how long a replica waits while none submits or withdraws; None: for ever. Then every replica that
+            waits raises `ReplicaTimeout`, and so does one that comes later. Where replica 0 is the one that does not
+            come, the caller's own thread is stuck, and nothing can be raised there: the error is logged, too.
+        names: of the replicas, for messages.
     """
 
     def __init__(
@@ -174,8 +181,12 @@ class LocalExchange(Exchange):
         num_replicas: int,
         serve: Callable[[Callable[[], bool]], None] | None = None,
         cross_process: CrossProcess | None = None,
+        timeout_s: float | None = None,
+        names: ReplicaNames | None = None,
     ) -> None:
         self._serve = serve
+        self._timeout_s, self._names, self._progress_at = timeout_s, names, time.monotonic()
+        self.threads: dict[int, int] = {}
         self._cross_process = cross_process
         self.kernels = cross_process is None or cross_process.kernels
         self.error: BaseException | None = None
@@ -187,7 +198,8 @@ class LocalExchange(Exchange):
     def submit_and_wait(self, index: int, request: Request) -> Response:
         responses: list[Response] = []
         with waiting_for_others(), self._condition:
-            self.submit(index, request, responses.append)
+            if self.error is None:
+                self.submit(index, request, responses.append)
             while not responses:
                 if self.error is not None:
                     raise self.error
@@ -195,16 +207,38 @@ class LocalExchange(Exchange):
                     self._serve(lambda: bool(responses))
                 else:
                     self._condition.wait(_WAKE_S)
+                    self._check_progress()
         return responses[0]
+
+    def waiting(self) -> set[int]:
+        """Return the replicas that wait for others."""
+        return set(self._waiting)
+
+    def absent(self) -> list[int]:
+        """Return the replicas for which those that wait are waiting."""
+        return sorted(self._present - self._waiting.keys())
+
+    def _check_progress(self) -> None:
+        """Take note of an error if no replica has submitted or withdrawn for too long while some wait."""
+        if self._timeout_s is None or self.error is not None or not self._waiting:
+            return
+        if time.monotonic() - self._progress_at <= self._timeout_s:
+            return
+        self.error = threads_timed_out({i: self.threads.get(i, 0) for i in self.absent()}, self._timeout_s, self._names)
+        if 0 not in self._waiting:
+            log.error("%s", self.error)
+        self._condition.notify_all()
 
     def submit(self, index: int, request: Request, callback: Callable[[Response], None]) -> None:
         """Submit a replica's request; `callback` is called with the response, now or as soon as it is known."""
         with self._condition:
+            self._progress_at = time.monotonic()
             self._waiting[index] = request, callback
             self._respond()
 
     def withdraw(self, index: int, *, failed: bool) -> None:
         with self._condition:
+            self._progress_at = time.monotonic()
             self.failed |= failed
             self._present.discard(index)
             self._withdrawn.add(index)
@@ -289,6 +323,8 @@ def taking_part(exchange: Exchange | None, index: int) -> Iterator[None]:
     """
     before = current_exchange()
     _thread.exchange = exchange
+    if isinstance(exchange, LocalExchange):
+        exchange.threads[index] = threading.get_ident()
     failed = True
     try:
         yield

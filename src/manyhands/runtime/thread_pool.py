@@ -5,7 +5,8 @@ Guarantees
     - Workers are started when first needed and kept. A call has its workers to itself, so its tasks may wait for each
       other, and calls from several threads at once do not disturb each other.
     - Inside a task, `run_together` runs its tasks one after the other in that thread: no worker waits for itself.
-    - An exception that is not an `Exception` (Ctrl-C above all) reaches the caller at once. Workers that are still
+    - An exception that is not an `Exception` (Ctrl-C above all) reaches the caller at once, and so does a
+      `ReplicaTimeout`. Workers that are still
       busy then are abandoned: their result is dropped, they end when their task does, and the next call starts fresh
       ones. They are not interrupted: an exception at any instruction could leave locks held for ever, those of Python's
       imports among them.
@@ -37,7 +38,7 @@ import torch
 
 from manyhands.runtime import affinity, openmp, torch_private
 from manyhands.runtime import devices as _devices
-from manyhands.runtime.errors import log
+from manyhands.runtime.errors import ReplicaNames, ReplicaTimeout, log, threads_timed_out
 from manyhands.runtime.thread_state import ThreadState, modes_that_stay
 
 T = TypeVar("T")
@@ -116,6 +117,8 @@ def run_together(
     tasks: Sequence[Callable[[], T]],
     devices: Sequence[torch.device],
     around: ReplicaContext = lambda index: nullcontext(),
+    timeout_s: float | None = None,
+    names: ReplicaNames | None = None,
 ) -> list[Outcome[T]]:
     """Run all tasks at once, task i for a replica on `devices[i]`; return how each ended, in order.
 
@@ -126,20 +129,27 @@ def run_together(
         tasks, devices: one a replica.
         around: the context of task i in its thread. It is entered before anything else, and left even if the task
             cannot start, so that it can tell tasks that wait for this one.
+        timeout_s: for how long the caller, once task 0 has ended, waits without another one ending; None: for ever.
+        names: of the replicas, for messages.
 
     Raises:
+        ReplicaTimeout: that time is over. Workers that are still busy are abandoned.
         BaseException: what a task (or Ctrl-C) raised, where that is not an `Exception`.
     """
     if torch_private.caches_parametrizations():
         with torch_private.parametrizations_not_cached():
-            return run_together(tasks, devices, around)
+            return run_together(tasks, devices, around, timeout_s, names)
     if len(tasks) == 1 or inside_replica() or modes_that_stay():
         return [_run_here(tasks[i], devices[i], i, around(i)) for i in range(len(tasks))]
-    return _run_in_threads(tasks, devices, around)
+    return _run_in_threads(tasks, devices, around, timeout_s, names)
 
 
 def _run_in_threads(
-    tasks: Sequence[Callable[[], T]], devices: Sequence[torch.device], around: ReplicaContext
+    tasks: Sequence[Callable[[], T]],
+    devices: Sequence[torch.device],
+    around: ReplicaContext,
+    timeout_s: float | None,
+    names: ReplicaNames | None,
 ) -> list[Outcome[T]]:
     state = ThreadState.capture()
     on_host = _devices.all_on_host(devices)
@@ -170,13 +180,16 @@ def _run_in_threads(
             worker.inbox.put(_Order(i, [run], done))
         ended[0] = _outcome(first)
         _raise_if_urgent(ended[0])
-        num_running = len(workers)
+        num_running, progress_at = len(workers), time.monotonic()
         while num_running:
             try:
                 index, ended_now = done.get(timeout=_WAKE_S)
             except Empty:
+                if timeout_s is not None and time.monotonic() - progress_at > timeout_s:
+                    stuck = {i: worker.thread.ident or 0 for i, worker in enumerate(workers, 1) if i not in ended}
+                    raise threads_timed_out(stuck, timeout_s, names) from None
                 continue
-            num_running -= 1
+            num_running, progress_at = num_running - 1, time.monotonic()
             ended[index] = ended_now
             del ended_now
             _raise_if_urgent(ended[index])
@@ -212,7 +225,7 @@ class Background:
     ) -> None:
         self.stop = stop
         self._lock = threading.Lock()
-        self._num_running = len(tasks)
+        self._running = set(range(len(tasks)))
         self._at_end = at_end
         self._ended = threading.Event()
         on_host = _devices.all_on_host(devices)
@@ -233,7 +246,7 @@ class Background:
                 return _outcome(in_context)
             finally:
                 started.put(None)  # also if it could not start
-                self._leave()
+                self._leave(index)
 
         _backgrounds.add(self)
         num_started = 0
@@ -245,17 +258,19 @@ class Background:
                 started.get()
         except BaseException:
             stop()
-            for _ in range(len(tasks) - num_started):
-                self._leave()
+            for i in range(num_started, len(tasks)):
+                self._leave(i)
             raise
         finally:
             # Each task's thread has set its own number by now, and with it that of new threads.
             _thread_counts.end(threads_before, threads_each)
 
-    def _leave(self) -> None:
+    def _leave(self, index: int) -> None:
         with self._lock:
-            self._num_running -= 1
-            is_last = not self._num_running
+            if index not in self._running:
+                return
+            self._running.remove(index)
+            is_last = not self._running
         if is_last:
             try:
                 self._at_end()
@@ -267,6 +282,10 @@ class Background:
     def has_ended(self) -> bool:
         """Whether all tasks have ended."""
         return self._ended.is_set()
+
+    def abandon(self, index: int) -> None:
+        """Count a task as ended although it is not: it is stuck. It ends when it can, or when the program does."""
+        self._leave(index)
 
     def wait(self) -> None:
         """Wait until all tasks have ended."""
@@ -344,7 +363,9 @@ def _run_here(
 
 def _raise_if_urgent(outcome: Outcome[T]) -> None:
     try:
-        if outcome.error is not None and not isinstance(outcome.error, Exception):
+        if outcome.error is not None and (
+            isinstance(outcome.error, ReplicaTimeout) or not isinstance(outcome.error, Exception)
+        ):
             raise outcome.error
     finally:
         del outcome  # as above

@@ -682,7 +682,7 @@ def test_ctrl_c_while_the_fork_server_starts(monkeypatch, capfd):
 
     interrupt_next(monkeypatch, "send", send)
     with pytest.raises(KeyboardInterrupt):
-        server.fork([0], seed=0)
+        server.fork([0], seed=0, stack_fd=2)
     assert processes[0].returncode == -signal.SIGKILL, "it was waited for"
     assert capfd.readouterr().err == ""
 
@@ -715,7 +715,7 @@ def test_a_fork_server_whose_caller_ends_before_the_reply(capfd):
     server = fork_server.ForkServer()
     server._start()
     own, workers = Channel.pair()
-    server._channel.send(pickle.dumps(("fork", dict(os.environ), [0], 0)), [workers.fileno(), 1, 2])
+    server._channel.send(pickle.dumps(("fork", dict(os.environ), [0], 0)), [workers.fileno(), 1, 2, 2])
     for end in (own, workers, server._channel):
         end.close()
     assert server._process.wait(WAIT_S) == 0

@@ -7,12 +7,13 @@ ends with the other process.
 A waiting process polls for a moment first: a message that arrives then costs no wake-up by the kernel. Then it sleeps.
 """
 
+import contextlib
 import os
 import select
 import socket
 import struct
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 _HEADER = struct.Struct("<QB")  # how many bytes follow; whether this frame carries only file descriptors
 _MAX_FDS = 200  # in one frame; Linux allows 253
@@ -34,6 +35,10 @@ class Channel:
         """Return the two ends of a new channel."""
         first, second = socket.socketpair()
         return cls(first), cls(second)
+
+    def set_timeout(self, seconds: float | None) -> None:
+        """Have `send` and `receive` raise TimeoutError if the other process takes, or gives, nothing for so long."""
+        self._socket.settimeout(seconds)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -99,11 +104,21 @@ class Channel:
 
     def is_ready(self) -> bool:
         """Return whether there is something to receive; a closed other end counts."""
+        return self.wait(0)
+
+    def wait(self, for_s: float) -> bool:
+        """Sleep until there is something to receive, at most for so long; return whether there is."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(0))
+        return bool(poll.poll(for_s * 1000))
 
     def close(self) -> None:
+        self._socket.close()
+
+    def shut_down(self) -> None:
+        """Close the channel for all processes, also those that have a copy of this end."""
+        with contextlib.suppress(OSError):  # it is closed already
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def detach(self) -> int:
@@ -111,13 +126,14 @@ class Channel:
         return self._socket.detach()
 
 
-def ready(channels: Collection[Channel], spin_s: float) -> Iterator[Channel]:
+def ready(channels: Collection[Channel], spin_s: float, on_wait: Callable[[], None] | None) -> Iterator[Channel]:
     """Yield each channel that has something to receive (a closed other end counts), as soon and as often as it has.
 
     Args:
         channels: those to wait for. The caller receives from a channel that it is given, and removes it from `channels`
             once it expects no more from it. The iterator ends when none is left.
         spin_s: how long to poll without sleeping, each time.
+        on_wait: called now and then while there is nothing to receive; it raises to end the wait.
     """
     poll = select.poll()
     by_fd = {channel.fileno(): channel for channel in channels}
@@ -129,7 +145,10 @@ def ready(channels: Collection[Channel], spin_s: float) -> Iterator[Channel]:
         if not found and time.perf_counter() < until:
             os.sched_yield()
             continue
-        for fd, _ in found or poll.poll(_WAKE_S * 1000):
+        found = found or poll.poll(_WAKE_S * 1000)
+        if not found and on_wait is not None:
+            on_wait()
+        for fd, _ in found:
             yield by_fd[fd]
             if by_fd[fd] not in channels:
                 poll.unregister(fd)

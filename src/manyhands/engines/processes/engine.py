@@ -115,7 +115,7 @@ class ProcessesEngine(Engine):
         with self._step_lock as is_outermost:
             if self._runs_here(is_outermost):
                 return self._threads_engine.open_lanes(module, call)
-            worker_group, pool = self._prepared(module, call.devices, call.source)
+            worker_group, pool = self._prepared(module, call)
             [here] = open_local_lanes(pool.blueprint, replace(call, devices=call.devices[:1]), CompileLock())
             update = self._pack(pool.blueprint, call.source, worker_group, len(call.devices) - 1)
             if update.has_content:
@@ -132,14 +132,12 @@ class ProcessesEngine(Engine):
             return True
         return not is_outermost
 
-    def _prepared(
-        self, module: nn.Module, devices: Sequence[torch.device], source: torch.device
-    ) -> tuple[WorkerGroup, ReplicaPool]:
+    def _prepared(self, module: nn.Module, call: Call | LaneCall) -> tuple[WorkerGroup, ReplicaPool]:
         """Return the workers for a call, and the first replicas of the module as it is now (step 1)."""
-        worker_group = self._worker_group_for(devices)
-        if len(devices) - 1 > worker_group.num_in_sync:
+        worker_group = self._worker_group_for(call.devices, call.timeout_s)
+        if len(call.devices) - 1 > worker_group.num_in_sync:
             self._module_sync.invalidate()  # some workers have missed an update
-        return worker_group, self._pool_of(self._module_sync.diff(module), source)
+        return worker_group, self._pool_of(self._module_sync.diff(module), call.source)
 
     def _workers_belong_to_lanes(self) -> bool:
         """Return whether lanes are open that go on to use the workers; say once what that means."""
@@ -160,7 +158,7 @@ class ProcessesEngine(Engine):
         where = call.where()
         timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
         self._timings = timings
-        worker_group, pool = self._prepared(module, call.devices, call.source)
+        worker_group, pool = self._prepared(module, call)
         replay = again
         if again is None and tracked and (call.retry or call.rescue):
             replay = Replay(call, module, pool.live_parameters, pool.buffers, partial(self._forward_again, module))
@@ -202,7 +200,7 @@ class ProcessesEngine(Engine):
                     self._module_sync.commit()
                     if not worker_group.transport.shares_parameters:
                         with worker_group.collective:
-                            worker_group.transport.end_sending(lambda: worker_group.poll(where))
+                            worker_group.transport.end_sending(lambda waited_s: worker_group.poll(where, waited_s))
                     replies = graphs.take_replies(streams)  # step 4
                     for i, reply in replies.items():
                         timings[i + 1].forward_s = reply.seconds
@@ -303,11 +301,11 @@ class ProcessesEngine(Engine):
             segments = (
                 [*module_sync.segments, *worker_group.transport.segments] if update.sent else module_sync.segments
             )
-            worker_group.send(i, message, segments, process, graphs.where[i + 1])
+            worker_group.send(i, message, segments, process, graphs.where)
         if not worker_group.transport.shares_parameters:
             with worker_group.collective:
                 worker_group.transport.begin_sending(
-                    module_sync.take_flats(), replicas, lambda: worker_group.poll(graphs.where)
+                    module_sync.take_flats(), replicas, lambda waited_s: worker_group.poll(graphs.where, waited_s)
                 )
         return objects
 
@@ -401,14 +399,16 @@ class ProcessesEngine(Engine):
             self._threads_engine.close()
             self._end_worker_group()
 
-    def _worker_group_for(self, devices: Sequence[torch.device]) -> WorkerGroup:
+    def _worker_group_for(self, devices: Sequence[torch.device], timeout_s: float | None) -> WorkerGroup:
         worker_group = self._worker_group
         if worker_group is None or worker_group.ended or worker_group.devices[: len(devices)] != list(devices):
             self._end_worker_group()
             previous = worker_group
-            worker_group = self._worker_group = WorkerGroup(devices, self._share_memory)
+            worker_group = self._worker_group = WorkerGroup(devices, self._share_memory, timeout_s)
             if previous is not None:
                 worker_group.transport.succeed(previous.transport)
+        elif worker_group.timeout_s != timeout_s:
+            worker_group.set_timeout(timeout_s)
         return worker_group
 
     def _end_worker_group(self) -> None:

@@ -27,18 +27,39 @@ import traceback
 from collections.abc import Sequence
 
 from manyhands.engines.processes.channel import Channel, ChannelClosedError
+from manyhands.engines.processes.post_mortem import is_stopped, write_stacks_to
 from manyhands.engines.processes.worker import Worker
 from manyhands.runtime import affinity
 from manyhands.runtime.malloc import keep_freed_memory
 
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+_START_S = 120.0  # within which a fork server has started, on a busy machine
+_STATUS_S = 10.0  # how long to wait for what is only good to know
+_LOOK_S = 1.0  # how often the fork server looks whether its caller lives
+
+
+class ForkServerDiedError(Exception):
+    """The fork server has ended by itself, more than once if it was to fork: its process id and its return code."""
+
+    def __init__(self, pid: int, code: int) -> None:
+        super().__init__(pid, code)
+        self.pid, self.code = pid, code
+
+
+class ForkServerStuckError(Exception):
+    """The fork server has not replied in time, and has been ended: its process id, and whether it was stopped."""
+
+    def __init__(self, pid: int, stopped: bool) -> None:
+        super().__init__(pid, stopped)
+        self.pid, self.stopped = pid, stopped
 
 
 class ForkServer:
-    """This process's fork server, started when first needed."""
+    """This process's fork server, started when first needed, and again when it has died."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._codes: dict[int, int] = {}  # by process id of the servers that have died: their return codes
         self._channel: Channel | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -46,46 +67,76 @@ class ForkServer:
     def is_running(self) -> bool:
         return self._channel is not None
 
-    def fork(self, own_cores: Sequence[int], seed: int) -> tuple[int, Channel]:
-        """Start a worker; return its process id and the channel to it."""
+    def fork(
+        self, own_cores: Sequence[int], seed: int, stack_fd: int, timeout_s: float | None = None
+    ) -> tuple[int, int, Channel]:
+        """Start a worker; return its process id, that of its fork server, and the channel to it.
+
+        Args:
+            stack_fd: the file descriptor of the worker's `StackFile`.
+            timeout_s: for how long to wait for a fork server that is running; None: for ever.
+
+        Raises:
+            ForkServerStuckError: that time is over. The fork server is ended, and with it all workers.
+            ForkServerDiedError: the fork server has died, and so has the one that was started in its place.
+            OSError: the system allows no further process.
+        """
         own, other = Channel.pair()
         fd = other.detach()
         try:
             environment = {name: value for name, value in os.environ.items() if not _is_launcher_variable(name)}
             request = ("fork", environment, list(own_cores), seed)
-            pid = self._request(request, [fd, _descriptor(sys.__stdout__, 1), _descriptor(sys.__stderr__, 2)])
+            fds = [fd, _descriptor(sys.__stdout__, 1), _descriptor(sys.__stderr__, 2), stack_fd]
+            pid, server_pid = self._request(request, fds, timeout_s)
+            if isinstance(pid, OSError):
+                raise pid
         except BaseException:
             own.close()
             raise
         finally:
             os.close(fd)
         assert isinstance(pid, int)
-        return pid, own
+        return pid, server_pid, own
 
-    def status(self, pid: int) -> int | None:
-        """Return a worker's exit status, as `os.waitpid` has it; None if it is not known."""
-        try:
-            status = self._request(("status", pid), [], start=False)
-        except ChannelClosedError:
-            return None
-        return status if isinstance(status, int) else None
+    def status(self, pid: int, server_pid: int) -> tuple[int | None, int | None]:
+        """Return how a worker ended, and how its fork server did if that died first, as `os.waitpid` has it.
 
-    def _request(self, request: object, fds: Sequence[int], start: bool = True) -> object:
+        None: it is not known; the fork server is running.
+
+        Args:
+            server_pid: of the fork server that forked the worker.
+        """
+        if self._process is not None and self._process.pid == server_pid:
+            with contextlib.suppress(ForkServerDiedError, ForkServerStuckError):
+                status, _ = self._request(("status", pid), [], _STATUS_S, start=False)
+                return status if isinstance(status, int) else None, None
+        return None, self._codes.get(server_pid)
+
+    def _request(
+        self, request: object, fds: Sequence[int], timeout_s: float | None, start: bool = True
+    ) -> tuple[object, int]:
+        """Return the reply to a request, and the process id of the server that replied."""
         with self._lock:
             for last_try in (False, True):
-                if self._channel is None:
-                    if not start:
-                        raise ChannelClosedError
+                is_new = self._channel is None
+                if is_new:
                     self._start()
                 assert self._channel is not None
+                self._channel.set_timeout(None if timeout_s is None else max(timeout_s, _START_S if is_new else 0.0))
+                assert self._process is not None
+                pid = self._process.pid
                 try:
                     self._channel.send(pickle.dumps(request), fds)
                     body, _ = self._channel.receive()
-                    return pickle.loads(body)
+                    return pickle.loads(body), pid
                 except ChannelClosedError:
-                    self._end()
+                    self._codes[pid] = code = self._end()
                     if last_try or not start:
-                        raise
+                        raise ForkServerDiedError(pid, code) from None
+                except TimeoutError:
+                    stopped = is_stopped(pid)
+                    self._end()
+                    raise ForkServerStuckError(pid, stopped) from None
                 except BaseException:
                     self._end()  # half a reply may be in the channel
                     raise
@@ -96,7 +147,7 @@ class ForkServer:
         fd = other.detach()
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; from manyhands.engines.processes.fork_server import serve_forks; "
-            f"serve_forks({fd})"
+            f"serve_forks({fd}, {os.getpid()})"
         )
         try:
             # A process group of its own, so that Ctrl-C in a terminal reaches the caller only.
@@ -107,14 +158,16 @@ class ForkServer:
             os.close(fd)
         self._channel = own
 
-    def _end(self) -> None:
+    def _end(self) -> int:
+        """End the server; return its return code, as `subprocess` has it: its own if it has died by itself."""
         channel, process = self._channel, self._process
         self._channel = self._process = None
         if channel is not None:
             channel.close()
-        if process is not None:
-            process.kill()  # it has no state, and while it imports torch it does not notice the closed channel
-            process.wait()
+        if process is None:
+            return 0
+        process.kill()  # it has no state, and while it imports torch it does not notice the closed channel
+        return process.wait()
 
     def end(self) -> None:
         with self._lock:
@@ -153,13 +206,16 @@ def _descriptor(stream: object, otherwise: int) -> int:
 # ---- in the fork server's process ------------------------------------------------------------
 
 
-def serve_forks(fd: int) -> None:
+def serve_forks(fd: int, caller_pid: int) -> None:
     """Fork workers and report how they ended, until the caller ends: the fork server's whole life.
+
+    It ends when the caller's end of the channel closes. Another process may have a copy of that end (one forked by C
+    code, which no hook of Python's closes it in): so it looks, too, whether the caller is still its parent.
 
     Requests, each of which gets a reply:
 
         ("fork", environment, cores, seed), with the file descriptors of the worker's end of a channel, its standard
-            output and its standard error -> its process id
+            output, its standard error and its `StackFile` -> its process id, or an OSError
         ("status", process id) -> its exit status, as `os.waitpid` has it
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -170,6 +226,9 @@ def serve_forks(fd: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: _reap(statuses))
     try:
         while True:
+            while not channel.wait(_LOOK_S):
+                if os.getppid() != caller_pid:
+                    os._exit(0)
             _handle(channel, fd, statuses)
     except ChannelClosedError:  # the caller ended, perhaps without reading its reply: Ctrl-C
         os._exit(0)
@@ -179,13 +238,17 @@ def _handle(channel: Channel, fd: int, statuses: dict[int, int]) -> None:
     body, fds = channel.receive()
     request, *arguments = pickle.loads(body)
     if request == "fork":
-        pid = os.fork()
-        if not pid:
+        reply: int | OSError
+        try:
+            reply = os.fork()
+        except OSError as error:  # no further process is allowed
+            reply = error
+        if reply == 0:
             os.close(fd)
             _run_worker(fds, *arguments)
         for received in fds:
             os.close(received)
-        channel.send(pickle.dumps(pid))
+        channel.send(pickle.dumps(reply))
     else:
         (pid,) = arguments
         if pid not in statuses:
@@ -209,7 +272,8 @@ def _run_worker(fds: Sequence[int], environment: dict[str, str], own_cores: Sequ
     try:
         _die_with_parent()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        connection, stdout, stderr = fds
+        connection, stdout, stderr, stack_fd = fds
+        write_stacks_to(stack_fd)
         os.dup2(stdout, 1)
         os.dup2(stderr, 2)
         os.close(stdout)

@@ -24,10 +24,12 @@ from manyhands.engines.processes.messages import Forward, Reply, TensorRef
 from manyhands.engines.processes.module_sync import ModuleSync, Update
 from manyhands.engines.processes.pickling import dumps, loads
 from manyhands.engines.processes.remote_graph import repeat_messages
-from manyhands.engines.processes.worker_group import StepLock, WorkerGroup
+from manyhands.engines.processes.worker_group import StepLock, WorkerGroup, workers_timed_out
 from manyhands.runtime import devices as _devices
-from manyhands.runtime.errors import ReplicaDied, annotate, log
+from manyhands.runtime.errors import ReplicaDied, ReplicaNames, ReplicaTimeout, annotate, log
 from manyhands.runtime.thread_state import ProcessState, ThreadState
+
+_BATCH_IS_LOST = "Its batch is lost. The iteration can go on, without this worker; the module is as it was."
 
 
 class WorkerLanes(Lanes):
@@ -41,7 +43,7 @@ class WorkerLanes(Lanes):
         self._worker_group = worker_group
         self._is_stopped = False
         self._of_workers = [WorkerLane(worker_group, step_lock, call, number) for number in range(1, len(call.devices))]
-        super().__init__([here, *self._of_workers])
+        super().__init__([here, *self._of_workers], call.timeout_s)
 
     @property
     def are_open(self) -> bool:
@@ -61,9 +63,11 @@ class WorkerLane(Lane):
         number: of the replica.
     """
 
+    has_own_timeout = True  # the channel's, which has that of the group
+
     def __init__(self, worker_group: WorkerGroup, step_lock: StepLock, call: LaneCall, number: int) -> None:
-        self._device = call.devices[number]
-        self.name = f"replica {number} on {self._device}"
+        self.number, self.device = number, call.devices[number]
+        self.name = f"replica {number} on {self.device}"
         self._group, self._step_lock, self._call = worker_group, step_lock, call
         self._worker = worker_group.workers[number - 1]
 
@@ -75,26 +79,33 @@ class WorkerLane(Lane):
                 self._send(args, kwargs, seed or 0)
                 reply = self._worker.receive()
             except ChannelClosedError:
-                self.has_ended = True
-                died = f"{self.name}: its {self._worker.how_it_died()}."
-                if self._call.retry:
-                    log.warning("%s Another replica computes its batch.", died)
-                    raise LaneEndedError from None
-                raise ReplicaDied(
-                    f"{died} Its batch is lost. The iteration can go on, without this worker; the module is as it was."
-                ) from None
+                raise self._lost(self._worker.death(self.name, self.number, self.device, _BATCH_IS_LOST)) from None
+            except TimeoutError:
+                names = ReplicaNames([self.name])
+                names.numbers, names.devices = [self.number], [self.device]
+                error = workers_timed_out({0: self._worker}, self._call.timeout_s or 0.0, names, _BATCH_IS_LOST)
+                self._worker.kill()
+                raise self._lost(error) from None
             assert isinstance(reply, Reply)
             repeat_messages(reply)
             if reply.error is not None:
                 raise reply.error.exception()
             return LaneOutput(self._value(reply), reply.random_digest is not None)
 
+    def _lost(self, error: ReplicaDied | ReplicaTimeout) -> Exception:
+        """Return what to raise when the worker is lost."""
+        self.has_ended = True
+        if not self._call.retry:
+            return error
+        log.warning("%s Another replica computes its batch.", error.cause)
+        return LaneEndedError()
+
     def _send(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> None:
         buffer = self._worker.send_buffer
         to_place = set(map(id, tensors_to_place((args, kwargs))))
 
         def to_reference(tensor: torch.Tensor) -> TensorRef:
-            target = self._device if id(tensor) in to_place else tensor.device
+            target = self.device if id(tensor) in to_place else tensor.device
             return TensorRef.put(buffer, tensor, requires_grad=tensor.requires_grad, device=target)
 
         try:
@@ -102,7 +113,7 @@ class WorkerLane(Lane):
         except BaseException:
             buffer.clear()
             raise
-        message = _message(self._call, self.name, self._device, shard, buffer.flush(), seed, torch.get_num_threads())
+        message = _message(self._call, self.name, self.device, shard, buffer.flush(), seed, torch.get_num_threads())
         self._worker.send(message, (), ProcessState.capture(), kept=())
 
     def _value(self, reply: Reply) -> Any:
@@ -125,7 +136,8 @@ def send_update(worker_group: WorkerGroup, module_sync: ModuleSync, update: Upda
     Raises:
         ReplicaDied: a worker has died. The group is ended.
     """
-    where = [f"replica {i} on {device}" for i, device in enumerate(call.devices)]
+    where = ReplicaNames([f"replica {i} on {device}" for i, device in enumerate(call.devices)])
+    where.numbers, where.devices = range(len(where)), call.devices
     transport, replicas = worker_group.transport, tuple(range(len(where)))
     with worker_group:
         for i in replicas[1:]:
@@ -134,10 +146,12 @@ def send_update(worker_group: WorkerGroup, module_sync: ModuleSync, update: Upda
             message.update, message.replicas = update, replicas
             message.rendezvous = transport.rendezvous(i) if update.sent else None
             segments: Sequence[Any] = [*module_sync.segments, *(transport.segments if update.sent else ())]
-            worker_group.send(i - 1, message, segments, ProcessState.capture(), where[i])
+            worker_group.send(i - 1, message, segments, ProcessState.capture(), where)
         with worker_group.collective:
-            transport.begin_sending(module_sync.take_flats(), replicas, lambda: worker_group.poll(where))
-            transport.end_sending(lambda: worker_group.poll(where))
+            transport.begin_sending(
+                module_sync.take_flats(), replicas, lambda waited_s: worker_group.poll(where, waited_s)
+            )
+            transport.end_sending(lambda waited_s: worker_group.poll(where, waited_s))
         replies = worker_group.replies(where)
         errors = [(where[i + 1], reply.error.exception()) for i, reply in replies.items() if reply.error]
         if errors:

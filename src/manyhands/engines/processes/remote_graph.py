@@ -241,10 +241,10 @@ class RemoteGraphs(ReplicaGraphs):
             segments = [*group.transport.segments] if has_work else []
             if placed is not None:
                 segments.append(worker.placed_in)
-            group.send(i, message, segments, process, self.where[i + 1])
+            group.send(i, message, segments, process, self.where)
 
-        def poll_workers() -> None:
-            group.poll(self.where)
+        def poll_workers(waited_s: float) -> None:
+            group.poll(self.where, waited_s)
 
         def run() -> T:
             started = time.perf_counter()

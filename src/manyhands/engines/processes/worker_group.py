@@ -12,16 +12,19 @@ import itertools
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NoReturn
 
 import torch
 
 from manyhands.engines.processes import fork_server
 from manyhands.engines.processes.channel import Channel, ChannelClosedError, ready
 from manyhands.engines.processes.messages import Forward, Message, Reply
+from manyhands.engines.processes.post_mortem import StackFile, how_it_ended, is_stopped, oom_kills
 from manyhands.engines.processes.reducers.base import Transport
 from manyhands.engines.processes.reducers.collectives import CollectiveTransport
 from manyhands.engines.processes.reducers.shared_memory import SharedMemoryTransport
@@ -29,13 +32,17 @@ from manyhands.engines.processes.remote_exchange import Withdrawal, packed
 from manyhands.engines.processes.shared_memory import Segment, SendBuffer
 from manyhands.runtime import affinity
 from manyhands.runtime import devices as _devices
-from manyhands.runtime.errors import ReplicaDied, annotate
+from manyhands.runtime.errors import ReplicaDied, ReplicaNames, ReplicaTimeout, annotate
 from manyhands.runtime.exchange import CrossProcess, LocalExchange, Request, Response
 from manyhands.runtime.thread_state import ProcessState
 
 _SPIN_S = 0.0005
 _END_TIMEOUT_S = 1.0  # within which all connections of a killed process close
 _SLEEP_S = 0.001
+_ENDED = "has ended; how, is not known"
+_STEP_IS_LOST = "This step is lost; the module is as it was, and the next forward starts other workers."
+_STOPPED = "was stopped"
+_WAITS_FOR_OTHERS = ("in wait_until", "in submit_and_wait")  # in the stack of a worker
 _WAKE_S = 0.1  # a waiting caller looks this often for Ctrl-C
 
 
@@ -48,11 +55,21 @@ class WorkerHandle:
         known_segments: numbers of the segments that it has mapped.
         received_segments: the segments that came from it, by number.
         released_graphs: graphs that it is to drop.
+        stack_file: where it writes its Python stacks.
         placed: the places of its small gradients, by leaf; in the segment `placed_in`, for the leaves `placed_for`.
     """
 
-    def __init__(self, pid: int, channel: Channel) -> None:
-        self.pid, self.channel = pid, channel
+    def __init__(
+        self, pid: int, server_pid: int, channel: Channel, stack_file: StackFile, kills_before: Mapping[str, int]
+    ) -> None:
+        """Take a worker that has just been started.
+
+        Args:
+            server_pid: of the fork server that forked it.
+            kills_before: `oom_kills` before it was started.
+        """
+        self.pid, self.channel, self.stack_file = pid, channel, stack_file
+        self._server_pid, self._kills_before = server_pid, kills_before
         self.send_buffer = SendBuffer()
         self.known_segments: set[int] = set()
         self.released_graphs: list[int] = []
@@ -97,14 +114,38 @@ class WorkerHandle:
             self.received_segments = {number: Segment(fd, num_bytes, number)}  # the worker uses only its newest
         return reply
 
-    def how_it_died(self) -> str:
-        """Close the channel of a worker that has died; return what is known about its death."""
+    def death(self, name: str, replica: int, device: torch.device, lost: str) -> ReplicaDied:
+        """Close the channel of a worker that has died; return the error that says what is known about its death.
+
+        Args:
+            name, replica, device: of its replica.
+            lost: what is lost with it, in words.
+        """
         self.channel.close()
-        return f"worker process {self.pid} {_describe_status(fork_server.server.status(self.pid))}"
+        status, server_code = fork_server.server.status(self.pid, self._server_pid)
+        code = None if status is None else os.waitstatus_to_exitcode(status)
+        died = f"worker process {self.pid} {_ENDED if code is None else how_it_ended(code, self._kills_before)}"
+        if server_code is not None:
+            died = (
+                f"worker process {self.pid} ended with the fork server that all workers of this process come from: "
+                f"process {self._server_pid} {how_it_ended(server_code, self._kills_before)}"
+            )
+            code = -signal.SIGKILL if sys.platform == "linux" else None  # what the kernel sends then
+        stack = self.stack_file.read()
+        cause = f"{name}: its {died}."
+        message = f"{cause} {lost}" + (f"\nThe worker's Python stack:\n{stack}" if stack else "")
+        return ReplicaDied(message, replica=replica, device=device, pid=self.pid, code=code, stack=stack, cause=cause)
+
+    def kill(self) -> None:
+        """End the worker at once."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(self.pid, signal.SIGKILL)
 
     def send_response(self, response: Response, failed: bool) -> None:
         """Send the response of the exchange for which the worker waits, and whether a replica has failed."""
-        with contextlib.suppress(ChannelClosedError):  # it has died: the next receive from it notices
+        with contextlib.suppress(
+            ChannelClosedError, TimeoutError
+        ):  # it has died, or is stuck: the next receive from it notices
             self.channel.send(packed((response, failed)))
 
 
@@ -168,12 +209,19 @@ class WorkerGroup:
         devices: of replicas 0, 1, ...
         transport: how parameters reach them, and gradients come back.
         collective: the context of the caller's part in a collective: if that raises, the group cannot go on.
+        timeout_s: for how long the caller waits without a message; None: for ever. See `set_timeout`.
         graph_numbers: yields the numbers of their graphs.
         ended: whether it has been ended.
     """
 
-    def __init__(self, devices: Sequence[torch.device], share_memory: bool = True) -> None:
+    def __init__(
+        self, devices: Sequence[torch.device], share_memory: bool = True, timeout_s: float | None = None
+    ) -> None:
         self.ended = False
+        self.timeout_s = timeout_s
+        self._progress_at = 0.0  # when this wait began, or the last message came
+        self._names: ReplicaNames | None = None  # of the last step
+        self._timed_out: ReplicaTimeout | None = None
         self.num_in_sync = 0
         self.devices = list(devices)
         self.graph_numbers = itertools.count()
@@ -186,18 +234,34 @@ class WorkerGroup:
         self.collective = _Collective(self._missed_collective)
         self._replies: dict[int, Reply] = {}  # of workers that are no longer awaited
         self._exchange: LocalExchange | None = None
+        kills_before = oom_kills()
         parts = affinity.cores_per_replica(num_workers + 1)
         self.workers: list[WorkerHandle] = []  # last of the attributes that `end` needs
         _groups.add(self)
         for i in range(num_workers):
+            stack_file = StackFile()
+            seed = (torch.initial_seed() + i + 1) & 0xFFFFFFFF
             try:
-                pid, channel = fork_server.server.fork(parts[i + 1], (torch.initial_seed() + i + 1) & 0xFFFFFFFF)
-            except BaseException:
-                if not fork_server.server.is_running:  # Ctrl-C has ended it, and so the workers of all groups
+                pid, server_pid, channel = fork_server.server.fork(parts[i + 1], seed, stack_file.fd, timeout_s)
+            except fork_server.ForkServerDiedError as died:
+                self.end()
+                raise _not_started(died, i + 1, self.devices[i + 1], kills_before) from None
+            except BaseException as error:
+                if not fork_server.server.is_running:  # it was ended here, and so were the workers of all groups
                     for group in list(_groups):
                         group.ended = True
+                if isinstance(error, fork_server.ForkServerStuckError):
+                    self.end()
+                    raise _not_started_in_time(error, i + 1, self.devices[i + 1], timeout_s) from None
                 raise
-            self.workers.append(WorkerHandle(pid, channel))
+            channel.set_timeout(timeout_s)
+            self.workers.append(WorkerHandle(pid, server_pid, channel, stack_file, kills_before))
+
+    def set_timeout(self, timeout_s: float | None) -> None:
+        """Let waits end in `ReplicaTimeout` after so many seconds without a message; None: let them go on for ever."""
+        self.timeout_s = timeout_s
+        for worker in self.workers:
+            worker.channel.set_timeout(timeout_s)
 
     def release_graph(self, graph: int) -> None:
         """Let every worker drop a graph with the next message it gets. May be called from a finalizer."""
@@ -205,18 +269,21 @@ class WorkerGroup:
             worker.released_graphs.append(graph)
 
     def send(
-        self, index: int, message: Message, segments: Sequence[Segment], process: ProcessState, where: str
+        self, index: int, message: Message, segments: Sequence[Segment], process: ProcessState, where: ReplicaNames
     ) -> None:
         """Send a worker a message.
 
         Raises:
             ReplicaDied: it has died. The group is ended.
         """
+        self._names = where
         self._awaited.add(index)  # before it is sent: if Ctrl-C interrupts the send, the group must end
         try:
             self.workers[index].send(message, segments, process, kept=self.transport.segments)
         except ChannelClosedError:
             raise self._end_with_error(index, where) from None
+        except TimeoutError:
+            self._give_up([index])
 
     def __enter__(self) -> None:
         pass
@@ -237,7 +304,7 @@ class WorkerGroup:
             self._exchange.withdraw(index + 1, failed=False)
         return self._exchange
 
-    def replies(self, where: Sequence[str]) -> dict[int, Reply]:
+    def replies(self, where: ReplicaNames) -> dict[int, Reply]:
         """Wait for the replies of the workers that were sent a message; return them by index, in order.
 
         An urgent one is returned at once, and alone.
@@ -246,6 +313,8 @@ class WorkerGroup:
             ReplicaDied: a worker has died. The group is ended.
             BaseException: the error that ended their exchange, in which some of them may be waiting.
         """
+        if self._timed_out is not None:
+            raise self._timed_out
         if self._exchange is not None and self._exchange.error is not None:
             raise self._exchange.error
         self._receive(lambda: self._has_urgent)
@@ -260,8 +329,9 @@ class WorkerGroup:
         """Receive workers' messages until all have replied, or `enough` returns True."""
         if enough():
             return
+        self._progress_at = time.monotonic()
         index_of = {self.workers[i].channel: i for i in self._awaited - self._dead}
-        for channel in ready(index_of, _SPIN_S):
+        for channel in ready(index_of, _SPIN_S, None if self.timeout_s is None else self._check_progress):
             self._receive_from(index_of[channel])
             if index_of[channel] not in self._awaited - self._dead:
                 del index_of[channel]
@@ -270,8 +340,11 @@ class WorkerGroup:
 
     def _receive_from(self, index: int) -> None:
         worker, exchange = self.workers[index], self._exchange
+        self._progress_at = time.monotonic()
         try:
             received = worker.receive()
+        except TimeoutError:  # in the middle of a message
+            self._give_up([index])
         except ChannelClosedError:
             self._dead.add(index)
             self._has_urgent = failed = True
@@ -293,15 +366,21 @@ class WorkerGroup:
         if exchange is not None:
             exchange.withdraw(index + 1, failed=failed)
 
-    def poll(self, where: Sequence[str]) -> None:
+    def poll(self, where: ReplicaNames, waited_s: float) -> None:
         """Receive what workers have sent so far; for a caller that waits for them elsewhere.
 
+        Args:
+            waited_s: for how long it has waited there.
+
         Raises:
+            ReplicaTimeout: that, and the time since the last message, is longer than the timeout.
             ReplicaDied: a worker has died. The group is ended.
             BaseException: the error of a worker that has missed a collective.
         """
         self._receive_ready()
         self._raise_if_died(where)
+        if self.timeout_s is not None and waited_s > self.timeout_s:
+            self._check_progress()
         for index, reply in sorted(self._replies.items()):
             if reply.missed_collective and reply.error is not None:
                 # Another worker's death may be the cause. It shows a moment later, and is the error to raise then.
@@ -312,24 +391,36 @@ class WorkerGroup:
                 self._raise_if_died(where)
                 raise annotate([(where[index + 1], reply.error.exception())])
 
+    def _check_progress(self) -> None:
+        if self.timeout_s is not None and time.monotonic() - self._progress_at > self.timeout_s:
+            at_exchange = self._exchange.waiting() if self._exchange is not None else set()
+            awaited = self._awaited - self._dead
+            self._give_up(sorted(awaited - {replica - 1 for replica in at_exchange}) or sorted(awaited))
+
+    def _give_up(self, indices: Sequence[int]) -> NoReturn:
+        """End the group because none of these workers makes progress; raise the error that says where they are."""
+        assert self._names is not None
+        stuck = {index + 1: self.workers[index] for index in indices}
+        self._timed_out = workers_timed_out(stuck, self.timeout_s or 0.0, self._names, _STEP_IS_LOST)
+        self.end()
+        raise self._timed_out
+
     def _receive_ready(self) -> None:
         for index in sorted(self._awaited - self._dead):
             if self.workers[index].channel.is_ready():
                 self._receive_from(index)
 
-    def _raise_if_died(self, where: Sequence[str]) -> None:
+    def _raise_if_died(self, where: ReplicaNames) -> None:
         if self._dead:
             index = min(self._dead)
-            raise self._end_with_error(index, where[index + 1])
+            raise self._end_with_error(index, where)
 
-    def _end_with_error(self, index: int, where: str) -> ReplicaDied:
+    def _end_with_error(self, index: int, where: ReplicaNames) -> ReplicaDied:
         """End the group after a worker's death; return the error that describes it."""
-        died = self.workers[index].how_it_died()
+        place = index + 1
+        died = self.workers[index].death(where[place], where.numbers[place], where.devices[place], _STEP_IS_LOST)
         self.end()
-        return ReplicaDied(
-            f"{where}: its {died}. This step is lost; the module is as it was, and the next forward starts other "
-            "workers."
-        )
+        return died
 
     def end(self, graceful: bool = False) -> None:
         """End every worker: if `graceful`, by closing its channel (for idle workers); else by SIGKILL."""
@@ -337,9 +428,8 @@ class WorkerGroup:
         _groups.discard(self)
         for worker in self.workers:
             if not graceful:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(worker.pid, signal.SIGKILL)
-            worker.channel.close()
+                worker.kill()
+            worker.channel.shut_down()
         self.workers = []
         self.transport.end()
 
@@ -350,6 +440,8 @@ class WorkerGroup:
     def abandon(self) -> None:
         """Drop the parent's workers, in the child of a fork."""
         self.transport.abandon()
+        for worker in self.workers:
+            worker.channel.close()  # this process's copy only
         self.end(graceful=True)
 
 
@@ -376,18 +468,63 @@ def _is_urgent(reply: Reply) -> bool:
     return reply.error is not None and reply.error.is_urgent
 
 
-def _describe_status(status: int | None) -> str:
-    if status is None:
-        return "has ended"
-    code = os.waitstatus_to_exitcode(status)
-    if code >= 0:
-        return f"exited with status {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    cause = " (often sent by the kernel when memory runs out)" if name == "SIGKILL" else ""
-    return f"was ended by {name}{cause}"
+def _not_started(
+    died: fork_server.ForkServerDiedError, replica: int, device: torch.device, kills_before: Mapping[str, int]
+) -> ReplicaDied:
+    """Return the error for a worker that could not be started."""
+    return ReplicaDied(
+        f"replica {replica} on {device}: its worker process could not be started: the fork server that all workers of "
+        f"this process come from, process {died.pid}, {how_it_ended(died.code, kills_before)}. {_STEP_IS_LOST}",
+        replica=replica,
+        device=device,
+    )
+
+
+def _not_started_in_time(
+    stuck: fork_server.ForkServerStuckError, replica: int, device: torch.device, timeout_s: float | None
+) -> ReplicaTimeout:
+    """Return the error for a worker for which the fork server did not reply in time."""
+    return ReplicaTimeout(
+        f"replica {replica} on {device}: its worker process could not be started: the fork server that all workers of "
+        f"this process come from, process {stuck.pid}, {_STOPPED if stuck.stopped else 'did not reply'} for "
+        f"{timeout_s:g} s (timeout={timeout_s:g}), and has been ended. {_STEP_IS_LOST}",
+        replica=replica,
+        device=device,
+        timeout=timeout_s or 0.0,
+    )
+
+
+def workers_timed_out(
+    workers: Mapping[int, WorkerHandle], timeout_s: float, names: ReplicaNames, lost: str
+) -> ReplicaTimeout:
+    """Return the error for workers that make no progress, with their Python stacks. They are to be ended then.
+
+    Args:
+        workers: by the index of their replica; at least one. Some of them may only wait for another one.
+        names: of all replicas.
+        lost: what is lost, in words.
+    """
+    stopped = {i for i, worker in workers.items() if is_stopped(worker.pid)}
+    stacks = {i: worker.stack_file.ask(worker.pid) for i, worker in workers.items()}
+    stuck = min(workers, key=lambda i: (i not in stopped, any(place in stacks[i] for place in _WAITS_FOR_OTHERS), i))
+    pid = workers[stuck].pid
+    is_in = f"{_STOPPED} (SIGSTOP, or a debugger)" if stuck in stopped else "does not answer"
+    texts = [
+        f"{names[i]}, in process {workers[i].pid}, is here:\n{stack or 'its Python stack could not be read'}"
+        for i, stack in stacks.items()
+    ]
+    cause = (
+        f"{names[stuck]}: no progress for {timeout_s:g} s (timeout={timeout_s:g}): its worker process {pid} {is_in}."
+    )
+    return ReplicaTimeout(
+        f"{cause} {lost} " + "\n".join(texts),
+        cause=cause,
+        replica=names.numbers[stuck],
+        device=names.devices[stuck],
+        pid=pid,
+        timeout=timeout_s,
+        stack=stacks[stuck],
+    )
 
 
 def _end_all() -> None:

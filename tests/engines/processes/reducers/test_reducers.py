@@ -30,7 +30,7 @@ def small_buckets(monkeypatch):
     monkeypatch.setattr(collectives, "buckets_of", lambda forms: buckets_of(forms, full_bytes=1000))
 
 
-def nothing() -> None:
+def nothing(_: float) -> None:
     pass
 
 
@@ -158,7 +158,7 @@ def test_a_process_that_ends_while_groups_connect(monkeypatch):
     class DiedError(Exception):
         pass
 
-    def on_wait() -> None:
+    def on_wait(_: float) -> None:
         if began.is_set():
             raise DiedError
 

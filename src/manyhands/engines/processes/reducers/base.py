@@ -18,19 +18,23 @@ from manyhands.engines.processes.shared_memory import Segment
 _SPIN_S = 0.0002
 _SLEEP_S = (0.0001, 0.001)  # the first sleep, and the longest
 
-# A waiting replica calls this now and then; it raises to end the wait.
-OnWait: TypeAlias = Callable[[], None]
+# A waiting replica calls this now and then, with the seconds that it has waited so far; it raises to end the wait.
+OnWait: TypeAlias = Callable[[float], None]
+
+
+def wait_on(_: float) -> None:
+    """The `OnWait` of one that waits without limit."""
 
 
 class WorkerReducer(Reducer):
     """One replica's part, in a process of its own or the caller's."""
 
     @abc.abstractmethod
-    def end(self, on_wait: OnWait = lambda: None) -> float:
+    def end(self, on_wait: OnWait = wait_on) -> float:
         """Finish this replica's part; return for how many seconds it waited for other replicas."""
 
     @abc.abstractmethod
-    def fail(self, on_wait: OnWait = lambda: None) -> None:
+    def fail(self, on_wait: OnWait = wait_on) -> None:
         """Let the other replicas go on without this one, which has failed; there will be no results."""
 
 
@@ -99,6 +103,6 @@ def wait_until(condition: Callable[[], bool], on_wait: OnWait) -> None:
         if time.perf_counter() - started < _SPIN_S:
             time.sleep(0)
             continue
-        on_wait()
+        on_wait(time.perf_counter() - started)
         time.sleep(sleep_s)
         sleep_s = min(2 * sleep_s, longest_s)

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from manyhands.engines.processes.reducers.base import OnWait, Transport, WorkerReducer, wait_until
+from manyhands.engines.processes.reducers.base import OnWait, Transport, WorkerReducer, wait_on, wait_until
 from manyhands.engines.processes.shared_memory import Segment, is_plain_strided
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
@@ -75,7 +75,7 @@ class ProcessGroups:
         self._store, self._rendezvous, self._device = store, rendezvous, device
         self._groups: dict[tuple[int, ...], Any] = {}
 
-    def of(self, replicas: tuple[int, ...], on_wait: OnWait = lambda: None) -> Any:
+    def of(self, replicas: tuple[int, ...], on_wait: OnWait = wait_on) -> Any:
         """Return the process group of some replicas. The first call makes it, in all of them at the same time."""
         if replicas not in self._groups:
             distributed: Any = torch.distributed
@@ -159,7 +159,7 @@ class CollectiveReducer(WorkerReducer):
         self._reduce_full_buckets(wait=False)
         return True
 
-    def end(self, on_wait: OnWait = lambda: None) -> float:
+    def end(self, on_wait: OnWait = wait_on) -> float:
         self._filling.fill_up()
         self._reduce_full_buckets(wait=True)
         started = time.perf_counter()
@@ -167,7 +167,7 @@ class CollectiveReducer(WorkerReducer):
             wait_for(work, on_wait)
         return time.perf_counter() - started
 
-    def fail(self, on_wait: OnWait = lambda: None) -> None:
+    def fail(self, on_wait: OnWait = wait_on) -> None:
         self.end(on_wait)
 
     def results(self) -> dict[int, torch.Tensor]:
@@ -283,7 +283,7 @@ def _store() -> Segment:
     return Segment.create(0)
 
 
-def wait_for(work: Any, on_wait: OnWait = lambda: None) -> None:
+def wait_for(work: Any, on_wait: OnWait = wait_on) -> None:
     """Wait for a work of a process group."""
     wait_until(work.is_completed, on_wait)
     try:

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from manyhands.engines.processes.reducers.base import OnWait, Transport, WorkerReducer, wait_until
+from manyhands.engines.processes.reducers.base import OnWait, Transport, WorkerReducer, wait_on, wait_until
 from manyhands.engines.processes.shared_memory import BumpAllocator, Segment, TensorSpec, is_plain_strided, num_bytes
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import LARGE_BYTES, dense_stride
@@ -130,7 +130,7 @@ class SharedMemoryReducer(WorkerReducer):
             self._pending.append(postponed)
         return True
 
-    def end(self, on_wait: OnWait = lambda: None) -> float:
+    def end(self, on_wait: OnWait = wait_on) -> float:
         for number, chunks in self._buffers.chunks.items():
             if number not in self._added:
                 self._added.add(number)
@@ -142,7 +142,7 @@ class SharedMemoryReducer(WorkerReducer):
         self._pending.clear()
         return waited_s
 
-    def fail(self, on_wait: OnWait = lambda: None) -> None:
+    def fail(self, on_wait: OnWait = wait_on) -> None:
         self._turns[0] = 1
         self._pending.clear()
 

@@ -1,0 +1,233 @@
+"""What is known about a worker that has died: how it ended, and why."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.modules import Calls
+from helpers.programs import have_ended, until
+from manyhands import DataParallel, ReplicaDied
+from manyhands.engines.processes import fork_server, post_mortem
+from manyhands.engines.processes.post_mortem import StackFile, how_it_ended, is_stopped, oom_kills
+
+ROWS = torch.arange(4.0).view(4, 1)
+
+
+def in_worker(end, caller: int = os.getpid()) -> nn.Module:
+    """Return a module that calls `end` in worker processes, and is the identity in this one."""
+
+    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if os.getpid() != caller:
+            end()
+        return x
+
+    return Calls(forward)
+
+
+def death_of(model: DataParallel) -> ReplicaDied:
+    with pytest.raises(ReplicaDied) as raised:
+        model(ROWS)
+    return raised.value
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    ("end", "exit_status", "number", "words"),
+    [
+        (lambda: os._exit(3), 3, None, "exited with status 3 (something in it called os._exit"),
+        (lambda: ctypes.CDLL(None).exit(4), 4, None, "exited with status 4"),
+        (lambda: ctypes.string_at(0), None, signal.SIGSEGV, "SIGSEGV (an invalid memory access"),
+        (os.abort, None, signal.SIGABRT, "SIGABRT (C or C++ code that gave up"),
+        (lambda: send(signal.SIGTERM), None, signal.SIGTERM, "SIGTERM (another process sent it)"),
+    ],
+    ids=["_exit", "C exit", "segmentation fault", "abort", "SIGTERM"],
+)
+def test_a_death_says_which_replica_and_how(end, exit_status, number, words):
+    """F4: for people and for programs; with the worker's Python stack where it crashed."""
+    model = DataParallel(in_worker(end), ["cpu"] * 2, engine="processes")
+    died = death_of(model)
+    assert str(died).startswith("replica 1 on cpu, rows 2 to 3 of 4: its worker process ")
+    assert words in str(died)
+    assert (died.replica, died.device) == (1, torch.device("cpu"))
+    assert (died.exit_status, died.signal) == (exit_status, number)
+    crashed = number in (signal.SIGSEGV, signal.SIGABRT)
+    assert ("in forward" in died.stack) is crashed
+    assert (died.stack in str(died)) is True
+    assert have_ended([died.pid])
+    model.module.function = lambda module, x: x + 1
+    assert torch.equal(model(ROWS), ROWS + 1)
+    model.close()
+
+
+def test_the_number_of_a_replica_is_its_place_in_device_ids():
+    """F4, S2: also where a device before it has no rows."""
+    model = DataParallel(in_worker(lambda: os._exit(3)), ["cpu"] * 3, shares=[1, 0, 1], engine="processes")
+    died = death_of(model)
+    assert died.replica == 2
+    assert "replica 2 on cpu" in str(died)
+
+
+def test_a_killed_fork_server_takes_all_workers_with_it():
+    """F4: of all models; each one's error says so, and its next forward starts others, from another fork server."""
+    models = [DataParallel(Calls(lambda module, x: x + 1), ["cpu"] * 2, engine="processes") for _ in range(2)]
+    for model in models:
+        model(ROWS)
+    process = fork_server.server._process
+    assert process is not None
+    workers = [worker.pid for model in models for worker in model._engine._worker_group.workers]
+    os.kill(process.pid, signal.SIGKILL)
+    assert have_ended(workers)
+    for model in models:
+        died = death_of(model)
+        assert f"process {process.pid} was ended by SIGKILL" in str(died)
+        assert died.pid in workers
+    for model in models:
+        assert torch.equal(model(ROWS), ROWS + 1)
+        model.close()
+
+
+def test_a_fork_server_that_dies_at_each_request(monkeypatch):
+    """F4: an error that says how, and nothing is left; once it lives, the model works."""
+    code = "import os; os._exit(7)"
+    original = subprocess.Popen
+
+    def start(command, **options):
+        return original([command[0], "-c", code], **options)
+
+    fork_server.server.end()
+    model = DataParallel(Calls(lambda module, x: x + 1), ["cpu"] * 2, engine="processes")
+    with monkeypatch.context() as patch:
+        patch.setattr(fork_server.subprocess, "Popen", start)
+        died = death_of(model)
+    assert "replica 1 on cpu: its worker process could not be started" in str(died)
+    assert "exited with status 7" in str(died)
+    assert torch.equal(model(ROWS), ROWS + 1)
+    model.close()
+
+
+def test_a_system_that_allows_no_further_process():
+    """F4: the system's own error; the fork server goes on."""
+    server = fork_server.server
+    model = DataParallel(Calls(lambda module, x: x + 1), ["cpu"] * 2, engine="processes")
+    model(ROWS)
+    before = server._process
+    with pytest.raises(BlockingIOError):
+        request_without_processes(server)
+    model.close()
+    assert torch.equal(model(ROWS), ROWS + 1)
+    assert server._process is before
+    model.close()
+
+
+class _FailingFork:
+    """Pickled into the fork server's request: there, it has the next `os.fork` fail."""
+
+    def __reduce__(self):
+        code = (
+            "import os\n"
+            "def fork(original=os.fork):\n"
+            "    os.fork = original\n"
+            "    raise BlockingIOError(11, 'no further process')\n"
+            "os.fork = fork"
+        )
+        return exec, (code,)
+
+
+def request_without_processes(server: fork_server.ForkServer) -> None:
+    original = server._request
+
+    def request(message, fds, timeout_s, start=True):
+        return original((*message[:-1], _FailingFork()), fds, timeout_s, start)
+
+    server._request = request  # type: ignore[method-assign]
+    try:
+        server.fork([], 0, 1)
+    finally:
+        del server._request  # type: ignore[method-assign]
+
+
+# ---- the likely cause ------------------------------------------------------------------------------
+
+
+def counters(root: Path, **files: str) -> Path:
+    places = {"cgroup": "proc/self/cgroup", "vmstat": "proc/vmstat", "events": "sys/fs/cgroup/job/memory.events"}
+    places["control"] = "sys/fs/cgroup/memory/memory.oom_control"
+    for name, text in files.items():
+        file = root / places[name]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return root
+
+
+def test_the_kernels_counters(tmp_path):
+    """F4: of a control group, version 2 or 1, and of the machine; what is missing is left out."""
+    assert oom_kills(tmp_path) == {}
+    assert oom_kills(counters(tmp_path, vmstat="pgfault 1\noom_kill 4\n")) == {"this machine": 4}
+    two = counters(tmp_path, cgroup="0::/job\n", events="max 0\noom 3\noom_kill 2\n")
+    assert oom_kills(two) == {"this control group": 2, "this machine": 4}
+    one = counters(tmp_path, cgroup="4:memory:/elsewhere\n0::/\n", control="under_oom 0\noom_kill 5\n")
+    assert oom_kills(one) == {"this control group": 5, "this machine": 4}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ({"this control group": 1}, {"this control group": 3}, "has struck 2 times in this control group"),
+        ({"this machine": 1}, {"this machine": 2}, "most likely by the kernel's out-of-memory killer"),
+        ({"this machine": 1}, {"this machine": 1}, "another process sent it"),
+        (
+            {"this control group": 1, "this machine": 1},
+            {"this control group": 1, "this machine": 2},
+            "has not struck in this control group",
+        ),
+        ({}, {}, "the kernel's out-of-memory killer, or another process"),
+    ],
+)
+def test_who_sent_a_sigkill(monkeypatch, before, after, words):
+    """F4: the out-of-memory killer if its counter has risen; this process's own control group counts first."""
+    monkeypatch.setattr(post_mortem, "oom_kills", lambda: after)
+    assert words in how_it_ended(-signal.SIGKILL, before)
+
+
+def test_a_signal_without_a_name():
+    """F4."""
+    assert how_it_ended(-40, {}) == "was ended by signal 40 (another process sent it)"
+
+
+def test_the_stack_of_a_process_that_waits_and_of_one_that_is_stopped():
+    """F4: one that is stopped writes it, too, and is known as stopped."""
+    stacks = StackFile()
+    code = (
+        "import sys, time\n"
+        "from manyhands.engines.processes.post_mortem import write_stacks_to\n"
+        f"write_stacks_to({stacks.fd})\n"
+        "def waits():\n    print('ready', flush=True)\n    time.sleep(600)\n"
+        "waits()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[stacks.fd], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        for _ in range(2):  # the second does not come behind the first
+            text = stacks.ask(process.pid)
+            assert text.count("in waits") == 1
+        assert not is_stopped(process.pid)
+        process.send_signal(signal.SIGSTOP)
+        assert until(lambda: is_stopped(process.pid))
+        assert "in waits" in stacks.ask(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    assert not is_stopped(process.pid)
+    assert stacks.ask(process.pid) == ""

@@ -1,0 +1,334 @@
+"""Replicas that are stuck: in threads and in worker processes, wherever others wait for them."""
+
+import copy
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.in_time import in_time
+from helpers.programs import have_ended, run_script, until
+from manyhands import DataParallel, ReplicaTimeout
+from manyhands.engines.processes import fork_server
+from manyhands.engines.processes.engine import ProcessesEngine
+from manyhands.engines.processes.post_mortem import is_stopped
+
+both_engines = pytest.mark.parametrize("engine", ["threads", "processes"])
+TIMEOUT_S = 0.4
+CALLER = os.getpid()
+released = threading.Event()  # lets stuck threads of this process end
+
+
+def gets_stuck() -> None:
+    """Wait for something that does not come, as code of a user may."""
+    if os.getpid() == CALLER:
+        released.wait(100)
+    else:
+        time.sleep(1000)
+
+
+def stops() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class Stuck(nn.Module):
+    """Two layers; replica `actor`, the one whose rows begin with its number, calls `act` at `place`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(200, 200), nn.BatchNorm1d(200), nn.Linear(200, 200)
+        self.actor, self.place, self.act = -1, "forward", gets_stuck
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        acts = int(x[0, 0]) == self.actor
+        y = self.first(torch.tanh(x))
+        if acts and self.place == "forward":
+            self.act()
+        y = torch.tanh(self.norm(y))
+        if acts and self.place == "backward":
+            y.register_hook(lambda grad: self.act())
+        return self.second(y)
+
+
+def rows(num_replicas: int) -> torch.Tensor:
+    x = torch.randn(2 * num_replicas, 200, generator=torch.Generator().manual_seed(0))
+    x[:, 0] = torch.arange(float(num_replicas)).repeat_interleave(2)
+    return x
+
+
+@pytest.fixture
+def wrap() -> Iterator[Callable[..., DataParallel]]:
+    """Wrap a module for some CPU replicas; let stuck threads end after the test."""
+    models: list[DataParallel] = []
+
+    def wrap(module: nn.Module, num_replicas: int = 2, **options: Any) -> DataParallel:
+        torch.manual_seed(0)
+        models.append(DataParallel(module, ["cpu"] * num_replicas, **options))
+        return models[-1]
+
+    yield wrap
+    released.set()
+    for model in models:
+        model.close()
+    released.clear()
+
+
+def state_of(model: nn.Module) -> list[Any]:
+    """Return copies of parameters, gradients, buffers and the random state."""
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return [*map(torch.clone, model.state_dict().values()), *gradients, torch.get_rng_state()]
+
+
+def assert_same(found: list[Any], expected: list[Any]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) is (other is None)
+        assert one is None or torch.equal(one, other)
+
+
+def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Run a step; return output and gradients."""
+    model.zero_grad()
+    output = model(x)
+    output.square().sum().backward()
+    return [output.detach(), *[p.grad for p in model.parameters() if p.grad is not None]]
+
+
+@both_engines
+@pytest.mark.parametrize("sync_batch_norm", [False, True], ids=["alone", "at an exchange"])
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_a_stuck_replica(wrap, engine, place, sync_batch_norm):
+    """F7: an error with its number and its stack; nothing has changed, and the model works afterwards."""
+    model = wrap(Stuck().train(sync_batch_norm), 3, engine=engine, sync_batch_norm=sync_batch_norm)
+    x = rows(3)
+    step(model, x)
+    model.module.actor, model.module.place = 1, place
+    plain = copy.deepcopy(model.module)
+    before, model.timeout = state_of(model), TIMEOUT_S
+    if place == "backward":  # the forward has updated the running statistics
+        output = model(x)
+        before[: len(model.state_dict())] = map(torch.clone, model.state_dict().values())
+        run = partial(output.square().sum().backward)
+    else:
+        run = partial(model, x)
+    with pytest.raises(ReplicaTimeout, match=r"replica 1 on cpu, rows 2 to 3 of 6.*no progress for 0.4 s") as raised:
+        in_time(run)
+    assert (raised.value.replica, raised.value.device, raised.value.timeout) == (1, torch.device("cpu"), TIMEOUT_S)
+    assert (raised.value.pid is None) is (engine == "threads")
+    assert "in gets_stuck" in raised.value.stack
+    assert raised.value.stack in str(raised.value)
+    assert_same(state_of(model), before)
+    model.timeout, model.module.actor, plain.actor = None, -1, -1
+    plain.load_state_dict(model.module.state_dict())
+    torch.testing.assert_close(step(model, x), step(plain, x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize("share_memory", [True, False], ids=["shared memory", "gloo"])
+def test_a_stopped_worker(wrap, place, share_memory):
+    """F7: it cannot answer, and the error says that it was stopped, and where."""
+    model = wrap(Stuck().eval(), 3, engine=ProcessesEngine(share_memory=share_memory))
+    x = rows(3)
+    step(model, x)
+    model.module.actor, model.module.place, model.module.act = 1, place, stops
+    before, model.timeout = state_of(model), TIMEOUT_S
+    with pytest.raises(ReplicaTimeout, match=r"was stopped \(SIGSTOP, or a debugger\)") as raised:
+        in_time(lambda: model(x).square().sum().backward())
+    assert raised.value.replica == 1
+    assert "in stops" in raised.value.stack
+    assert raised.value.pid is not None
+    assert have_ended([raised.value.pid])
+    assert_same(state_of(model), before)
+    model.timeout, model.module.actor = None, -1
+    torch.testing.assert_close(step(model, x), step(copy.deepcopy(model.module), x), rtol=1e-4, atol=1e-4)
+
+
+def test_a_stopped_worker_that_does_not_take_a_message(wrap):
+    """F7: a message that is larger than what the system keeps for its receiver."""
+    model = wrap(Stuck().eval(), engine="processes")
+    x = rows(2)
+    expected = step(model, x)
+    [worker] = model._engine._worker_group.workers
+    os.kill(worker.pid, signal.SIGSTOP)
+    assert until(lambda: is_stopped(worker.pid))
+    model.timeout = TIMEOUT_S
+    with pytest.raises(ReplicaTimeout, match="was stopped"):
+        in_time(lambda: model(x, "x" * (1 << 22)))
+    model.timeout = None
+    torch.testing.assert_close(step(model, x), expected)
+
+
+def test_a_stopped_fork_server(wrap):
+    """F7: it is ended, and another one is started."""
+    model, other = wrap(Stuck().eval(), engine="processes"), wrap(Stuck().eval(), engine="processes")
+    x = rows(2)
+    expected = step(model, x)
+    process = fork_server.server._process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    assert until(lambda: is_stopped(process.pid))
+    other.timeout = TIMEOUT_S
+    with pytest.raises(ReplicaTimeout, match=r"could not be started: the fork server .* was stopped for 0.4 s"):
+        in_time(lambda: other(x))
+    assert process.returncode == -signal.SIGKILL
+    other.timeout = None
+    torch.testing.assert_close(step(model, x), expected)
+    torch.testing.assert_close(step(other, x), expected)
+
+
+@both_engines
+def test_draws_of_one_device(wrap, engine):
+    """F7, N12: replicas wait for each other at each draw."""
+
+    class Draws(Stuck):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.dropout(super().forward(x), 0.5, True)
+
+    model = wrap(Draws().eval(), 3, engine=engine, randomness="one_device")
+    x = rows(3)[:-1]
+    expected = model(x)
+    model.module.actor = 1
+    before, model.timeout = state_of(model), TIMEOUT_S
+    with pytest.raises(ReplicaTimeout, match="replica 1") as raised:
+        in_time(lambda: model(x))
+    assert "in gets_stuck" in raised.value.stack
+    assert_same(state_of(model), before)
+    model.timeout, model.module.actor = None, -1
+    torch.manual_seed(0)
+    torch.testing.assert_close(model(x), expected)
+
+
+@both_engines
+@pytest.mark.parametrize("actor", [0, 1])
+def test_a_lane_of_a_map(wrap, engine, actor):
+    """F7, I9: the error comes in the batch's turn; the other lane computes the rest, and a later map all of it."""
+
+    class Lane(nn.Module):
+        stuck_at = -1
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if int(x[0, 0]) == self.stuck_at:
+                gets_stuck()
+            return x + 1
+
+    model = wrap(Lane(), engine=engine)
+    batches = [torch.full((2, 1), float(k)) for k in range(6)]
+    assert len(list(model.map(batches))) == 6
+    model.module.stuck_at, model.timeout = actor, TIMEOUT_S
+    outputs = model.map(batches)
+    for k in range(6):
+        if k == actor:
+            with pytest.raises(ReplicaTimeout) as raised:
+                in_time(lambda: next(outputs))
+            assert "in gets_stuck" in raised.value.stack
+            assert any(f"batch {k}, by replica" in note for note in raised.value.__notes__)
+        else:
+            assert int(in_time(lambda: next(outputs))[0, 0]) == k + 1
+    in_time(outputs.close)
+    model.module.stuck_at, model.timeout = -1, None
+    assert [int(output[0, 0]) for output in model.map(batches)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_all_lanes_of_a_map_are_stuck(wrap):
+    """F7, I9: an error for each of their batches, then one that says that no lane is left."""
+
+    class Lane(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gets_stuck()
+            return x
+
+    model = wrap(Lane(), timeout=TIMEOUT_S)
+    outputs = model.map([torch.zeros(2, 1)] * 4)
+    for _ in range(2):
+        with pytest.raises(ReplicaTimeout):
+            in_time(lambda: next(outputs))
+    with pytest.raises(RuntimeError, match="no lane is left"):
+        in_time(lambda: next(outputs))
+    in_time(outputs.close)
+
+
+def test_the_first_replica_is_stuck_and_others_wait_for_it(wrap, caplog):
+    """F7: it runs in the caller's own thread, where nothing can be raised: the log says where it is."""
+    logged = threading.Event()
+
+    class Late(Stuck):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if int(x[0, 0]) == 0 and self.actor == 0:
+                logged.wait(100)
+            return self.norm(self.first(x))
+
+    model = wrap(Late(), sync_batch_norm=True)
+    x = rows(2)
+    model(x)
+    before = state_of(model)
+    model.module.actor, model.timeout = 0, TIMEOUT_S
+    with caplog.at_level("ERROR", "manyhands"):
+        threading.Thread(target=lambda: until(lambda: "logged.wait(100)" in caplog.text) and logged.set()).start()
+        with pytest.raises(ReplicaTimeout, match="replica 0 on cpu, rows 0 to 1 of 4"):
+            in_time(lambda: model(x))
+    assert "logged.wait(100)" in caplog.text
+    assert_same(state_of(model), before)
+    model.module.actor, model.timeout = -1, None
+    assert model(x).shape == (4, 200)
+
+
+@both_engines
+def test_messages_are_progress(wrap, engine):
+    """F7: a pass that takes longer than the timeout, whose replicas meet at batch norms meanwhile."""
+
+    class Slow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList([nn.BatchNorm1d(1) for _ in range(6)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for norm in self.norms:
+                if x.shape[0] == 2:  # the last replica's
+                    time.sleep(0.5)  # the pass takes 3 s, each part half of one
+                x = norm(x)
+            return x
+
+    model = wrap(Slow(), engine=engine, sync_batch_norm=True, timeout=2.0, shares=[3, 2])
+    x = torch.randn(5, 1)
+    torch.testing.assert_close(model(x), copy.deepcopy(model.module)(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("timeout", "error"),
+    [
+        *[(value, ValueError) for value in (0, -1, float("nan"), float("inf"))],
+        *[(value, TypeError) for value in (True, "60", torch.tensor(1.0))],
+    ],
+)
+def test_timeouts_that_are_none(timeout, error):
+    """A13."""
+    with pytest.raises(error, match=r"timeout=.*: expected a number of seconds above 0, or None"):
+        DataParallel(nn.Linear(1, 1), ["cpu"] * 2, timeout=timeout)
+
+
+def test_a_program_with_an_abandoned_thread_ends():
+    """F7, F5: the thread is interrupted at exit, and nothing is printed."""
+    done = run_script("""
+        import time
+        import torch
+        import manyhands
+
+        class Stuck(torch.nn.Module):
+            def forward(self, x):
+                while x[0, 0]:
+                    time.sleep(0.01)
+                return x
+
+        model = manyhands.DataParallel(Stuck(), ["cpu"] * 2, timeout=0.2)
+        try:
+            model(torch.tensor([[0.0], [1.0]]))
+        except manyhands.ReplicaTimeout as error:
+            print(error.replica)
+    """)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
