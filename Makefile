@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help demo test test-all compat rows check format bench gpu-check clean
+.PHONY: help demo test test-all compat rows check format bench chaos gpu-check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -71,6 +71,9 @@ bench: $(READY)  ## measure, side by side, on a machine that does nothing else; 
 	$(BIN)/python benchmarks/map.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/host_calls.py
+
+chaos: $(READY)  ## train under a thousand kills, compare with an undisturbed run; some minutes; writes benchmarks/chaos.md
+	$(BIN)/python benchmarks/chaos.py --output benchmarks/chaos.md
 
 # Sets up nothing and downloads nothing: a machine with a GPU has a torch of its own.
 GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(firstword $(wildcard $(BIN)/python) python3),$(PYTHON))
