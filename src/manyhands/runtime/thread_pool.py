@@ -38,6 +38,7 @@ import torch
 from manyhands.runtime import affinity, openmp, torch_private
 from manyhands.runtime import devices as _devices
 from manyhands.runtime.errors import log
+from manyhands.runtime.interrupts import deliver
 from manyhands.runtime.thread_state import ThreadState, modes_that_stay
 
 T = TypeVar("T")
@@ -175,6 +176,7 @@ def _run_in_threads(
             try:
                 index, ended_now = done.get(timeout=_WAKE_S)
             except Empty:
+                deliver()
                 continue
             num_running -= 1
             ended[index] = ended_now
@@ -242,7 +244,7 @@ class Background:
                 _pool.start(_Order(i, [run], SimpleQueue()))
                 num_started += 1
             for _ in tasks:
-                started.get()
+                started.get()  # soon: nothing of the user's is called before
         except BaseException:
             stop()
             for _ in range(len(tasks) - num_started):
@@ -271,7 +273,7 @@ class Background:
     def wait(self) -> None:
         """Wait until all tasks have ended."""
         while not self._ended.wait(_WAKE_S):
-            pass
+            deliver()
         if not modes_that_stay():
             torch_private.forget_dispatch_modes()  # those of the tasks' threads may have overlapped
 

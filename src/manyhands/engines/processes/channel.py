@@ -14,6 +14,8 @@ import struct
 import time
 from collections.abc import Collection, Iterator, Sequence
 
+from manyhands.runtime.interrupts import deliver
+
 _HEADER = struct.Struct("<QB")  # how many bytes follow; whether this frame carries only file descriptors
 _MAX_FDS = 200  # in one frame; Linux allows 253
 _WAKE_S = 0.1  # a waiting caller checks for Ctrl-C this often: it cannot always wake it (_thread.interrupt_main)
@@ -129,7 +131,11 @@ def ready(channels: Collection[Channel], spin_s: float) -> Iterator[Channel]:
         if not found and time.perf_counter() < until:
             os.sched_yield()
             continue
-        for fd, _ in found or poll.poll(_WAKE_S * 1000):
+        while not found:
+            found = poll.poll(_WAKE_S * 1000)
+            if not found:
+                deliver()
+        for fd, _ in found:
             yield by_fd[fd]
             if by_fd[fd] not in channels:
                 poll.unregister(fd)

@@ -31,6 +31,7 @@ from manyhands.runtime import affinity
 from manyhands.runtime import devices as _devices
 from manyhands.runtime.errors import annotate
 from manyhands.runtime.exchange import CrossProcess, LocalExchange, Request, Response
+from manyhands.runtime.interrupts import at_deletion, deliver
 from manyhands.runtime.thread_state import ProcessState
 
 _SPIN_S = 0.0005
@@ -138,9 +139,9 @@ class StepLock:
                 self._sharing.notify_all()
 
     def __enter__(self) -> bool:
-        with self._lock:
-            self._depth += 1
-            self._lock.acquire()  # held until `__exit__`; what is above cannot leave it locked
+        while not self._lock.acquire(timeout=_WAKE_S):
+            deliver()
+        self._depth += 1
         if self._depth == 1 and self._num_sharing:
             try:
                 self._wait_for_batches()
@@ -155,6 +156,7 @@ class StepLock:
         with self._sharing:
             while self._num_sharing:
                 self._sharing.wait(_WAKE_S)
+                deliver()
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
@@ -203,10 +205,9 @@ class WorkerGroup:
                 raise
             self.workers.append(WorkerHandle(pid, channel))
 
-    def release_graph(self, graph: int) -> None:
-        """Let every worker drop a graph with the next message it gets. May be called from a finalizer."""
-        for worker in self.workers:
-            worker.released_graphs.append(graph)
+    def keep_graph(self, graph: int) -> at_deletion:
+        """Return what keeps a graph in every worker: when it is deleted, each drops the graph with its next message."""
+        return at_deletion(*[map(worker.released_graphs.append, [graph]) for worker in self.workers])
 
     def send(
         self, index: int, message: Message, segments: Sequence[Segment], process: ProcessState, where: str
