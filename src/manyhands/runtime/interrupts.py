@@ -77,17 +77,18 @@ def critical(function: Callable[P, T]) -> Callable[P, T]:
                     deliver()
         try:
             signal(SIGINT, _note)
-        except ValueError:  # not the main thread
-            return function(*args, **kwargs)
-        _state.noted, _state.handler = 0, before
+            _state.handler, is_main = before, True
+        except ValueError:  # as every thread but the main one gets
+            is_main = False
         try:
             return function(*args, **kwargs)
         finally:
-            inside = signal(SIGINT, before)
-            if inside is not _note:  # the user's code has set another one
-                signal(SIGINT, inside)
-            if _state.noted:
-                deliver()
+            if is_main:
+                inside = signal(SIGINT, before)
+                if inside is not _note:  # the user's code has set another one
+                    signal(SIGINT, inside)
+                if _state.noted:
+                    deliver()
 
     _marked[section.__code__] = False  # type: ignore[attr-defined]  # one code for all sections
     return section
@@ -98,7 +99,11 @@ def deliver() -> None:
     while _state.noted and threading.get_ident() == _state.main:
         _state.noted -= 1
         handler: Any = _state.handler
-        handler(SIGINT, sys._getframe(1))
+        try:
+            handler(SIGINT, sys._getframe(1))
+        except BaseException:
+            _state.noted = 0  # as where Python finds several at once
+            raise
 
 
 class at_deletion(zip):  # type: ignore[type-arg]  # noqa: N801 - used like a function

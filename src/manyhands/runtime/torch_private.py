@@ -282,12 +282,19 @@ def with_function_mode(mode: Any) -> Iterator[None]:
     """Enter a `TorchFunctionMode`; at the end this thread's modes are those of before, whatever happened meanwhile.
 
     torch takes a mode off its stack while a function of the mode runs, in Python, so Ctrl-C may come before it is put
-    back. Fallback: what the mode itself does at the end, which is then an error.
+    back; and a generator of torch's may put it back when the error is freed, if it is not told to do so before.
+    Fallback: what the mode itself does at the end, which is then an error.
     """
     before = function_modes()
     mode.__enter__()
     try:
         yield
+    except BaseException as error:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            generator = getattr(frame.f_locals.get("self"), "gen", None)
+            if isinstance(generator, types.GeneratorType) and generator.gi_code.co_name == "_pop_mode_temporarily":
+                generator.close()
+        raise
     finally:
         c: Any = torch._C
         try:

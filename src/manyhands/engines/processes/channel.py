@@ -2,7 +2,7 @@
 
 There is no address and no port: the caller makes the pair, and the worker gets one end when it is forked. A message is
 bytes and, rarely, file descriptors. When a process ends, its end of the channel closes; so a wait for a message also
-ends with the other process.
+ends with the other process. Ctrl-C may end it, too: half a message may be in the channel then, which is of no more use.
 
 A waiting process polls for a moment first: a message that arrives then costs no wake-up by the kernel. Then it sleeps.
 """
@@ -14,7 +14,7 @@ import struct
 import time
 from collections.abc import Collection, Iterator, Sequence
 
-from manyhands.runtime.interrupts import deliver
+from manyhands.runtime.interrupts import deliver, interruptible
 
 _HEADER = struct.Struct("<QB")  # how many bytes follow; whether this frame carries only file descriptors
 _MAX_FDS = 200  # in one frame; Linux allows 253
@@ -40,6 +40,7 @@ class Channel:
     def fileno(self) -> int:
         return self._socket.fileno()
 
+    @interruptible
     def send(self, body: bytes, fds: Sequence[int] = ()) -> None:
         """Send one message.
 
@@ -59,6 +60,7 @@ class Channel:
         except (BrokenPipeError, ConnectionResetError):
             raise ChannelClosedError from None
 
+    @interruptible
     def receive(self) -> tuple[bytes, list[int]]:
         """Wait for a message; return it, and the file descriptors that came with it.
 

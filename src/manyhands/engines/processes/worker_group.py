@@ -125,6 +125,7 @@ class StepLock:
         self._pid = os.getpid()
         self._sharing = threading.Condition()
         self._num_sharing = 0
+        _step_locks.add(self)
 
     @contextlib.contextmanager
     def share(self) -> Iterator[None]:
@@ -149,6 +150,13 @@ class StepLock:
                 self.__exit__()
                 raise
         return self._depth == 1
+
+    def after_fork(self) -> None:
+        """In the child of a fork: let nobody wait for a thread that is in a step of the parent."""
+        if self._lock.acquire(blocking=False):
+            self._lock.release()
+        else:
+            self.__init__()  # type: ignore[misc]
 
     def _wait_for_batches(self) -> None:
         if self._pid != os.getpid():  # in the child of a fork there are no lanes
@@ -405,8 +413,11 @@ def _after_fork() -> None:
     for group in list(_groups):
         group.abandon()
     fork_server.server.abandon()
+    for lock in list(_step_locks):
+        lock.after_fork()
 
 
 _groups: "weakref.WeakSet[WorkerGroup]" = weakref.WeakSet()
+_step_locks: "weakref.WeakSet[StepLock]" = weakref.WeakSet()
 atexit.register(_end_all)
 os.register_at_fork(after_in_child=_after_fork)
