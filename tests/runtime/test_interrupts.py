@@ -14,7 +14,15 @@ from typing import Any
 import pytest
 
 from helpers.in_time import in_time
-from manyhands.runtime.interrupts import at_deletion, critical, deliver, interruptible, interruptibly, uninterruptible
+from manyhands.runtime.interrupts import (
+    acquire,
+    at_deletion,
+    critical,
+    deliver,
+    interruptible,
+    interruptibly,
+    uninterruptible,
+)
 
 
 def ctrl_c() -> None:
@@ -85,6 +93,21 @@ def test_a_wait_delivers_what_was_noted() -> None:
     with pytest.raises(KeyboardInterrupt):
         section()
     assert done == ["before the wait"]
+
+
+def test_a_wait_for_a_lock_is_interrupted() -> None:
+    """F3: as of a replica that waits while another one compiles. Else a lock is waited for as long as one has said."""
+    lock = threading.Lock()
+    assert acquire(lock, 0)
+    assert not acquire(lock, 0)
+
+    @critical
+    def section() -> None:
+        ctrl_c()
+        acquire(lock, 1e6)
+
+    with pytest.raises(KeyboardInterrupt):
+        section()
 
 
 def test_a_section_within_what_the_user_has_written() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from manyhands.primitives import pytree
 from manyhands.runtime import torch_private
+from manyhands.runtime.interrupts import acquire
 from manyhands.runtime.thread_pool import PassContext, ReplicaContext
 
 _MOST_KINDS = 32  # torch keeps 8 versions of a function: for training and eval, with and without gradients
@@ -71,7 +72,7 @@ def _one_at_a_time() -> Iterator[ReplicaContext]:
 
 @contextlib.contextmanager
 def _held(lock: threading.Lock) -> Iterator[None]:
-    mine = lock.acquire(timeout=_PATIENCE_S)
+    mine = acquire(lock, _PATIENCE_S)
     try:
         yield
     finally:

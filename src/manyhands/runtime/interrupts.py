@@ -26,6 +26,7 @@ import functools
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from signal import SIG_DFL, SIG_IGN, SIGINT
 from types import CodeType, FrameType
@@ -39,6 +40,8 @@ except ImportError:  # another implementation of Python
 P = ParamSpec("P")
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
+
+_WAKE_S = 0.1  # how often a wait delivers
 
 _marked: dict[CodeType, bool] = {}  # whether Ctrl-C may be raised within a function
 
@@ -104,6 +107,16 @@ def deliver() -> None:
         except BaseException:
             _state.noted = 0  # as where Python finds several at once
             raise
+
+
+def acquire(lock: threading.Lock, patience_s: float) -> bool:
+    """Acquire a lock; return False if it was not free for so many seconds. Ctrl-C is raised meanwhile."""
+    until = time.monotonic() + patience_s
+    while not lock.acquire(timeout=_WAKE_S):
+        deliver()
+        if time.monotonic() > until:
+            return False
+    return True
 
 
 class at_deletion(zip):  # type: ignore[type-arg]  # noqa: N801 - used like a function
