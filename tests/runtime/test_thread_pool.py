@@ -475,7 +475,7 @@ def test_the_interpreter_exits_while_a_worker_is_busy(first: str, call: str) -> 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="whether a thread sleeps is read from /proc")
-@pytest.mark.parametrize("sleep", ["time.sleep(1e6)", "threading.Event().wait()"])
+@pytest.mark.parametrize("sleep", ["time.sleep(1e6)", pytest.param("threading.Event().wait()", marks=pytest.mark.slow)])
 def test_the_interpreter_exits_while_a_replica_sleeps(sleep: str) -> None:
     """F5, F3: a sleeping thread cannot be interrupted, and exit waited ten seconds for it, then warned. Not any more.
 
