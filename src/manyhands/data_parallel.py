@@ -36,6 +36,7 @@ from manyhands.primitives.split_sizes import Shares, check_shares, split_rows, u
 from manyhands.runtime import devices as _devices
 from manyhands.runtime.devices import DeviceLike
 from manyhands.runtime.errors import log_once
+from manyhands.runtime.interrupts import critical, interruptibly
 from manyhands.runtime.thread_pool import ReplicaTiming, inside_replica, replica_device
 from manyhands.runtime.thread_state import modes_that_stay
 from manyhands.runtime.whole_batch_draws import draws_for_whole_batch
@@ -521,7 +522,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         over, the inside of an object of another class are not. (A global of an imported module is never sent: a worker
         has what the import gives it.) With engine="threads" nothing is ever stale.
         """
-        self._engine.refresh()
+        critical(self._engine.refresh)()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -621,7 +622,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
 
         This happens by itself when the wrapper is deleted, and when the program ends.
         """
-        self._engine.close()
+        critical(self._engine.close)()
 
     @property
     def spans_processes(self) -> bool:
@@ -715,6 +716,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             log_once(_COMPILED_OUTSIDE)
         return self._run_on_devices(must_run, method, inputs, kwargs)
 
+    @critical
     def _run_on_devices(
         self, must_run: bool, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -787,16 +789,16 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         if plan:
             shards, shard_kwargs = zip(*scattered(plan.arguments, plan.devices, plan.sizes), strict=True)
         else:
-            shards, shard_kwargs = self.scatter(inputs, kwargs, device_ids)
+            shards, shard_kwargs = interruptibly(self.scatter, inputs, kwargs, device_ids)
         before = _plain_call.set(plan)
         try:
             with unchanged_on_failure(self.module.buffers()):
-                replicas = self.replicate(self.module, device_ids[: len(shards)])
+                replicas = interruptibly(self.replicate, self.module, device_ids[: len(shards)])
                 calls: Sequence[Any] = [called(replica, method) for replica in replicas]
                 if self.sync_batch_norm and len(replicas) > 1:
                     calls = run_synchronised(replicas, calls)
-                outputs = self.parallel_apply(calls, shards, shard_kwargs)
-                return self.gather(outputs, here or self.output_device)
+                outputs = interruptibly(self.parallel_apply, calls, shards, shard_kwargs)
+                return interruptibly(self.gather, outputs, here or self.output_device)
         finally:
             _plain_call.reset(before)
 

@@ -1,5 +1,8 @@
-"""Several threads that call, and programs that end."""
+"""Several threads that call, wrappers that come and go, forks, and programs that end."""
 
+import sys
+
+import pytest
 import torch
 
 from helpers.contract import (
@@ -21,16 +24,16 @@ from helpers.programs import run_script
 def test_calls_from_several_threads_at_once(wrap: Wrap) -> None:
     """F5: each caller gets its own batch's outputs and gradients."""
     plain, model = twins(wrap, mlp(), 3)
-    batches = [torch.randn(7, 5) for _ in range(4)]
+    batches = [torch.randn(7, 5) for _ in range(8)]
 
     def call(number: int) -> None:
-        for _ in range(10):
+        for _ in range(5):
             x_model, x_plain = fresh(batches[number]), fresh(batches[number])
             (mine,) = torch.autograd.grad(loss_of(model(x_model)), x_model)
             (theirs,) = torch.autograd.grad(loss_of(plain(x_plain)), x_plain)
             assert_same(mine, theirs)
 
-    in_threads(4, call)
+    in_threads(8, call)
 
 
 # A program of its own does not see what a test sets here, so that gloo would be no case of its own.
@@ -74,3 +77,129 @@ def test_sys_exit_inside_a_replica_ends_the_program(engine: str) -> None:
         manyhands.DataParallel(Exits(), ["cpu"] * 2, engine={engine!r})(torch.arange(4.0))
     """)
     assert (done.returncode, done.stderr) == (5, "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what a process holds is read from /proc")
+@pytest.mark.parametrize(
+    ("engine", "number"),
+    [
+        *[("threads", 20), ("processes", 8)],
+        *[pytest.param(engine, 200, marks=pytest.mark.slow) for engine in ("threads", "processes")],
+    ],
+)
+def test_wrappers_that_come_and_go_leave_nothing(engine: str, number: int) -> None:
+    """F5, N10: no thread, process, descriptor or mapping: a forward, a backward and a map each, then closed."""
+    done = run_script(f"""
+        import gc, os, threading, time
+        from pathlib import Path
+        import torch, manyhands
+
+        def once():
+            module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+            model = manyhands.DataParallel(module, ["cpu"] * 2, engine={engine!r})
+            model(torch.randn(6, 4)).sum().backward()
+            list(model.map([torch.randn(6, 4)] * 2))
+            model.close()
+
+        def processes():
+            parents = {{}}
+            for entry in Path("/proc").glob("[0-9]*/stat"):
+                try:
+                    state, parent, *_ = entry.read_text().rpartition(")")[2].split()
+                except OSError:
+                    continue
+                if state != "Z":
+                    parents[int(entry.parent.name)] = int(parent)
+            found = {{os.getpid()}}
+            while more := {{pid for pid, parent in parents.items() if parent in found}} - found:
+                found |= more
+            return len(found)
+
+        def held():
+            gc.collect()
+            files = [os.readlink(link) for link in map(str, Path("/proc/self/fd").iterdir()) if os.path.lexists(link)]
+            shared = [line for line in Path("/proc/self/maps").read_text().splitlines() if "manyhands" in line]
+            return {{"threads": threading.active_count(), "descriptors": len(files), "mappings": len(shared)}}
+
+        for _ in range(3):
+            once()
+        before, num_processes = held(), processes()
+        for _ in range({number}):
+            once()
+        until = time.monotonic() + 60
+        while processes() > num_processes and time.monotonic() < until:  # workers that have been told to end
+            time.sleep(0.05)
+        print(held() == before, processes() == num_processes, held(), before)
+    """)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("True True"), done.stdout
+
+
+@in_a_program_of_its_own
+def test_a_fork_while_another_thread_is_in_a_step(engine: str) -> None:
+    """F5: the child's first forward waited for that thread's step for ever: the thread does not exist there."""
+    done = run_script(f"""
+        import builtins, os, signal, threading, warnings
+        import torch, manyhands
+
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks in a process with threads
+        builtins.inside, builtins.go_on = threading.Event(), threading.Event()
+        builtins.parent = os.getpid()
+
+        class Waits(torch.nn.Linear):
+            def forward(self, x):
+                import builtins, os, threading
+                if threading.current_thread().name == "another" and os.getpid() == builtins.parent:
+                    builtins.inside.set()
+                    builtins.go_on.wait(60)
+                return super().forward(x)
+
+        model = manyhands.DataParallel(Waits(4, 2), ["cpu"] * 2, engine={engine!r})
+
+        def step():
+            model.zero_grad()
+            model(torch.ones(6, 4)).sum().backward()
+            return bool((model.module.weight.grad == 6).all())
+
+        another = threading.Thread(target=step, name="another")
+        another.start()
+        builtins.inside.wait(60)
+        child = os.fork()
+        if not child:
+            signal.alarm(60)
+            os._exit(0 if step() else 1)
+        _, status = os.waitpid(child, 0)
+        builtins.go_on.set()
+        another.join()
+        print("child", os.waitstatus_to_exitcode(status), step())
+    """)
+    assert (done.returncode, done.stdout) == (0, "child 0 True\n"), done.stderr
+
+
+@in_a_program_of_its_own
+def test_the_program_ends_quietly_with_a_step_in_flight(engine: str) -> None:
+    """F5: in a thread of its own, with workers that compute: status 0, nothing on stderr."""
+    done = run_script(f"""
+        import sys, threading
+        import torch, manyhands
+
+        started = threading.Event()
+
+        class Computes(torch.nn.Linear):
+            def forward(self, x):
+                import threading
+                if not x[0, 0]:  # the caller's own replica: a thread of the program's, which is outside of torch
+                    threading.Event().wait()
+                while True:
+                    x = super().forward(x)
+
+        def run():
+            started.set()
+            model(torch.arange(6.0).unsqueeze(1).expand(6, 4))
+
+        model = manyhands.DataParallel(Computes(4, 4), ["cpu"] * 2, engine={engine!r})
+        threading.Thread(target=run, daemon=True).start()
+        started.wait(60)
+        sys.exit(4)
+    """)
+    assert (done.returncode, done.stderr) == (4, "")

@@ -474,6 +474,37 @@ def test_the_interpreter_exits_while_a_worker_is_busy(first: str, call: str) -> 
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="whether a thread sleeps is read from /proc")
+@pytest.mark.parametrize("sleep", ["time.sleep(1e6)", pytest.param("threading.Event().wait()", marks=pytest.mark.slow)])
+def test_the_interpreter_exits_while_a_replica_sleeps(sleep: str) -> None:
+    """F5, F3: a sleeping thread cannot be interrupted, and exit waited ten seconds for it, then warned. Not any more.
+
+    Here it would wait for ever. The status is the program's own.
+    """
+    done = run_script(f"""
+        import signal, sys, threading, time
+        import torch
+        from manyhands.runtime import thread_pool
+
+        thread_pool._EXIT_WAIT_S = 1e6
+        busy = threading.Event()
+
+        def first():
+            busy.wait(30)
+            signal.raise_signal(signal.SIGINT)
+
+        def asleep():
+            busy.set()
+            {sleep}
+
+        try:
+            thread_pool.run_together([first, asleep], [torch.device('cpu')] * 2)
+        except KeyboardInterrupt:
+            sys.exit(3)
+    """)
+    assert (done.returncode, done.stderr) == (3, "")
+
+
 def test_ctrl_c_ends_a_program_as_python_does() -> None:
     """F3, F5: with a traceback that ends in KeyboardInterrupt, and nothing after it."""
     done = run_script("""
@@ -505,7 +536,7 @@ def test_stopping_waits_for_all_workers_no_longer_than_for_one(monkeypatch: pyte
     def join(timeout: float) -> None:
         clock[0] += timeout
 
-    stuck = SimpleNamespace(ident=None, join=join, is_alive=lambda: True)
+    stuck = SimpleNamespace(ident=None, native_id=None, join=join, is_alive=lambda: True)
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     pool = thread_pool._Pool()
     pool._busy = [SimpleNamespace(thread=stuck, inbox=SimpleQueue()) for _ in range(7)]  # type: ignore[misc]

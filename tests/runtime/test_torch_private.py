@@ -483,3 +483,34 @@ def test_a_group_is_aborted_without_a_wait() -> None:
     assert aborted.wait(60)
     may_end.set()
     torch_private.abort_group(SimpleNamespace())
+
+
+def test_function_modes_are_those_of_before_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F3: torch takes a mode off its stack while one of its functions runs, by a generator that puts it back.
+
+    If Ctrl-C came in between, "trying to pop from empty mode stack" was raised in its place; and when the error was
+    freed, the generator put the mode back, so that later steps ran whole on one device.
+    """
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    manager: Any = contextlib._GeneratorContextManager
+    leave = manager.__exit__
+
+    def interrupted(self: Any, *error: Any) -> Any:
+        if self.gen.gi_code.co_name == "_pop_mode_temporarily":
+            raise KeyboardInterrupt
+        return leave(self, *error)
+
+    with Mode():
+        before = torch_private.function_modes()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as caught:  # noqa: PT012
+            patch.setattr(manager, "__exit__", interrupted)
+            with torch_private.with_function_mode(Mode()):
+                nn.functional.dropout(torch.ones(3))
+        assert torch_private.function_modes() == before
+        caught.value.__traceback__ = None
+        assert torch_private.function_modes() == before
+    assert torch_private.function_modes() == []

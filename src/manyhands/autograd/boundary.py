@@ -26,6 +26,7 @@ import torch
 
 from manyhands.autograd.replica_graph import BoundaryTensor, ReplicaGraphs
 from manyhands.runtime import torch_private
+from manyhands.runtime.interrupts import critical
 
 
 class Alias(torch.autograd.Function):
@@ -65,6 +66,7 @@ class _Boundary(torch.autograd.Function):
         return tuple(joined)
 
     @staticmethod
+    @critical
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         graphs: ReplicaGraphs = ctx.graphs
         if graphs.released:

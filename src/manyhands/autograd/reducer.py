@@ -19,6 +19,7 @@ import torch
 
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
+from manyhands.runtime.interrupts import uninterruptible
 from manyhands.runtime.streams import current_stream, queued_on
 
 Emit: TypeAlias = Callable[[int, torch.Tensor], None]
@@ -90,6 +91,7 @@ class LeafHooks:
             self._active.clear()
 
 
+@uninterruptible
 def _hand_over(
     active: list[tuple[Reducer, dict[torch.device, torch.Stream | None]]], number: int, leaf: torch.Tensor
 ) -> None:

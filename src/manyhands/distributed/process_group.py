@@ -39,6 +39,7 @@ from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import Bucket, Form, buckets_of
 from manyhands.runtime.errors import log_once
+from manyhands.runtime.interrupts import deliver
 
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.00005, 0.002
 _CHECK_EVERY_S = 0.2  # how often a waiting rank checks the store for failures; with many ranks, less often
@@ -388,6 +389,7 @@ class Communicator:
             else:
                 time.sleep(nap_s)
                 nap_s = min(nap_s * 1.5, longest_nap_s)
+            deliver()
         if published:
             self._failure_store.set(f"at/{self.rank}", "")
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from manyhands.primitives import pytree
 from manyhands.runtime import torch_private
+from manyhands.runtime.interrupts import acquire
 from manyhands.runtime.thread_pool import PassContext, ReplicaContext
 
 _MOST_KINDS = 32  # torch keeps 8 versions of a function: for training and eval, with and without gradients
@@ -74,7 +75,7 @@ def _one_at_a_time(patience_s: float) -> Iterator[ReplicaContext]:
 
 @contextlib.contextmanager
 def _held(lock: threading.Lock, patience_s: float) -> Iterator[None]:
-    mine = lock.acquire(timeout=patience_s)
+    mine = acquire(lock, patience_s)
     try:
         yield
     finally:

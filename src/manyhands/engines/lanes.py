@@ -25,6 +25,7 @@ from manyhands.primitives import pytree
 from manyhands.primitives.blueprint import Blueprint, collector_paused
 from manyhands.runtime import devices as _devices
 from manyhands.runtime.buckets import is_plain
+from manyhands.runtime.interrupts import critical, interruptibly
 from manyhands.runtime.rng import SeededDraws
 from manyhands.runtime.streams import Copies
 
@@ -69,6 +70,7 @@ class LocalLane(Lane):
         self._pool = ReplicaPool(blueprint, self.device)
         self._queued: list[Callable[[bool], bool]] = []
 
+    @critical
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None) -> LaneOutput:
         for is_done in self._queued[:-1]:
             is_done(True)
@@ -81,7 +83,7 @@ class LocalLane(Lane):
                 replicas = self._pool.take([self.device], tracked=False, copies=copies, with_live_buffers=False)
             copies.wait_copies(0)
             with self._turn((args, kwargs)), draws or contextlib.nullcontext():
-                output = called(replicas.roots[0], self._call.method)(*args, **kwargs)
+                output = interruptibly(called(replicas.roots[0], self._call.method), *args, **kwargs)
         output = _apart_from(replicas.each[0].own_buffers, output)
         replicas.give_back()
         self._queued.append(_devices.queued_work(self.device))

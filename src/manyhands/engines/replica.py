@@ -21,7 +21,7 @@ from manyhands.autograd.replica_graph import BoundaryTensor
 from manyhands.engines.base import Call, called
 from manyhands.engines.replay import parts_of, run_in_parts
 from manyhands.primitives.batch_types import batch_type_of
-from manyhands.primitives.blueprint import Blueprint, Links
+from manyhands.primitives.blueprint import Blueprint, unlinked_at_deletion
 from manyhands.primitives.change_tracking import ContainerSnapshot, DictSnapshot, TensorSnapshot, fill
 from manyhands.primitives.outputs import Group
 from manyhands.primitives.placements import Placement
@@ -29,6 +29,7 @@ from manyhands.primitives.references import INERT
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import LARGE_BYTES
+from manyhands.runtime.interrupts import interruptible
 from manyhands.runtime.streams import Copies
 from manyhands.runtime.thread_pool import ReplicaTiming
 
@@ -82,6 +83,7 @@ def _copied(part: torch.Tensor, replica: int, device: torch.device, copies: Copi
     return copies.to(part, replica)
 
 
+@interruptible
 def call_replica(
     call: Call, inputs: Inputs, roots: Sequence[nn.Module], copies: Copies, timings: Sequence[ReplicaTiming], index: int
 ) -> Any:
@@ -136,7 +138,7 @@ class Replica:
         self.hooks = LeafHooks(dict(enumerate(self.leaves)))
         self.copied = [(key, tensors[key]) for key in copied]
         self.modules, links = blueprint.stamp(tensors)
-        self._links = Links(links) if links else None
+        self._unlinked = unlinked_at_deletion(links)
         self.rebound = [module.__dict__[name] for module, name, _ in links]
         self.tensors_in_place = [tensor for key, tensor in tensors.items() if key not in copied]
 

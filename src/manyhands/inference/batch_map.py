@@ -23,6 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -34,6 +35,7 @@ from manyhands.engines.base import Lane, LaneEndedError, LaneOutput, Lanes
 from manyhands.inference.batches import hint_for, inputs_of
 from manyhands.runtime import torch_private
 from manyhands.runtime.errors import ReplicaNames, annotate, threads_timed_out
+from manyhands.runtime.interrupts import critical, deliver, interruptibly
 from manyhands.runtime.rng import BatchStreams
 from manyhands.runtime.thread_pool import Background, Outcome, inside_replica
 from manyhands.runtime.thread_state import ThreadState, modes_that_stay
@@ -82,8 +84,7 @@ class BatchMap(Outputs):
         devices: list[torch.device],
         numbers: Iterator[int],
     ) -> None:
-        with torch.no_grad():
-            self._state = ThreadState.capture()
+        self._state = replace(ThreadState.capture(), grad_enabled=False)
         self._batches: Iterator[Any] | None = None
         self._source: Iterable[Any] = batches
         self._open_lanes: Callable[[Sequence[torch.device]], Lanes] | None = open_lanes  # None when it has ended
@@ -95,7 +96,9 @@ class BatchMap(Outputs):
         self._work: _Work | None = None
         self._pid = os.getpid()
 
+    @critical
     def __next__(self) -> Any:
+        deliver()  # several calls may follow each other in one section, such as an evaluation
         if self._work is not None and os.getpid() != self._pid:
             raise RuntimeError(_FORKED)
         try:
@@ -110,10 +113,8 @@ class BatchMap(Outputs):
         if number not in self._ready:
             assert self._work is not None
             self._work.wait_for(number)
-        # In this order: if Ctrl-C comes between these lines, the next call does not wait for an outcome that is gone.
-        outcome = self._ready[number]
         self._pulled.popleft()
-        del self._ready[number]
+        outcome = self._ready.pop(number)
         try:
             if outcome.error is not None:
                 raise _as_raised(outcome.error, hint)
@@ -130,8 +131,8 @@ class BatchMap(Outputs):
         while self._has_more and len(self._pulled) < self._num_ahead:
             try:
                 # Before the lanes' threads start: a loader may fork processes here.
-                self._batches = iter(self._source) if self._batches is None else self._batches
-                batch = next(self._batches)
+                self._batches = interruptibly(iter, self._source) if self._batches is None else self._batches
+                batch = interruptibly(next, self._batches)
             except StopIteration:
                 self._has_more = False
                 return
@@ -170,6 +171,7 @@ class BatchMap(Outputs):
             work.start(devices, self._state)
         return work
 
+    @critical
     def close(self) -> None:
         self._stop()
         work, self._work = self._work, None
@@ -246,7 +248,9 @@ class _Work:
                 raise RuntimeError(_NO_LANE_LEFT)
             if self._has_new.wait(_WAKE_S):
                 progress_at = time.monotonic()
-            elif timeout_s is not None and time.monotonic() - progress_at > timeout_s:
+                continue
+            deliver()
+            if timeout_s is not None and time.monotonic() - progress_at > timeout_s:
                 self._give_up(number, timeout_s)
 
     def _give_up(self, number: int, timeout_s: float) -> None:

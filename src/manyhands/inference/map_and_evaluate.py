@@ -20,6 +20,7 @@ from manyhands.primitives import pytree
 from manyhands.primitives.dims import OutputRules
 from manyhands.primitives.inputs import Arguments
 from manyhands.runtime import devices as _devices
+from manyhands.runtime.interrupts import critical, interruptibly
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,16 @@ def map_batches(callee: Callee, batches: Iterable[Any], batch_size: int | None, 
         outputs = WithProgress(outputs, "map", _length_of(batches))
     if filler is None:
         return outputs
-    with outputs, torch.no_grad():
-        filler.fill(outputs)
+    _fill(filler, outputs)
     if is_first:
         filler.check_full()
     return out
+
+
+@critical
+def _fill(filler: OutFiller, outputs: Outputs) -> None:
+    with outputs, torch.no_grad():
+        filler.fill(outputs)
 
 
 def evaluate_batches(
@@ -121,6 +127,7 @@ def evaluate_batches(
         del failure  # a traceback refers to this frame: nothing in it may refer to an exception
 
 
+@critical
 def _add_all(
     callee: Callee, batches: Iterable[Any], metric: Callable[[Any, Any], Any], totals: Totals, progress: bool
 ) -> None:
@@ -141,7 +148,7 @@ def _add_all(
             target, rows = waiting.popleft()
             try:
                 target = pytree.map_all_tensors(lambda tensor: _devices.copy_to(tensor, device), target)
-                totals.add(metric(output, target), rows)
+                totals.add(interruptibly(metric, output, target), rows)
             except Exception as error:
                 error.add_note(f"while the metric of batch {number} was computed")
                 raise

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import chain, islice
+from operator import setitem
 from typing import Any, TypeAlias
 
 import torch
@@ -28,6 +29,7 @@ from manyhands.primitives.references import is_inert, may_refer_later, rebind, r
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import is_plain
+from manyhands.runtime.interrupts import at_deletion
 
 # What nn.Module itself keeps in `__dict__`, in the order in which its __init__ puts it there.
 _OWN_ATTRIBUTES = list(nn.Module().__dict__)
@@ -354,15 +356,11 @@ class Blueprint:
 Link: TypeAlias = tuple[nn.Module, str, Any]  # a module of a replica, the name of an attribute, its live value
 
 
-class Links:
-    """Sets attributes to the live values when it goes, so that a replica is freed with the last reference to it."""
-
-    def __init__(self, links: list[Link]) -> None:
-        self._links = links
-
-    def __del__(self) -> None:
-        for module, name, value in self._links:
-            module.__dict__[name] = value
+def unlinked_at_deletion(links: list[Link]) -> at_deletion | None:
+    """Return what sets attributes to the live values when it goes: a replica is freed with the last reference to it."""
+    if not links:
+        return None
+    return at_deletion(*[map(setitem, [module.__dict__], [name], [value]) for module, name, value in links])
 
 
 def check_initialized(root: nn.Module, tensors: Iterable[torch.Tensor | None]) -> None:

@@ -9,11 +9,13 @@ from manyhands.primitives import pytree
 from manyhands.runtime import devices as _devices
 from manyhands.runtime.devices import DeviceLike
 from manyhands.runtime.errors import annotate
+from manyhands.runtime.interrupts import critical, interruptibly
 from manyhands.runtime.rng import own_streams
 from manyhands.runtime.thread_pool import Outcome, run_together
 from manyhands.runtime.thread_state import modes_that_stay
 
 
+@critical
 def parallel_apply(
     modules: Sequence[Callable[..., Any]],
     inputs: Sequence[Any],
@@ -62,7 +64,7 @@ def parallel_apply(
         def task(index: int) -> Callable[[], Any]:
             def run() -> Any:
                 with streams(index):
-                    return modules[index](*all_inputs[index], **all_kwargs[index])
+                    return interruptibly(modules[index], *all_inputs[index], **all_kwargs[index])
 
             return run
 

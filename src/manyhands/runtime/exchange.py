@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from manyhands.runtime.errors import ReplicaNames, log, threads_timed_out
+from manyhands.runtime.interrupts import deliver, uninterruptible
 from manyhands.runtime.rng import waiting_for_others
 from manyhands.runtime.thread_pool import PassContext, ReplicaContext, inside_replica
 
@@ -195,6 +196,7 @@ class LocalExchange(Exchange):
         self._present = set(range(num_replicas))  # have not withdrawn
         self._waiting: dict[int, tuple[Request, Callable[[Response], None]]] = {}  # by replica
 
+    @uninterruptible
     def submit_and_wait(self, index: int, request: Request) -> Response:
         responses: list[Response] = []
         with waiting_for_others(), self._condition:
@@ -207,6 +209,7 @@ class LocalExchange(Exchange):
                     self._serve(lambda: bool(responses))
                 else:
                     self._condition.wait(_WAKE_S)
+                    deliver()
                     self._check_progress()
         return responses[0]
 

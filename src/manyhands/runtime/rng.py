@@ -56,6 +56,7 @@ import torch
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.errors import log_once
+from manyhands.runtime.interrupts import acquire
 from manyhands.runtime.thread_pool import PassContext, inside_replica
 
 # The operations that draw on the host; all others that draw call these. Each has an overload with a generator, except
@@ -186,7 +187,7 @@ class _Turns:
 
     def take(self, index: int) -> bool:
         """Wait for the turn; return False if it did not come."""
-        if not self._lock.acquire(timeout=_PATIENCE_S):
+        if not acquire(self._lock, _PATIENCE_S):
             return False
         if index not in self._states:
             self._states[index] = self._first_state(index)

@@ -13,7 +13,7 @@ Guarantees
     - On the CPU a worker runs on its own part of the process's cores (affinity.py); the caller's thread is not bound.
     - After a fork the child starts workers of its own. At exit workers are stopped and joined, because a daemon thread
       that is inside torch when the interpreter ends aborts the process. Tasks that still run after a while are
-      interrupted then.
+      interrupted then. One that sleeps is left alone: it would not notice, and it is not inside torch's kernels.
 
 `Background` runs tasks that go on while the caller does other things, in threads of their own.
 
@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -39,6 +40,7 @@ import torch
 from manyhands.runtime import affinity, openmp, torch_private
 from manyhands.runtime import devices as _devices
 from manyhands.runtime.errors import ReplicaNames, ReplicaTimeout, log, threads_timed_out
+from manyhands.runtime.interrupts import deliver
 from manyhands.runtime.thread_state import ThreadState, modes_that_stay
 
 T = TypeVar("T")
@@ -46,6 +48,8 @@ T = TypeVar("T")
 _WAKE_S = 0.1  # a waiting caller looks this often for Ctrl-C, which cannot always wake it (_thread.interrupt_main)
 _EXIT_PATIENCE_S = 2.0  # how long interpreter exit waits for workers to end by themselves
 _EXIT_WAIT_S = 10.0  # and how long in all
+_EXIT_ASLEEP_S = 0.5  # a worker that has slept for so long then is asleep
+_EXIT_LOOK_S = 0.05  # how often exit looks
 
 
 @dataclass(slots=True)
@@ -185,6 +189,7 @@ def _run_in_threads(
             try:
                 index, ended_now = done.get(timeout=_WAKE_S)
             except Empty:
+                deliver()
                 if timeout_s is not None and time.monotonic() - progress_at > timeout_s:
                     stuck = {i: worker.thread.ident or 0 for i, worker in enumerate(workers, 1) if i not in ended}
                     raise threads_timed_out(stuck, timeout_s, names) from None
@@ -255,7 +260,7 @@ class Background:
                 _pool.start(_Order(i, [run], SimpleQueue()))
                 num_started += 1
             for _ in tasks:
-                started.get()
+                started.get()  # soon: nothing of the user's is called before
         except BaseException:
             stop()
             for i in range(num_started, len(tasks)):
@@ -290,7 +295,7 @@ class Background:
     def wait(self) -> None:
         """Wait until all tasks have ended."""
         while not self._ended.wait(_WAKE_S):
-            pass
+            deliver()
         if not modes_that_stay():
             torch_private.forget_dispatch_modes()  # those of the tasks' threads may have overlapped
 
@@ -510,7 +515,10 @@ class _Pool:
             self._busy = [worker for worker in self._busy if worker.thread.is_alive()] + [worker]
 
     def stop(self) -> None:
-        """Stop every worker and join it; interrupt those whose task runs too long, and give up after `_EXIT_WAIT_S`."""
+        """Stop every worker and join it; interrupt those whose task runs too long, and give up after `_EXIT_WAIT_S`.
+
+        A worker whose task sleeps, in `time.sleep` or for a lock that nobody releases, is not waited for.
+        """
         for background in list(_backgrounds):
             background.stop()
         with self._lock:
@@ -519,22 +527,46 @@ class _Pool:
         for worker in ending:
             worker.inbox.put(None)
         started = time.monotonic()
-        self._join(ending, until=started + _EXIT_PATIENCE_S)
-        for worker in ending:
-            if worker.thread.is_alive():
-                ident = ctypes.c_ulong(worker.thread.ident or 0)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
-        self._join(ending, until=started + _EXIT_WAIT_S)
-        if any(worker.thread.is_alive() for worker in ending):
-            log.warning("a replica is still running %g s after the program ended", _EXIT_WAIT_S)
+        if not self._join(ending, until=started + _EXIT_PATIENCE_S):
+            for worker in ending:
+                if worker.thread.is_alive():
+                    ident = ctypes.c_ulong(worker.thread.ident or 0)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
+            if not self._join(ending, until=started + _EXIT_WAIT_S):
+                log.warning("a replica is still running %g s after the program ended", _EXIT_WAIT_S)
 
-    def _join(self, workers: Sequence[_Worker], until: float) -> None:
-        for worker in workers:
-            worker.thread.join(max(0.0, until - time.monotonic()))
+    def _join(self, workers: Sequence[_Worker], until: float) -> bool:
+        """Join workers; return False if one still runs, and is not asleep, when the time is over."""
+        asleep_since: dict[int, tuple[float, object]] = {}  # with the state that it has had since then
+        while True:
+            now = time.monotonic()
+            running = []
+            for worker in workers:
+                if worker.thread.is_alive():
+                    state = _sleep_state(worker.thread)
+                    since, before = asleep_since.get(id(worker), (now, None))
+                    asleep_since[id(worker)] = (since if state == before else now), state
+                    if state is None or now - asleep_since[id(worker)][0] < _EXIT_ASLEEP_S:
+                        running.append(worker)
+            if not running:
+                return True
+            if now >= until:
+                return False
+            running[0].thread.join(min(_EXIT_LOOK_S, until - now))
 
     def forget(self) -> None:
         """Start empty, in the child of a fork: the parent's threads do not exist there."""
         self.__init__()  # type: ignore[misc]
+
+
+def _sleep_state(thread: threading.Thread) -> object:
+    """Return what stays the same as long as a thread sleeps, its processor time; None: it runs, or it is not known."""
+    try:
+        stat = Path(f"/proc/self/task/{thread.native_id}/stat").read_bytes()
+    except OSError:
+        return None
+    state, *fields = stat[stat.rindex(b")") + 2 :].split()
+    return tuple(fields[10:12]) if state in b"SD" else None
 
 
 def _after_fork() -> None:

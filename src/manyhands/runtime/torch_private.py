@@ -24,6 +24,8 @@ import torch
 import torch.nn.utils.parametrize
 from torch.utils import _python_dispatch
 
+from manyhands.runtime.interrupts import interruptible
+
 # ---- backward ------------------------------------------------------------------------------------
 
 
@@ -64,6 +66,7 @@ def backward_runs(node: Any) -> bool:
         return False
 
 
+@interruptible
 def run_backward(ends: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], *, keep: bool) -> None:
     """Run `torch.autograd.backward(ends, grads, retain_graph=keep)`, without its check of the gradients in Python.
 
@@ -78,6 +81,7 @@ def run_backward(ends: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], *,
         engine(tuple(ends), tuple(grads), keep, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
+@interruptible
 def gradients(
     ends: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
@@ -280,6 +284,35 @@ def function_modes() -> list[Any]:
         return list(torch.overrides._get_current_function_mode_stack())  # type: ignore[no-untyped-call]
     except AttributeError:
         return []
+
+
+@contextlib.contextmanager
+def with_function_mode(mode: Any) -> Iterator[None]:
+    """Enter a `TorchFunctionMode`; at the end this thread's modes are those of before, whatever happened meanwhile.
+
+    torch takes a mode off its stack while a function of the mode runs, in Python, so Ctrl-C may come before it is put
+    back; and a generator of torch's may put it back when the error is freed, if it is not told to do so before.
+    Fallback: what the mode itself does at the end, which is then an error.
+    """
+    before = function_modes()
+    mode.__enter__()
+    try:
+        yield
+    except BaseException as error:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            generator = getattr(frame.f_locals.get("self"), "gen", None)
+            if isinstance(generator, types.GeneratorType) and generator.gi_code.co_name == "_pop_mode_temporarily":
+                generator.close()
+        raise
+    finally:
+        c: Any = torch._C
+        try:
+            while c._len_torch_function_stack():
+                c._pop_torch_function_stack()
+            for each in before:
+                c._push_on_torch_function_stack(each)
+        except AttributeError:
+            mode.__exit__(None, None, None)
 
 
 def is_default_device(mode: object) -> bool:

@@ -54,6 +54,7 @@ from manyhands.runtime.exchange import (
     exchanging,
     taking_part,
 )
+from manyhands.runtime.interrupts import deliver, interruptibly, uninterruptible
 from manyhands.runtime.streams import current_stream, wait_for_maker
 from manyhands.runtime.thread_pool import PassContext, inside_replica
 from manyhands.sync_batch_norm.kernels import KernelStatistics, dense
@@ -166,7 +167,7 @@ class BatchNormOverReplicas:
         before = _current_pass()
         _thread.replica_pass = replica_pass
         try:
-            with _BatchNormMode(lambda tensors: replica_pass):
+            with torch_private.with_function_mode(_BatchNormMode(lambda tensors: replica_pass)):
                 yield
         finally:
             _thread.replica_pass = before
@@ -190,7 +191,7 @@ class BatchNormOverReplicas:
 
     def recomputation(self) -> AbstractContextManager[Any]:
         """Return the context of a backward of all graphs (`BackwardMode.ONE_CALL`), for recomputed batch norms."""
-        return _BatchNormMode(lambda tensors: _Recomputation(self, tensors))
+        return torch_private.with_function_mode(_BatchNormMode(lambda tensors: _Recomputation(self, tensors)))
 
     def name_of(self, index: int, tensors: Tensors) -> str | None:
         """Return the name of the first of `tensors` that replica `index` has."""
@@ -467,11 +468,14 @@ class _BatchNormMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.batch_norm:
-            return self._batch_norm(*args, **(kwargs or {}))
+            output = self._batch_norm(*args, **(kwargs or {}))
+            deliver()
+            return output
         if func in _BACKWARD:
             return self._run_backward(func, *args, **kwargs)
         return func(*args, **(kwargs or {}))
 
+    @uninterruptible
     def _batch_norm(
         self,
         input: torch.Tensor,
@@ -509,6 +513,7 @@ class _BatchNormMode(TorchFunctionMode):
         gathered.total.update(running_mean, running_var, momentum)
         return gathered.total.normalise(input, weight, bias, eps, gathered.reduce_grad)
 
+    @uninterruptible
     def _run_backward(self, func: Any, outputs: Any, /, *inputs: Any, **kwargs: Any) -> Any:
         """Run a backward with this mode on, for the batch norms that activation checkpoints call in it.
 
@@ -525,8 +530,8 @@ class _BatchNormMode(TorchFunctionMode):
             kwargs["grad_tensors"] = kwargs.pop("gradient")
         if named is not None:
             kwargs["inputs"] = _edges(named)
-        with self:
-            return func(_edges(outputs), *map(_edges, inputs), **kwargs)
+        with torch_private.with_function_mode(self):
+            return interruptibly(func, _edges(outputs), *map(_edges, inputs), **kwargs)
 
 
 _BACKWARD = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)

@@ -2,7 +2,7 @@
 
 There is no address and no port: the caller makes the pair, and the worker gets one end when it is forked. A message is
 bytes and, rarely, file descriptors. When a process ends, its end of the channel closes; so a wait for a message also
-ends with the other process.
+ends with the other process. Ctrl-C may end it, too: half a message may be in the channel then, which is of no more use.
 
 A waiting process polls for a moment first: a message that arrives then costs no wake-up by the kernel. Then it sleeps.
 """
@@ -14,6 +14,8 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+
+from manyhands.runtime.interrupts import deliver, interruptible
 
 _HEADER = struct.Struct("<QB")  # how many bytes follow; whether this frame carries only file descriptors
 _MAX_FDS = 200  # in one frame; Linux allows 253
@@ -43,6 +45,7 @@ class Channel:
     def fileno(self) -> int:
         return self._socket.fileno()
 
+    @interruptible
     def send(self, body: bytes, fds: Sequence[int] = ()) -> None:
         """Send one message.
 
@@ -62,6 +65,7 @@ class Channel:
         except (BrokenPipeError, ConnectionResetError):
             raise ChannelClosedError from None
 
+    @interruptible
     def receive(self) -> tuple[bytes, list[int]]:
         """Wait for a message; return it, and the file descriptors that came with it.
 
@@ -146,8 +150,10 @@ def ready(channels: Collection[Channel], spin_s: float, on_wait: Callable[[], No
             os.sched_yield()
             continue
         found = found or poll.poll(_WAKE_S * 1000)
-        if not found and on_wait is not None:
-            on_wait()
+        if not found:
+            deliver()
+            if on_wait is not None:
+                on_wait()
         for fd, _ in found:
             yield by_fd[fd]
             if by_fd[fd] not in channels:

@@ -174,6 +174,7 @@ class ProcessesEngine(Engine):
                 else partial(SeededStreams, len(where))
             ),
             number=number,
+            kept=worker_group.keep_graph(number),
         )
         with (
             divided_intra_op_threads(call.devices) as num_threads,

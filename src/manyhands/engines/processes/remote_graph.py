@@ -12,10 +12,9 @@ Derivatives of higher order need nothing special: a worker keeps the graph of it
 forward. So there is one kind of graph, whatever the order.
 """
 
-import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Self, TypeAlias, TypeVar
@@ -42,6 +41,7 @@ from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import LARGE_BYTES
 from manyhands.runtime.errors import ReplicaDied, log_once
+from manyhands.runtime.interrupts import at_deletion
 from manyhands.runtime.rng import SeededStreams
 from manyhands.runtime.thread_pool import Outcome, divided_intra_op_threads, one_pass, run_together
 from manyhands.runtime.thread_state import ProcessState, ThreadState, modes_that_stay
@@ -72,6 +72,7 @@ class RemoteGraphs(ReplicaGraphs):
         worker_group, step_lock: the engine's.
         new_streams: makes the replicas' random streams for one pass.
         number: the workers' number of this graph.
+        kept: keeps it in the workers.
         keys: the number in the workers of the leaf of each of `inputs`; None where they have none.
         remote_leaves: a tensor of the form of each of the workers' numbered leaves: those of the live parameters, then
             tensors from outside the module. The same object as long as the forms are the same.
@@ -81,17 +82,13 @@ class RemoteGraphs(ReplicaGraphs):
     step_lock: StepLock = field(kw_only=True)
     new_streams: Callable[[], SeededStreams | SharedStream] = field(kw_only=True)
     number: int = field(kw_only=True)
+    kept: at_deletion | None = field(kw_only=True)
     keys: list[int | None] = field(default_factory=list, kw_only=True)
     remote_leaves: Mapping[int, torch.Tensor] = field(default_factory=dict, kw_only=True)
     _output_numbers: dict[int, int] = field(default_factory=dict, init=False)  # by id of an output edge's tensor
 
-    def __del__(self) -> None:
-        if not self.released:
-            self.release(failed=True)
-
     def drop(self) -> None:
-        if not self.released and not self.worker_group.ended:
-            self.worker_group.release_graph(self.number)
+        self.kept = None
         self.remote_leaves = {}
         ReplicaGraphs.drop(self)
 
@@ -171,13 +168,15 @@ class RemoteGraphs(ReplicaGraphs):
         def backward_own(reducer: WorkerReducer | None) -> tuple[Gradients, Gradients]:
             return self._backward_own(graph, grads[0], keep, into_grad, reducer)
 
-        with self._step() as num_threads:
+        with self.step_lock as is_outermost, self._divided_threads(is_outermost) as num_threads, self.worker_group:
             (of_inputs, of_parameters), replies, sums = self._run_everywhere(grads, backward_own, num_threads, keep)
             return self._with_replies(of_inputs, of_parameters, replies, sums)
 
     def _higher(self, incoming: Sequence[BoundaryTensor], **changes: Any) -> Self:
         keys = [*self.keys, *[~(len(self.keys) + k) for k, _ in enumerate(incoming)]]
-        return super()._higher(incoming, number=next(self.worker_group.graph_numbers), keys=keys, **changes)
+        number = next(self.worker_group.graph_numbers)
+        kept = self.worker_group.keep_graph(number)
+        return super()._higher(incoming, number=number, kept=kept, keys=keys, **changes)
 
     def _differentiate(self, grads: Sequence[Sequence[torch.Tensor | None]], higher: Self) -> list[Gradients]:
         graph = self.graph(0)
@@ -186,7 +185,7 @@ class RemoteGraphs(ReplicaGraphs):
             (gradients,) = gradients_of([graph], [grads[0]], create_graph=True)
             return gradients
 
-        with self._step() as num_threads:
+        with self.step_lock as is_outermost, self._divided_threads(is_outermost) as num_threads, self.worker_group:
             own, replies, _ = self._run_everywhere(grads, backward_own, num_threads, keep=True, higher=higher)
             parts: list[Gradients] = [[grad, *[None] * (len(self.where) - 1)] for grad in own]
             edge_of, first = self._edge_of, len(self.inputs)
@@ -387,20 +386,20 @@ class RemoteGraphs(ReplicaGraphs):
     def _received(self, index: int, sent: TensorRef, reply: Reply) -> torch.Tensor:
         return sent.tensor(reply.specs, self.worker_group.workers[index].received_segments)
 
-    @contextlib.contextmanager
-    def _step(self) -> Iterator[int]:
-        """Acquire the engine's step lock for a backward; yield the number of intra-op threads of each replica."""
-        with self.step_lock as is_outermost:
-            if not is_outermost:
-                raise RuntimeError(
-                    'backward through a model with engine="processes" was called from inside a step of the same model '
-                    '(a hook, say), whose workers are busy: use engine="threads".'
-                )
-            if self.worker_group.ended:
-                raise ReplicaDied(
-                    "the worker processes that ran this forward have ended, and what they had saved for its backward "
-                    "is gone: call the model again."
-                )
-            devices = [timing.device for timing in self.timings]
-            with divided_intra_op_threads(devices) as num_threads, self.worker_group:
-                yield num_threads
+    def _divided_threads(self, is_outermost: bool) -> divided_intra_op_threads:
+        """Check that workers can run a backward of these graphs; return the context that divides intra-op threads.
+
+        Args:
+            is_outermost: what the step lock gives.
+        """
+        if not is_outermost:
+            raise RuntimeError(
+                'backward through a model with engine="processes" was called from inside a step of the same model '
+                '(a hook, say), whose workers are busy: use engine="threads".'
+            )
+        if self.worker_group.ended:
+            raise ReplicaDied(
+                "the worker processes that ran this forward have ended, and what they had saved for its backward "
+                "is gone: call the model again."
+            )
+        return divided_intra_op_threads([timing.device for timing in self.timings])

@@ -27,6 +27,7 @@ import torch
 
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import dense_stride, is_plain
+from manyhands.runtime.interrupts import at_deletion
 
 _ALIGNMENT = 64  # bytes; what torch's own allocator gives
 _PAGE = mmap.PAGESIZE
@@ -57,6 +58,7 @@ class Segment:
 
     def __init__(self, fd: int, num_bytes: int, number: int) -> None:
         self.fd, self.num_bytes, self.number = fd, num_bytes, number
+        self._closed = at_deletion(map(os.close, [fd]))
         self._map = mmap.mmap(fd, num_bytes)
         self._whole = self.storage(0, num_bytes)
         self.address = self._whole.data_ptr()
@@ -86,10 +88,6 @@ class Segment:
     def numbers(self) -> memoryview:
         """Return the memory as 64-bit integers; each is read and written atomically."""
         return memoryview(self._map).cast("q")
-
-    def __del__(self) -> None:
-        if hasattr(self, "fd"):
-            os.close(self.fd)
 
 
 def num_bytes(spec: TensorSpec) -> int:

@@ -34,6 +34,7 @@ from manyhands.runtime import affinity
 from manyhands.runtime import devices as _devices
 from manyhands.runtime.errors import ReplicaDied, ReplicaNames, ReplicaTimeout, annotate
 from manyhands.runtime.exchange import CrossProcess, LocalExchange, Request, Response
+from manyhands.runtime.interrupts import at_deletion, deliver
 from manyhands.runtime.thread_state import ProcessState
 
 _SPIN_S = 0.0005
@@ -161,6 +162,7 @@ class StepLock:
         self._pid = os.getpid()
         self._sharing = threading.Condition()
         self._num_sharing = 0
+        _step_locks.add(self)
 
     @contextlib.contextmanager
     def share(self) -> Iterator[None]:
@@ -175,9 +177,9 @@ class StepLock:
                 self._sharing.notify_all()
 
     def __enter__(self) -> bool:
-        with self._lock:
-            self._depth += 1
-            self._lock.acquire()  # held until `__exit__`; what is above cannot leave it locked
+        while not self._lock.acquire(timeout=_WAKE_S):
+            deliver()
+        self._depth += 1
         if self._depth == 1 and self._num_sharing:
             try:
                 self._wait_for_batches()
@@ -186,12 +188,20 @@ class StepLock:
                 raise
         return self._depth == 1
 
+    def after_fork(self) -> None:
+        """In the child of a fork: let nobody wait for a thread that is in a step of the parent."""
+        if self._lock.acquire(blocking=False):
+            self._lock.release()
+        else:
+            self.__init__()  # type: ignore[misc]
+
     def _wait_for_batches(self) -> None:
         if self._pid != os.getpid():  # in the child of a fork there are no lanes
             return
         with self._sharing:
             while self._num_sharing:
                 self._sharing.wait(_WAKE_S)
+                deliver()
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
@@ -263,10 +273,9 @@ class WorkerGroup:
         for worker in self.workers:
             worker.channel.set_timeout(timeout_s)
 
-    def release_graph(self, graph: int) -> None:
-        """Let every worker drop a graph with the next message it gets. May be called from a finalizer."""
-        for worker in self.workers:
-            worker.released_graphs.append(graph)
+    def keep_graph(self, graph: int) -> at_deletion:
+        """Return what keeps a graph in every worker: when it is deleted, each drops the graph with its next message."""
+        return at_deletion(*[map(worker.released_graphs.append, [graph]) for worker in self.workers])
 
     def send(
         self, index: int, message: Message, segments: Sequence[Segment], process: ProcessState, where: ReplicaNames
@@ -537,8 +546,11 @@ def _after_fork() -> None:
     for group in list(_groups):
         group.abandon()
     fork_server.server.abandon()
+    for lock in list(_step_locks):
+        lock.after_fork()
 
 
 _groups: "weakref.WeakSet[WorkerGroup]" = weakref.WeakSet()
+_step_locks: "weakref.WeakSet[StepLock]" = weakref.WeakSet()
 atexit.register(_end_all)
 os.register_at_fork(after_in_child=_after_fork)

@@ -14,6 +14,7 @@ import torch
 
 from manyhands.autograd.reducer import Reducer
 from manyhands.engines.processes.shared_memory import Segment
+from manyhands.runtime.interrupts import deliver
 
 _SPIN_S = 0.0002
 _SLEEP_S = (0.0001, 0.001)  # the first sleep, and the longest
@@ -105,4 +106,5 @@ def wait_until(condition: Callable[[], bool], on_wait: OnWait) -> None:
             continue
         on_wait(time.perf_counter() - started)
         time.sleep(sleep_s)
+        deliver()
         sleep_s = min(2 * sleep_s, longest_s)

@@ -1,0 +1,342 @@
+"""Ctrl-C at a chosen moment of a training step, and what must be true afterwards.
+
+CPython runs signal handlers at a few places only: when a function begins, after a call of a C function, and where a
+loop jumps back. A `Moment` counts these places and trips SIGINT at the n-th one, without a Python instruction in
+between. So the handler runs at the first place where a real signal would have run it; a run can be repeated exactly.
+
+    python -m helpers.interrupts threads --every 7          # in tests/, with src/ on the path
+    python -m helpers.interrupts threads --real 2000        # SIGINT from another thread, at random times
+"""
+
+import _thread
+import argparse
+import contextlib
+import dis
+import functools
+import gc
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands import DataParallel
+from manyhands.runtime import torch_private
+
+_CHECKS = {"CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD"}
+_ROWS, _WIDTH = 7, 3
+
+
+@functools.cache
+def _places(code: types.CodeType) -> frozenset[int]:
+    """Return the offsets in a function after which CPython looks for signals."""
+    return frozenset(each.offset for each in dis.get_instructions(code) if each.opname in _CHECKS)
+
+
+class Moment:
+    """While entered, counts the places where CPython looks for signals in this thread, and trips SIGINT at one.
+
+    Args:
+        number: of the place; None: none.
+    """
+
+    def __init__(self, number: int | None = None) -> None:
+        self.number = number
+        self.count = 0
+        self.where = ""
+
+    def __enter__(self) -> "Moment":
+        self._trip = map(_thread.interrupt_main, (signal.SIGINT,))
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: types.FrameType, event: str, arg: Any) -> Any:
+        if event == "call":
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        elif event != "opcode" or frame.f_lasti not in _places(frame.f_code):
+            return self._trace
+        self.count += 1
+        if self.count == self.number:
+            self.where = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
+            sys.settrace(None)  # a trace function is a function: the handler would run at its beginning
+            for _ in self._trip:  # from here to the traced code CPython does not look for signals
+                return None
+        return self._trace
+
+
+class Model(nn.Module):
+    """A small model with batch norm, dropout, and an attribute that refers to a method of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.BatchNorm1d(_WIDTH), nn.Dropout(0.5))
+        self.head = nn.Linear(_WIDTH, 2)
+        self.of_head = self.apply_head
+
+    def apply_head(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.of_head(self.layers(x))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "threads": {},
+    "threads, sync_batch_norm": {"sync_batch_norm": True},
+    "threads, one_device": {"randomness": "one_device"},
+    "processes": {"engine": "processes"},
+    "processes, sync_batch_norm": {"engine": "processes", "sync_batch_norm": True},
+    "processes, one_device": {"engine": "processes", "randomness": "one_device"},
+}
+CASES = ["plain", *OPTIONS, "map", "evaluate"]
+
+
+class Step:
+    """One step of a case, from equal weights, buffers and random state each time, and what it gives undisturbed.
+
+    Args:
+        case: one of `CASES`.
+    """
+
+    def __init__(self, case: str) -> None:
+        torch.manual_seed(0)
+        module = Model()
+        self.is_training = case not in ("map", "evaluate")
+        self.model: Any = module if case == "plain" else DataParallel(module, ["cpu"] * 2, **OPTIONS.get(case, {}))
+        self.module = module
+        self.inputs = [torch.randn(_ROWS, _WIDTH) for _ in range(1 if self.is_training else 6)]
+        self.targets = [torch.randn(_ROWS, 2) for _ in self.inputs]
+        self.run = {"map": self._map, "evaluate": self._evaluate}.get(case, self._train)
+        self._before = {name: value.clone() for name, value in module.state_dict().items()}
+        self._num_threads = torch.get_num_threads()
+        for _ in range(4):
+            self.reset()
+            self.run()
+        self.random_before = self.reset()
+        self.run()
+        self.after = self.numbers()
+
+    def reset(self) -> torch.Tensor:
+        with torch.no_grad():
+            for name, value in self.module.state_dict().items():
+                value.copy_(self._before[name])
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        torch.manual_seed(1)
+        self.result: Any = None
+        return torch.get_rng_state()
+
+    def _train(self) -> None:
+        loss = self.model(self.inputs[0]).square().mean()
+        self.result = loss.detach()
+        loss.backward()
+
+    def _map(self) -> None:
+        with self.model.map(self.inputs) as outputs:
+            self.result = torch.stack(list(outputs))
+
+    def _evaluate(self) -> None:
+        pairs = list(zip(self.inputs, self.targets, strict=True))
+        self.result = torch.tensor(self.model.evaluate(pairs, nn.functional.mse_loss))
+
+    def numbers(self) -> dict[str, torch.Tensor]:
+        """Return all that a step leaves behind."""
+        grads = {f"grad of {n}": p.grad.clone() for n, p in self.module.named_parameters() if p.grad is not None}
+        buffers = {name: value.clone() for name, value in self.module.named_buffers()}
+        return {"result": self.result, "random state": torch.get_rng_state(), **grads, **buffers}
+
+    def wrong_after(self, error: BaseException | None, unraisable: Sequence[Any]) -> list[str]:
+        """Return what is wrong after a step that `error` has ended; the next step is made, and compared."""
+        wrong = [text for text, is_so in _thread_state(self._num_threads).items() if not is_so]
+        if error is None:
+            wrong.append("no KeyboardInterrupt")
+        elif type(error) is not KeyboardInterrupt:
+            wrong.append(f"{type(error).__name__} in its place: {str(error)[:80]}")
+        wrong += [f"swallowed: {type(each).__name__}" for each in unraisable]
+        found = self.numbers()
+        grads = [name for name in self.after if name.startswith("grad")]
+        if not all(name in found and torch.equal(found[name], self.after[name]) for name in grads) and any(
+            name in found for name in grads
+        ):
+            wrong.append("some gradients, not all")
+        before = {**self._before, "random state": self.random_before}
+        for name in {**dict(self.module.named_buffers()), "random state": None}:
+            if not torch.equal(found[name], before[name]) and not torch.equal(found[name], self.after[name]):
+                wrong.append(f"{name} is neither as before nor as after")
+        if any(not torch.equal(value, before[name]) for name, value in self.module.named_parameters()):
+            wrong.append("a parameter has changed")
+        if wrong:
+            return wrong
+        self.reset()
+        try:
+            self.run()
+        except BaseException as after:  # noqa: BLE001 - reported
+            return [*wrong, f"the next step raises {type(after).__name__}: {str(after)[:80]}"]
+        found = self.numbers()
+        if found.keys() != self.after.keys() or any(not torch.equal(found[n], v) for n, v in self.after.items()):
+            wrong.append("the next step has other numbers")
+        wrong += [f"after the next step: {text}" for text, ok in _thread_state(self._num_threads).items() if not ok]
+        return wrong
+
+    def close(self) -> None:
+        if isinstance(self.model, DataParallel):
+            self.model.close()
+
+
+def _thread_state(num_threads: int) -> dict[str, bool]:
+    """Return statements about the calling thread, each with whether it holds."""
+    return {
+        f"torch.get_num_threads() is {torch.get_num_threads()}": torch.get_num_threads() == num_threads,
+        "gradients are off": torch.is_grad_enabled(),
+        "inference mode is on": not torch.is_inference_mode_enabled(),
+        "autocast is on": not torch_private.any_autocast(),
+        "the garbage collector is off": gc.isenabled(),
+        "a function mode is left": not torch._C._len_torch_function_stack(),
+        "a dispatch mode is left": not torch._C._len_torch_dispatch_stack(),
+        "saved-tensor hooks are left": not torch_private.has_saved_tensor_hooks(),
+        "another handler of SIGINT is left": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+    }
+
+
+def moments_of(step: Step) -> int:
+    """Return the number of moments of a steady step."""
+    step.reset()
+    with Moment() as moment:
+        step.run()
+    return moment.count
+
+
+def interrupted_at(step: Step, number: int) -> tuple[str, list[str]]:
+    """Interrupt a step at a moment; return where, and what was wrong after it."""
+    step.reset()
+    error: BaseException | None = None
+    moment = Moment(number)
+    with _unraisable() as unraisable:
+        try:
+            with moment:
+                step.run()
+            for _ in range(3):  # if the last moment was tripped
+                pass
+        except BaseException as caught:  # noqa: BLE001 - judged below
+            error = caught.with_traceback(None)
+            error.__context__ = None
+    if moment.count < moment.number:  # a step may take fewer moments, where it waits for other threads
+        return "", []
+    return moment.where, step.wrong_after(error, unraisable)
+
+
+def interrupted_after(step: Step, seconds: float) -> list[str]:
+    """Send this thread SIGINT from another thread after so many seconds, while steps run; return what was wrong."""
+    step.reset()
+    error: BaseException | None = None
+    main = threading.get_ident()
+
+    def send() -> None:
+        time.sleep(seconds)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    sender = threading.Thread(target=send)
+    with _unraisable() as unraisable:
+        try:
+            sender.start()
+            try:
+                while sender.is_alive():
+                    step.reset()
+                    step.run()
+            finally:
+                sender.join()
+        except BaseException as caught:  # noqa: BLE001 - judged below
+            error = caught.with_traceback(None)
+            error.__context__ = None
+    return step.wrong_after(error, unraisable)
+
+
+@contextlib.contextmanager
+def _unraisable() -> Iterator[list[BaseException | None]]:
+    """Yield a list of the exceptions that nobody could catch, such as those in finalizers."""
+    found: list[BaseException | None] = []
+    before, sys.unraisablehook = sys.unraisablehook, lambda args: found.append(args.exc_value)
+    try:
+        yield found
+    finally:
+        sys.unraisablehook = before
+
+
+def campaign(case: str, numbers: Callable[[int], Iterable[int]]) -> tuple[int, dict[int, str]]:
+    """Interrupt a case's step at some of its moments, until one goes wrong.
+
+    Args:
+        numbers: picks the moments, given how many there are.
+
+    Returns:
+        The number of interrupts, and what was wrong, by moment.
+    """
+    step, count = Step(case), 0
+    try:
+        for number in numbers(moments_of(step)):
+            where, wrong = interrupted_at(step, number)
+            count += bool(where)
+            if wrong:
+                return count, {number: f"{where}: {'; '.join(wrong)}"}
+        return count, {}
+    finally:
+        step.close()
+
+
+def real_campaign(case: str, num_signals: int, seed: int) -> tuple[int, dict[int, str]]:
+    """The same with so many real signals, at random times."""
+    step = Step(case)
+    try:
+        started = time.perf_counter()
+        for _ in range(10):
+            step.reset()
+            step.run()
+        one_step_s, generator = (time.perf_counter() - started) / 10, random.Random(seed)
+        for number in range(num_signals):
+            wrong = interrupted_after(step, generator.random() * 2 * one_step_s)
+            if wrong:
+                return number + 1, {number: "; ".join(wrong)}
+        return num_signals, {}
+    finally:
+        step.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", choices=CASES)
+    parser.add_argument("--every", type=int, default=1, help="interrupt at every so-manyth moment")
+    parser.add_argument("--first", type=int, default=1, help="the first moment")
+    parser.add_argument("--real", type=int, default=0, help="so many real signals at random times instead")
+    parser.add_argument("--seed", type=int, default=0, help="of the random times")
+    parser.add_argument("--so-far", type=int, nargs=2, default=(0, 0), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(2)
+    if options.real:
+        count, wrong = real_campaign(options.case, options.real, options.seed)
+    else:
+        count, wrong = campaign(options.case, lambda last: range(options.first, last + 1, options.every))
+    count, num_wrong = options.so_far[0] + count, options.so_far[1] + len(wrong)
+    for number, text in wrong.items():
+        print(f"{number}: {text}", flush=True)
+        # What is left behind would spoil the next ones: they have a process of their own.
+        again = ["--first", str(number + options.every), "--every", str(options.every)]
+        if options.real:
+            again = ["--real", str(options.real - number - 1), "--seed", str(options.seed + 1)]
+        if not options.real or options.real > number + 1:
+            arguments = [options.case, *again, "--so-far", str(count), str(num_wrong)]
+            os.execv(sys.executable, [sys.executable, "-m", "helpers.interrupts", *arguments])
+    print(f"{options.case}: {count} interrupts, {num_wrong} wrong")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""Critical sections: Ctrl-C is deferred in them, never lost, and the program's own handler stays what it was."""
+
+import _thread
+import gc
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from helpers.in_time import in_time
+from manyhands.runtime.interrupts import (
+    acquire,
+    at_deletion,
+    critical,
+    deliver,
+    interruptible,
+    interruptibly,
+    uninterruptible,
+)
+
+
+def ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.fixture
+def handled() -> Iterator[list[int]]:
+    """The signals that a handler of the program's own has been called for."""
+    found: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: found.append(number))
+    yield found
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_comes_when_the_section_ends() -> None:
+    """F3"""
+    done: list[str] = []
+
+    @critical
+    def section() -> None:
+        ctrl_c()
+        done.append("all of it")
+
+    with pytest.raises(KeyboardInterrupt):
+        section()
+    assert done == ["all of it"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_comes_at_once_in_what_the_user_has_written() -> None:
+    """F3: and within that, our own hooks are whole."""
+    done: list[str] = []
+
+    @uninterruptible
+    def hook() -> None:
+        ctrl_c()
+        done.append("the hook")
+
+    def users() -> None:
+        hook()
+        ctrl_c()
+        done.append("not this")
+
+    @critical
+    def section() -> None:
+        try:
+            interruptibly(users)
+        finally:
+            done.append("the end of the section")
+
+    with pytest.raises(KeyboardInterrupt):
+        section()
+    assert done == ["the hook", "the end of the section"]
+
+
+def test_a_wait_delivers_what_was_noted() -> None:
+    """F3"""
+    done: list[str] = []
+
+    @critical
+    def section() -> None:
+        _thread.interrupt_main()
+        done.append("before the wait")
+        deliver()
+        done.append("not this")
+
+    with pytest.raises(KeyboardInterrupt):
+        section()
+    assert done == ["before the wait"]
+
+
+def test_a_wait_for_a_lock_is_interrupted() -> None:
+    """F3: as of a replica that waits while another one compiles. Else a lock is waited for as long as one has said."""
+    lock = threading.Lock()
+    assert acquire(lock, 0)
+    assert not acquire(lock, 0)
+
+    @critical
+    def section() -> None:
+        ctrl_c()
+        acquire(lock, 1e6)
+
+    with pytest.raises(KeyboardInterrupt):
+        section()
+
+
+def test_a_section_within_what_the_user_has_written() -> None:
+    """F3, A10: a wrapper inside a module: Ctrl-C comes at the end of the inner section, not of the outer one."""
+    done: list[str] = []
+
+    @critical
+    def inner() -> None:
+        ctrl_c()
+        done.append("the inner section")
+
+    @interruptible
+    def users() -> None:
+        inner()
+        done.append("not this")
+
+    @critical
+    def outer() -> None:
+        users()
+
+    with pytest.raises(KeyboardInterrupt):
+        outer()
+    assert done == ["the inner section"]
+
+
+def test_a_section_directly_within_another_is_a_part_of_it() -> None:
+    """F3"""
+    done: list[str] = []
+
+    @critical
+    def inner() -> None:
+        ctrl_c()
+
+    @critical
+    def outer() -> None:
+        inner()
+        done.append("all of it")
+
+    with pytest.raises(KeyboardInterrupt):
+        outer()
+    assert done == ["all of it"]
+
+
+def test_the_programs_own_handler_is_called_once_a_signal(handled: list[int]) -> None:
+    """F3: later, but not for another reason, and not in another number."""
+    during: list[int] = []
+
+    @critical
+    def section() -> None:
+        ctrl_c()
+        ctrl_c()
+        during.append(len(handled))
+
+    own = signal.getsignal(signal.SIGINT)
+    section()
+    section()
+    assert (during, handled) == ([0, 2], [signal.SIGINT] * 4)
+    assert signal.getsignal(signal.SIGINT) is own
+
+
+def test_several_interrupts_of_one_section_are_raised_once() -> None:
+    """F3: as Python does it; the next step is not interrupted by the second one."""
+
+    @critical
+    def section() -> None:
+        ctrl_c()
+        ctrl_c()
+
+    with pytest.raises(KeyboardInterrupt):
+        section()
+    critical(lambda: None)()
+
+
+def test_a_handler_set_within_a_section_stays(handled: list[int]) -> None:
+    """F3: what the user's code sets in forward."""
+
+    def another(number: int, frame: FrameType | None) -> None:
+        pass
+
+    critical(signal.signal)(signal.SIGINT, another)
+    assert signal.getsignal(signal.SIGINT) is another
+
+
+@pytest.mark.parametrize("disposition", [signal.SIG_IGN, signal.SIG_DFL])
+def test_where_python_does_not_handle_the_signal_nothing_changes(disposition: signal.Handlers) -> None:
+    """F3: a program under nohup ignores it."""
+    before = signal.signal(signal.SIGINT, disposition)
+    try:
+        assert critical(signal.getsignal)(signal.SIGINT) is disposition
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_other_threads_leave_the_handler_alone() -> None:
+    """F3: nor do they raise what the main thread has noted."""
+    main = signal.getsignal(signal.SIGINT)
+    assert in_time(lambda: critical(signal.getsignal)(signal.SIGINT)) is main
+    elsewhere: list[Any] = []
+
+    @critical
+    def section() -> None:
+        ctrl_c()
+        elsewhere.append(in_time(critical(deliver)))
+
+    with pytest.raises(KeyboardInterrupt):
+        section()
+    assert elsewhere == [None]
+
+
+def test_what_a_section_returns_and_raises_is_its_functions() -> None:
+    """F1"""
+    assert critical(divmod)(7, 2) == (3, 1)
+    with pytest.raises(ZeroDivisionError) as caught:
+        in_time(partial(critical(divmod), 7, 0))
+    assert caught.value.__context__ is None  # it was a ValueError in other threads, of signal.signal
+    with pytest.raises(ZeroDivisionError):
+        critical(divmod)(7, 0)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+# ---- finalizers ------------------------------------------------------------------------------------
+
+
+class Owner:
+    def __init__(self, *calls: Any) -> None:
+        self.finalizer = at_deletion(*calls)
+
+
+@pytest.mark.parametrize("drop", [lambda owner: None, lambda owner: setattr(owner, "finalizer", None)])
+def test_calls_are_made_once_when_an_object_goes(drop: Callable[[Owner], None]) -> None:
+    """N10: in order, with the last reference or before."""
+    calls: list[int] = []
+    owner = Owner(map(calls.append, [1]), map(calls.append, [2]))
+    drop(owner)
+    del owner
+    gc.collect()
+    assert calls == [1, 2]
+
+
+def test_the_calls_free_a_cycle() -> None:
+    """N10: that is what they are for in a replica."""
+    calls: list[int] = []
+    owner: Any = Owner(map(calls.append, [1]))
+    owner.itself = owner
+    gone = weakref.ref(owner)
+    del owner
+    gc.collect()
+    assert (gone(), calls) == (None, [1])
+
+
+def test_a_finalizer_does_not_swallow_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F3: Python printed "Exception ignored in: <function Stamp.__del__>", and the program went on."""
+    swallowed: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", swallowed.append)
+    done: list[int] = []
+    owner = Owner(map(_thread.interrupt_main, [signal.SIGINT]), map(done.append, [1]))
+    assert threading.current_thread() is threading.main_thread()
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it comes at the next place where Python looks for signals
+        del owner
+        len(done)
+    assert (done, swallowed) == ([1], [])
