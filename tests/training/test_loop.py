@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from helpers import commands as records
 from helpers.plain_training import train_plainly
 from manyhands.console.errors import DivergedError, Interrupted, OptionError
-from manyhands.training import compiling, data, loop, models, pending_steps
+from manyhands.training import checkpoint, compiling, data, loop, models, pending_steps
 from manyhands.training import run as run_module
 from manyhands.training.display import Display
 from manyhands.training.interrupts import StopRequest
@@ -240,8 +240,8 @@ def test_a_loss_that_is_no_number_stops_the_run(
         train_on(folder, stop_after=stop_after)
     assert len(losses_of(folder)) == spoilt
     if folder.checkpoint.exists():
-        weights = torch.load(folder.checkpoint, weights_only=True)["model"].values()
-        assert all(weight.isfinite().all() for weight in weights)
+        saved = checkpoint.read(folder, pytest.fail).tensors
+        assert all(tensor.isfinite().all() for tensor in saved.values())
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -255,7 +255,7 @@ def test_long_epochs_are_saved_in_between_with_all_steps(
 
     def note(run: Run) -> None:
         save(run)
-        saved.append((torch.load(run.folder.checkpoint, weights_only=True)["steps"], len(run.metrics.steps)))
+        saved.append((checkpoint.read(run.folder, pytest.fail).progress.steps, len(run.metrics.steps)))
 
     monkeypatch.setattr(Run, "save", note)
     train_on(folder, epochs=1)

@@ -75,12 +75,6 @@ def test_resuming_may_change_devices_and_length_but_not_the_recipe(
         assert Options.from_saved(dataclasses.asdict(Options(**saved)), given) == Options(**(saved | given))
 
 
-def test_a_run_from_before_there_was_synchronised_batch_norm_keeps_its_rule() -> None:
-    saved = dataclasses.asdict(Options())
-    del saved["sync_batch_norm"]
-    assert not Options.from_saved(saved, {}).sync_batch_norm
-
-
 def test_a_data_folder_is_found_again_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder named like a data set is not taken for it."""
     for name in ("pictures", "digits"):

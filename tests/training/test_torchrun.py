@@ -83,4 +83,4 @@ def test_ctrl_c(tmp_path: Path) -> None:
         process.wait(LIMIT_S)
     log = (tmp_path / "log").read_text()
     assert f"stopped after step {len(steps_of(run / 'metrics.jsonl'))}; to go on:" in log
-    assert (run / "checkpoint.pt").exists()
+    assert (run / "checkpoint.safetensors").exists()
