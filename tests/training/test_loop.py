@@ -219,6 +219,25 @@ def test_a_finished_run_has_nothing_left_to_do(folder: RunFolder) -> None:
     assert (display.reports, folder.checkpoint.read_bytes()) == ([], before)
 
 
+def test_a_kill_between_the_last_checkpoint_and_the_weights(uninterrupted: RunFolder, folder: RunFolder) -> None:
+    """T1: the checkpoint said that nothing was left to do, and the weights stayed those of the epoch before."""
+    shutil.copytree(uninterrupted.path, folder.path, dirs_exist_ok=True)
+    for path in (folder.model, folder.curves):
+        path.write_bytes(b"of the epoch before")
+    assert train_on(folder, resume=True).reports == []
+    assert_same_run(folder, uninterrupted)
+    assert folder.curves.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint(uninterrupted: RunFolder, folder: RunFolder) -> None:
+    """T2: it could not be resumed."""
+    for path in (uninterrupted.config, uninterrupted.metrics):
+        shutil.copy(path, folder.path)
+    display = train_on(folder, resume=True)
+    assert display.said[1] == "nothing had been saved yet: beginning again"
+    assert_same_run(folder, uninterrupted)
+
+
 @pytest.mark.parametrize(
     ("ahead", "spoilt", "stop_after", "message"),
     [

@@ -123,6 +123,18 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         RunFolder.for_new_run(Path("/proc/no/such")).make_empty()
 
 
+def test_what_cannot_be_resumed_says_why(tmp_path: Path) -> None:
+    """T2: a folder in which no run has begun, and weights whose checkpoint is gone, which are not begun again."""
+    folder = RunFolder(tmp_path)
+    with pytest.raises(FolderError, match=r"no config.json in it, so no run has begun there.*\(--output "):
+        RunFolder.reopen(tmp_path)
+    folder.write_config(CONFIG)
+    assert RunFolder.reopen(tmp_path).saved_options() == CONFIG["options"]
+    folder.model.write_bytes(b"weights")
+    with pytest.raises(FolderError, match=r"no checkpoint.safetensors in it, though there are weights: put it back"):
+        RunFolder.reopen(tmp_path)
+
+
 CONFIG = {"manyhands": "0.1.0", "options": {"lr": 0.05, "epochs": 8}}
 
 
