@@ -262,15 +262,18 @@ def wait_for_a_step(process: "subprocess.Popen[str]") -> set[int]:
 
 @pytest.mark.parametrize(
     ("engine", "number", "status"),
-    [("threads", signal.SIGTERM, 143), ("processes", signal.SIGINT, 130)],
+    [("threads", signal.SIGINT, 130), ("processes", signal.SIGTERM, 143)],
 )
 def test_a_run_that_is_stopped_saves_and_says_how_to_go_on(
     tmp_path: Path, engine: str, number: signal.Signals, status: int
 ) -> None:
+    """T3: a scheduler sends SIGTERM to every process of a job. It ended the workers, and with them the step."""
     arguments = ["train", "--model", "mlp", "--devices", "cpu*2", "--epochs", "10000", "--output", "out"]
     with started(*arguments, "--engine", engine, cwd=tmp_path) as process:
         others = wait_for_a_step(process)
         assert len(others) >= 2 or engine == "threads" or sys.platform != "linux"
+        for pid in others:
+            os.kill(pid, number)
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
     assert process.returncode == status
