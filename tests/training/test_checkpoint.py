@@ -1,6 +1,7 @@
 import hashlib
 import json
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from helpers.programs import run_script
 from manyhands.console.errors import FolderError
 from manyhands.training import checkpoint
 from manyhands.training.checkpoint import StepCount
@@ -109,7 +111,7 @@ class Harmful:
     ids=["truncated", "a flipped bit", "empty", "something else", "code", "missing"],
 )
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(folder: RunFolder, damage: Callable[[Path], None]) -> None:
-    """T5"""
+    """T4"""
     earlier = save(folder, steps=2)
     save(folder, steps=3)
     damage(folder.checkpoint)
@@ -150,7 +152,7 @@ every_eleventh = pytest.mark.parametrize(
 
 @every_eleventh
 def test_a_checkpoint_that_was_cut_anywhere_is_an_error(folder: RunFolder, of_bytes: int) -> None:
-    """T5: at every length."""
+    """T4: at every length."""
     save(folder, steps=1)
     content = folder.checkpoint.read_bytes()
     for length in (*range(100), *range(100, len(content), of_bytes), len(content) - 1):
@@ -159,7 +161,7 @@ def test_a_checkpoint_that_was_cut_anywhere_is_an_error(folder: RunFolder, of_by
 
 @every_eleventh
 def test_a_flipped_bit_is_an_error_or_changes_nothing(folder: RunFolder, of_bytes: int) -> None:
-    """T5: a bit of each byte, and every bit of the header's size."""
+    """T4: a bit of each byte, and every bit of the header's size."""
     expected = save(folder, steps=1).state()
     content = folder.checkpoint.read_bytes()
     draw = random.Random(0)
@@ -250,7 +252,7 @@ def beyond_the_generator(tensors: dict[str, torch.Tensor]) -> None:
     ],
 )
 def test_a_forged_checkpoint_is_an_error(folder: RunFolder, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    """T6: its digest is that of what is in it."""
+    """T5: its digest is that of what is in it."""
     save(folder, steps=1)
     python, cpu = random.getstate(), torch.get_rng_state()
     assert isinstance(outcome_of(forged(folder, change), folder), str)
@@ -264,7 +266,7 @@ ABSURD = [0, 1, 7, 8, 2**20, 2**31, 2**32, 2**40, 2**62, 2**63 - 1, 2**63, 2**64
 @pytest.mark.property
 @given(data=st.data())
 def test_absurd_sizes_in_the_header_are_an_error(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """T6: shapes, offsets and types that the bytes of the file do not bear out."""
+    """T5: shapes, offsets and types that the bytes of the file do not bear out."""
     folder = RunFolder(tmp_path_factory.getbasetemp() / "absurd")
     if not folder.path.exists():
         folder.path.mkdir()
@@ -289,7 +291,7 @@ def test_absurd_sizes_in_the_header_are_an_error(tmp_path_factory: pytest.TempPa
 
 
 def test_a_checkpoint_of_another_model_is_an_error(folder: RunFolder) -> None:
-    """T5"""
+    """T4"""
     save(folder, steps=1)
     other = nn.Linear(2, 2)
     saved = checkpoint.read(folder, print)
@@ -313,3 +315,43 @@ def test_weights_go_on_in_their_own_way(folder: RunFolder, momentum: float) -> N
         for ours, theirs in zip([*other.masters, *other.momenta], [*trained.masters, *trained.momenta], strict=True):
             assert torch.equal(ours, theirs)
             assert ours.dim() < 4 or ours.is_contiguous(memory_format=resumed[0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a limit on memory")
+def test_small_files_that_promise_much_take_no_memory() -> None:
+    """T5: each promises gigabytes; the program that reads them may have a quarter of one more than it has."""
+    done = run_script("""
+        import gzip, json, resource, tempfile
+        from pathlib import Path
+
+        import safetensors.torch
+        from manyhands.console.errors import FolderError
+        from manyhands.training import checkpoint, data, idx
+        from manyhands.training.metrics import Metrics, Written
+        from manyhands.training.run_folder import RunFolder
+
+        folder = RunFolder(Path(tempfile.mkdtemp()))
+        tensor = {"dtype": "F32", "shape": [1 << 30], "data_offsets": [0, 1 << 32]}
+        header = json.dumps({"run": tensor}).encode()
+        folder.checkpoint.write_bytes(len(header).to_bytes(8, "little") + header + bytes(1000))
+        folder.previous_checkpoint.write_bytes((1 << 32).to_bytes(8, "little") + b"{" * 1000)
+        folder.config.write_text("[" * 1_000_000)
+        folder.metrics.write_bytes(b"[" * 1_000_000)
+        pictures = folder.path / "images"
+        pictures.write_bytes(gzip.compress(bytes([0, 0, 8, 3, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 1, 0]) + bytes(1 << 24)))
+
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 28),) * 2)
+        for read, error in [
+            (lambda: checkpoint.read(folder, print), FolderError),
+            (folder.saved_config, FolderError),
+            (lambda: Metrics.read(folder.metrics, steps=1, epochs=0, written=Written(1 << 50, "")), FolderError),
+            (lambda: idx.read_idx(pictures, dims=3), idx.IdxError),
+        ]:
+            try:
+                read()
+            except error:
+                continue
+            raise SystemExit("no error")
+    """)
+    assert (done.returncode, done.stderr) == (0, "")

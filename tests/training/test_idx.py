@@ -110,7 +110,7 @@ def test_no_cut_of_a_gzipped_file_goes_unnoticed(tmp_path_factory, cut):
 
 @given(at=st.integers(0, len(ZIPPED) - 1), bit=st.integers(0, 7), zipped=st.booleans())
 def test_a_flipped_bit_is_an_error_or_a_pixel(tmp_path_factory, at, bit, zipped):
-    """T5: gzip has a checksum, so there a bit that was flipped changes nothing or is an error."""
+    """T4: gzip has a checksum, so there a bit that was flipped changes nothing or is an error."""
     content = bytearray(ZIPPED if zipped else GOOD)
     at %= len(content)
     content[at] ^= 1 << bit
@@ -125,7 +125,7 @@ def test_a_flipped_bit_is_an_error_or_a_pixel(tmp_path_factory, at, bit, zipped)
 
 
 def test_what_a_gzipped_file_may_unpack_to(path):
-    """T6: a file of some kilobytes took as many megabytes; 16 MiB are always allowed."""
+    """T5: a file of some kilobytes took as many megabytes; 16 MiB are always allowed."""
     zeros = torch.zeros(16 << 20, dtype=torch.uint8)
     header = idx_bytes(zeros[:0])[:4]
     path.write_bytes(gzip.compress(header + (16 << 20).to_bytes(4, "big") + bytes(16 << 20)))

@@ -58,7 +58,7 @@ def assert_refused(path: Path, of_run: Written) -> None:
 
 
 def test_a_run_does_not_go_on_without_its_history(path: Path) -> None:
-    """T5"""
+    """T4"""
     path.write_text("\n".join(path.read_text().splitlines()[1:]))
     assert_refused(path, written(RECORDS))
     path.unlink()
@@ -66,7 +66,7 @@ def test_a_run_does_not_go_on_without_its_history(path: Path) -> None:
 
 
 def test_a_history_with_any_bit_or_line_changed_is_refused(path: Path) -> None:
-    """T5: also where it is still JSON, as when a digit of a loss becomes another. It went on with that loss."""
+    """T4: also where it is still JSON, as when a digit of a loss becomes another. It went on with that loss."""
     content, draw = path.read_bytes(), random.Random(0)
     for at in range(len(content)):
         path.write_bytes(content[:at])
@@ -98,7 +98,7 @@ FORGED_LINES = {
 
 @pytest.mark.parametrize("name", FORGED_LINES)
 def test_a_line_that_was_written_on_purpose_is_an_error(path: Path, name: str) -> None:
-    """T6: with a digest that someone has made to match. Deep nesting was a RecursionError; a text, an error later."""
+    """T5: with a digest that someone has made to match. Deep nesting was a RecursionError; a text, an error later."""
     lines = path.read_bytes().splitlines(keepends=True)
     lines[4] = FORGED_LINES[name] + b"\n"
     assert_forged(path, b"".join(lines))
@@ -116,7 +116,7 @@ def test_a_line_that_was_written_on_purpose_is_an_error(path: Path, name: str) -
     ids=["twice", "another", "an epoch twice", "backwards", "none"],
 )
 def test_records_that_do_not_follow_each_other_are_an_error(path: Path, records: list[Record]) -> None:
-    """T6: there was a count of them only."""
+    """T5: there was a count of them only."""
     Metrics(path, records).close()
     assert_forged(path, path.read_bytes())
 

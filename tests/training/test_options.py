@@ -97,7 +97,7 @@ OPTION_NAMES = [field.name for field in dataclasses.fields(Options)]
 @pytest.mark.property
 @given(changes=st.dictionaries(st.sampled_from([*OPTION_NAMES, "more"]), JSON_VALUES, min_size=1, max_size=3))
 def test_options_from_a_config_that_someone_wrote_are_an_error_or_can_be_used(changes: dict[str, Any]) -> None:
-    """T6: a rate of 400 digits was an OverflowError, such a batch size a division by zero."""
+    """T5: a rate of 400 digits was an OverflowError, such a batch size a division by zero."""
     try:
         options = Options.from_saved({**dataclasses.asdict(Options()), **changes}, {})
         models.expect_known(options.model, options.init)
@@ -116,7 +116,7 @@ def test_options_from_a_config_that_someone_wrote_are_an_error_or_can_be_used(ch
 
 @pytest.mark.parametrize("name", ["lr", "sync_batch_norm"])
 def test_an_option_that_is_missing_from_a_config_is_an_error(name: str) -> None:
-    """T5: nothing is added in its place."""
+    """T4: nothing is added in its place."""
     saved = dataclasses.asdict(Options())
     del saved[name]
     with pytest.raises(OptionError, match=f"config.json of the run to resume has '{name}': 'nothing'"):

@@ -150,7 +150,7 @@ def assert_unusable(folder: RunFolder) -> None:
     ids=["missing", "empty", "cut", "a list", "no options", "pairs", "deep", "a long number", "no text", "large"],
 )
 def test_resuming_needs_a_whole_config(tmp_path: Path, content: bytes | None) -> None:
-    """T5, T6: deep nesting was a RecursionError."""
+    """T4, T5: deep nesting was a RecursionError."""
     folder = RunFolder(tmp_path)
     if content is not None:
         folder.config.write_bytes(content)
@@ -159,14 +159,14 @@ def test_resuming_needs_a_whole_config(tmp_path: Path, content: bytes | None) ->
 
 @pytest.mark.parametrize("options", [3, [[1, 2]], None])
 def test_a_config_whose_options_are_none(tmp_path: Path, options: object) -> None:
-    """T6: with a digest that fits."""
+    """T5: with a digest that fits."""
     folder = RunFolder(tmp_path)
     folder.write_config({"options": options})
     assert_unusable(folder)
 
 
 def test_a_config_with_any_bit_changed_is_refused(tmp_path: Path) -> None:
-    """T5: also where it is still JSON. The run went on at another learning rate."""
+    """T4: also where it is still JSON. The run went on at another learning rate."""
     folder, draw = RunFolder(tmp_path), random.Random(0)
     folder.write_config(CONFIG)
     content = folder.config.read_bytes()
@@ -182,7 +182,7 @@ def test_a_config_with_any_bit_changed_is_refused(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
 @pytest.mark.parametrize("name", ["config.json", "checkpoint.safetensors", "metrics.jsonl"])
 def test_a_pipe_or_a_device_is_not_read(tmp_path: Path, name: str) -> None:
-    """T6: reading a pipe waits for its writer, and a device may never end."""
+    """T5: reading a pipe waits for its writer, and a device may never end."""
     os.mkfifo(tmp_path / name)
     (tmp_path / "zero").symlink_to("/dev/zero")
     for path in (tmp_path / name, tmp_path / "zero"):

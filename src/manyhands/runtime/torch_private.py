@@ -720,7 +720,7 @@ def set_cpu_rng_state(state: torch.Tensor) -> None:
     own = torch.get_rng_state()
     if (state.dtype, state.shape) != (own.dtype, own.shape):
         raise ValueError(f"a state of the random number generator is {state.dtype} {tuple(state.shape)}")
-    fields = state.numpy().tobytes()
+    fields = bytes(state[:24].tolist())
     left, following = (int.from_bytes(fields[at:to], sys.byteorder) for at, to in ((8, 12), (16, 24)))
     if left + following > _MERSENNE_STATE + 1:
         raise ValueError("a state of the random number generator is damaged")

@@ -77,6 +77,6 @@ assert pid is None or os.waitpid(pid, 0)[1] == 0
 
 
 def test_other_users_can_read_nothing_and_connect_to_nothing() -> None:
-    """T7: channels are pairs of connected sockets without an address; memory is in files without a name."""
+    """T6: channels are pairs of connected sockets without an address; memory is in files without a name."""
     done = run_script(_PROGRAM)
     assert (done.returncode, done.stderr) == (0, "")
