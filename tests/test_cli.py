@@ -112,7 +112,7 @@ def test_a_run_is_resumed_with_its_own_options_or_overwritten(capsys: pytest.Cap
         (["--output", "/proc/out"], "--output /proc/out: /proc cannot be written to"),
         (["--resume", "absent"], "--resume absent: there is no such folder"),
         (["--output", ""], "argument --output: expected the name of a folder, got ''"),
-        (["--resume", "empty"], "--resume empty: no checkpoint.pt in it"),
+        (["--resume", "empty"], "--resume empty: no config.json in it"),
         (["--resume", "empty", "--output", "x"], "--resume empty goes on in the same folder: leave out --output"),
         (["--batchsize", "3"], "there is no option --batchsize"),
         (["--compile", "--engine", "processes"], "what is compiled cannot be sent to other processes; leave one out"),
@@ -151,7 +151,7 @@ def test_standard_streams_that_are_closed(closed: str, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", "-m", "manyhands", *SMALL, "--output", "out"]
     done = run_program(["sh", "-c", f'exec "$0" "$@" {closed}', *command], tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert (tmp_path / "out" / "checkpoint.pt").exists()
+    assert (tmp_path / "out" / "checkpoint.safetensors").exists()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no limit on the size of files there")
@@ -166,10 +166,12 @@ sys.exit(main({[*SMALL, "--output", "out"]}))
 """
     done = run_program([sys.executable, "-c", script], tmp_path)
     assert done.returncode == 1
-    assert done.stderr.startswith("manyhands train: error: out/checkpoint.pt cannot be written (File too large)")
+    assert done.stderr.startswith(
+        "manyhands train: error: out/checkpoint.safetensors cannot be written (File too large)"
+    )
     assert done.stderr.endswith("; nothing had been saved before\n")
     assert done.stderr.count("\n") == 1
-    assert not (tmp_path / "out" / "checkpoint.pt").exists()
+    assert not (tmp_path / "out" / "checkpoint.safetensors").exists()
 
 
 @pytest.mark.slow
@@ -260,20 +262,24 @@ def wait_for_a_step(process: "subprocess.Popen[str]") -> set[int]:
 
 @pytest.mark.parametrize(
     ("engine", "number", "status"),
-    [("threads", signal.SIGTERM, 143), ("processes", signal.SIGINT, 130)],
+    [("threads", signal.SIGINT, 130), ("processes", signal.SIGTERM, 143)],
 )
 def test_a_run_that_is_stopped_saves_and_says_how_to_go_on(
     tmp_path: Path, engine: str, number: signal.Signals, status: int
 ) -> None:
+    """T3: a scheduler sends SIGTERM to every process of a job. It ended the workers, and with them the step."""
     arguments = ["train", "--model", "mlp", "--devices", "cpu*2", "--epochs", "10000", "--output", "out"]
     with started(*arguments, "--engine", engine, cwd=tmp_path) as process:
         others = wait_for_a_step(process)
         assert len(others) >= 2 or engine == "threads" or sys.platform != "linux"
+        for pid in others:
+            os.kill(pid, number)
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
     assert process.returncode == status
     assert have_ended(others)
-    assert err == "\nfinishing the step in flight, then stopping (again: at once, without saving)\n"
+    again = " again" if number == signal.SIGINT else ""
+    assert err == f"\nfinishing the step in flight, then stopping (Ctrl-C{again}: at once, without saving)\n"
     last = out.splitlines()[-1]
     assert last.startswith("stopped after step ")
     assert last.endswith("; to go on: manyhands train --resume out")

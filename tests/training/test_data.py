@@ -133,6 +133,7 @@ def test_a_source_that_is_no_folder(tmp_path):
         ({1: labels(*range(7))}, "{0} has 6 pictures, {1} has 7 labels; expected as many"),
         ({3: labels(*range(4))}, "{2} has 3 pictures, {3} has 4 labels; expected as many"),
         ({2: pictures(3, 5, 5)}, "{0} has pictures of 5 x 4, {2} of 5 x 5; expected one size"),
+        ({0: pictures(6, 1, 1025)}, "{0} has pictures of 1 x 1025; expected at most 1024 a side"),
         ({1: labels(*[0] * 6), 3: labels(0, 0, 0)}, "{1}: every label is 0; expected at least 2 classes"),
     ],
 )

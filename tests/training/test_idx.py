@@ -1,6 +1,7 @@
 """IDX files are read to the byte, and an error is one line that names the file."""
 
 import gzip
+import tracemalloc
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ DAMAGED = {
     "no data": (GOOD[:16], "is truncated: its header promises 2 x 3 x 4 = 24 bytes, 0 follow it"),
     "data cut": (GOOD[:-1], "is truncated: its header promises 2 x 3 x 4 = 24 bytes, 23 follow it"),
     "surplus": (GOOD + b"\0", "has bytes left over: its header promises 2 x 3 x 4 = 24, more follow it"),
-    "absurd": (ABSURD, "is truncated: its header promises 4294967295 x 4294967295 x 4294967295 = "),
+    "absurd": (ABSURD, "its header promises 4294967295 x 4294967295 x 4294967295 = "),
     "no rows": (GOOD[:4] + bytes(4) + GOOD[8:], "holds nothing: its header says 0 x 3 x 4"),
     "no width": (GOOD[:12] + bytes(4) + GOOD[16:], "holds nothing: its header says 2 x 3 x 0"),
 }
@@ -81,6 +82,10 @@ BAD_GZIP = {
     "stream": (flip(ZIPPED, 10), "is damaged: bad gzip data"),
     "checksum": (flip(ZIPPED, len(ZIPPED) - 8), "is damaged: bad gzip data .*CRC"),
     "tail": (ZIPPED + b"tail", "is damaged: bad gzip data"),
+    "bomb": (
+        gzip.compress(GOOD[:4] + b"\0\1\0\0" * 3),
+        r"gzipped, .* = 281474976710656 bytes, more than.*unpack it \(gunzip\)",
+    ),
 }
 ZIPPED_DAMAGED = {f"{name}, gzipped": (gzip.compress(content), message) for name, (content, message) in DAMAGED.items()}
 
@@ -101,6 +106,38 @@ def test_no_cut_of_a_gzipped_file_goes_unnoticed(tmp_path_factory, cut):
     path.write_bytes(ZIPPED[:cut])
     with pytest.raises(IdxError):
         read_idx(path, dims=3)
+
+
+@given(at=st.integers(0, len(ZIPPED) - 1), bit=st.integers(0, 7), zipped=st.booleans())
+def test_a_flipped_bit_is_an_error_or_a_pixel(tmp_path_factory, at, bit, zipped):
+    """T4: gzip has a checksum, so there a bit that was flipped changes nothing or is an error."""
+    content = bytearray(ZIPPED if zipped else GOOD)
+    at %= len(content)
+    content[at] ^= 1 << bit
+    path = tmp_path_factory.getbasetemp() / "flipped"
+    path.write_bytes(content)
+    try:
+        read = read_idx(path, dims=3)
+    except IdxError:
+        return
+    assert read.shape == PICTURES.shape
+    assert (read != PICTURES).sum() == (0 if zipped else 1)
+
+
+def test_what_a_gzipped_file_may_unpack_to(path):
+    """T5: a file of some kilobytes took as many megabytes; 16 MiB are always allowed."""
+    zeros = torch.zeros(16 << 20, dtype=torch.uint8)
+    header = idx_bytes(zeros[:0])[:4]
+    path.write_bytes(gzip.compress(header + (16 << 20).to_bytes(4, "big") + bytes(16 << 20)))
+    assert read_idx(path, dims=1).equal(zeros)
+    path.write_bytes(gzip.compress(header + (1 << 26).to_bytes(4, "big") + bytes(1 << 26), compresslevel=1))
+    tracemalloc.start()
+    try:
+        with pytest.raises(IdxError, match=f"= {1 << 26} bytes, more than 100 times the size"):
+            read_idx(path, dims=1)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_missing_file_and_a_folder_are_named(tmp_path, path):

@@ -1,4 +1,5 @@
 import signal
+import sys
 import threading
 
 import pytest
@@ -14,6 +15,21 @@ def test_the_second_ctrl_c_acts_at_once_and_so_does_one_afterwards() -> None:
         pass
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
+def test_a_scheduler_may_say_it_twice(capfd: pytest.CaptureFixture[str]) -> None:
+    """T3: it signals every process of a job, and torchrun passes on its own. The second SIGTERM ended the process
+    before it had saved."""
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGHUP)
+        assert stop.received == signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert capfd.readouterr().err.count("finishing the step in flight") == 1
 
 
 def test_in_another_thread_signals_are_left_alone() -> None:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from helpers import commands as records
 from helpers.plain_training import train_plainly
 from manyhands.console.errors import DivergedError, Interrupted, OptionError
-from manyhands.training import compiling, data, loop, models, pending_steps
+from manyhands.training import checkpoint, compiling, data, loop, models, pending_steps
 from manyhands.training import run as run_module
 from manyhands.training.display import Display
 from manyhands.training.interrupts import StopRequest
@@ -219,6 +219,25 @@ def test_a_finished_run_has_nothing_left_to_do(folder: RunFolder) -> None:
     assert (display.reports, folder.checkpoint.read_bytes()) == ([], before)
 
 
+def test_a_kill_between_the_last_checkpoint_and_the_weights(uninterrupted: RunFolder, folder: RunFolder) -> None:
+    """T1: the checkpoint said that nothing was left to do, and the weights stayed those of the epoch before."""
+    shutil.copytree(uninterrupted.path, folder.path, dirs_exist_ok=True)
+    for path in (folder.model, folder.curves):
+        path.write_bytes(b"of the epoch before")
+    assert train_on(folder, resume=True).reports == []
+    assert_same_run(folder, uninterrupted)
+    assert folder.curves.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint(uninterrupted: RunFolder, folder: RunFolder) -> None:
+    """T2: it could not be resumed."""
+    for path in (uninterrupted.config, uninterrupted.metrics):
+        shutil.copy(path, folder.path)
+    display = train_on(folder, resume=True)
+    assert display.said[1] == "nothing had been saved yet: beginning again"
+    assert_same_run(folder, uninterrupted)
+
+
 @pytest.mark.parametrize(
     ("ahead", "spoilt", "stop_after", "message"),
     [
@@ -240,8 +259,8 @@ def test_a_loss_that_is_no_number_stops_the_run(
         train_on(folder, stop_after=stop_after)
     assert len(losses_of(folder)) == spoilt
     if folder.checkpoint.exists():
-        weights = torch.load(folder.checkpoint, weights_only=True)["model"].values()
-        assert all(weight.isfinite().all() for weight in weights)
+        saved = checkpoint.read(folder, pytest.fail).tensors
+        assert all(tensor.isfinite().all() for tensor in saved.values())
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -255,7 +274,7 @@ def test_long_epochs_are_saved_in_between_with_all_steps(
 
     def note(run: Run) -> None:
         save(run)
-        saved.append((torch.load(run.folder.checkpoint, weights_only=True)["steps"], len(run.metrics.steps)))
+        saved.append((checkpoint.read(run.folder, pytest.fail).progress.steps, len(run.metrics.steps)))
 
     monkeypatch.setattr(Run, "save", note)
     train_on(folder, epochs=1)

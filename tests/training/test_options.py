@@ -5,9 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from manyhands.console.errors import OptionError
+from manyhands.console.device_option import choose_devices
+from manyhands.console.errors import CommandError, OptionError
+from manyhands.training import data, models
 from manyhands.training.options import Options
+from manyhands.training.schedule import learning_rate, num_steps
 
 CPU = torch.device("cpu")
 CUDA = [torch.device("cuda", 0), torch.device("cuda", 1)]
@@ -75,10 +80,47 @@ def test_resuming_may_change_devices_and_length_but_not_the_recipe(
         assert Options.from_saved(dataclasses.asdict(Options(**saved)), given) == Options(**(saved | given))
 
 
-def test_a_run_from_before_there_was_synchronised_batch_norm_keeps_its_rule() -> None:
+JSON_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-(10**400), 10**400)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["cpu*9999", "cpu*1024,cpu", "\0", "/dev/zero", "processes", "threads", "cosine"]),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=3), values, max_size=3),
+    max_leaves=4,
+)
+OPTION_NAMES = [field.name for field in dataclasses.fields(Options)]
+
+
+@pytest.mark.property
+@given(changes=st.dictionaries(st.sampled_from([*OPTION_NAMES, "more"]), JSON_VALUES, min_size=1, max_size=3))
+def test_options_from_a_config_that_someone_wrote_are_an_error_or_can_be_used(changes: dict[str, Any]) -> None:
+    """T5: a rate of 400 digits was an OverflowError, such a batch size a division by zero."""
+    try:
+        options = Options.from_saved({**dataclasses.asdict(Options()), **changes}, {})
+        models.expect_known(options.model, options.init)
+        data.expect_known(options.data)
+        devices = choose_devices(options.devices)
+    except CommandError:
+        return
+    assert len(devices) <= 1024
+    steps = num_steps(1437, options.batch_size)
+    warmup = round(options.warmup_epochs * steps)
+    last = learning_rate(
+        steps - 1, peak=options.lr, schedule=options.schedule, warmup_steps=warmup, total_steps=options.epochs * steps
+    )
+    assert 0 <= last <= 1.01 * options.lr
+
+
+@pytest.mark.parametrize("name", ["lr", "sync_batch_norm"])
+def test_an_option_that_is_missing_from_a_config_is_an_error(name: str) -> None:
+    """T4: nothing is added in its place."""
     saved = dataclasses.asdict(Options())
-    del saved["sync_batch_norm"]
-    assert not Options.from_saved(saved, {}).sync_batch_norm
+    del saved[name]
+    with pytest.raises(OptionError, match=f"config.json of the run to resume has '{name}': 'nothing'"):
+        Options.from_saved(saved, {})
 
 
 def test_a_data_folder_is_found_again_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,7 +140,7 @@ def test_an_error_of_any_rank_is_one_line_of_rank_0(
     tmp_path: Path, of_both: list[str], of_rank_1: list[str], message: str
 ) -> None:
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "checkpoint.pt").touch()
+    (tmp_path / "other" / "checkpoint.safetensors").touch()
     ends = run_ranks(2, lambda rank: run(rank, tmp_path, *of_both, *of_rank_1 * rank))
     assert [status for status, _, _ in ends] == [2, 2]
     assert ends[0][2].startswith(f"manyhands train: error: {message}")
@@ -197,7 +197,7 @@ def run_or_be_killed(rank: int, folder: Path) -> tuple[int, str, str]:
         step = loop.Work.measured
 
         def die(self: Any, *args: Any) -> Any:
-            if (folder / "run" / "checkpoint.pt").exists():
+            if (folder / "run" / "checkpoint.safetensors").exists():
                 os.kill(os.getpid(), signal.SIGKILL)
             return step(self, *args)
 
@@ -248,7 +248,7 @@ def test_another_launch_does_not(launched: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_launch_without_a_checkpoint_begins_again_in_its_folder(launched: Path) -> None:
     interrupted(launched)
     (folder,) = (launched / "runs").iterdir()
-    for name in ("checkpoint.pt", "checkpoint.previous.pt"):
+    for name in ("checkpoint.safetensors", "checkpoint.previous.safetensors"):
         (folder / name).unlink(missing_ok=True)
     assert run(0, launched, *SMALL)[0] == 0
     assert list((launched / "runs").iterdir()) == [folder]

@@ -1,11 +1,13 @@
 import gc
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from manyhands.console import files
 from manyhands.console.errors import FolderError
 from manyhands.training.run_folder import RunFolder, replaced
 
@@ -26,7 +28,7 @@ def test_a_run_is_replaced_only_when_asked_and_alone(tmp_path: Path) -> None:
 
 
 def test_a_run_that_failed_before_anything_was_saved_is_nothing_to_lose(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"manyhands": "0.1.0"}')
+    RunFolder(tmp_path).write_config({"manyhands": "0.1.0"})
     (tmp_path / "metrics.jsonl").write_text("")
     RunFolder.for_new_run(tmp_path).make_empty()
     assert names_in(tmp_path) == set()
@@ -57,6 +59,7 @@ IN_USE = r"another run is using {} \(process \d+ on .+\): wait .*--output DIR\)$
 def test_one_run_at_a_time(tmp_path: Path) -> None:
     first = RunFolder.for_new_run(tmp_path)
     first.make_empty()
+    first.write_config({"manyhands": "0.1.0"})
     first.checkpoint.write_bytes(b"a run")
     with pytest.raises(FolderError, match=IN_USE.format(tmp_path)) as refused:
         RunFolder.for_new_run(tmp_path)
@@ -120,13 +123,71 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         RunFolder.for_new_run(Path("/proc/no/such")).make_empty()
 
 
-@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", '{"options": 3}'])
-def test_resuming_needs_a_whole_config(tmp_path: Path, content: str | None) -> None:
+def test_what_cannot_be_resumed_says_why(tmp_path: Path) -> None:
+    """T2: a folder in which no run has begun, and weights whose checkpoint is gone, which are not begun again."""
+    folder = RunFolder(tmp_path)
+    with pytest.raises(FolderError, match=r"no config.json in it, so no run has begun there.*\(--output "):
+        RunFolder.reopen(tmp_path)
+    folder.write_config(CONFIG)
+    assert RunFolder.reopen(tmp_path).saved_options() == CONFIG["options"]
+    folder.model.write_bytes(b"weights")
+    with pytest.raises(FolderError, match=r"no checkpoint.safetensors in it, though there are weights: put it back"):
+        RunFolder.reopen(tmp_path)
+
+
+CONFIG = {"manyhands": "0.1.0", "options": {"lr": 0.05, "epochs": 8}}
+
+
+def assert_unusable(folder: RunFolder) -> None:
+    with pytest.raises(FolderError, match=r"config.json cannot be used .*: put it back as it was, or start") as caught:
+        folder.saved_options()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [None, b"", b"{", b"[]", b"{}", b'[["options", 1]]', b"[" * 100_000, b"1" * 5_000, b"\xff", b" " * 2_000_000],
+    ids=["missing", "empty", "cut", "a list", "no options", "pairs", "deep", "a long number", "no text", "large"],
+)
+def test_resuming_needs_a_whole_config(tmp_path: Path, content: bytes | None) -> None:
+    """T4, T5: deep nesting was a RecursionError."""
     folder = RunFolder(tmp_path)
     if content is not None:
-        folder.config.write_text(content)
-    with pytest.raises(FolderError, match=r"config.json cannot be used"):
-        folder.saved_options()
+        folder.config.write_bytes(content)
+    assert_unusable(folder)
+
+
+@pytest.mark.parametrize("options", [3, [[1, 2]], None])
+def test_a_config_whose_options_are_none(tmp_path: Path, options: object) -> None:
+    """T5: with a digest that fits."""
+    folder = RunFolder(tmp_path)
+    folder.write_config({"options": options})
+    assert_unusable(folder)
+
+
+def test_a_config_with_any_bit_changed_is_refused(tmp_path: Path) -> None:
+    """T4: also where it is still JSON. The run went on at another learning rate."""
+    folder, draw = RunFolder(tmp_path), random.Random(0)
+    folder.write_config(CONFIG)
+    content = folder.config.read_bytes()
+    for at in range(len(content)):
+        folder.config.write_bytes(content[:at])
+        if at < len(content) - 1:  # the end of the last line
+            assert_unusable(folder)
+        folder.config.write_bytes(content[:at] + bytes([content[at] ^ 1 << draw.randrange(8)]) + content[at + 1 :])
+        if not content[at : at + 1].isspace():
+            assert_unusable(folder)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
+@pytest.mark.parametrize("name", ["config.json", "checkpoint.safetensors", "metrics.jsonl"])
+def test_a_pipe_or_a_device_is_not_read(tmp_path: Path, name: str) -> None:
+    """T5: reading a pipe waits for its writer, and a device may never end."""
+    os.mkfifo(tmp_path / name)
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for path in (tmp_path / name, tmp_path / "zero"):
+        with pytest.raises(OSError, match="not an ordinary file"):
+            files.contents(path)
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -83,4 +83,33 @@ def test_ctrl_c(tmp_path: Path) -> None:
         process.wait(LIMIT_S)
     log = (tmp_path / "log").read_text()
     assert f"stopped after step {len(steps_of(run / 'metrics.jsonl'))}; to go on:" in log
-    assert (run / "checkpoint.pt").exists()
+    assert (run / "checkpoint.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_a_job_that_is_ended_and_then_killed_goes_on_to_the_same_weights(tmp_path: Path) -> None:
+    """T1, T3: as a scheduler does it, that signals every process. So the ranks get SIGTERM twice, from torchrun too."""
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    train = ["--standalone", "-m", "manyhands", "train"]
+    begin = [*train, *TRAIN, "--epochs", "4", "--output", "runs/one"]
+    with torchrun(tmp_path / "whole", *begin) as process:
+        assert process.wait(LIMIT_S) == 0, (tmp_path / "whole" / "log").read_text()
+    parts = tmp_path / "parts"
+    for arguments, records, how in ((begin, 5, signal.SIGTERM), ([*train, "--resume", "runs/one"], 20, signal.SIGKILL)):
+        with torchrun(parts, *arguments) as process:
+            wait_for_steps(parts, records, process)
+            job = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+            for pid in job:
+                os.kill(pid, how)
+            process.wait(LIMIT_S)
+        if how == signal.SIGTERM:
+            log = (parts / "log").read_text()
+            steps = len(steps_of(parts / "runs" / "one" / "metrics.jsonl"))
+            assert f"stopped after step {steps}; to go on: manyhands train --resume runs/one" in log
+    with torchrun(parts, *train, "--resume", "runs/one") as process:
+        assert process.wait(LIMIT_S) == 0, (parts / "log").read_text()
+    assert "going on after step" in (parts / "log").read_text()
+    one, other = (tmp_path / name / "runs" / "one" for name in ("whole", "parts"))
+    assert one.joinpath("model.safetensors").read_bytes() == other.joinpath("model.safetensors").read_bytes()
+    assert metrics_of(one / "metrics.jsonl") == metrics_of(other / "metrics.jsonl")

@@ -9,7 +9,7 @@ from manyhands.console.errors import OptionError
 from manyhands.distributed import environment
 from manyhands.runtime import devices
 
-_DIGITS = 4  # of a count or an index
+_MAX_REPLICAS = 1024
 _FORMS = "auto, a count, or devices such as cpu,cpu or 'cpu*8' or cuda:0,cuda:1"
 
 
@@ -30,11 +30,14 @@ def choose_devices(text: str, *, among_several: bool = False) -> list[torch.devi
     present = devices.accelerators()
     if text == "auto":
         return _own_device() if among_several else present or [torch.device("cpu")] * 2
-    if any(len(number) > _DIGITS for number in re.findall(r"\d+", text)):
-        raise OptionError(f"--devices {text}: more than any machine has; expected {_FORMS}")
+    numbers = re.findall(r"\d+", text)
+    if text.count(",") >= _MAX_REPLICAS or any(len(n) > 4 or int(n) > _MAX_REPLICAS for n in numbers):
+        raise OptionError(f"--devices {text:.80}: more than any machine has; expected {_FORMS}")
     if text.isdecimal():
         return _take(int(text), present, int(os.environ.get("LOCAL_RANK", "0")) if among_several else 0)
     named = [device for part in text.split(",") for device in _repeated(part.strip(), text)]
+    if len(named) > _MAX_REPLICAS:
+        raise OptionError(f"--devices {text:.80}: {len(named)} replicas; expected at most {_MAX_REPLICAS}")
     if len({device.type for device in named}) > 1:
         raise OptionError(f"--devices {text}: replicas must all be on one kind of device")
     return named

@@ -1,6 +1,8 @@
-"""Output folders and the files in them: checked before anything is written, and replaced whole."""
+"""Output folders and the files in them: checked before anything is written, replaced whole, and read with care."""
 
 import contextlib
+import errno
+import math
 import os
 import sys
 import tempfile
@@ -52,3 +54,16 @@ def replaced(path: Path, *, keep_as: Path | None = None) -> Iterator[Path]:
             os.fsync(entries)
         finally:
             os.close(entries)
+
+
+def contents(path: Path, *, max_bytes: float = math.inf) -> bytes:
+    """Return the bytes of a file. Pipes and devices, whose bytes may never come or never end, are refused.
+
+    Raises:
+        OSError: it cannot be read, is no ordinary file, or has more than `max_bytes`.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not an ordinary file", str(path))
+    if path.exists() and path.stat().st_size > max_bytes:
+        raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", str(path))
+    return path.read_bytes()

@@ -43,8 +43,7 @@ files in the output folder:
   metrics.jsonl       loss of each step, loss and accuracy of each epoch
   curves.png          the same as a picture
   model.safetensors   the weights
-  checkpoint.pt       what --resume needs (checkpoint.previous.pt: the one before)
-  config.json         the options
+  config.json, checkpoint.safetensors, checkpoint.previous.safetensors   what --resume needs
 """
 
 
@@ -150,8 +149,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--resume",
         type=folder,
         metavar="DIR",
-        help="go on with the run in this folder, with its options; --devices, --engine, --compile and "
-        "--epochs may be given anew",
+        help="go on with the run in this folder, however it ended, with its options; --devices, --engine, --compile "
+        "and --epochs may be given anew",
     )
 
 
@@ -182,7 +181,7 @@ def run(given: dict[str, Any], ranks: Ranks = ALONE) -> int:
             "nothing reads the output any more, so the training has stopped: "
             + (
                 f"manyhands train --resume {run_folder} goes on"
-                if run_folder.can_be_resumed()
+                if run_folder.has_checkpoint()
                 else f"nothing had been saved yet in {run_folder}"
             )
             + ". To see a part of the output, send it to a file, and read that"
@@ -226,7 +225,7 @@ def _plan_run(given: dict[str, Any]) -> tuple[Options, RunFolder, bool]:
     """Return the options, the folder, and whether to resume the run in that folder.
 
     A launcher such as torchrun starts the same command line again when a process has failed. So a run of the same
-    launch is resumed, whatever the command line says; if it has no checkpoint yet, it begins again in the same folder.
+    launch is resumed, whatever the command line says.
     """
     given = dict(given)
     output, resume = given.pop("output", None), given.pop("resume", None)
@@ -234,7 +233,6 @@ def _plan_run(given: dict[str, Any]) -> tuple[Options, RunFolder, bool]:
     if resume is not None and (output is not None or overwrite):
         raise OptionError(f"--resume {resume} goes on in the same folder: leave out --output and --overwrite")
     begun = RunFolder.of_launch(launch(), output) if resume is None else RunFolder.reopen(resume)
-    if begun is not None and begun.can_be_resumed():
+    if begun is not None:
         return Options.from_saved(begun.saved_options(), given), begun, True
-    options = Options.from_given(given)
-    return options, begun or RunFolder.for_new_run(output, overwrite=overwrite), False
+    return Options.from_given(given), RunFolder.for_new_run(output, overwrite=overwrite), False

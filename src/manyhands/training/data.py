@@ -41,6 +41,8 @@ _FILES = (
     "t10k-labels-idx1-ubyte",
 )
 
+_MAX_SIDE = 1024  # of a picture, in pixels: a model for more would be larger than the data
+
 _DIGITS_SPLIT_SEED = 0
 _DIGITS_MAX = 16  # each pixel counts the inked dots of a 4x4 block
 
@@ -260,6 +262,8 @@ def _load_split(images_path: Path, labels_path: Path) -> tuple[Tensor, Tensor]:
         labels = read_idx(labels_path, dims=1)
     except IdxError as error:
         raise DataError(str(error)) from error
+    if max(images.shape[1:]) > _MAX_SIDE:
+        raise DataError(f"{images_path} has pictures of {_by(images.shape[1:])}; expected at most {_MAX_SIDE} a side")
     if len(images) != len(labels):
         raise DataError(
             f"{images_path} has {len(images)} pictures, {labels_path} has {len(labels)} labels; expected as many"

@@ -9,11 +9,13 @@ The pictures and labels of the MNIST family are unsigned bytes (type 0x08): `idx
 browsers and proxies unpack files without changing the name.
 
 A file that is shorter or longer than its header says is an error, and a header that promises terabytes does not make
-us allocate them.
+us allocate them. Nor does a gzipped file of some kilobytes: gzip packs zeros a thousand times smaller, and pictures at
+most some ten times.
 """
 
 import gzip
 import math
+import os
 import zlib
 from io import BufferedIOBase
 from pathlib import Path
@@ -32,6 +34,8 @@ _TYPES = {
     0x0E: "64-bit floats",
 }
 _CHUNK_BYTES = 1 << 20
+_MAX_PACKED = 100  # how many times larger than its gzipped file an array may be
+_SMALL_BYTES = 16 << 20  # an array that may be packed to any size
 
 
 class IdxError(ValueError):
@@ -56,8 +60,8 @@ def read_idx(path: Path, *, dims: int) -> Tensor:
         A uint8 tensor with the shape in the header.
 
     Raises:
-        IdxError: the file cannot be read, is damaged, or is not an IDX file of `dims` dimensions of unsigned
-            bytes, each of them at least 1.
+        IdxError: the file cannot be read, is damaged, is not an IDX file of `dims` dimensions of unsigned bytes,
+            each of them at least 1, or unpacks to more than 16 MiB and more than 100 times its size.
     """
     try:
         with path.open("rb") as raw:
@@ -65,8 +69,9 @@ def read_idx(path: Path, *, dims: int) -> Tensor:
             raw.seek(0)
             if not zipped:
                 return _read_array(raw, path, dims)
+            max_bytes = max(_SMALL_BYTES, _MAX_PACKED * os.fstat(raw.fileno()).st_size)
             with gzip.open(raw) as unzipped:
-                return _read_array(unzipped, path, dims)
+                return _read_array(unzipped, path, dims, max_bytes)
     except EOFError:
         raise IdxError(f"{path} is truncated: its gzip stream ends before its end mark") from None
     except (gzip.BadGzipFile, zlib.error) as error:
@@ -75,12 +80,17 @@ def read_idx(path: Path, *, dims: int) -> Tensor:
         raise IdxError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _read_array(stream: BufferedIOBase, path: Path, dims: int) -> Tensor:
+def _read_array(stream: BufferedIOBase, path: Path, dims: int, max_bytes: float = math.inf) -> Tensor:
     shape = _read_header(stream, path, dims)
     num_bytes = math.prod(shape)
+    sizes = " x ".join(map(str, shape))
+    if num_bytes > max_bytes:
+        raise IdxError(
+            f"{path} is gzipped, and its header promises {sizes} = {num_bytes} bytes, more than {_MAX_PACKED} times "
+            "the size of the file; if that is right, unpack it (gunzip)"
+        )
     # Read one byte more than promised: this shows surplus data, and makes gzip reach its end and check its checksum.
     data = _read_up_to(stream, num_bytes + 1)
-    sizes = " x ".join(map(str, shape))
     if len(data) < num_bytes:
         raise IdxError(f"{path} is truncated: its header promises {sizes} = {num_bytes} bytes, {len(data)} follow it")
     if len(data) > num_bytes:

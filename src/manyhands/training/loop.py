@@ -75,6 +75,9 @@ def train(
     products = devices.float32_products(run.devices[0], rounded=options.precision != "fp32")
     with contextlib.closing(run), products, StopRequest(ranks) as stop:
         pending = PendingSteps(run, display)
+        if run.saved is not None:  # the run may have ended after its checkpoint, and before these
+            run.write_model()
+            run.draw()
         try:
             for epoch in range(run.progress.epochs, options.epochs):
                 _train_epoch(run, epoch, pending, display, stop)

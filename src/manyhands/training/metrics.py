@@ -5,18 +5,25 @@
 
 Steps and epochs are counted from 1: a line's `step` is how many steps the run had finished. The records are the only
 history that a run has: an epoch's loss and seconds are sums over its steps, even if the run was interrupted between.
+
+A checkpoint notes how long the file was, and its digest (`Written`). A resumed run drops what comes later, half a line
+too, and refuses a history that is not the one that it wrote.
 """
 
-import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TextIO, TypeAlias
+from typing import BinaryIO, TypeAlias
 
+from manyhands.console import files
 from manyhands.console.errors import FolderError
 from manyhands.training.run_folder import replaced
+
+_MAX_LINE_BYTES = 10_000
+_MAX_NUMBER = 1e30  # sums of such numbers are finite, and curves can be drawn of them
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,16 @@ class EpochRecord:
 
 Record: TypeAlias = StepRecord | EpochRecord
 
+_KINDS: dict[str, type[StepRecord] | type[EpochRecord]] = {"step": StepRecord, "epoch": EpochRecord}
+
+
+@dataclass(frozen=True)
+class Written:
+    """How much of metrics.jsonl there is at some moment, and the SHA-256 of it, in hexadecimal digits."""
+
+    num_bytes: int
+    sha256: str
+
 
 class Metrics:
     """The records of a run, in memory and in metrics.jsonl.
@@ -60,32 +77,42 @@ class Metrics:
     def __init__(self, path: Path | None, records: Iterable[Record] = ()) -> None:
         self.steps: list[StepRecord] = []
         self.epochs: list[EpochRecord] = []
+        self._num_bytes, self._digest = 0, hashlib.sha256()
         lines = [self._remember(record) for record in records]
-        self._file: TextIO | None = None
+        self._file: BinaryIO | None = None
         if path is not None:
             with replaced(path) as unfinished:
-                unfinished.write_text("".join(lines))
-            self._file = path.open("a")
+                unfinished.write_bytes(b"".join(lines))
+            self._file = path.open("ab")
 
     @staticmethod
-    def read(path: Path, *, steps: int, epochs: int) -> list[Record]:
-        """Return the records in a file up to a checkpoint, which is after so many steps and epochs.
+    def read(path: Path, *, steps: int, epochs: int, written: Written) -> list[Record]:
+        """Return the records in a file up to a checkpoint.
+
+        Args:
+            path: of metrics.jsonl.
+            steps, epochs: how many were finished at the checkpoint.
+            written: how much of the file there was.
 
         Raises:
-            FolderError: lines before the checkpoint are missing.
+            FolderError: the file does not begin with these records.
         """
-        kept: list[Record] = []
-        for line in path.read_bytes().splitlines() if path.exists() else []:
-            with contextlib.suppress(ValueError, TypeError):  # the last line may be half a line
-                record = _record(json.loads(line))
-                if record.step <= steps and (isinstance(record, StepRecord) or record.epoch <= epochs):
-                    kept.append(record)
-        if len(kept) != steps + epochs:
+        try:
+            content = files.contents(path)[: written.num_bytes]
+            if hashlib.sha256(content).hexdigest() != written.sha256:
+                raise ValueError(f"its first {written.num_bytes} bytes are not those that were there at the checkpoint")
+            records = [_record(line) for line in content.split(b"\n")[:-1]]
+            for kind, number in ((StepRecord, steps), (EpochRecord, epochs)):
+                numbers = [_number_of(record) for record in records if isinstance(record, kind)]
+                if numbers != list(range(1, len(numbers) + 1)) or len(numbers) != number:
+                    raise ValueError(f"it does not have the {steps} steps and {epochs} epochs up to the checkpoint")
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            reason = (error.strerror if isinstance(error, OSError) else None) or error
             raise FolderError(
-                f"{path} has {len(kept)} records of the {steps} steps and {epochs} epochs up to the checkpoint; "
-                "the run cannot go on without its history: put the file back, or start again"
-            )
-        return kept
+                f"{path} cannot be used ({reason}); the run cannot go on without its history: put the file back, or "
+                f"start again (--output {path.parent} --overwrite)"
+            ) from error
+        return records
 
     def add(self, record: Record) -> None:
         """Add a record."""
@@ -93,6 +120,10 @@ class Metrics:
         if self._file is not None:
             self._file.write(line)
             self._file.flush()
+
+    def written(self) -> Written:
+        """Return how much has been written."""
+        return Written(self._num_bytes, self._digest.hexdigest())
 
     def train_loss(self, epoch: int) -> float:
         """Return the mean loss over the rows of an epoch so far."""
@@ -113,7 +144,7 @@ class Metrics:
         if self._file is not None:
             self._file.close()
 
-    def _remember(self, record: Record) -> str:
+    def _remember(self, record: Record) -> bytes:
         """Keep a record in memory, and return its line."""
         if isinstance(record, StepRecord):
             self.steps.append(record)
@@ -121,16 +152,24 @@ class Metrics:
         else:
             self.epochs.append(record)
             kind = "epoch"
-        return json.dumps({"kind": kind, **asdict(record)}) + "\n"
+        line = json.dumps({"kind": kind, **asdict(record)}).encode() + b"\n"
+        self._num_bytes += len(line)
+        self._digest.update(line)
+        return line
 
 
-def _record(line: dict[str, Any]) -> Record:
+def _record(line: bytes) -> Record:
     """Return the record in a line. Raises ValueError or TypeError if there is none."""
-    if not isinstance(line, dict):
-        raise TypeError(f"expected an object, got {line!r}")
-    kind = line.pop("kind", None)
-    if kind == "step":
-        return StepRecord(**line)
-    if kind == "epoch":
-        return EpochRecord(**line)
-    raise ValueError(f"unknown kind {kind!r}")
+    values = json.loads(line) if len(line) <= _MAX_LINE_BYTES else None
+    if not isinstance(values, dict) or values.get("kind") not in tuple(_KINDS):
+        raise ValueError("a line in it is no record of a step or an epoch")
+    record = _KINDS[values.pop("kind")](**values)
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if type(value) is not field.type or not -_MAX_NUMBER <= value <= _MAX_NUMBER:
+            raise ValueError(f"a line in it has {field.name} {value!r:.40}")
+    return record
+
+
+def _number_of(record: Record) -> int:
+    return record.step if isinstance(record, StepRecord) else record.epoch

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -17,6 +17,7 @@ SCHEDULES = ("constant", "cosine")
 PRECISIONS = ("fp32", "tf32", "bf16", "bf16-weights")
 ENGINES = ("threads", "processes")
 DEVICE_ORDERS = ("PCI_BUS_ID", "FASTEST_FIRST")
+_MAX_WHOLE = 2**31 - 1
 
 # A run can be resumed on other devices and for more epochs; any other change makes it another run.
 MAY_CHANGE_ON_RESUME = ("devices", "engine", "compile", "device_order", "epochs", "mirror")
@@ -56,7 +57,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "epochs", "accumulate"):
-            self._expect(name, getattr(self, name) >= 1, "a whole number from 1 up")
+            self._expect(name, 1 <= getattr(self, name) <= _MAX_WHOLE, f"a whole number from 1 up to {_MAX_WHOLE}")
         self._expect("lr", math.isfinite(self.lr) and self.lr > 0, "a number above 0")
         self._expect("momentum", 0 <= self.momentum < 1, "a number from 0 up to, but not including, 1")
         self._expect("weight_decay", math.isfinite(self.weight_decay) and self.weight_decay >= 0, "0 or more")
@@ -129,13 +130,18 @@ class Options:
         Raises:
             OptionError: an option was given that would make it another run, or `saved` is not what was saved.
         """
-        defaults = cls()
-        saved = {"sync_batch_norm": False, **saved}  # a run that began before there was this option
-        for name, value in saved.items():
-            known = getattr(defaults, name, value)
-            number = isinstance(known, float) and type(value) is int
-            if not hasattr(defaults, name) or not (type(value) is type(known) or number or known is None):
-                raise OptionError(f"config.json of the run to resume has {name}: {value!r}, which cannot be used")
+        types: dict[str, tuple[type, ...]] = {
+            field.name: get_args(field.type) or (field.type,)  # a union of types, or a type
+            for field in dataclasses.fields(cls)
+        }
+        for name in (*saved, *types):
+            known, value = types.get(name, ()), saved.get(name, "nothing")
+            is_whole = float in known and type(value) is int and abs(value) < _MAX_WHOLE
+            if not (name in saved and (type(value) in known or is_whole)):
+                raise OptionError(
+                    f"config.json of the run to resume has {name!r:.40}: {value!r:.40}, which cannot be used; put the "
+                    "file back as it was, or start another run"
+                )
         begun = cls(**saved)
         given = _with_absolute_folder(given)
         for name, value in given.items():

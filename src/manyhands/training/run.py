@@ -16,7 +16,7 @@ from manyhands.console.errors import DivergedError, FolderError
 from manyhands.data_parallel import DataParallel
 from manyhands.runtime import devices as _devices
 from manyhands.training import checkpoint, data, models
-from manyhands.training.checkpoint import StepCount
+from manyhands.training.checkpoint import Checkpoint, StepCount
 from manyhands.training.compiling import compiled_module, expect_compiler
 from manyhands.training.computation import Computation
 from manyhands.training.display import Display
@@ -111,13 +111,16 @@ class Run:
             loss="sum",
         )
 
+        saved: Checkpoint | None = None
         records: list[Record] = []
-        progress = StepCount()
         if resume:
-            state, records = ranks.from_first(lambda: _read_run(folder, dataset, display))
-            progress = checkpoint.restore(state, folder, weights, devices)
+            saved, records = ranks.from_first(lambda: _read_run(folder, options, dataset, display))
         else:
             ranks.from_first(folder.make_empty)
+        progress = StepCount() if saved is None else checkpoint.restore(saved, folder, weights, devices)
+        num_parameters = sum(parameter.numel() for parameter in live.parameters())
+        if ranks.is_first:
+            folder.write_config(_config(options, dataset, devices_by_rank, num_parameters))
         run = cls(
             options=options,
             folder=folder,
@@ -131,11 +134,10 @@ class Run:
             computation=Computation(model, weights, autocast="bf16" in options.precision, whole=whole),
             metrics=Metrics(folder.metrics if ranks.is_first else None, records),
             progress=progress,
-            saved=progress if resume else None,
+            saved=None if saved is None else progress,
         )
         if ranks.is_first:
-            run._write_config()
-            run._describe(display.say)
+            run._describe(display.say, num_parameters, resume=resume)
         return run
 
     @property
@@ -168,20 +170,24 @@ class Run:
     def save(self) -> None:
         """Save metrics, checkpoint and weights. The first process does it."""
         if self.ranks.is_first:
-            import safetensors.torch  # here: `make gpu-check`, which saves nothing, runs without it
-
             self.metrics.sync()
-            checkpoint.save(self.folder, self.weights, self.progress, self.devices)
-            weights = {name: tensor.contiguous() for name, tensor in self.weights.state_dict().items()}
-            with replaced(self.folder.model) as unfinished:
-                unfinished.write_bytes(
-                    safetensors.torch.save(weights)
-                )  # save_file makes a file that only its owner can read
+            checkpoint.save(self.folder, self.weights, self.progress, self.metrics.written(), self.devices)
+            self.write_model()
         self.saved = self.progress
 
-    def draw(self) -> None:
-        """Draw curves.png. The first process does it."""
+    def write_model(self) -> None:
+        """Write model.safetensors. The first process does it."""
         if self.ranks.is_first:
+            import safetensors.torch  # here: `make gpu-check`, which saves nothing, runs without it
+
+            weights = {name: tensor.contiguous() for name, tensor in self.weights.state_dict().items()}
+            with replaced(self.folder.model) as unfinished:
+                # Not save_file: it makes a file that only its owner can read.
+                unfinished.write_bytes(safetensors.torch.save(weights))
+
+    def draw(self) -> None:
+        """Draw curves.png, if an epoch is finished. The first process does it."""
+        if self.ranks.is_first and self.metrics.epochs:
             from manyhands.training import curves  # here: as above, and it is slow to load
 
             curves.draw(
@@ -197,23 +203,9 @@ class Run:
         self.model.close()
         self.folder.release()
 
-    def _write_config(self) -> None:
-        self.folder.write_config(
-            {
-                "manyhands": importlib.metadata.version("manyhands"),
-                "torch": torch.__version__,
-                "launch": launch(),
-                "options": asdict(self.options),
-                "processes": self.ranks.world_size,
-                "devices": [str(device) for devices in self.devices_by_rank for device in devices],
-                "parameters": self._num_parameters(),
-                **_sizes_of(self.dataset),
-            }
-        )
-
-    def _describe(self, say: Callable[[str], None]) -> None:
+    def _describe(self, say: Callable[[str], None], num_parameters: int, *, resume: bool) -> None:
         say(
-            f"{self._num_parameters():,} parameters on {describe(*self.devices_by_rank)}; "
+            f"{num_parameters:,} parameters on {describe(*self.devices_by_rank)}; "
             f"{self.num_rows:,} pictures to train on, {len(self.dataset.test_labels):,} to test on"
         )
         if self.options.precision == "tf32" and not _devices.has_tf32(self.devices[0]):
@@ -223,9 +215,8 @@ class Run:
             say(f"nothing left to do, {progress.epochs} epochs are finished; --epochs {2 * progress.epochs} goes on")
         elif progress.steps:
             say(f"going on after step {progress.steps}, epochs finished: {progress.epochs}")
-
-    def _num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.live.parameters())
+        elif resume:
+            say("nothing had been saved yet: beginning again")
 
 
 def describe(*devices_by_rank: Sequence[torch.device]) -> str:
@@ -272,12 +263,42 @@ def _checksum(dataset: data.Dataset) -> int:
     return checksum
 
 
-def _read_run(folder: RunFolder, dataset: data.Dataset, display: Display) -> tuple[dict[str, Any], list[Record]]:
-    """Claim the folder of a run to resume; return its checkpoint, and the records up to it."""
+def _config(
+    options: Options, dataset: data.Dataset, devices_by_rank: Sequence[Sequence[torch.device]], num_parameters: int
+) -> dict[str, Any]:
+    """Return the contents of config.json."""
+    return {
+        "manyhands": importlib.metadata.version("manyhands"),
+        "torch": torch.__version__,
+        "launch": launch(),
+        "options": asdict(options),
+        "processes": len(devices_by_rank),
+        "devices": [str(device) for devices in devices_by_rank for device in devices],
+        "parameters": num_parameters,
+        **_sizes_of(dataset),
+    }
+
+
+def _read_run(
+    folder: RunFolder, options: Options, dataset: data.Dataset, display: Display
+) -> tuple[Checkpoint | None, list[Record]]:
+    """Claim the folder of a run to resume; return its checkpoint, and the records up to it.
+
+    A run that had saved nothing yet has no checkpoint, and begins again.
+    """
     folder.claim()
     _check_same_data(folder, dataset)
-    state = checkpoint.read(folder, display.say)
-    return state, Metrics.read(folder.metrics, steps=state["steps"], epochs=state["epochs"])
+    if not folder.has_checkpoint():
+        return None, []
+    saved = checkpoint.read(folder, display.say)
+    steps, epochs = saved.progress.steps, saved.progress.epochs
+    steps_per_epoch = num_steps(len(dataset.train_labels), options.batch_size)
+    if not epochs * steps_per_epoch <= steps <= (epochs + 1) * steps_per_epoch:
+        raise FolderError(
+            f"the checkpoint in {folder} does not fit the run in its config.json: it is after {steps} steps and "
+            f"{epochs} epochs, of {steps_per_epoch} steps each; put back the file that is not this run's"
+        )
+    return saved, Metrics.read(folder.metrics, steps=steps, epochs=epochs, written=saved.metrics)
 
 
 def _check_same_data(folder: RunFolder, dataset: data.Dataset) -> None:

@@ -4,17 +4,20 @@
     metrics.jsonl            a line for each step and for each epoch
     curves.png               loss and accuracy by epoch
     model.safetensors        the weights of the last checkpoint
-    checkpoint.pt            what resuming needs
-    checkpoint.previous.pt   the one before
+    checkpoint.safetensors   what resuming needs; checkpoint.previous.safetensors is the one before
     .lock                    names the process that writes here, or the last one that did
 
 metrics.jsonl is appended to; every other file is replaced whole, so that under its name there is always a complete
-file, even after a power cut. One process at a time writes into a folder; of several that train together it is rank 0.
-It holds a lock (flock) on `.lock`, which the system releases however the process ends. Windows, and file systems
-without locks, do without.
+file, even after a power cut. config.json is written first: where it is, a run has begun and can be resumed, from its
+beginning if there is no checkpoint yet. The checkpoint is written before the files that follow from it, weights and
+curves, which a resumed run writes again.
+
+One process at a time writes into a folder; of several that train together it is rank 0. It holds a lock (flock) on
+`.lock`, which the system releases however the process ends. Windows, and file systems without locks, do without.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import socket
@@ -32,6 +35,9 @@ if sys.platform != "win32":
     import fcntl
 
 
+_MAX_CONFIG_BYTES = 1 << 20
+
+
 class RunFolder:
     """The folder of one run, and the paths in it."""
 
@@ -42,8 +48,8 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.curves = path / "curves.png"
         self.model = path / "model.safetensors"
-        self.checkpoint = path / "checkpoint.pt"
-        self.previous_checkpoint = path / "checkpoint.previous.pt"
+        self.checkpoint = path / "checkpoint.safetensors"
+        self.previous_checkpoint = path / "checkpoint.previous.safetensors"
         self._lock = path / ".lock"
         self._claim: weakref.finalize[Any, Any] | None = None  # unlocks, at the latest when this object is collected
 
@@ -75,15 +81,20 @@ class RunFolder:
         """Return the folder of a run that can be resumed.
 
         Raises:
-            FolderError: there is no such folder, or no checkpoint in it.
+            FolderError: there is no such folder, no run in it, or weights of a run that has no checkpoint any more.
         """
         folder = cls(path)
         if not path.is_dir():
             raise FolderError(f"--resume {folder}: there is no such folder; expected the --output of an earlier run")
-        if not folder.can_be_resumed():
+        if not folder.config.exists():
             raise FolderError(
-                f"--resume {folder}: no checkpoint.pt in it; expected the --output of a run that has finished at least "
-                f"one epoch or was stopped with Ctrl-C (start it again: --output {folder} --overwrite)"
+                f"--resume {folder}: no config.json in it, so no run has begun there, or its file is lost; start it "
+                f"again (--output {folder})"
+            )
+        if folder.model.exists() and not folder.has_checkpoint():
+            raise FolderError(
+                f"--resume {folder}: no {folder.checkpoint.name} in it, though there are weights: put it back, or "
+                f"start again (--output {folder} --overwrite)"
             )
         return folder
 
@@ -103,7 +114,7 @@ class RunFolder:
                     return cls(place)
         return None
 
-    def can_be_resumed(self) -> bool:
+    def has_checkpoint(self) -> bool:
         """Return whether there is a checkpoint."""
         return self.checkpoint.exists() or self.previous_checkpoint.exists()
 
@@ -111,10 +122,9 @@ class RunFolder:
         """Return whether there is anything to lose: weights, a checkpoint, or files that are not ours."""
         if any(path.exists() for path in (self.checkpoint, self.previous_checkpoint, self.model)):
             return True
-        try:
-            is_ours = "manyhands" in json.loads(self.config.read_text())
-        except (OSError, ValueError, TypeError):
-            is_ours = False
+        is_ours = False
+        with contextlib.suppress(FolderError):
+            is_ours = "manyhands" in self.saved_config()
         return not is_ours and any(path.exists() for path in self._files())
 
     def claim(self) -> None:
@@ -166,9 +176,9 @@ class RunFolder:
             raise FolderError(f"--output {self}: {error}; name another folder (--output DIR)") from error
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Write config.json."""
+        """Write config.json, with a digest of the rest at its end."""
         with replaced(self.config) as unfinished:
-            unfinished.write_text(json.dumps(config, indent=2) + "\n")
+            unfinished.write_text(json.dumps({**config, "sha256": _digest(config)}, indent=2) + "\n")
 
     def saved_options(self) -> dict[str, Any]:
         """Return the options in config.json.
@@ -176,21 +186,32 @@ class RunFolder:
         Raises:
             FolderError: the file is missing or damaged.
         """
-        try:
-            return dict(self.saved_config()["options"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise FolderError(f"{self.config} cannot be used ({error!r}); it is needed to resume the run") from None
+        options = self.saved_config().get("options")
+        if not isinstance(options, dict):
+            raise self._unusable_config("it has no options")
+        return options
 
     def saved_config(self) -> dict[str, Any]:
         """Return the contents of config.json.
 
         Raises:
-            FolderError: the file is missing or damaged.
+            FolderError: the file is missing or damaged, or was changed by other means.
         """
         try:
-            return dict(json.loads(self.config.read_text()))
-        except (OSError, ValueError, TypeError) as error:
-            raise FolderError(f"{self.config} cannot be used ({error!r}); it is needed to resume the run") from None
+            config = json.loads(files.contents(self.config, max_bytes=_MAX_CONFIG_BYTES))
+        except OSError as error:
+            raise self._unusable_config(error.strerror or error) from error
+        except (ValueError, RecursionError) as error:
+            raise self._unusable_config("it is not JSON") from error
+        if not isinstance(config, dict) or config.pop("sha256", None) != _digest(config):
+            raise self._unusable_config("its contents do not have the digest that is in it")
+        return config
+
+    def _unusable_config(self, reason: object) -> FolderError:
+        return FolderError(
+            f"{self.config} cannot be used ({reason}); it is needed to resume the run: put it back as it was, or start "
+            f"again (--output {self} --overwrite)"
+        )
 
     def _files(self) -> tuple[Path, ...]:
         return (
@@ -203,6 +224,11 @@ class RunFolder:
         )
 
 
+def _digest(config: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of what is in a configuration, however it is written."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+
+
 @contextlib.contextmanager
 def replaced(path: Path, *, keep_as: Path | None = None) -> Iterator[Path]:
     """Replace a file of a run whole, as `console.files.replaced` does; an error says how to resume."""
@@ -211,6 +237,6 @@ def replaced(path: Path, *, keep_as: Path | None = None) -> Iterator[Path]:
             yield unfinished
     except OSError as error:
         saved = "nothing had been saved before"
-        if RunFolder(path.parent).can_be_resumed():
+        if RunFolder(path.parent).has_checkpoint():
             saved = f"what was saved before stays, and manyhands train --resume {path.parent} goes on from there"
         raise OSError(f"{path} cannot be written ({error.strerror or error}); {saved}") from error

@@ -23,7 +23,7 @@ def num_steps(rows: int, batch_size: int) -> int:
         >>> num_steps(1437, 128)  # 1437 = 3 * 479, so no size near 128 divides it
         12
     """
-    fewest = math.ceil(rows / batch_size)
+    fewest = -(-rows // batch_size)
     candidates = range(fewest, fewest + fewest // 16 + 1)
     return next((number for number in candidates if rows % number == 0), fewest)
 

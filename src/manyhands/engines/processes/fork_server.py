@@ -8,7 +8,8 @@ Guarantees
     - A worker ends when the caller's end of its channel closes. In the middle of a computation it does not notice; then
       it ends with the fork server, which ends as soon as the caller does (Linux; elsewhere the worker ends its step
       first).
-    - Only the caller handles Ctrl-C: workers ignore it.
+    - Only the caller handles Ctrl-C and SIGTERM: workers ignore them. A scheduler sends SIGTERM to all processes of a
+      job.
 """
 
 import contextlib
@@ -218,7 +219,8 @@ def serve_forks(fd: int, caller_pid: int) -> None:
             output, its standard error and its `StackFile` -> its process id, or an OSError
         ("status", process id) -> its exit status, as `os.waitpid` has it
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=fd))
     gc.collect()
     gc.freeze()  # workers share these objects' pages until one writes to them
