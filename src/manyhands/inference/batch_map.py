@@ -94,6 +94,7 @@ class BatchMap(Outputs):
         self._pulled: deque[tuple[int, str | None]] = deque()  # batches that have not been yielded, with their hints
         self._ready: dict[int, Outcome[LaneOutput]] = {}
         self._work: _Work | None = None
+        self._stopped_at_deletion: _StoppedAtDeletion | None = None
         self._pid = os.getpid()
 
     @critical
@@ -167,6 +168,7 @@ class BatchMap(Outputs):
         assert self._open_lanes is not None
         with self._state.applied():
             work = _Work(self._open_lanes(devices), self._ready)
+        self._stopped_at_deletion = _StoppedAtDeletion(work)
         if not is_alone:
             work.start(devices, self._state)
         return work
@@ -184,12 +186,18 @@ class BatchMap(Outputs):
         self._pulled.clear()
         self._ready.clear()
         self._source, self._batches, self._open_lanes = (), None, None
-        if self._work is not None and os.getpid() == self._pid:
-            self._work.stop()
+        self._stopped_at_deletion = None
+
+
+class _StoppedAtDeletion:
+    """Stops the lanes when it is deleted: of an iterator that has ended, in a critical section, as Ctrl-C needs."""
+
+    def __init__(self, work: "_Work") -> None:
+        self._work, self._pid = work, os.getpid()
 
     def __del__(self) -> None:
-        if hasattr(self, "_pid"):
-            self._stop()
+        if os.getpid() == self._pid:
+            self._work.stop()
 
 
 class _Work:
