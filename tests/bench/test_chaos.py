@@ -29,7 +29,7 @@ def module() -> Any:
 
 
 def test_training_under_faults(tmp_path: Path) -> None:
-    """F8, F3, F1: some of each kind; no step, row or process is lost, and all weights are equal bit for bit."""
+    """F10, F3, F1: some of each kind; no step, row or process is lost, and all weights are equal bit for bit."""
     report = tmp_path / "chaos.md"
     run = chaos("--steps", "70", "--faults", "30", "--seed", "5", "--output", str(report))
     assert run.returncode == 0, run.stdout + run.stderr

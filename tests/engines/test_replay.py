@@ -67,7 +67,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "options", [name if name in ("plain", "sync") else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS]
 )
 def test_a_death_at_any_place_changes_no_number(wrap: Wrap, tmp_path: Path, options: str, caplog: Any) -> None:
-    """F8: losses, parameters, gradients, buffers and torch's random state are those of an undisturbed run."""
+    """F10: losses, parameters, gradients, buffers and torch's random state are those of an undisturbed run."""
     deaths = dict(enumerate(PLACES, 1))
     expected = train(wrap(module_in(tmp_path / "none"), **OPTIONS[options]), {}, steps=8)
     with caplog.at_level(logging.WARNING, logger="manyhands"):
@@ -80,7 +80,7 @@ def test_a_death_at_any_place_changes_no_number(wrap: Wrap, tmp_path: Path, opti
 
 
 def test_workers_that_die_in_the_step_that_is_run_again(wrap: Wrap, tmp_path: Path) -> None:
-    """F8: three deaths one after the other are survived, in forward as in backward."""
+    """F10: three deaths one after the other are survived, in forward as in backward."""
     expected = train(wrap(module_in(tmp_path / "none")), {}, steps=4)
     losses, state = train(wrap(module_in(tmp_path / "some")), {1: ("forward", 3), 2: ("backward", 3)}, steps=4)
     assert losses == expected[0]
@@ -89,7 +89,7 @@ def test_workers_that_die_in_the_step_that_is_run_again(wrap: Wrap, tmp_path: Pa
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_a_shard_that_ends_its_worker_each_time_is_an_error(wrap: Wrap, tmp_path: Path, place: str) -> None:
-    """F8: `ReplicaDied` after a few; everything is as before the step, and the next one works."""
+    """F10: `ReplicaDied` after a few; everything is as before the step, and the next one works."""
     model = wrap(module_in(tmp_path / "deaths"))
     train(model, {}, steps=1)
     before = copy.deepcopy(model.module.state_dict())
@@ -116,7 +116,7 @@ def test_a_shard_that_ends_its_worker_each_time_is_an_error(wrap: Wrap, tmp_path
 
 
 def test_the_fork_server_dies(wrap: Wrap, tmp_path: Path) -> None:
-    """F8: all workers die with it; another one starts, and no number changes."""
+    """F10: all workers die with it; another one starts, and no number changes."""
     expected = train(wrap(module_in(tmp_path / "none")), {}, steps=2)
 
     def loss_of(model: DataParallel, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -155,7 +155,7 @@ def assert_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> No
 
 
 def test_inputs_buffers_and_random_state_are_those_of_the_forward(wrap: Wrap, tmp_path: Path) -> None:
-    """F8: between forward and backward the inputs are overwritten, buffers move on, and numbers are drawn."""
+    """F10: between forward and backward the inputs are overwritten, buffers move on, and numbers are drawn."""
     model = wrap(module_in(tmp_path / "deaths"))
     x, z = torch.randn(17, 20), torch.randn(17, 20)
     undisturbed, disturbed = [], []
@@ -183,7 +183,7 @@ def test_inputs_buffers_and_random_state_are_those_of_the_forward(wrap: Wrap, tm
 
 
 def test_several_forwards_before_their_backwards(wrap: Wrap, tmp_path: Path) -> None:
-    """F8: a death costs the graphs of all of them, and each is made anew when its backward comes."""
+    """F10: a death costs the graphs of all of them, and each is made anew when its backward comes."""
     model = wrap(module_in(tmp_path / "deaths", dropout=0.0).eval())
     batches = [torch.randn(9, 20) for _ in range(3)]
     expected = [gradients(model, model(x).square().sum()) for x in batches]
@@ -194,7 +194,7 @@ def test_several_forwards_before_their_backwards(wrap: Wrap, tmp_path: Path) -> 
 
 
 def test_a_graph_that_is_kept_for_a_second_backward(wrap: Wrap, tmp_path: Path) -> None:
-    """F8, A3: retain_graph=True; a death before each of the two."""
+    """F10, A3: retain_graph=True; a death before each of the two."""
     model = wrap(module_in(tmp_path / "deaths"))
     output = model(torch.randn(9, 20))
     grads = []
@@ -213,7 +213,7 @@ def test_a_graph_that_is_kept_for_a_second_backward(wrap: Wrap, tmp_path: Path) 
 
 @pytest.mark.parametrize("dies_at", ["first", "second", "both"])
 def test_gradients_of_gradients(wrap: Wrap, tmp_path: Path, dies_at: str) -> None:
-    """F8, A4: a gradient penalty; a death before the first derivative, before the second, or before both."""
+    """F10, A4: a gradient penalty; a death before the first derivative, before the second, or before both."""
     model = wrap(Fn(torch.tanh, module_in(tmp_path / "deaths", dropout=0.0).eval()))
     x = torch.randn(9, 20)
     found = []
@@ -231,7 +231,7 @@ def test_gradients_of_gradients(wrap: Wrap, tmp_path: Path, dies_at: str) -> Non
 
 
 def test_a_module_that_checkpoints_and_has_an_autocast_around_it(wrap: Wrap, tmp_path: Path) -> None:
-    """F8, D7: the forward that is run again, in backward, has the caller's thread state of the first one."""
+    """F10, D7: the forward that is run again, in backward, has the caller's thread state of the first one."""
     inner = module_in(tmp_path / "deaths")
     model = wrap(Fn(lambda x: checkpoint(inner, x, use_reentrant=False), nn.Linear(20, 20)))
     found = []
@@ -249,7 +249,7 @@ def test_a_module_that_checkpoints_and_has_an_autocast_around_it(wrap: Wrap, tmp
 
 
 def test_a_backward_inside_forward_is_passed_on_once(wrap: Wrap) -> None:
-    """F8, A8: the module's own gradients are in `grad` already when its forward is run again."""
+    """F10, A8: the module's own gradients are in `grad` already when its forward is run again."""
 
     def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         module.own(x).square().sum().backward()
@@ -268,7 +268,7 @@ def test_a_backward_inside_forward_is_passed_on_once(wrap: Wrap) -> None:
 
 
 def test_nothing_is_kept_after_backward(wrap: Wrap, tmp_path: Path) -> None:
-    """F8, P4: the copies of the inputs go with the graphs."""
+    """F10, P4: the copies of the inputs go with the graphs."""
     model = wrap(module_in(tmp_path / "deaths"))
     output = model(torch.randn(9, 20))
     graphs = output.grad_fn.graphs
@@ -281,7 +281,7 @@ def test_nothing_is_kept_after_backward(wrap: Wrap, tmp_path: Path) -> None:
 
 
 def test_parameters_that_changed_since_the_forward(wrap: Wrap, tmp_path: Path) -> None:
-    """F8: forward would give other outputs now, so the death is an error that says so."""
+    """F10: forward would give other outputs now, so the death is an error that says so."""
     model = wrap(module_in(tmp_path / "deaths"))
     output = model(torch.randn(9, 20))
     with torch.no_grad():
@@ -294,7 +294,7 @@ def test_parameters_that_changed_since_the_forward(wrap: Wrap, tmp_path: Path) -
 
 
 def test_a_forward_that_is_not_the_same_a_second_time(wrap: Wrap) -> None:
-    """F8: other outputs would have other gradients; an error, not wrong numbers."""
+    """F10: other outputs would have other gradients; an error, not wrong numbers."""
     calls = [0]
 
     def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -310,7 +310,7 @@ def test_a_forward_that_is_not_the_same_a_second_time(wrap: Wrap) -> None:
 
 
 def test_an_error_of_the_module_is_raised_once(wrap: Wrap) -> None:
-    """F8, F1: only deaths are survived."""
+    """F10, F1: only deaths are survived."""
     calls = [0]
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -333,7 +333,7 @@ def test_without_the_option_a_death_is_an_error(wrap: Wrap, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("value", ["Retry", None, True])
 def test_bad_options(value: Any) -> None:
-    """F8: refused, with what was expected."""
+    """F10: refused, with what was expected."""
     with pytest.raises(ValueError, match=r"on_worker_loss=.*: expected one of \['raise', 'retry'\]"):
         DataParallel(nn.Linear(1, 1), ["cpu"] * 2, on_worker_loss=value)
     if value is not True:
@@ -345,7 +345,7 @@ def test_bad_options(value: Any) -> None:
 
 
 def test_a_forward_without_gradients(wrap: Wrap, tmp_path: Path) -> None:
-    """F8: it is run again, too."""
+    """F10: it is run again, too."""
     model = wrap(module_in(tmp_path / "deaths").eval())
     x = torch.randn(9, 20)
     with torch.no_grad():
@@ -357,7 +357,7 @@ def test_a_forward_without_gradients(wrap: Wrap, tmp_path: Path) -> None:
 
 
 def test_a_batch_of_a_map_goes_to_another_replica(wrap: Wrap, tmp_path: Path, caplog: Any) -> None:
-    """F8, I9: no batch is lost; the log says who died."""
+    """F10, I9: no batch is lost; the log says who died."""
     model = wrap(module_in(tmp_path / "deaths").eval())
     batches = [torch.randn(3, 20) for _ in range(12)]
     expected = list(model.map(batches))
@@ -382,7 +382,7 @@ def rank_with_deaths(rank: int, folder: Path, deaths: dict[int, str]) -> tuple[l
 
 @pytest.mark.slow
 def test_a_worker_of_a_rank_dies(tmp_path: Path) -> None:
-    """F8, K1: the other rank waits, and every number is that of an undisturbed run."""
+    """F10, K1: the other rank waits, and every number is that of an undisturbed run."""
     for name in ("none", "some"):
         (tmp_path / name).mkdir()
     expected = run_ranks(2, rank_with_deaths, tmp_path / "none", {})
@@ -424,7 +424,7 @@ def rescued(engine: str, module: nn.Module, **options: Any) -> DataParallel:
 @pytest.mark.parametrize("engine", ["threads", "processes"])
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_a_shard_that_does_not_fit_is_run_in_parts(engine: str, in_backward: bool, float64: None, caplog: Any) -> None:
-    """F9: outputs and gradients are the plain module's; what the replica can bear is logged and remembered."""
+    """F11: outputs and gradients are the plain module's; what the replica can bear is logged and remembered."""
     plain = Greedy(99, False)
     model = rescued(engine, copy.deepcopy(plain))
     model.module.most, model.module.in_backward = 6, in_backward
@@ -449,7 +449,7 @@ def test_a_shard_that_does_not_fit_is_run_in_parts(engine: str, in_backward: boo
 
 @pytest.mark.parametrize("engine", ["threads", "processes"])
 def test_one_replica_that_can_bear_less(engine: str, float64: None) -> None:
-    """F9: only its shard is run in parts."""
+    """F11: only its shard is run in parts."""
 
     def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         if x[0, 0] >= 8 and len(x) > 4:
@@ -467,7 +467,7 @@ def test_one_replica_that_can_bear_less(engine: str, float64: None) -> None:
 
 
 def test_dropout_in_parts_has_the_same_masks_in_backward(float64: None) -> None:
-    """F9: each part is computed again with its own random numbers."""
+    """F11: each part is computed again with its own random numbers."""
     model = rescued("threads", Fn(nn.functional.dropout, Greedy(3, False).net[0]))
     model._row_limits.update({0: 3, 1: 2})
     x = torch.randn(12, 20, requires_grad=True)
@@ -488,7 +488,7 @@ def test_dropout_in_parts_has_the_same_masks_in_backward(float64: None) -> None:
     ],
 )
 def test_what_cannot_be_run_in_parts(module: nn.Module, rows: int, options: dict[str, Any], reason: str) -> None:
-    """F9: the error is the module's own, with a note that says why."""
+    """F11: the error is the module's own, with a note that says why."""
 
     def forward(inner: nn.Module, x: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("simulated")
@@ -507,7 +507,7 @@ def test_without_the_option_too_little_memory_is_an_error() -> None:
 
 
 def test_what_counts_as_out_of_memory() -> None:
-    """F9: torch's error for devices, Python's, and that of torch's allocator on the host."""
+    """F11: torch's error for devices, Python's, and that of torch's allocator on the host."""
     with pytest.raises(RuntimeError, match="can't allocate memory") as raised:
         torch.empty(1 << 60, dtype=torch.uint8)
     assert devices.is_out_of_memory(raised.value)

@@ -22,16 +22,12 @@ from manyhands.engines.processes.post_mortem import is_stopped
 
 both_engines = pytest.mark.parametrize("engine", ["threads", "processes"])
 TIMEOUT_S = 0.4
-CALLER = os.getpid()
 released = threading.Event()  # lets stuck threads of this process end
 
 
 def gets_stuck() -> None:
     """Wait for something that does not come, as code of a user may."""
-    if os.getpid() == CALLER:
-        released.wait(100)
-    else:
-        time.sleep(1000)
+    released.wait(100)  # in a worker, which is ended, this is another event
 
 
 def stops() -> None:
@@ -130,7 +126,9 @@ def test_a_stuck_replica(wrap, engine, place, sync_batch_norm):
 
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
-@pytest.mark.parametrize("share_memory", [True, False], ids=["shared memory", "gloo"])
+@pytest.mark.parametrize(
+    "share_memory", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["shared memory", "gloo"]
+)
 def test_a_stopped_worker(wrap, place, share_memory):
     """F7: it cannot answer, and the error says that it was stopped, and where."""
     model = wrap(Stuck().eval(), 3, engine=ProcessesEngine(share_memory=share_memory))
@@ -164,6 +162,7 @@ def test_a_stopped_worker_that_does_not_take_a_message(wrap):
     torch.testing.assert_close(step(model, x), expected)
 
 
+@pytest.mark.slow
 def test_a_stopped_fork_server(wrap):
     """F7: it is ended, and another one is started."""
     model, other = wrap(Stuck().eval(), engine="processes"), wrap(Stuck().eval(), engine="processes")
@@ -278,6 +277,7 @@ def test_the_first_replica_is_stuck_and_others_wait_for_it(wrap, caplog):
     assert model(x).shape == (4, 200)
 
 
+@pytest.mark.slow
 @both_engines
 def test_messages_are_progress(wrap, engine):
     """F7: a pass that takes longer than the timeout, whose replicas meet at batch norms meanwhile."""
@@ -312,6 +312,7 @@ def test_timeouts_that_are_none(timeout, error):
         DataParallel(nn.Linear(1, 1), ["cpu"] * 2, timeout=timeout)
 
 
+@pytest.mark.slow
 def test_a_program_with_an_abandoned_thread_ends():
     """F7, F5: the thread is interrupted at exit, and nothing is printed."""
     done = run_script("""

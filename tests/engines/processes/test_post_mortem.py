@@ -96,6 +96,7 @@ def test_a_killed_fork_server_takes_all_workers_with_it():
         model.close()
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_dies_at_each_request(monkeypatch):
     """F4: an error that says how, and nothing is left; once it lives, the model works."""
     code = "import os; os._exit(7)"
