@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import shutil
 import signal
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from helpers import commands as records
 from helpers.plain_training import train_plainly
 from manyhands.console.errors import DivergedError, Interrupted, OptionError
+from manyhands.engines.processes import worker_group
 from manyhands.training import checkpoint, compiling, data, loop, models, pending_steps
 from manyhands.training import run as run_module
 from manyhands.training.display import Display
@@ -469,6 +471,27 @@ def losses_with(path: Path, **changes: Any) -> list[float]:
     folder = RunFolder.for_new_run(path / str(changes))
     train_on(folder, epochs=1, **changes)
     return losses_of(folder)
+
+
+class KillsWorkers(Recorder):
+    """Kills a worker after some steps."""
+
+    def step(self, report: StepReport) -> None:
+        super().step(report)
+        if report.record.step in (3, 7):
+            for group in list(worker_group._groups):
+                os.kill(group.workers[-1].pid, signal.SIGKILL)
+
+
+def test_a_worker_that_is_killed_changes_no_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F10: the model's file is that of an undisturbed run, byte for byte, and so are the losses."""
+    monkeypatch.setattr(models, "build", conv_with_batch_norm)
+    folders = [RunFolder.for_new_run(tmp_path / name) for name in ("undisturbed", "killed")]
+    options = replace(SMALL, epochs=1, engine="processes", devices="cpu*3")
+    for folder, display in zip(folders, (Recorder(), KillsWorkers()), strict=True):
+        torch.manual_seed(0)
+        train(options, folder, display)
+    assert_same_run(*folders)
 
 
 def test_batch_norm_sees_the_rows_of_all_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

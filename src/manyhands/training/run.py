@@ -108,6 +108,7 @@ class Run:
             engine=options.engine,
             shares="even",
             sync_batch_norm=synchronised,
+            on_worker_loss="retry",
             loss="sum",
         )
 
