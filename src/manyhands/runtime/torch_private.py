@@ -299,18 +299,21 @@ def with_function_mode(mode: Any) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        for frame, _ in traceback.walk_tb(error.__traceback__):
-            generator = getattr(frame.f_locals.get("self"), "gen", None)
-            if isinstance(generator, types.GeneratorType) and generator.gi_code.co_name == "_pop_mode_temporarily":
-                generator.close()
+        each: BaseException | None = error
+        while each is not None:  # where modes are nested, the interrupt of an inner one is the context of this
+            for frame, _ in traceback.walk_tb(each.__traceback__):
+                generator = getattr(frame.f_locals.get("self"), "gen", None)
+                if isinstance(generator, types.GeneratorType) and generator.gi_code.co_name == "_pop_mode_temporarily":
+                    generator.close()
+            each = each.__context__
         raise
     finally:
         c: Any = torch._C
         try:
             while c._len_torch_function_stack():
                 c._pop_torch_function_stack()
-            for each in before:
-                c._push_on_torch_function_stack(each)
+            for mode_before in before:
+                c._push_on_torch_function_stack(mode_before)
         except AttributeError:
             mode.__exit__(None, None, None)
 
