@@ -299,13 +299,7 @@ def with_function_mode(mode: Any) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        each: BaseException | None = error
-        while each is not None:  # where modes are nested, the interrupt of an inner one is the context of this
-            for frame, _ in traceback.walk_tb(each.__traceback__):
-                generator = getattr(frame.f_locals.get("self"), "gen", None)
-                if isinstance(generator, types.GeneratorType) and generator.gi_code.co_name == "_pop_mode_temporarily":
-                    generator.close()
-            each = each.__context__
+        _put_modes_back(error)
         raise
     finally:
         c: Any = torch._C
@@ -316,6 +310,17 @@ def with_function_mode(mode: Any) -> Iterator[None]:
                 c._push_on_torch_function_stack(mode_before)
         except AttributeError:
             mode.__exit__(None, None, None)
+
+
+def _put_modes_back(error: BaseException) -> None:
+    """Close the generators of torch's that an error holds, and that would put modes back when it is freed."""
+    each: BaseException | None = error
+    while each is not None:  # where modes are nested, the interrupt of an inner one is the context of this
+        for frame, _ in traceback.walk_tb(each.__traceback__):
+            generator = getattr(frame.f_locals.get("self"), "gen", None)
+            if isinstance(generator, types.GeneratorType) and generator.gi_code.co_name == "_pop_mode_temporarily":
+                generator.close()
+        each = each.__context__
 
 
 def is_default_device(mode: object) -> bool:

@@ -48,9 +48,9 @@ def send(number: int) -> None:
         (lambda: ctypes.CDLL(None).exit(4), 4, None, "exited with status 4"),
         (lambda: ctypes.string_at(0), None, signal.SIGSEGV, "SIGSEGV (an invalid memory access"),
         (os.abort, None, signal.SIGABRT, "SIGABRT (C or C++ code that gave up"),
-        (lambda: send(signal.SIGTERM), None, signal.SIGTERM, "SIGTERM (another process sent it)"),
+        (lambda: send(signal.SIGUSR1), None, signal.SIGUSR1, "SIGUSR1 (another process sent it)"),
     ],
-    ids=["_exit", "C exit", "segmentation fault", "abort", "SIGTERM"],
+    ids=["_exit", "C exit", "segmentation fault", "abort", "SIGUSR1"],
 )
 def test_a_death_says_which_replica_and_how(end, exit_status, number, words):
     """F4: for people and for programs; with the worker's Python stack where it crashed."""
