@@ -2,9 +2,9 @@
 
 A forward that fails has changed nothing, so it is run again as it was called. A backward that fails leaves the graphs
 of its forward half used. So a forward whose backward may have to be run again keeps what it began with (`Replay`),
-until its graphs are released: the inputs, the random state, the buffers and the state of the caller's thread. From
-these its graphs are made anew, and then the backward runs again. All replicas run again, at once: that takes no longer
-than one of them would, and their sums begin anew, too.
+until its graphs are released: the inputs, the random state, the buffers, the module's attributes and the state of the
+caller's thread. From these its graphs are made anew, and then the backward runs again. All replicas run again, at once:
+that takes no longer than one of them would, and their sums begin anew, too.
 
 A replica that ran out of memory runs the next time in parts of half as many rows, each with an activation checkpoint
 (`run_in_parts`): of one part only, at a time, are activations in memory. The wrapper remembers how many rows a replica
@@ -24,6 +24,7 @@ import abc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import compress
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -33,6 +34,8 @@ from torch.utils.checkpoint import checkpoint
 
 from manyhands.autograd.replica_graph import ReplicaGraphs
 from manyhands.engines.base import Call, Parts
+from manyhands.primitives.blueprint import Blueprint
+from manyhands.primitives.change_tracking import DictSnapshot, attribute_dicts, fill
 from manyhands.primitives.inputs import Arguments, scattered
 from manyhands.primitives.outputs import Group, gathered
 from manyhands.primitives.split_sizes import split_rows
@@ -43,6 +46,7 @@ from manyhands.runtime.errors import ReplicaDied, ReplicaTimeout, log
 from manyhands.runtime.thread_state import ThreadState
 
 T = TypeVar("T")
+_requires_grad = attrgetter("requires_grad")
 
 _MOST_DEATHS = 3  # in one forward or backward: a shard that ends its process each time would go on for ever
 _OTHER_PROCESSES = "the step was not run again: the other processes, with which batch norm is shared, cannot repeat it"
@@ -174,24 +178,26 @@ class Replay(Repeatable):
 
     Args:
         call: the forward's; its inputs are copied.
-        module: the live module.
-        parameters, buffers: the live module's.
+        blueprint: the live module's.
+        buffers: the live module's.
         forward: runs the call's forward again: it shows its outputs to the replay, and lets it `take` its graphs.
     """
 
     def __init__(
         self,
         call: Call,
-        module: nn.Module,
-        parameters: list[torch.Tensor],
+        blueprint: Blueprint,
         buffers: list[torch.Tensor],
         forward: Callable[[Call, "Replay"], object],
     ) -> None:
-        super().__init__(replace(call, arguments=call.arguments.copied()), module)
+        super().__init__(replace(call, arguments=call.arguments.copied()), blueprint.root)
         self._forward = forward
         self._thread = ThreadState.capture()
         self._random = _devices.random_states()
-        self._parameters = parameters
+        self._parameters = [*blueprint.parameters.values()]
+        self._flags = [*map(_requires_grad, self._parameters)]
+        self._trained = [*compress(self._parameters, self._flags)]
+        self._attributes = DictSnapshot(attribute_dicts(blueprint.modules))
         self._versions: list[Any] = []  # after the forward
         self._buffers, self._values = buffers, torch_private.clones(buffers)
         self._limits = dict(call.row_limits)
@@ -204,7 +210,7 @@ class Replay(Repeatable):
         Raises:
             RuntimeError: it was run again, and gave others than the first time.
         """
-        self._versions = _versions(self._parameters)
+        self._versions = _versions(self._trained)
         if not self._call.retry or self._limits != self._call.row_limits:  # in parts, others within float rounding
             return
         outputs, before = _fingerprints(groups), self._outputs
@@ -220,7 +226,7 @@ class Replay(Repeatable):
         self._graphs.take_from(graphs)
 
     def why_not(self) -> str | None:
-        changed = [k for k, version in enumerate(_versions(self._parameters)) if version != self._versions[k]]
+        changed = [k for k, version in enumerate(_versions(self._trained)) if version != self._versions[k]]
         if changed:
             return _CHANGED.format(what=f"{len(changed)} parameters were changed, an optimizer step perhaps")
         return None
@@ -230,7 +236,9 @@ class Replay(Repeatable):
         graphs.drop()
         self._graphs = graphs
         random, values = _devices.random_states(), torch_private.clones(self._buffers)
+        flags, attributes = [*map(_requires_grad, self._parameters)], self._attributes.restore()
         try:
+            _set_flags(self._parameters, self._flags)
             _devices.set_random_states(self._random)
             _write(self._buffers, self._values)
             with self._thread.applied():
@@ -239,11 +247,20 @@ class Replay(Repeatable):
             self._graphs = None
             _write(self._buffers, values)
             _devices.set_random_states(random)
+            _set_flags(self._parameters, flags)
+            for target, items in attributes:
+                fill(target, items)
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[Any]:
     """Return what changes when a tensor's values or memory change; in C, because a module has many parameters."""
     return [*zip(map(attrgetter("_version"), tensors), map(torch.Tensor.data_ptr, tensors), strict=True)]
+
+
+def _set_flags(parameters: Sequence[torch.Tensor], flags: Sequence[bool]) -> None:
+    for parameter, flag in zip(parameters, flags, strict=True):
+        if parameter.requires_grad != flag:
+            parameter.requires_grad_(flag)
 
 
 def _write(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

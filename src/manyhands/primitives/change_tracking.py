@@ -32,6 +32,12 @@ class GONE:
     """Stands for an attribute that was deleted."""
 
 
+def attribute_dicts(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
+    """Return the dicts that hold modules' attributes, children, parameters, buffers and hooks."""
+    registries = (map(attrgetter(name), modules) for name in _REGISTRIES if isinstance(_EMPTY.__dict__[name], dict))
+    return [*map(_own_attributes, modules), *chain.from_iterable(registries)]
+
+
 class DictSnapshot:
     """The items of some dicts at one moment. Equal is not identical: a rebound `[]`, or 1 in place of True, differs."""
 
@@ -209,7 +215,8 @@ class ChangeTracker:
 
 
 # The attributes of nn.Module that are containers.
-_REGISTRIES = frozenset(name for name, value in nn.Module().__dict__.items() if isinstance(value, dict | set))
+_EMPTY = nn.Module()
+_REGISTRIES = frozenset(name for name, value in _EMPTY.__dict__.items() if isinstance(value, dict | set))
 
 
 def _items(container: Any) -> Any:
