@@ -588,6 +588,32 @@ def test_what_cannot_be_run_in_parts(module: nn.Module, rows: int, options: dict
     assert any(reason in note for note in raised.value.__notes__)
 
 
+def counted(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    module.layer.count.add_(1)
+    return module.layer(x)
+
+
+@pytest.mark.filterwarnings("ignore:gathering 0-dim outputs")
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (counted, "changes the buffer 'layer.count'"),
+        (lambda module, x: module.layer(x).mean(), "0-dim tensors"),
+        (lambda module, x: module.layer(x).mean(0), r"\[4, 4\] rows it returns tensors of lengths \[2, 2\]"),
+        (lambda module, x: (module.layer(x), len(x)), "numbers, which would be one a part"),
+    ],
+)
+def test_outputs_and_buffers_that_parts_would_change(forward: Callable[..., Any], reason: str) -> None:
+    """F11: an error, not other numbers than those of the whole shard."""
+    layer = nn.Linear(2, 2)
+    layer.register_buffer("count", torch.zeros(()))
+    model = DataParallel(Calls(forward, layer=layer), ["cpu"] * 2, rescue=True)
+    model._row_limits.update({0: 4, 1: 4})
+    with pytest.raises(RuntimeError, match=reason):
+        model(torch.ones(16, 2))
+    assert layer.count == 0
+
+
 def test_without_the_option_too_little_memory_is_an_error() -> None:
     """F1: the default."""
     model = DataParallel(Greedy(3, False), ["cpu"] * 2)

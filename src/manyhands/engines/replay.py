@@ -34,10 +34,12 @@ from torch.utils.checkpoint import checkpoint
 
 from manyhands.autograd.replica_graph import ReplicaGraphs
 from manyhands.engines.base import Call, Parts
+from manyhands.primitives import pytree
 from manyhands.primitives.blueprint import Blueprint
-from manyhands.primitives.change_tracking import DictSnapshot, attribute_dicts, fill
+from manyhands.primitives.change_tracking import fill, restore
 from manyhands.primitives.inputs import Arguments, scattered
-from manyhands.primitives.outputs import Group, gathered
+from manyhands.primitives.outputs import Group, Outputs
+from manyhands.primitives.placements import PaddedShard, Shard, Stack
 from manyhands.primitives.split_sizes import split_rows
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
@@ -61,6 +63,7 @@ _OTHER_OUTPUTS = (
 )
 _AGAIN = "%s\nThe step was run again, which took %.2f s."
 _NO_PARTS = "rescue=True cannot run the shard of {where} in parts: {reason}"
+_NO_SHARD_IN_PARTS = "rescue=True cannot run the shard of a replica that ran out of memory in parts: {reason}."
 _IN_PARTS = (
     "%s ran out of memory with %d rows. From now on it runs them in parts of %d rows at most, and computes each part "
     "again in backward. To give it fewer rows, use shares=."
@@ -197,7 +200,8 @@ class Replay(Repeatable):
         self._parameters = [*blueprint.parameters.values()]
         self._flags = [*map(_requires_grad, self._parameters)]
         self._trained = [*compress(self._parameters, self._flags)]
-        self._attributes = DictSnapshot(attribute_dicts(blueprint.modules))
+        self._dicts = blueprint.attribute_dicts
+        self._attributes = [*map(dict, blueprint.attribute_dicts)]
         self._versions: list[Any] = []  # after the forward
         self._buffers, self._values = buffers, torch_private.clones(buffers)
         self._limits = dict(call.row_limits)
@@ -236,7 +240,7 @@ class Replay(Repeatable):
         graphs.drop()
         self._graphs = graphs
         random, values = _devices.random_states(), torch_private.clones(self._buffers)
-        flags, attributes = [*map(_requires_grad, self._parameters)], self._attributes.restore()
+        flags, attributes = [*map(_requires_grad, self._parameters)], restore(self._dicts, self._attributes)
         try:
             _set_flags(self._parameters, self._flags)
             _devices.set_random_states(self._random)
@@ -311,16 +315,55 @@ def parts_of(call: Call, root: nn.Module, index: int) -> Parts | None:
 
 
 def run_in_parts(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], parts: Parts, device: torch.device
+    root: nn.Module,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    parts: Parts,
+    device: torch.device,
 ) -> Any:
-    """Call a replica's function with its shard in parts, one after the other; return the joined output."""
+    """Call a replica's function with its shard in parts, one after the other; return the joined output.
+
+    Raises:
+        RuntimeError: it writes buffers, or its outputs are not those of the whole shard: it cannot be run in parts.
+    """
     arguments = Arguments(args, kwargs, parts.rules.dim, axes=parts.axes)
     shards = scattered(arguments, [device] * len(parts.sizes), parts.sizes)
+    buffers = _written(root)
     if not torch.is_grad_enabled():
         outputs = [function(*args, **kwargs) for args, kwargs in shards]
     else:
         outputs = [checkpoint(function, *args, use_reentrant=False, **kwargs) for args, kwargs in shards]
-    return gathered(outputs, device, parts.rules, parts.sizes)
+    if changed := [name for name, state in _written(root).items() if state != buffers.get(name)]:
+        raise RuntimeError(_NO_SHARD_IN_PARTS.format(reason=f"its forward changes the buffer {changed[0]!r}"))
+    matched = Outputs(outputs, parts.rules, parts.sizes)
+    output = matched.put_together([group.placement.join(group.tensors) for group in matched.groups])
+    if reason := _not_by_rows(matched.groups, parts.sizes) or _other_structure(output, outputs[0]):
+        raise RuntimeError(_NO_SHARD_IN_PARTS.format(reason=reason))
+    return output
+
+
+def _written(root: nn.Module) -> dict[str, tuple[int, int | None]]:
+    """Return what changes when a buffer is written or replaced."""
+    return {name: (id(b), None if b.is_inference() else b._version) for name, b in root.named_buffers()}
+
+
+def _not_by_rows(groups: Sequence[Group], sizes: Sequence[int]) -> str | None:
+    for group in groups:
+        if isinstance(group.placement, Stack):
+            return 'it returns 0-dim tensors, which would be one a part. Have them joined: scalars="mean", or "sum"'
+        if isinstance(group.placement, Shard | PaddedShard):
+            shard = group.placement if isinstance(group.placement, Shard) else group.placement.rows
+            lengths = [tensor.shape[shard.dim] for tensor in group.tensors if tensor is not None]
+            if lengths != [*sizes]:
+                return f"for parts of {[*sizes]} rows it returns tensors of lengths {lengths} along axis {shard.dim}"
+    return None
+
+
+def _other_structure(output: Any, of_part: Any) -> str | None:
+    if [path for path, _ in pytree.leaves(output)] == [path for path, _ in pytree.leaves(of_part)]:
+        return None
+    return "it returns numbers, which would be one a part"
 
 
 def _sees_other_rows(root: nn.Module) -> str | None:

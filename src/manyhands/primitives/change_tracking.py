@@ -62,13 +62,19 @@ class DictSnapshot:
 
     def restore(self) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
         """Give the dicts the items that they had; return those that differed, each with what it held."""
-        held = []
-        values, values_before = map(_values, self.dicts), map(_values, self.copies)
-        for now, before, *both in zip(self.dicts, self.copies, values, values_before, strict=True):
-            if [*now] != [*before] or [*map(id, both[0])] != [*map(id, both[1])]:
-                held.append((now, dict(now)))
-                fill(now, before)
-        return held
+        return restore(self.dicts, self.copies)
+
+
+def restore(
+    dicts: Sequence[dict[Any, Any]], copies: Sequence[dict[Any, Any]]
+) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+    """Give dicts the items of their copies; return those that differed, each with what it held."""
+    held = []
+    for now, before, *both in zip(dicts, copies, map(_values, dicts), map(_values, copies), strict=True):
+        if [*now] != [*before] or [*map(id, both[0])] != [*map(id, both[1])]:
+            held.append((now, dict(now)))
+            fill(now, before)
+    return held
 
 
 def fill(target: dict[Any, Any], items: dict[Any, Any]) -> None:
