@@ -2,9 +2,9 @@
 
 A forward that fails has changed nothing, so it is run again as it was called. A backward that fails leaves the graphs
 of its forward half used. So a forward whose backward may have to be run again keeps what it began with (`Replay`),
-until its graphs are released: the inputs, the random state, the buffers and the state of the caller's thread. From
-these its graphs are made anew, and then the backward runs again. All replicas run again, at once: that takes no longer
-than one of them would, and their sums begin anew, too.
+until its graphs are released: the inputs, the random state, the buffers, the module's attributes and the state of the
+caller's thread. From these its graphs are made anew, and then the backward runs again. All replicas run again, at once:
+that takes no longer than one of them would, and their sums begin anew, too.
 
 A replica that ran out of memory runs the next time in parts of half as many rows, each with an activation checkpoint
 (`run_in_parts`): of one part only, at a time, are activations in memory. The wrapper remembers how many rows a replica
@@ -24,6 +24,7 @@ import abc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import compress
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -33,8 +34,12 @@ from torch.utils.checkpoint import checkpoint
 
 from manyhands.autograd.replica_graph import ReplicaGraphs
 from manyhands.engines.base import Call, Parts
+from manyhands.primitives import pytree
+from manyhands.primitives.blueprint import Blueprint
+from manyhands.primitives.change_tracking import fill, restore
 from manyhands.primitives.inputs import Arguments, scattered
-from manyhands.primitives.outputs import Group, gathered
+from manyhands.primitives.outputs import Group, Outputs
+from manyhands.primitives.placements import PaddedShard, Shard, Stack
 from manyhands.primitives.split_sizes import split_rows
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
@@ -43,6 +48,7 @@ from manyhands.runtime.errors import ReplicaDied, ReplicaTimeout, log
 from manyhands.runtime.thread_state import ThreadState
 
 T = TypeVar("T")
+_requires_grad = attrgetter("requires_grad")
 
 _MOST_DEATHS = 3  # in one forward or backward: a shard that ends its process each time would go on for ever
 _OTHER_PROCESSES = "the step was not run again: the other processes, with which batch norm is shared, cannot repeat it"
@@ -57,6 +63,7 @@ _OTHER_OUTPUTS = (
 )
 _AGAIN = "%s\nThe step was run again, which took %.2f s."
 _NO_PARTS = "rescue=True cannot run the shard of {where} in parts: {reason}"
+_NO_SHARD_IN_PARTS = "rescue=True cannot run the shard of a replica that ran out of memory in parts: {reason}."
 _IN_PARTS = (
     "%s ran out of memory with %d rows. From now on it runs them in parts of %d rows at most, and computes each part "
     "again in backward. To give it fewer rows, use shares=."
@@ -174,24 +181,27 @@ class Replay(Repeatable):
 
     Args:
         call: the forward's; its inputs are copied.
-        module: the live module.
-        parameters, buffers: the live module's.
+        blueprint: the live module's.
+        buffers: the live module's.
         forward: runs the call's forward again: it shows its outputs to the replay, and lets it `take` its graphs.
     """
 
     def __init__(
         self,
         call: Call,
-        module: nn.Module,
-        parameters: list[torch.Tensor],
+        blueprint: Blueprint,
         buffers: list[torch.Tensor],
         forward: Callable[[Call, "Replay"], object],
     ) -> None:
-        super().__init__(replace(call, arguments=call.arguments.copied()), module)
+        super().__init__(replace(call, arguments=call.arguments.copied()), blueprint.root)
         self._forward = forward
         self._thread = ThreadState.capture()
         self._random = _devices.random_states()
-        self._parameters = parameters
+        self._parameters = [*blueprint.parameters.values()]
+        self._flags = [*map(_requires_grad, self._parameters)]
+        self._trained = [*compress(self._parameters, self._flags)]
+        self._dicts = blueprint.attribute_dicts
+        self._attributes = [*map(dict, blueprint.attribute_dicts)]
         self._versions: list[Any] = []  # after the forward
         self._buffers, self._values = buffers, torch_private.clones(buffers)
         self._limits = dict(call.row_limits)
@@ -204,7 +214,7 @@ class Replay(Repeatable):
         Raises:
             RuntimeError: it was run again, and gave others than the first time.
         """
-        self._versions = _versions(self._parameters)
+        self._versions = _versions(self._trained)
         if not self._call.retry or self._limits != self._call.row_limits:  # in parts, others within float rounding
             return
         outputs, before = _fingerprints(groups), self._outputs
@@ -220,7 +230,7 @@ class Replay(Repeatable):
         self._graphs.take_from(graphs)
 
     def why_not(self) -> str | None:
-        changed = [k for k, version in enumerate(_versions(self._parameters)) if version != self._versions[k]]
+        changed = [k for k, version in enumerate(_versions(self._trained)) if version != self._versions[k]]
         if changed:
             return _CHANGED.format(what=f"{len(changed)} parameters were changed, an optimizer step perhaps")
         return None
@@ -230,7 +240,9 @@ class Replay(Repeatable):
         graphs.drop()
         self._graphs = graphs
         random, values = _devices.random_states(), torch_private.clones(self._buffers)
+        flags, attributes = [*map(_requires_grad, self._parameters)], restore(self._dicts, self._attributes)
         try:
+            _set_flags(self._parameters, self._flags)
             _devices.set_random_states(self._random)
             _write(self._buffers, self._values)
             with self._thread.applied():
@@ -239,11 +251,20 @@ class Replay(Repeatable):
             self._graphs = None
             _write(self._buffers, values)
             _devices.set_random_states(random)
+            _set_flags(self._parameters, flags)
+            for target, items in attributes:
+                fill(target, items)
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[Any]:
     """Return what changes when a tensor's values or memory change; in C, because a module has many parameters."""
     return [*zip(map(attrgetter("_version"), tensors), map(torch.Tensor.data_ptr, tensors), strict=True)]
+
+
+def _set_flags(parameters: Sequence[torch.Tensor], flags: Sequence[bool]) -> None:
+    for parameter, flag in zip(parameters, flags, strict=True):
+        if parameter.requires_grad != flag:
+            parameter.requires_grad_(flag)
 
 
 def _write(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
@@ -276,6 +297,7 @@ def _lower_limits(call: Call, module: nn.Module, error: Exception) -> str | None
         number, rows = call.replica_numbers[i], call.sizes[i]
         smaller[number] = min(rows, call.row_limits.get(number, rows)) // 2
         if not smaller[number]:
+            call.row_limits.pop(number, None)  # parts did not help
             return _NO_PARTS.format(where=where[i], reason="a single row needs more memory than there is.")
     for i in failed:
         number = call.replica_numbers[i]
@@ -294,16 +316,55 @@ def parts_of(call: Call, root: nn.Module, index: int) -> Parts | None:
 
 
 def run_in_parts(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], parts: Parts, device: torch.device
+    root: nn.Module,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    parts: Parts,
+    device: torch.device,
 ) -> Any:
-    """Call a replica's function with its shard in parts, one after the other; return the joined output."""
+    """Call a replica's function with its shard in parts, one after the other; return the joined output.
+
+    Raises:
+        RuntimeError: it writes buffers, or its outputs are not those of the whole shard: it cannot be run in parts.
+    """
     arguments = Arguments(args, kwargs, parts.rules.dim, axes=parts.axes)
     shards = scattered(arguments, [device] * len(parts.sizes), parts.sizes)
+    buffers = _written(root)
     if not torch.is_grad_enabled():
         outputs = [function(*args, **kwargs) for args, kwargs in shards]
     else:
         outputs = [checkpoint(function, *args, use_reentrant=False, **kwargs) for args, kwargs in shards]
-    return gathered(outputs, device, parts.rules, parts.sizes)
+    if changed := [name for name, state in _written(root).items() if state != buffers.get(name)]:
+        raise RuntimeError(_NO_SHARD_IN_PARTS.format(reason=f"its forward changes the buffer {changed[0]!r}"))
+    matched = Outputs(outputs, parts.rules, parts.sizes)
+    output = matched.put_together([group.placement.join(group.tensors) for group in matched.groups])
+    if reason := _not_by_rows(matched.groups, parts.sizes) or _other_structure(output, outputs[0]):
+        raise RuntimeError(_NO_SHARD_IN_PARTS.format(reason=reason))
+    return output
+
+
+def _written(root: nn.Module) -> dict[str, tuple[int, int | None]]:
+    """Return what changes when a buffer is written or replaced."""
+    return {name: (id(b), None if b.is_inference() else b._version) for name, b in root.named_buffers()}
+
+
+def _not_by_rows(groups: Sequence[Group], sizes: Sequence[int]) -> str | None:
+    for group in groups:
+        if isinstance(group.placement, Stack):
+            return 'it returns 0-dim tensors, which would be one a part. Have them joined: scalars="mean", or "sum"'
+        if isinstance(group.placement, Shard | PaddedShard):
+            shard = group.placement if isinstance(group.placement, Shard) else group.placement.rows
+            lengths = [tensor.shape[shard.dim] for tensor in group.tensors if tensor is not None]
+            if lengths != [*sizes]:
+                return f"for parts of {[*sizes]} rows it returns tensors of lengths {lengths} along axis {shard.dim}"
+    return None
+
+
+def _other_structure(output: Any, of_part: Any) -> str | None:
+    if [path for path, _ in pytree.leaves(output)] == [path for path, _ in pytree.leaves(of_part)]:
+        return None
+    return "it returns numbers, which would be one a part"
 
 
 def _sees_other_rows(root: nn.Module) -> str | None:

@@ -93,7 +93,7 @@ def call_replica(
     args, kwargs = inputs.shards[index]
     function = called(roots[index], call.method)
     if call.row_limits and (parts := parts_of(call, roots[index], index)):
-        output = run_in_parts(function, args, kwargs, parts, call.devices[index])
+        output = run_in_parts(roots[index], function, args, kwargs, parts, call.devices[index])
     else:
         output = function(*args, **kwargs)
     timings[index].forward_s = time.perf_counter() - started

@@ -109,7 +109,7 @@ class ThreadsEngine(Engine):
 
         replay = again
         if call.rescue and tracked and again is None and not inside_replica():
-            replay = Replay(call, module, pool.live_parameters, pool.buffers, partial(self._forward, module))
+            replay = Replay(call, pool.blueprint, pool.buffers, partial(self._forward, module))
         with unchanged_on_failure(pool.buffers), one_pass(contexts) as replica_context:
             run = partial(call_replica, call, inputs, roots, copies, timings)
             tasks = [partial(run, i) for i, _ in enumerate(call.devices)]  # step 4

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from manyhands.primitives.change_tracking import ChangeTracker, TensorSnapshot
+from manyhands.primitives.change_tracking import ChangeTracker, TensorSnapshot, attribute_dicts
 from manyhands.primitives.object_state import slot_names
 from manyhands.primitives.references import is_inert, may_refer_later, rebind, references
 from manyhands.runtime import devices as _devices
@@ -218,6 +218,11 @@ class Blueprint:
             *[module.training for module in self.modules],
             *[(module, name, id(value)) for module, name, value in self._referring_attributes()],
         )
+
+    @cached_property
+    def attribute_dicts(self) -> list[dict[str, Any]]:
+        """The dicts that hold what the modules have: attributes, children, parameters, buffers and hooks."""
+        return attribute_dicts(self.modules)
 
     def need_gradients(self) -> list[bool]:
         """Return for each of the parameters whether it needs a gradient now."""

@@ -32,6 +32,12 @@ class GONE:
     """Stands for an attribute that was deleted."""
 
 
+def attribute_dicts(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
+    """Return the dicts that hold modules' attributes, children, parameters, buffers and hooks."""
+    registries = (map(attrgetter(name), modules) for name in _REGISTRIES if isinstance(_EMPTY.__dict__[name], dict))
+    return [*map(_own_attributes, modules), *chain.from_iterable(registries)]
+
+
 class DictSnapshot:
     """The items of some dicts at one moment. Equal is not identical: a rebound `[]`, or 1 in place of True, differs."""
 
@@ -56,13 +62,19 @@ class DictSnapshot:
 
     def restore(self) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
         """Give the dicts the items that they had; return those that differed, each with what it held."""
-        held = []
-        values, values_before = map(_values, self.dicts), map(_values, self.copies)
-        for now, before, *both in zip(self.dicts, self.copies, values, values_before, strict=True):
-            if [*now] != [*before] or [*map(id, both[0])] != [*map(id, both[1])]:
-                held.append((now, dict(now)))
-                fill(now, before)
-        return held
+        return restore(self.dicts, self.copies)
+
+
+def restore(
+    dicts: Sequence[dict[Any, Any]], copies: Sequence[dict[Any, Any]]
+) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+    """Give dicts the items of their copies; return those that differed, each with what it held."""
+    held = []
+    for now, before, *both in zip(dicts, copies, map(_values, dicts), map(_values, copies), strict=True):
+        if [*now] != [*before] or [*map(id, both[0])] != [*map(id, both[1])]:
+            held.append((now, dict(now)))
+            fill(now, before)
+    return held
 
 
 def fill(target: dict[Any, Any], items: dict[Any, Any]) -> None:
@@ -209,7 +221,8 @@ class ChangeTracker:
 
 
 # The attributes of nn.Module that are containers.
-_REGISTRIES = frozenset(name for name, value in nn.Module().__dict__.items() if isinstance(value, dict | set))
+_EMPTY = nn.Module()
+_REGISTRIES = frozenset(name for name, value in _EMPTY.__dict__.items() if isinstance(value, dict | set))
 
 
 def _items(container: Any) -> Any:

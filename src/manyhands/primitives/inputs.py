@@ -135,7 +135,7 @@ class Arguments:
         return self._mapped(first, rows)
 
     def copied(self) -> "Arguments":
-        """Return arguments with copies of all tensors, which need gradients where the originals do."""
+        """Return arguments with copies of all containers and tensors; these need gradients where the originals do."""
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.detach().clone().requires_grad_(tensor.requires_grad)
@@ -147,7 +147,9 @@ class Arguments:
             tensors, rebuild = batch_type.parts(leaf)
             return rebuild([copied(tensor) for tensor in tensors])
 
-        return self._mapped(copied_leaf, self.rows)
+        other = self._mapped(copied_leaf, self.rows)
+        other._inputs, other._kwargs = self._with_leaves(other.leaves, rebuild_all=True)
+        return other
 
     def with_rows(self, rows: int) -> "Arguments":
         """Return arguments like these with `rows` rows of zeros."""
@@ -183,14 +185,21 @@ class Arguments:
             )
         return [_placed(shard, index, place) for index, shard in enumerate(shards)]
 
-    def _with_leaves(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return positional and keyword inputs like the caller's with other leaves."""
+    def _with_leaves(
+        self, leaves: Sequence[Any], *, rebuild_all: bool = False
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return positional and keyword inputs like the caller's with other leaves.
+
+        Args:
+            rebuild_all: make new containers also where no leaf is another.
+        """
         following = iter(leaves)
 
         def fill(_: Any) -> Any:
             return next(following)
 
-        return pytree.map_leaves(fill, self._inputs, "inputs"), pytree.map_leaves(fill, self._kwargs, "kwargs")
+        inputs = pytree.map_leaves(fill, self._inputs, "inputs", rebuild_all=rebuild_all)
+        return inputs, pytree.map_leaves(fill, self._kwargs, "kwargs", rebuild_all=rebuild_all)
 
 
 def _placed(shard: Any, index: int, place: Place) -> Any:

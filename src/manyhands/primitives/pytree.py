@@ -79,8 +79,10 @@ def tensors(value: object, path: str = "") -> Iterator[tuple[str, torch.Tensor]]
     return ((where, leaf) for where, leaf in leaves(value, path) if isinstance(leaf, torch.Tensor))
 
 
-def map_leaves(function: Callable[[Any], Any], value: Any, path: str = "") -> Any:
-    """Return `value` with `function` applied to every leaf, in order; what does not change is not rebuilt.
+def map_leaves(function: Callable[[Any], Any], value: Any, path: str = "", *, rebuild_all: bool = False) -> Any:
+    """Return `value` with `function` applied to every leaf, in order.
+
+    A container in which nothing changes is not rebuilt, unless `rebuild_all`.
 
     >>> map_leaves(lambda leaf: leaf * 2, {"a": [1, 2], "b": (3,)})
     {'a': [2, 4], 'b': (6,)}
@@ -89,19 +91,19 @@ def map_leaves(function: Callable[[Any], Any], value: Any, path: str = "") -> An
         ValueError: as `leaves`.
     """
     try:
-        return _mapped(function, value)
+        return _mapped(function, value, rebuild_all)
     except RecursionError:
         raise _too_deep(value, path) from None
 
 
-def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+def _mapped(function: Callable[[Any], Any], value: Any, rebuild_all: bool) -> Any:
     inside = children(value)
     if inside is None:
         return function(value)
-    new = [_mapped(function, child) for child in inside.values()]
+    new = [_mapped(function, child, rebuild_all) for child in inside.values()]
     if isinstance(value, Items):
         return value.cls(iter(new))
-    if all(a is b for a, b in zip(new, inside.values(), strict=True)):
+    if not rebuild_all and all(a is b for a, b in zip(new, inside.values(), strict=True)):
         return value
     return _rebuild(value, new)
 

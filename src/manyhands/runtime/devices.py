@@ -425,8 +425,8 @@ def generator_states(device: torch.device) -> list[torch.Tensor]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a device, or the host, had too little memory."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+    """Return whether torch found too little memory on a device or on the host; Python's MemoryError does not count."""
+    return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
     )
 

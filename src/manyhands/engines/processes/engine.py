@@ -161,7 +161,7 @@ class ProcessesEngine(Engine):
         worker_group, pool = self._prepared(module, call)
         replay = again
         if again is None and tracked and (call.retry or call.rescue):
-            replay = Replay(call, module, pool.live_parameters, pool.buffers, partial(self._forward_again, module))
+            replay = Replay(call, pool.blueprint, pool.buffers, partial(self._forward_again, module))
         number = next(worker_group.graph_numbers)
         graphs = RemoteGraphs(
             timings,

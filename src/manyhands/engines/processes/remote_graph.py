@@ -400,6 +400,7 @@ class RemoteGraphs(ReplicaGraphs):
         if self.worker_group.ended:
             raise ReplicaDied(
                 "the worker processes that ran this forward have ended, and what they had saved for its backward "
-                "is gone: call the model again."
+                "is gone: call the model again.",
+                cause="The worker processes that ran this forward have ended.",
             )
         return divided_intra_op_threads([timing.device for timing in self.timings])

@@ -208,7 +208,7 @@ class Worker:
                 args, kwargs = call.pop()
                 function = called(root, message.method)
                 if message.parts is not None:
-                    return run_in_parts(function, args, kwargs, message.parts, self._device)
+                    return run_in_parts(root, function, args, kwargs, message.parts, self._device)
                 return function(*args, **kwargs)
 
             output = _run(run, self._device, replica_context)
