@@ -111,6 +111,19 @@ def test_the_closing_line_is_json_for_machines(capsys: pytest.CaptureFixture[str
     assert sum(content["shares"].values()) == pytest.approx(1, abs=1e-3)
 
 
+def test_the_plain_module_is_called_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """X5, A2: its backward is part of the rest."""
+    if torch.accelerator.is_available():
+        pytest.skip("this machine has an accelerator")
+    assert main(["run", script(WRAPPED)]) == 0
+    closing = capsys.readouterr().err.splitlines()[-1]
+    assert closing.startswith(
+        "manyhands run: 1 wrapper on no accelerator, where the plain module runs (--devices 'cpu*2'"
+    )
+    assert "; 90 rows in 3 forwards, " in closing
+    assert "backward and the rest of the script" in closing
+
+
 def test_a_script_without_a_wrapper_is_told_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

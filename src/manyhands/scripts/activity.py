@@ -30,6 +30,7 @@ class Report:
         devices: those of each wrapper, in the order in which they were made.
         functions: how often data_parallel and the verbs were called, by name.
         forwards, rows: of wrappers and of data_parallel, those without gradients too.
+        timed_forwards: those of them that an engine ran, on several devices: of these backward is known.
         seconds: since the first forward began.
         replicas_s, backward_s: what the slowest replica took, forward and backward, of all forwards together.
         around_s: what else the forwards took: to split the batch, make the replicas, join the outputs.
@@ -39,6 +40,7 @@ class Report:
     functions: dict[str, int]
     forwards: int
     rows: int
+    timed_forwards: int
     seconds: float
     replicas_s: float
     backward_s: float
@@ -53,7 +55,7 @@ class Activity:
         self._thread = threading.local()
         self._devices: list[tuple[torch.device, ...]] = []
         self._functions: Counter[str] = Counter()
-        self._forwards = self._rows = 0
+        self._forwards = self._rows = self._timed_forwards = 0
         self._started: float | None = None
         self._forward_s = self._replicas_s = self._backward_s = 0.0
         self._pending: deque[list[ReplicaTiming]] = deque()
@@ -107,6 +109,7 @@ class Activity:
             self._forward_s += took
             self._replicas_s += max((timing.forward_s for timing in timings), default=took)
             if timings:
+                self._timed_forwards += 1
                 self._pending.append(timings)
             if len(self._pending) > _MOST_PENDING:
                 self._backward_s += _slowest_backward(self._pending.popleft())
@@ -119,6 +122,7 @@ class Activity:
                 functions=dict(self._functions),
                 forwards=self._forwards,
                 rows=self._rows,
+                timed_forwards=self._timed_forwards,
                 seconds=now - self._started if self._started is not None else 0.0,
                 replicas_s=self._replicas_s,
                 backward_s=self._backward_s + sum(map(_slowest_backward, self._pending)),

@@ -9,6 +9,7 @@ from manyhands.scripts.activity import Report
 _NO_WRAPPER = (
     "the script made no torch.nn.DataParallel and called none of the functions beside it: it ran as with python alone"
 )
+_PLAIN = "no accelerator, where the plain module runs (--devices 'cpu*2' makes two replicas)"
 
 
 def line(report: Report, engine: str, advice: str | None = None) -> str:
@@ -22,8 +23,9 @@ def line(report: Report, engine: str, advice: str | None = None) -> str:
     parts = []
     if report.devices:
         number = f"{len(report.devices)} wrapper{'s' * (len(report.devices) > 1)}"
-        wheres = [describe(devices) if devices else "no device, as the plain module" for devices in report.devices]
-        parts.append(f"{number} on {' and '.join(dict.fromkeys(wheres))}, engine {engine}")
+        wheres = [describe(devices) if devices else _PLAIN for devices in report.devices]
+        several = any(len(devices) > 1 for devices in report.devices)
+        parts.append(f"{number} on {' and '.join(dict.fromkeys(wheres))}{f', engine {engine}' * several}")
     if report.functions:
         parts.append("calls of " + ", ".join(f"{name} {count:,}" for name, count in report.functions.items()))
     if report.forwards:
@@ -37,13 +39,13 @@ def line(report: Report, engine: str, advice: str | None = None) -> str:
 
 
 def phases(report: Report) -> dict[str, float]:
-    """Return the share of each phase in the time since the first forward began."""
-    named = {
-        "forward": report.replicas_s,
-        "backward": report.backward_s,
-        "scatter, replicate, gather": report.around_s,
-    }
-    named["the rest of the script"] = max(0.0, report.seconds - sum(named.values()))
+    """Return the share of each phase in the time since the first forward; of one device backward is not known."""
+    named = {"forward": report.replicas_s}
+    rest = "backward and the rest of the script"
+    if report.timed_forwards:
+        named |= {"backward": report.backward_s, "scatter, replicate, gather": report.around_s}
+        rest = "the rest of the script"
+    named[rest] = max(0.0, report.seconds - sum(named.values()))
     whole = max(report.seconds, sum(named.values()))
     return {name: seconds / whole for name, seconds in named.items()}
 
