@@ -11,6 +11,7 @@ from manyhands.primitives.replicate import replicate
 from manyhands.primitives.scatter_gather import gather, scatter, scatter_kwargs
 from manyhands.runtime.errors import ReplicaDied, ReplicaTimeout
 from manyhands.runtime.malloc import keep_freed_memory
+from manyhands.scripts.install import install
 from manyhands.verification.verify import verify
 
 __version__ = "0.1.0"
@@ -21,6 +22,7 @@ __all__ = [
     "ReplicaTimeout",
     "data_parallel",
     "gather",
+    "install",
     "keep_freed_memory",
     "pad",
     "parallel_apply",

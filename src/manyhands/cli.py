@@ -2,6 +2,7 @@
 
 Each subcommand is a module with SUMMARY, DESCRIPTION, EXAMPLES, `add_options(parser)`, `needed(given)` (the packages
 that must be installed) and `run(given)`, which returns the exit status. `given` has only what was on the command line.
+A module with `split(words)` says which of its words are its own; the others are in `given["arguments"]` as they are.
 """
 
 import argparse
@@ -18,13 +19,14 @@ from manyhands.bench import command as bench
 from manyhands.console.errors import FAILED, MISUSED, CommandError, Interrupted, OptionError
 from manyhands.console.options import expect_installed
 from manyhands.plan import command as plan
+from manyhands.scripts import command as run
 from manyhands.training import command as train
 from manyhands.training.ranks import ALONE, Ranks
 from manyhands.verification import command as verify
 
 _STOPPED = 128  # plus the number of the signal, as shells have it
 
-_COMMANDS: dict[str, ModuleType] = {"train": train, "verify": verify, "bench": bench, "plan": plan}
+_COMMANDS: dict[str, ModuleType] = {"train": train, "run": run, "verify": verify, "bench": bench, "plan": plan}
 
 _DESCRIPTION = """\
 Put a PyTorch training on every device of the machine, with the numbers of one.
@@ -38,6 +40,7 @@ _EXAMPLES = """\
 examples:
   manyhands train                 train ResNet-18 on handwritten digits, on every device
   manyhands train --help          say what else it can do
+  manyhands run train.py          run a script of yours with manyhands in the place of torch.nn.DataParallel
   manyhands verify train:build    compare a model of yours on one device and on several
   manyhands bench train:build     say which engine and how many replicas are fastest for it here
   manyhands plan train:build      say how far it will scale, up to 1,024 devices
@@ -115,8 +118,12 @@ def _parse(argv: Sequence[str]) -> tuple[ModuleType | None, dict[str, Any]]:
         texts = _texts(module.DESCRIPTION, module.EXAMPLES)
         module.add_options(subparsers.add_parser(name, help=module.SUMMARY, **texts))
 
+    argv, foreign = list(argv), None
+    if argv and (split := getattr(_COMMANDS.get(argv[0]), "split", None)):
+        own, foreign = split(argv[1:])
+        argv = [argv[0], *own]
     arguments, unknown = parser.parse_known_args(_with_negative_values(argv))
-    given = vars(arguments)
+    given = vars(arguments) | ({} if foreign is None else {"arguments": foreign})
     name = given.pop("command")
     if unknown:
         (subparsers.choices[name] if name else parser).error(f"there is no option {unknown[0]}")

@@ -1,7 +1,8 @@
-"""The option `--devices`: which devices its text names."""
+"""The option `--devices`: which devices its text names, and devices in words."""
 
 import os
 import re
+from collections.abc import Sequence
 
 import torch
 
@@ -80,3 +81,21 @@ def _repeated(part: str, text: str) -> list[torch.device]:
     except ValueError as error:
         raise OptionError(str(error)) from error
     return [device] * (int(times) if star else 1)
+
+
+def describe(*devices_by_rank: Sequence[torch.device]) -> str:
+    """Return the devices of all processes in words, as in "2 replicas (cpu, cpu)".
+
+    >>> cpu = torch.device("cpu")
+    >>> describe([cpu] * 8)
+    '8 replicas (8 x cpu)'
+    >>> describe([cpu] * 2, [cpu] * 2)
+    '2 processes, 4 replicas (4 x cpu)'
+    """
+    devices = [device for of_rank in devices_by_rank for device in of_rank]
+    processes = f"{len(devices_by_rank)} processes, " if len(devices_by_rank) > 1 else ""
+    if len(devices) == 1:
+        return str(devices[0])
+    counts = {device: devices.count(device) for device in devices}
+    names = [str(device) if count == 1 else f"{count} x {device}" for device, count in counts.items()]
+    return f"{processes}{len(devices)} replicas ({', '.join(names)})"

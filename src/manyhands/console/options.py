@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from manyhands.console.errors import OptionError
+from manyhands.primitives.split_sizes import check_shares
 
 TARGET = "package.module:build"
 
@@ -15,6 +16,20 @@ def folder(name: str) -> Path:
     if not name:  # a path would take it for "."
         raise argparse.ArgumentTypeError("expected the name of a folder, got ''")
     return Path(name)
+
+
+def shares(text: str) -> str | list[float]:
+    """Return the rule for the rows of each replica; an argparse type."""
+    if text in ("chunk", "even"):
+        return text
+    try:
+        weights = [float(weight) for weight in text.split(",")]
+        check_shares(weights, None)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected chunk, even, or weights such as 2,1, 0 or more and not all of them 0; got {text!r}"
+        ) from None
+    return weights
 
 
 def flag(name: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from manyhands import __version__, keep_freed_memory
 from manyhands.console import progress
-from manyhands.console.device_option import choose_devices
+from manyhands.console.device_option import choose_devices, describe
 from manyhands.console.errors import DONE, OptionError, OutputClosedError
 from manyhands.console.options import flag, folder
 from manyhands.training import data, models
@@ -194,7 +194,6 @@ def _train(options: Options, run_folder: RunFolder, resume: bool, ranks: Ranks) 
         print(f"manyhands {__version__}: {options}; results in {run_folder}", flush=True)
 
     from manyhands.training.loop import train
-    from manyhands.training.run import describe
 
     keep_freed_memory()
     display = Display(progress.for_stdout() if ranks.is_first else None)

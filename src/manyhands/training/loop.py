@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from manyhands.console.device_option import describe
 from manyhands.console.errors import Interrupted, OptionError
 from manyhands.runtime import devices, torch_private
 from manyhands.training.compiling import cannot_compile
@@ -34,7 +35,7 @@ from manyhands.training.metrics import EpochRecord
 from manyhands.training.options import Options
 from manyhands.training.pending_steps import PendingStep, PendingSteps
 from manyhands.training.ranks import ALONE, Ranks
-from manyhands.training.run import Run, describe
+from manyhands.training.run import Run
 from manyhands.training.run_folder import RunFolder
 from manyhands.training.schedule import epoch_batches, learning_rate, num_steps
 from manyhands.training.work import Share, Work

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from manyhands.console.device_option import choose_devices
+from manyhands.console.device_option import choose_devices, describe
 from manyhands.console.errors import DivergedError, FolderError
 from manyhands.data_parallel import DataParallel
 from manyhands.runtime import devices as _devices
@@ -218,24 +218,6 @@ class Run:
             say(f"going on after step {progress.steps}, epochs finished: {progress.epochs}")
         elif resume:
             say("nothing had been saved yet: beginning again")
-
-
-def describe(*devices_by_rank: Sequence[torch.device]) -> str:
-    """Return the devices of all processes in words, as in "2 replicas (cpu, cpu)".
-
-    >>> cpu = torch.device("cpu")
-    >>> describe([cpu] * 8)
-    '8 replicas (8 x cpu)'
-    >>> describe([cpu] * 2, [cpu] * 2)
-    '2 processes, 4 replicas (4 x cpu)'
-    """
-    devices = [device for of_rank in devices_by_rank for device in of_rank]
-    processes = f"{len(devices_by_rank)} processes, " if len(devices_by_rank) > 1 else ""
-    if len(devices) == 1:
-        return str(devices[0])
-    counts = {device: devices.count(device) for device in devices}
-    names = [str(device) if count == 1 else f"{count} x {device}" for device, count in counts.items()]
-    return f"{processes}{len(devices)} replicas ({', '.join(names)})"
 
 
 def _load(options: Options, display: Display, ranks: Ranks) -> data.Dataset:

@@ -12,9 +12,8 @@ from typing import Any
 from torch import nn
 
 from manyhands.console.device_option import choose_devices
-from manyhands.console.options import TARGET
+from manyhands.console.options import TARGET, shares
 from manyhands.data_parallel import DataParallel
-from manyhands.primitives.split_sizes import check_shares
 from manyhands.runtime.devices import resolve
 from manyhands.verification.report import Report
 from manyhands.verification.targets import TargetError, build_arguments, current_folder_first, one_line
@@ -65,7 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--shares",
-        type=_shares,
+        type=shares,
         metavar="RULE",
         help="rows of each replica: chunk, even, or one weight a device, such as 2,1 (default: chunk)",
     )
@@ -134,19 +133,6 @@ def _compare(arguments: dict[str, Any]) -> Report:
     if places and isinstance(model, nn.Module) and not isinstance(model, DataParallel):
         model.to(places[0])
     return verify(**arguments, show=False)
-
-
-def _shares(text: str) -> str | list[float]:
-    if text in ("chunk", "even"):
-        return text
-    try:
-        weights = [float(weight) for weight in text.split(",")]
-        check_shares(weights, None)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"expected chunk, even, or weights such as 2,1, 0 or more and not all of them 0; got {text!r}"
-        ) from None
-    return weights
 
 
 def _tolerance(text: str) -> float:

@@ -1,0 +1,154 @@
+"""The command `manyhands run script.py [args]`: an unmodified script, with manyhands in the place of torch's names."""
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from types import CodeType
+from typing import Any
+
+from manyhands.console.device_option import choose_devices
+from manyhands.console.errors import OptionError
+from manyhands.console.options import shares
+from manyhands.distributed.environment import started_by_launcher
+from manyhands.primitives.split_sizes import check_shares
+from manyhands.runtime import devices as _devices
+from manyhands.scripts import summary
+from manyhands.scripts.gpu_count import counted_as_gpus, counts_gpus
+from manyhands.scripts.install import install
+from manyhands.scripts.main_program import find_module, find_script, run_program
+
+_WITH_VALUE = ("--devices", "--engine", "--shares", "--randomness")
+
+SUMMARY = "run a script of yours with manyhands in the place of torch.nn.DataParallel"
+
+DESCRIPTION = """\
+Run a script that is left as it is: torch.nn.DataParallel, data_parallel, replicate, scatter, parallel_apply and gather
+in it are manyhands'. The options come before the script and hold for every wrapper that it makes; what follows the
+script is its own. At the end one line on standard error says which devices it used, how many rows a second, and where
+the time went.
+"""
+
+EXAMPLES = """\
+examples:
+  manyhands run train.py                            on the script's own devices
+  manyhands run --devices 'cpu*2' train.py --lr 0.1
+  manyhands run --devices 2 --sync-batch-norm -m package.train
+  manyhands run --devices 'cpu*2' --count-replicas tutorial.py
+
+exit status:
+  that of the script: of sys.exit, 1 after an exception, 130 after Ctrl-C
+  2  also if nothing was run: there is no such script, or an option cannot be used
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to its parser; only what was given comes out of it."""
+    parser.usage = "manyhands run [options] (SCRIPT | -m MODULE) [ARGUMENT ...]"
+    parser.add_argument("script", nargs="?", metavar="SCRIPT", help="a file, a folder with a __main__.py, or -")
+    parser.add_argument("-m", dest="module", metavar="MODULE", help="a module instead, as with python -m")
+    parser.add_argument(
+        "--devices",
+        metavar="WHICH",
+        help="those of every wrapper, whatever the script names. auto: every accelerator, or two CPU replicas without "
+        "one; a count; or by name: cpu,cpu, 'cpu*8', cuda:0,cuda:1 (default: the script's own)",
+    )
+    parser.add_argument("--engine", choices=("threads", "processes"), help="what runs replicas (default: threads)")
+    parser.add_argument(
+        "--shares",
+        type=shares,
+        metavar="RULE",
+        help="rows of each replica: chunk, even, or one weight a device, such as 2,1 (default: chunk)",
+    )
+    parser.add_argument(
+        "--sync-batch-norm", action="store_true", help="batch norm with the statistics of the whole batch"
+    )
+    parser.add_argument(
+        "--randomness",
+        choices=("per_replica", "one_device"),
+        help="the random numbers of dropout and other draws (default: per_replica)",
+    )
+    parser.add_argument(
+        "--count-replicas",
+        action="store_true",
+        help="device_count() of torch.cuda is the number of --devices to the script, for one that makes no "
+        "DataParallel if it has less than two GPUs",
+    )
+    parser.add_argument("--json", action="store_true", help="the closing line as JSON")
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words that are the command's own, the script's name last, and the script's own arguments."""
+    position = 0
+    while position < len(words):
+        word = words[position]
+        position += 1
+        if word == "-m":
+            position += 1
+            break
+        if word == "-" or not word.startswith("-") or (word.startswith("-m") and word != "-m"):
+            break
+        position += word in _WITH_VALUE
+    return list(words[:position]), list(words[position:])
+
+
+def needed(given: dict[str, Any]) -> tuple[str, ...]:
+    """Return the packages that must be installed: none."""
+    return ()
+
+
+def run(given: dict[str, Any]) -> int:
+    """Run the script, print the closing line, and return the script's exit status.
+
+    Raises:
+        CommandError: nothing was run.
+    """
+    script, module = given.get("script"), given.get("module")
+    if (script is None) == (module is None):
+        raise OptionError("expected one script, or -m module (manyhands run --help has examples)")
+    devices = choose_devices(given["devices"], among_several=_among_several()) if "devices" in given else None
+    names = ("engine", "shares", "sync_batch_norm", "randomness")
+    options = {name: given[name] for name in names if name in given}
+    if "count_replicas" in given and devices is None:
+        raise OptionError("--count-replicas counts those of --devices: give --devices too, such as --devices 'cpu*2'")
+    try:
+        check_shares(options.get("shares", "chunk"), len(devices) if devices else None)
+        installed = install(devices, **options)
+    except ValueError as error:
+        raise OptionError(error) from error
+
+    process, codes = os.getpid(), list[CodeType]()
+    find = partial(find_script, script) if script is not None else partial(find_module, str(module))
+    with installed, contextlib.ExitStack() as stack:
+        if "count_replicas" in given and devices:
+            stack.enter_context(counted_as_gpus(len(devices)))
+        status = run_program(find, given["arguments"], codes.append)
+        report, engine = installed.report(), options.get("engine", "threads")
+    sys.stdout.flush()  # the closing line comes after all that the script has printed
+    if report is None or os.getpid() != process or os.environ.get("RANK", "0") != "0":
+        return status  # a child that the script has forked, and another rank, have no line of their own
+    if "json" in given:
+        text = summary.record(report, engine, status)
+    else:
+        hidden = "count_replicas" not in given and any(map(counts_gpus, codes))
+        text = f"manyhands run: {summary.line(report, engine, _advice() if hidden else None)}"
+    print(text, file=sys.stderr, flush=True)
+    return status
+
+
+def _among_several() -> bool:
+    try:
+        return started_by_launcher()
+    except RuntimeError as error:
+        raise OptionError(error) from error
+
+
+def _advice() -> str | None:
+    if len(_devices.accelerators()) > 1:
+        return None
+    return (
+        "It asks for the number of GPUs: manyhands run --devices 'cpu*2' --count-replicas answers with that of the "
+        "replicas"
+    )

@@ -1,0 +1,225 @@
+"""`manyhands run`: what the script sees of its program, how it ends, the closing line, errors."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from helpers.commands import assert_misused, status_of
+from manyhands.cli import main
+from manyhands.scripts.command import split
+
+WRAPPED = """
+import torch
+model = torch.nn.DataParallel(torch.nn.Linear(5, 2))
+for _ in range(3):
+    model(torch.zeros(30, 5)).sum().backward()
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Put back what a program has for itself; work in a folder of its own."""
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    monkeypatch.chdir(tmp_path)
+    with torch.random.fork_rng(devices=[]):
+        yield
+
+
+def script(text: str, name: str = "train.py") -> str:
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_text(text, encoding="utf-8")
+    return name
+
+
+def test_words_after_the_script_are_its_own() -> None:
+    """X6: options of the same names, negative values, help."""
+    rest = ["--devices", "3", "--lr", "-1", "-m", "--help"]
+    assert split(["--devices", "cpu*2", "--json", "a.py", *rest]) == (["--devices", "cpu*2", "--json", "a.py"], rest)
+    assert split(["--devices=2", "-m", "a.b", *rest]) == (["--devices=2", "-m", "a.b"], rest)
+    assert split(["-"]) == (["-"], [])
+
+
+def test_a_script_sees_what_it_would_with_python_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """X6: `__name__`, `__file__`, arguments, its folder on the path, its classes for pickle."""
+    script("value = 3", "project/beside.py")
+    name = script(
+        """
+import pickle, sys
+import beside
+class Own: pass
+assert pickle.loads(pickle.dumps(Own())).__class__ is Own
+print(__name__, __file__, sys.argv, sys.path[0], beside.value, __spec__)
+""",
+        "project/train.py",
+    )
+    arguments = ["--lr", "-1", "--devices", "x"]
+    assert main(["run", name, *arguments]) == 0
+    path = Path(name).absolute()
+    assert capsys.readouterr().out == f"__main__ {path} {[name, *arguments]} {path.parent} 3 None\n"
+
+
+def test_a_module_runs_as_with_python_m(capsys: pytest.CaptureFixture[str]) -> None:
+    """X6: a package by its `__main__`."""
+    script("", "packaged/__init__.py")
+    script("import sys\nfrom packaged import other\nprint(__name__, __package__, sys.argv[1:])", "packaged/__main__.py")
+    script("", "packaged/other.py")
+    assert main(["run", "-m", "packaged", "--x"]) == 0
+    assert capsys.readouterr().out == "__main__ packaged ['--x']\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "error"),
+    [
+        ("import sys; sys.exit(7)", 7, ""),
+        ("import sys; sys.exit('no data')", 1, "no data\n"),
+        ("raise SystemExit", 0, ""),
+        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt\n"),
+        ("def f():\n    {}['key']\nf()", 1, "KeyError: 'key'\n"),
+        ("x = = 1", 1, "SyntaxError: invalid syntax\n"),
+    ],
+)
+def test_the_end_is_the_scripts(text: str, status: int, error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """X7: exit status and traceback, in which no frame is of the command."""
+    assert main(["run", script(text)]) == status
+    before, _, closing = capsys.readouterr().err.rpartition("manyhands run: ")
+    assert before.endswith(error)
+    assert "main_program" not in before
+    assert "importlib" not in before
+    assert closing.count("\n") == 1
+
+
+def test_the_closing_line_is_json_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    """X5: on standard error, the last line; standard output is the script's."""
+    assert main(["run", "--json", "--devices", "cpu*2", script(WRAPPED + "print('own')\nraise SystemExit(4)")]) == 4
+    captured = capsys.readouterr()
+    assert captured.out == "own\n"
+    content = json.loads(captured.err)
+    assert content["wrappers"] == [["cpu", "cpu"]]
+    assert (content["rows"], content["forwards"], content["exit_status"]) == (90, 3, 4)
+    assert content["rows_per_second"] == pytest.approx(90 / content["seconds"], rel=1e-3)
+    names = ["forward", "backward", "scatter, replicate, gather", "the rest of the script"]
+    assert list(content["shares"]) == names
+    assert sum(content["shares"].values()) == pytest.approx(1, abs=1e-3)
+
+
+def test_the_plain_module_is_called_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """X5, A2: its backward is part of the rest."""
+    if torch.accelerator.is_available():
+        pytest.skip("this machine has an accelerator")
+    assert main(["run", script(WRAPPED)]) == 0
+    closing = capsys.readouterr().err.splitlines()[-1]
+    assert closing.startswith(
+        "manyhands run: 1 wrapper on no accelerator, where the plain module runs (--devices 'cpu*2'"
+    )
+    assert "; 90 rows in 3 forwards, " in closing
+    assert "backward and the rest of the script" in closing
+
+
+def test_a_script_without_a_wrapper_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """X5: and how to have one, if it asks for the number of GPUs. torch itself is told the truth."""
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    guarded = "import torch\nif torch.cuda.device_count() > 1:" + WRAPPED.replace("\n", "\n    ").rstrip()
+    name = script(guarded + "\nprint(torch.cuda.device_count(), torch.cuda.is_available())")
+    assert main(["run", "--devices", "cpu*2", name]) == 0
+    error = capsys.readouterr().err
+    assert "made no torch.nn.DataParallel" in error
+    assert "--count-replicas" in error
+    assert main(["run", "--devices", "cpu*2", "--count-replicas", name]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == f"2 {torch.cuda.is_available()}\n"
+    assert captured.err.startswith("manyhands run: 1 wrapper on 2 replicas (2 x cpu), engine threads; 90 rows in 3 ")
+    assert torch.cuda.device_count() == 0
+    assert main(["run", script("print(1)")]) == 0
+    error = capsys.readouterr().err
+    assert "it ran as with python alone" in error
+    assert "--count-replicas" not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ([], "expected one script, or -m module"),
+        (["absent.py"], "absent.py cannot be read (No such file or directory): expected a script, or -m module"),
+        (["folder"], "folder: there is no __main__.py in it"),
+        (["-m", "no_such_module.inner"], "-m no_such_module.inner: there is no such module in "),
+        (["-m", "folder"], "-m folder: it is a package without a __main__"),
+        (["--devices", "gpu", "train.py"], "--devices gpu: gpu is no device"),
+        (["--shares", "2,1", "--devices", "cpu*3", "train.py"], "2 weights for 3 devices"),
+        (["--engine", "fibres", "train.py"], "argument --engine: invalid choice"),
+        (["--count-replicas", "train.py"], "--count-replicas counts those of --devices: give --devices too"),
+        (["--speed", "train.py"], "there is no option --speed"),
+    ],
+)
+def test_a_mistake_is_one_line_and_runs_nothing(
+    arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """X7: exit status 2."""
+    Path("folder").mkdir()
+    script("raise SystemExit(9)")
+    assert assert_misused(["run", *arguments], error, capsys) == ""
+
+
+def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    """X6: of the command, not of the script."""
+    assert status_of("run", "--help") == 0
+    assert "examples:\n  manyhands run train.py" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals and pipes of POSIX")
+def test_from_a_shell(tmp_path: Path) -> None:
+    """X6, X7: a script on standard input, LANG=C, no HOME, 20 columns, workers that are spawned, a reader who leaves.
+
+    The data loader's workers import the script again, as `__mp_main__`; Ctrl-C ends it with a traceback and 130.
+    """
+    name = script(
+        """
+import os, signal, torch
+from torch.utils.data import DataLoader, Dataset
+class Rows(Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, i): return torch.full((5,), float(i))
+if __name__ == "__main__":
+    model = torch.nn.DataParallel(torch.nn.Linear(5, 2), device_ids=[0, 1])
+    loader = DataLoader(Rows(), batch_size=4, num_workers=1, multiprocessing_context="spawn")
+    print("模型", sum(len(model(rows)) for rows in loader), flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    signal.pause()
+"""
+    )
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "LANG": "C",
+        "COLUMNS": "20",
+        "PYTHONPATH": str(Path(__file__).parents[2] / "src"),
+    }
+    command = [sys.executable, "-W", "error", "-m", "manyhands", "run", "--devices", "cpu*2"]
+    done = subprocess.run(
+        [*command, name], cwd=tmp_path, env=environment, capture_output=True, timeout=200, check=False
+    )
+    assert done.returncode == 128 + signal.SIGINT
+    assert done.stdout.decode() == "模型 8\n"
+    *_, last, closing = done.stderr.decode().splitlines()
+    assert last == "KeyboardInterrupt"
+    assert closing.startswith("manyhands run: 1 wrapper on 2 replicas (2 x cpu), engine threads; 8 rows in 2 forwards")
+
+    with subprocess.Popen(
+        [*command, "-"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        process.stdout = None
+        _, error = process.communicate(b"print('first')\nprint(__name__)", timeout=200)
+    assert process.returncode == 1
+    assert b"Traceback" not in error

@@ -1,0 +1,182 @@
+"""install: which names are replaced, and put back; what the wrappers are pickled as."""
+
+import copy
+import io
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import manyhands
+from helpers.programs import run_script
+
+TORCHS = torch.nn.DataParallel
+CPUS = ["cpu", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    yield
+    manyhands.install().uninstall()
+    assert torch.nn.DataParallel is TORCHS
+
+
+def test_names_are_replaced_wherever_they_are_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """X2: in torch's modules, of which some have the name of a function, and in a module that imported them before."""
+    before = ModuleType("imported_before")
+    exec("from torch.nn import DataParallel as Wrapper\nfrom torch.nn.parallel import gather, scatter", vars(before))
+    monkeypatch.setitem(sys.modules, before.__name__, before)
+    torchs = dict(vars(before))
+    installed = manyhands.install(CPUS)
+    assert {"torch.nn.DataParallel", "torch.nn.parallel.data_parallel", "torch.nn.parallel.replicate.replicate"} <= {
+        *installed.replaced
+    }
+    assert "imported_before.Wrapper" in installed.replaced
+    after: dict[str, Any] = {}
+    exec("from torch.nn.parallel.data_parallel import DataParallel, data_parallel", after)
+    assert after["DataParallel"] is before.Wrapper is torch.nn.DataParallel is torch.nn.parallel.DataParallel
+    assert issubclass(torch.nn.DataParallel, manyhands.DataParallel)
+    assert manyhands.install(CPUS).replaced == ()  # again: nothing is left to replace
+    installed.uninstall()
+    installed.uninstall()
+    assert {name: vars(before)[name] for name in torchs} == torchs
+
+
+def test_devices_and_options_hold_for_every_wrapper() -> None:
+    """X3: whatever the script names; a subclass too; `nn.DataParallel[...]` as a base class."""
+
+    with manyhands.install(CPUS, shares=[2, 1], sync_batch_norm=True) as installed:
+
+        class Loud(nn.DataParallel[nn.Linear]):
+            pass
+
+        for wrapper in (nn.DataParallel(nn.Linear(5, 2), device_ids=[0, 1, 2], output_device=1), Loud(nn.Linear(5, 2))):
+            assert type(wrapper) in (nn.DataParallel, Loud)
+            assert isinstance(wrapper, TORCHS)
+            assert wrapper.sync_batch_norm
+            x = torch.randn(30, 5)
+            torch.testing.assert_close(wrapper(x), wrapper.module(x))
+            assert [timing.rows for timing in wrapper.replica_timings] == [20, 10]
+        report = installed.report()
+    assert report is not None
+    assert (report.forwards, report.rows) == (2, 60)
+    assert report.devices == ((torch.device("cpu"),) * 2,) * 2
+
+
+def test_the_verbs_take_the_numbers_of_the_devices() -> None:
+    """X3: a number is a place in the list of devices, counted round it; -1 and the CPU stay what they are."""
+    module, x = nn.Linear(5, 2), torch.randn(30, 5)
+    with manyhands.install(CPUS) as installed:
+        replicas = nn.parallel.replicate(module, [0, 1, 2])
+        shards = nn.parallel.scatter(x, target_gpus=[0, 1, "cuda:2"])
+        outputs = nn.parallel.parallel_apply(replicas, shards, devices=[0, 1, 2])
+        joined = nn.parallel.gather(outputs, torch.device("cuda", 1))
+        composed = nn.parallel.data_parallel(module, x, [0, 1], output_device=0)
+        report = installed.report()
+    torch.testing.assert_close(joined, module(x))
+    torch.testing.assert_close(composed, module(x))
+    assert report is not None
+    assert report.functions == dict.fromkeys(["replicate", "scatter", "parallel_apply", "gather", "data_parallel"], 1)
+    assert (report.forwards, report.rows) == (1, 30)
+
+
+def test_a_class_that_was_defined_before_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """X2: it stays torch's."""
+
+    class DefinedBefore(TORCHS):  # type: ignore[misc, valid-type]
+        pass
+
+    manyhands.install(CPUS)
+    assert not isinstance(DefinedBefore(nn.Linear(5, 2)), manyhands.DataParallel)
+    assert "DefinedBefore: defined before manyhands.install()" in caplog.text
+
+
+def test_copies_keep_what_the_script_has_set() -> None:
+    """X4, A14: mode, hooks, devices."""
+    calls: list[int] = []
+    with manyhands.install(CPUS):
+        wrapper = nn.DataParallel(nn.Linear(5, 2)).eval()
+        wrapper.register_forward_hook(lambda *_: calls.append(1))
+        twin = copy.deepcopy(wrapper)
+        assert type(twin) is type(wrapper)
+        assert not twin.training
+        assert twin.devices == wrapper.devices
+        twin.load_state_dict(wrapper.module.state_dict())  # without the prefix, once
+        torch.testing.assert_close(twin(torch.ones(4, 5)), wrapper(torch.ones(4, 5)))
+    assert len(calls) == 2
+
+
+def test_a_pickle_is_torchs_in_both_directions(tmp_path: Path) -> None:
+    """X4: a plain program loads torch's wrapper, without manyhands; and what it saves is manyhands' here."""
+    with manyhands.install(CPUS):
+        model = nn.DataParallel(nn.Linear(5, 2))
+        torch.save(model, tmp_path / "made_here.pt")
+    torch.save(model, tmp_path / "made_after.pt")
+    done = run_script(f"""
+        import sys, torch
+        for name in ("made_here", "made_after"):
+            model = torch.load({str(tmp_path)!r} + f"/{{name}}.pt", weights_only=False)
+            assert type(model) is torch.nn.DataParallel, type(model)
+            print(model(torch.ones(1, 5)).tolist())
+        assert "manyhands" not in sys.modules
+        torch.save(model, {str(tmp_path / "plain.pt")!r})
+    """)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{model.module(torch.ones(1, 5)).tolist()}\n" * 2
+    with manyhands.install(CPUS):
+        loaded = torch.load(tmp_path / "plain.pt", weights_only=False)
+        assert type(loaded) is nn.DataParallel
+        assert len(loaded.devices) == 2
+        torch.testing.assert_close(loaded(torch.ones(4, 5)), model.module(torch.ones(4, 5)))
+
+
+def test_a_wrapper_within_a_wrapper_is_counted_once() -> None:
+    """X5: the rows of the outer one."""
+    with manyhands.install(CPUS) as installed:
+        model = nn.DataParallel(nn.Sequential(nn.DataParallel(nn.Linear(5, 4)), nn.Linear(4, 2)))
+        model(torch.zeros(30, 5)).sum().backward()
+        report = installed.report()
+    assert report is not None
+    assert (report.forwards, report.rows) == (1, 30)
+    assert 0 < report.backward_s < report.seconds
+
+
+def test_a_failed_forward_has_no_rows() -> None:
+    """X5: and the exception is the module's."""
+    with manyhands.install(CPUS) as installed:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            nn.DataParallel(nn.Linear(5, 2))(torch.zeros(30, 6))
+        report = installed.report()
+    assert report is not None
+    assert (report.forwards, report.rows) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"engine": "fibres"}, "engine='fibres': expected one of"),
+        ({"device_ids": CPUS, "shares": [1, 2, 3]}, "3 weights for 2 devices"),
+        ({"device_ids": ["gpu:0"]}, "names no device"),
+    ],
+)
+def test_wrong_options_install_nothing(arguments: dict[str, Any], error: str) -> None:
+    """X3, A13."""
+    with pytest.raises(ValueError, match=error):
+        manyhands.install(**arguments)
+    assert torch.nn.DataParallel is TORCHS
+
+
+def test_a_stream_of_pickles_needs_no_file() -> None:
+    """X4: a wrapper in a container, twice, stays one object."""
+    with manyhands.install(CPUS):
+        wrapper = nn.DataParallel(nn.Linear(5, 2))
+        file = io.BytesIO()
+        torch.save([wrapper, wrapper], file)
+        file.seek(0)
+        first, second = torch.load(file, weights_only=False)
+    assert first is second

@@ -1,0 +1,96 @@
+"""Scripts in the style of well-known ones, unmodified: under `manyhands run` they print the plain script's losses."""
+
+import os
+import re
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from helpers.rounding import rounding_bound
+from manyhands.cli import main
+
+PROGRAMS = Path(__file__).parent / "programs"
+TUTORIALS = ["first_steps", "notebook_cells", "wrapped_block", "recurrent_batches", "residual_course"]
+REPOSITORIES = ["imagenet_loop", "dcgan", "language_model"]
+# What the numbers of one device need: where rows interact, and where random numbers are drawn.
+OPTIONS = {
+    "first_steps": ["--count-replicas"],
+    "notebook_cells": ["--count-replicas"],
+    "wrapped_block": ["--count-replicas"],
+    "recurrent_batches": [],
+    "residual_course": ["--sync-batch-norm"],
+    "imagenet_loop": ["--sync-batch-norm"],
+    "dcgan": ["--sync-batch-norm", "--shares", "2,1"],
+    "language_model": ["--randomness", "one_device"],
+}
+WRAPPERS = {"recurrent_batches": 2, "dcgan": 2}
+
+
+@pytest.fixture(autouse=True)
+def own_program(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Put back what a program has for itself: `__main__`, arguments, paths."""
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    with torch.random.fork_rng(devices=[]):
+        yield
+
+
+def losses(output: str) -> list[float]:
+    found = re.findall(r"loss(?:_[DG])?:?\]? +(\d+\.\d+)", output, flags=re.IGNORECASE)
+    return [float(number) for number in found]
+
+
+def plain_losses(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[float]:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", [name])
+        runpy.run_path(str(PROGRAMS / f"{name}.py"), run_name="__main__")
+    return losses(capsys.readouterr().out)
+
+
+def assert_plain_losses(found: list[float], plain: list[float]) -> None:
+    """The numbers of a handful of steps, each a sum over less than a thousand terms, printed with five digits or more.
+
+    What a step rounds stays in the weights, so the bound grows with the steps before.
+    """
+    assert len(found) == len(plain) >= 4
+    for number, (loss, oracle) in enumerate(zip(found, plain, strict=True), start=1):
+        assert loss == pytest.approx(oracle, rel=2 * rounding_bound(1000 * number), abs=1.01e-5)
+
+
+@pytest.mark.parametrize("name", TUTORIALS + REPOSITORIES)
+def test_the_losses_are_those_of_the_plain_script(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """X1: on two devices; on one accelerator alone, both replicas are on it."""
+    plain = plain_losses(name, monkeypatch, capsys)
+    device = torch.accelerator.current_accelerator(check_available=True)
+    devices = ["--devices", f"{device or 'cpu'}*2"]
+    options = [option for option in OPTIONS[name] if option != "--count-replicas" or device is None]
+    assert main(["run", *devices, *options, str(PROGRAMS / f"{name}.py")]) == 0
+    captured = capsys.readouterr()
+    assert_plain_losses(losses(captured.out), plain)
+    if device is not None and "--count-replicas" in OPTIONS[name]:
+        return  # with less than two GPUs such a script makes no wrapper
+    closing = captured.err.splitlines()[-1]
+    number = WRAPPERS.get(name, 1)
+    assert closing.startswith(f"manyhands run: {number} wrapper{'s' * (number > 1)} on 2 replicas (2 x ")
+    assert re.search(r"[\d,]+ rows in \d+ forwards, [\d,]+ rows/s; forward \d+%, backward \d+%, ", closing)
+    assert torch.nn.DataParallel.__module__ == "torch.nn.parallel.data_parallel"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="worker processes are forked")
+def test_worker_processes_know_the_classes_of_the_script(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """X1, R7: a class of `__main__` goes to them by value."""
+    plain = plain_losses("wrapped_block", monkeypatch, capsys)
+    assert main(["run", "--devices", "cpu*2", "--engine", "processes", str(PROGRAMS / "wrapped_block.py")]) == 0
+    captured = capsys.readouterr()
+    assert_plain_losses(losses(captured.out), plain)
+    assert "on 2 replicas (2 x cpu), engine processes; 150 rows in 5 forwards" in captured.err
