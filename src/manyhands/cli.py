@@ -17,6 +17,7 @@ from manyhands import __version__
 from manyhands.bench import command as bench
 from manyhands.console.errors import FAILED, MISUSED, CommandError, Interrupted, OptionError
 from manyhands.console.options import expect_installed
+from manyhands.monitor import devices_command as devices
 from manyhands.plan import command as plan
 from manyhands.training import command as train
 from manyhands.training.ranks import ALONE, Ranks
@@ -24,7 +25,13 @@ from manyhands.verification import command as verify
 
 _STOPPED = 128  # plus the number of the signal, as shells have it
 
-_COMMANDS: dict[str, ModuleType] = {"train": train, "verify": verify, "bench": bench, "plan": plan}
+_COMMANDS: dict[str, ModuleType] = {
+    "train": train,
+    "verify": verify,
+    "bench": bench,
+    "plan": plan,
+    "devices": devices,
+}
 
 _DESCRIPTION = """\
 Put a PyTorch training on every device of the machine, with the numbers of one.
@@ -41,6 +48,7 @@ examples:
   manyhands verify train:build    compare a model of yours on one device and on several
   manyhands bench train:build     say which engine and how many replicas are fastest for it here
   manyhands plan train:build      say how far it will scale, up to 1,024 devices
+  manyhands devices               say what this machine has, and which engine suits it
 """
 
 

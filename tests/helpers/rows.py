@@ -7,7 +7,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent.parent
 BEHAVIOUR = TESTS.parent / "docs" / "behaviour.md"
-_ROW = r"[ASRGNFCIT]\d+"
+_ROW = r"[ASRGNFCITM]\d+"
 
 
 def rows_of_behaviour() -> list[str]:
