@@ -18,6 +18,7 @@ from manyhands.bench import command as bench
 from manyhands.console.errors import FAILED, MISUSED, CommandError, Interrupted, OptionError
 from manyhands.console.options import expect_installed
 from manyhands.monitor import devices_command as devices
+from manyhands.monitor import watch_command as watch
 from manyhands.plan import command as plan
 from manyhands.training import command as train
 from manyhands.training.ranks import ALONE, Ranks
@@ -31,7 +32,9 @@ _COMMANDS: dict[str, ModuleType] = {
     "bench": bench,
     "plan": plan,
     "devices": devices,
+    "watch": watch,
 }
+_EXTRAS = {watch: "watch"}  # what a command needs is in the extra [train] otherwise
 
 _DESCRIPTION = """\
 Put a PyTorch training on every device of the machine, with the numbers of one.
@@ -49,6 +52,7 @@ examples:
   manyhands bench train:build     say which engine and how many replicas are fastest for it here
   manyhands plan train:build      say how far it will scale, up to 1,024 devices
   manyhands devices               say what this machine has, and which engine suits it
+  manyhands watch                 show what runs on it now, and which replica the others wait for
 """
 
 
@@ -131,7 +135,7 @@ def _parse(argv: Sequence[str]) -> tuple[ModuleType | None, dict[str, Any]]:
     if name is None:
         parser.print_help()
         return None, given
-    expect_installed(_COMMANDS[name].needed(given))
+    expect_installed(_COMMANDS[name].needed(given), _EXTRAS.get(_COMMANDS[name], "train"))
     return _COMMANDS[name], given
 
 
