@@ -17,7 +17,6 @@ import pytest
 
 from helpers.commands import assert_misused
 from helpers.fake_gpus import install, nvml
-from helpers.programs import until
 from manyhands.cli import main
 from manyhands.monitor import sample
 from manyhands.monitor.display import styled_lines
@@ -31,6 +30,7 @@ TRAINING = """
     import time
     import torch
     from manyhands import DataParallel
+    from manyhands.runtime.step_status import read_all
 
     class Slow(torch.nn.Linear):
         def forward(self, x):
@@ -38,8 +38,12 @@ TRAINING = """
             return super().forward(x)
 
     model = DataParallel(Slow(3, 2), ["cpu", "cpu"], shares=[3, 1])
+    has_said = False
     while True:
         model(torch.ones(8, 3)).sum().backward()
+        if not has_said and read_all()[0]:
+            print("published", flush=True)
+            has_said = True
 """
 WHY = "the others wait for replica 0: it has 6 of 8 rows: change shares"
 
@@ -61,13 +65,14 @@ def environment(runtime: Path, **others: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def training(runtime: Path) -> Iterator[int]:
     """A training that has published: replica 0 has three quarters of the rows, and each row takes 50 ms."""
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(TRAINING)], env=environment(runtime))
-    try:
-        assert until(lambda: any((runtime / "manyhands").glob(f"{process.pid}-*")))
-        yield process.pid
-    finally:
-        process.kill()
-        process.wait()
+    program = [sys.executable, "-c", textwrap.dedent(TRAINING)]
+    with subprocess.Popen(program, env=environment(runtime), stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"published\n"
+            yield process.pid
+        finally:
+            process.kill()
 
 
 def watch(*arguments: str) -> list[str]:
