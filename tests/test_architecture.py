@@ -38,6 +38,7 @@ PACKAGES = [
     "training",
     "bench",
     "plan",
+    "monitor",
     "cli",
     "__main__",
 ]
@@ -57,7 +58,7 @@ def package_of(module: str) -> str:
 
 
 # What `import manyhands` can lead to; the commands need more than torch.
-COMMANDS = ("console", "training", "bench", "plan", "cli", "__main__")
+COMMANDS = ("console", "training", "bench", "plan", "monitor", "cli", "__main__")
 LIBRARY = [name for name in SOURCES if package_of(name) not in COMMANDS and name != "manyhands.verification.command"]
 
 

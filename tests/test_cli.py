@@ -234,6 +234,8 @@ def test_damaged_files_are_no_traceback(damage: Callable[[Path], object], capsys
         (["verify", "--help"], ["examples:\n  manyhands verify train:build", "exit status:"]),
         (["bench", "--help"], ["examples:\n  manyhands bench "]),
         (["plan", "--help"], ["examples:\n  manyhands plan ", "  25gbe     9.6 µs, 3.125 GB/s\n"]),
+        (["devices", "--help"], ["examples:\n  manyhands devices", "exit status:"]),
+        (["watch", "--help"], ["examples:\n  manyhands watch", "exit status:"]),
     ],
 )
 def test_help_and_version(arguments: list[str], texts: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,8 @@ from manyhands import __version__
 from manyhands.bench import command as bench
 from manyhands.console.errors import FAILED, MISUSED, CommandError, Interrupted, OptionError
 from manyhands.console.options import expect_installed
+from manyhands.monitor import devices_command as devices
+from manyhands.monitor import watch_command as watch
 from manyhands.plan import command as plan
 from manyhands.scripts import command as run
 from manyhands.training import command as train
@@ -26,7 +28,16 @@ from manyhands.verification import command as verify
 
 _STOPPED = 128  # plus the number of the signal, as shells have it
 
-_COMMANDS: dict[str, ModuleType] = {"train": train, "run": run, "verify": verify, "bench": bench, "plan": plan}
+_COMMANDS: dict[str, ModuleType] = {
+    "train": train,
+    "run": run,
+    "verify": verify,
+    "bench": bench,
+    "plan": plan,
+    "devices": devices,
+    "watch": watch,
+}
+_EXTRAS = {watch: "watch"}  # what a command needs is in the extra [train] otherwise
 
 _DESCRIPTION = """\
 Put a PyTorch training on every device of the machine, with the numbers of one.
@@ -44,6 +55,8 @@ examples:
   manyhands verify train:build    compare a model of yours on one device and on several
   manyhands bench train:build     say which engine and how many replicas are fastest for it here
   manyhands plan train:build      say how far it will scale, up to 1,024 devices
+  manyhands devices               say what this machine has, and which engine suits it
+  manyhands watch                 show what runs on it now, and which replica the others wait for
 """
 
 
@@ -130,7 +143,7 @@ def _parse(argv: Sequence[str]) -> tuple[ModuleType | None, dict[str, Any]]:
     if name is None:
         parser.print_help()
         return None, given
-    expect_installed(_COMMANDS[name].needed(given))
+    expect_installed(_COMMANDS[name].needed(given), _EXTRAS.get(_COMMANDS[name], "train"))
     return _COMMANDS[name], given
 
 

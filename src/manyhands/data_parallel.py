@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from itertools import chain
+from time import monotonic
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from manyhands.runtime import devices as _devices
 from manyhands.runtime.devices import DeviceLike
 from manyhands.runtime.errors import log_once
 from manyhands.runtime.interrupts import critical, interruptibly
+from manyhands.runtime.step_status import StepStatus
 from manyhands.runtime.thread_pool import ReplicaTiming, inside_replica, replica_device
 from manyhands.runtime.thread_state import modes_that_stay
 from manyhands.runtime.whole_batch_draws import draws_for_whole_batch
@@ -251,6 +253,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         self._row_limits: dict[int, int] = {}
         self._engine.check(self.devices, sync_batch_norm=sync_batch_norm)
         self._most_rows = [0.0]  # of the batches so far; a list, because to assign an attribute here takes 18 calls
+        self._status = StepStatus()
         if self.devices:
             self._gather_on = _devices.resolve_output(output_device, self.devices)
             self.output_device = _devices.public_id(self._gather_on)
@@ -720,6 +723,10 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
     def _run_on_devices(
         self, must_run: bool, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        status = self._status
+        if monotonic() >= status.due:
+            self._publish(self._engine.timings())  # of the step before
+        status.steps += 1
         verb = self._overridden_verb()
         if verb and (reason := self._engine.why_no_verbs(self.module)):
             raise RuntimeError(f"{type(self).__name__}.{verb} is overridden, and {reason}")
@@ -736,6 +743,11 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
 
     def _run_on_one_device(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # The cost of this is mostly code that is in no cache, so it calls few functions.
+        if not torch.compiler.is_compiling():
+            status = self._status
+            if monotonic() >= status.due:
+                self._publish(())
+            status.steps += 1
         if self._overrides("scatter"):
             (inputs, *_), (kwargs, *_) = self.scatter(inputs, kwargs, self.device_ids[:1])
         first, inside = self.devices[0], inside_replica()
@@ -755,6 +767,10 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
                 error.add_note(f"{elsewhere!r} is not on {device}, the wrapper's device: model.to('{device}')")
             raise
         return output if inside or self._gather_on == first else _moved(output, self._gather_on)
+
+    def _publish(self, timings: Sequence[ReplicaTiming]) -> None:
+        """Let `manyhands watch` see the step before this one."""
+        self._status.publish(type(self.module).__name__, type(self._engine).__name__, self.devices, timings)
 
     def _runs_whole(self) -> bool:
         """Return whether batch norm or draws need all rows but the replicas would run one after the other."""

@@ -238,7 +238,7 @@ def test_an_accelerator_is_known_by_its_uuid_where_it_has_one(monkeypatch: pytes
     properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id = 0, 27, 0
     whole = devices.identity(torch.device("cuda:0"))
     properties.uuid = "MIG-3"  # a slice of the same GPU
-    assert devices.identity(torch.device("cuda:0")) == whole == "cuda at 0:27:0"
+    assert devices.identity(torch.device("cuda:0")) == whole == "cuda at 0000:1b:00"
     del properties.pci_bus_id
     del properties.uuid
     assert devices.identity(torch.device("cuda:0")) == "cuda:0"
@@ -382,7 +382,7 @@ def test_where_the_link_is_bad_nothing_is_copied_directly(sim, monkeypatch, engi
         return dispatch(func, types, args, kwargs)
 
     monkeypatch.setattr(testing.SimulatedTensor, "__torch_dispatch__", classmethod(watch))
-    monkeypatch.setattr(devices, "_copies_arrive", lambda source, target: False)
+    monkeypatch.setattr(devices, "copies_arrive", lambda source, target: False)
     layers = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh()).to(sim[0])
     model = DataParallel(layers, sim[:2], sync_batch_norm=sync_batch_norm)
     if engine == "plain composition":

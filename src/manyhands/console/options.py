@@ -37,11 +37,11 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def expect_installed(packages: Sequence[str]) -> None:
-    """Check that packages of the extra `[train]` are installed.
+def expect_installed(packages: Sequence[str], extra: str) -> None:
+    """Check that packages of an extra of manyhands are installed.
 
     Raises:
         OptionError: some are not.
     """
     if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
-        raise OptionError(f"{', '.join(missing)} not installed: pip install 'manyhands[train]'")
+        raise OptionError(f"{', '.join(missing)} not installed: pip install 'manyhands[{extra}]'")

@@ -15,10 +15,12 @@ import contextlib
 import functools
 import os
 import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -32,6 +34,7 @@ DeviceLike: TypeAlias = int | str | torch.device
 _SEED_STEP = 0x9E3779B97F4A7C15
 _CPU = torch.device("cpu")
 _NUM_TRIED = 1 << 20  # numbers of 4 bytes that a test copy has
+_NUM_TIMED = 6  # copies of which the fastest counts
 
 
 def accelerators() -> list[torch.device]:
@@ -132,14 +135,27 @@ def identity(device: torch.device) -> str:
     (Not run on several GPUs so far.)
     """
     if not computes_on_host(device):
-        properties = torch.get_device_module(device).get_device_properties(device)
-        address = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-        if None not in address:
-            return f"{device.type} at {':'.join(map(str, address))}"
-        uuid = getattr(properties, "uuid", None)
+        if address := pci_address(device):
+            return f"{device.type} at {address}"
+        uuid = getattr(torch.get_device_module(device).get_device_properties(device), "uuid", None)
         if uuid is not None:
             return f"{device.type} {uuid}"
     return str(device)
+
+
+def pci_address(device: torch.device) -> str | None:
+    """Return where an accelerator is on the PCI bus, as "domain:bus:device" in hexadecimal; None where torch has none.
+
+    The slices (MIG) of one GPU have the GPU's.
+    """
+    if computes_on_host(device):
+        return None
+    properties = _properties_of(device)
+    address: list[Any] = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if None in address:
+        return None
+    domain, bus, slot = address
+    return f"{domain:04x}:{bus:02x}:{slot:02x}"
 
 
 def same_device(a: torch.device, b: torch.device) -> bool:
@@ -176,7 +192,7 @@ def copied_to(tensor: torch.Tensor, device: torch.device, *, wait: bool = True) 
 
     Without `wait` a copy from or to pinned host memory is queued as well, and may not have ended on return.
     """
-    if tensor.device != device and not _copies_arrive(tensor.device, device):
+    if tensor.device != device and not copies_arrive(tensor.device, device):
         return tensor.to(_CPU).to(device)  # in backward, the gradient is copied through the host too
     return tensor.to(device, copy=True, non_blocking=not wait)
 
@@ -185,7 +201,7 @@ _lock = threading.Lock()
 _arriving: dict[frozenset[torch.device], bool] = {}  # pairs of accelerators that have been tested
 
 
-def _copies_arrive(source: torch.device, target: torch.device) -> bool:
+def copies_arrive(source: torch.device, target: torch.device) -> bool:
     """Return whether direct copies between two devices arrive unchanged; tested at the first call for a pair."""
     pair = frozenset((source, target))
     if pair not in _arriving:
@@ -480,11 +496,14 @@ def set_product_flags(flags: tuple[str | None, str, str]) -> None:
             backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision = on_gpus, on_cpu
 
 
-def warn_if_unequal(devices: Sequence[torch.device]) -> None:
-    """Warn about accelerators that have less than 75 % of the memory or cores of the largest (torch's threshold)."""
+def imbalance(devices: Sequence[torch.device]) -> str | None:
+    """Return a sentence if an accelerator has less than 75 % of the memory or cores of the largest (torch's threshold).
+
+    It names the shares that balance them.
+    """
     different = [device for device in dict.fromkeys(devices) if not computes_on_host(device)]
     if len(different) < 2:
-        return
+        return None
     properties = [torch.get_device_module(device).get_device_properties(device) for device in different]
     for what, attribute in (("memory", "total_memory"), ("cores", "multi_processor_count")):
         values = [getattr(p, attribute, None) for p in properties]
@@ -492,14 +511,18 @@ def warn_if_unequal(devices: Sequence[torch.device]) -> None:
         if len(known) == len(values) and min(known) < 0.75 * max(known):
             least, most = values.index(min(known)), values.index(max(known))
             weights = [round(values[different.index(device)] / max(known), 2) for device in devices]
-            warnings.warn(
+            return (
                 f"{different[least]} has less than 75 % of the {what} of {different[most]}: every step waits for the "
                 f"slowest replica. Give each its share, shares={weights}, or leave {different[least]} out of "
-                "device_ids.",
-                UserWarning,
-                stacklevel=3,
+                "device_ids."
             )
-            return
+    return None
+
+
+def warn_if_unequal(devices: Sequence[torch.device]) -> None:
+    """Warn about accelerators that are not balanced."""
+    if said := imbalance(devices):
+        warnings.warn(said, UserWarning, stacklevel=3)
 
 
 def _check_is_list(device_ids: object, argument: str) -> None:
@@ -606,3 +629,64 @@ def has_graphs(device: torch.device) -> bool:
 def has_fused_optimizers(device: torch.device) -> bool:
     """Return whether torch's optimizers have a fused form for an accelerator: one kernel for all parameters."""
     return device.type in ("cuda", "xpu", "mps")
+
+
+# ---- what the commands about the machine ask -----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What torch says about an accelerator; None for what it does not say.
+
+    Attributes:
+        name: the product's.
+        memory_bytes, cores: in all; a core is a multiprocessor.
+        pci: as `pci_address` has it.
+    """
+
+    name: str | None
+    memory_bytes: int | None
+    cores: int | None
+    pci: str | None
+
+
+def facts(device: torch.device) -> Facts:
+    """Return what torch says about an accelerator, without using it."""
+    properties = _properties_of(device)
+    return Facts(
+        getattr(properties, "name", None),
+        getattr(properties, "total_memory", None),
+        getattr(properties, "multi_processor_count", None),
+        pci_address(device),
+    )
+
+
+def _properties_of(device: torch.device) -> Any:
+    """Return torch's properties of an accelerator; None for a kind without them."""
+    ask = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return None if ask is None else ask(device)
+
+
+def free_memory_bytes(device: torch.device) -> int | None:
+    """Return the free memory of an accelerator; None if it is not known. (CUDA's contexts take some.)"""
+    return None if computes_on_host(device) else torch_private.free_memory_bytes(device) or None
+
+
+def can_access_peer(source: torch.device, target: torch.device) -> bool | None:
+    """Return whether two accelerators can reach each other's memory; None for a kind that does not say."""
+    ask = getattr(torch.get_device_module(source), "can_device_access_peer", None)
+    return None if ask is None else bool(ask(source, target))
+
+
+def copy_bytes_per_s(source: torch.device, target: torch.device, num_bytes: int) -> float:
+    """Measure copies of so many bytes from one accelerator to another, as manyhands makes them; return the fastest."""
+    data = torch.zeros(num_bytes, dtype=torch.uint8, device=source)
+    fastest_s = float("inf")
+    for _ in range(_NUM_TIMED):  # the first one tests the pair, and allocates
+        started = time.perf_counter()
+        copied_to(data, target)
+        for device in (source, target):
+            if not computes_on_host(device):
+                torch.accelerator.synchronize(device)
+        fastest_s = min(fastest_s, time.perf_counter() - started)
+    return num_bytes / fastest_s

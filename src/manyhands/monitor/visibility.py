@@ -1,0 +1,94 @@
+"""What CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER make of the GPUs' numbers."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+_FASTEST_FIRST = "FASTEST_FIRST"  # CUDA's default
+PCI_ORDER = "PCI_BUS_ID"
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """What a process sees, by its environment.
+
+    Attributes:
+        variable: the one that is set; None if none is.
+        text: its value.
+        visible: the entries that count: the first is device 0, the next device 1, and so on.
+        ignored: the first entry that cannot be used, and those behind it.
+        ignored_because: what is wrong with the first of them.
+        order: by which CUDA numbers GPUs.
+        order_is_set: whether CUDA_DEVICE_ORDER is set.
+    """
+
+    variable: str | None
+    text: str
+    visible: tuple[str, ...]
+    ignored: tuple[str, ...]
+    ignored_because: str
+    order: str
+    order_is_set: bool
+
+    def lines(self, num_seen: int) -> list[str]:
+        """Return it in words.
+
+        Args:
+            num_seen: how many accelerators torch sees.
+        """
+        if self.variable is None:
+            return ["CUDA_VISIBLE_DEVICES is not set: this process sees every GPU"]
+        given = f"{self.variable}={self.text}"
+        if self.ignored and not self.visible:
+            return [f"{given} hides every GPU: {self.ignored[0] or 'an empty entry'} {self.ignored_because}"]
+        if not self.visible:
+            return [f"{given} hides every GPU"]
+        numbers = ", ".join(f"cuda:{number}" for number, _ in enumerate(self.visible))
+        verb = ("is" if len(self.visible) == 1 else "are") if num_seen else "would be"
+        lines = [f"{given}: {', '.join(self.visible)} {verb} {numbers} in this process"]
+        if self.ignored:
+            rest = self.ignored[0] or "an empty entry"
+            lines.append(f"{given}: {rest} {self.ignored_because}, and nothing from there on is seen")
+        if len(self.visible) != num_seen:
+            lines.append(f"torch sees {num_seen} of them")
+        return lines
+
+
+def visibility(environment: Mapping[str, str], num_gpus: int | None = None) -> Visibility:
+    """Return what the variables make of the GPUs' numbers.
+
+    CUDA reads the entries in order, up to the first one that names no GPU. If one is named twice, it sees none.
+
+    >>> seen = visibility({"CUDA_VISIBLE_DEVICES": "5,6,7"})
+    >>> list(enumerate(seen.visible))
+    [(0, '5'), (1, '6'), (2, '7')]
+    >>> visibility({"CUDA_VISIBLE_DEVICES": "0,-1,1"}).visible
+    ('0',)
+
+    Args:
+        num_gpus: how many the machine has; None if that is not known.
+    """
+    order = environment.get("CUDA_DEVICE_ORDER") or _FASTEST_FIRST
+    order_is_set = bool(environment.get("CUDA_DEVICE_ORDER"))
+    variable = next((name for name in _VARIABLES if name in environment), None)
+    if variable is None:
+        return Visibility(None, "", (), (), "", order, order_is_set)
+    text = environment[variable]
+    entries = [entry.strip() for entry in text.split(",")] if text.strip() else []
+    count = 0
+    for entry in entries:
+        if not _names_gpu(entry, num_gpus):
+            break
+        count += 1
+    visible, ignored = entries[:count], entries[count:]
+    because = "names no GPU" + ("" if num_gpus is None else f" (this machine has {num_gpus})") if ignored else ""
+    if twice := [entry for entry in visible if visible.count(entry) > 1]:
+        visible, ignored, because = [], twice[:1], "is named twice"
+    return Visibility(variable, text, tuple(visible), tuple(ignored), because, order, order_is_set)
+
+
+def _names_gpu(entry: str, num_gpus: int | None) -> bool:
+    if entry.isascii() and entry.isdecimal():
+        return num_gpus is None or int(entry) < num_gpus
+    return re.match(r"GPU-|MIG-", entry) is not None

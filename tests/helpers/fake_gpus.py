@@ -1,0 +1,90 @@
+"""NVIDIA's GPUs that do not exist: torch's properties of them, and the driver's library."""
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from manyhands.runtime import devices
+
+GIB = 2**30
+
+
+class NVMLError(Exception):
+    """What the driver's library raises."""
+
+
+def say_torch_has(
+    patch: pytest.MonkeyPatch, buses: Sequence[int], memory: Sequence[int], cores: Sequence[int]
+) -> list[torch.device]:
+    """Have torch report a GPU for each bus number of PCI, with so much memory (GiB) and so many cores."""
+    present = [torch.device("cuda", number) for number, _ in enumerate(buses)]
+    properties = [
+        SimpleNamespace(
+            name="Fake GPU",
+            total_memory=gib * GIB,
+            multi_processor_count=count,
+            pci_domain_id=0,
+            pci_bus_id=bus,
+            pci_device_id=0,
+        )
+        for bus, gib, count in zip(buses, memory, cores, strict=True)
+    ]
+    module = SimpleNamespace(
+        get_device_properties=lambda device: properties[torch.device(device).index],
+        can_device_access_peer=lambda source, target: {source.index, target.index} == {0, 1},
+    )
+    patch.setattr(torch, "get_device_module", lambda device=None: module)
+    patch.setattr(devices, "accelerators", lambda: present)
+    patch.setattr(devices, "computes_on_host", lambda device: device.type == "cpu")
+    patch.setattr("manyhands.runtime.torch_private.free_memory_bytes", lambda device: memory[device.index] * GIB)
+    patch.setattr(devices, "copy_bytes_per_s", lambda source, target, num_bytes: 45e9)
+    patch.setattr(devices, "copies_arrive", lambda source, target: {source.index, target.index} != {0, 2})
+    return present
+
+
+def nvml(gpus: Sequence[dict[str, Any]]) -> ModuleType:
+    """Return a `pynvml` of these GPUs: `bus`, and `load`, `used`, `pids`, `reasons` where they are not 0.
+
+    A figure that is None is not supported.
+    """
+
+    def of(name: str, value: Any = 0) -> Any:
+        def read(gpu: dict[str, Any], *_: Any) -> Any:
+            found = gpu.get(name, value)
+            if found is None:
+                raise NVMLError("Not Supported")
+            return found
+
+        return read
+
+    module: Any = ModuleType("pynvml")
+    module.NVMLError = NVMLError
+    module.nvmlInit = lambda: None
+    module.nvmlSystemGetDriverVersion = lambda: b"550.54"
+    module.nvmlDeviceGetCount = lambda: len(gpus)
+    module.nvmlDeviceGetHandleByIndex = lambda index: gpus[index]
+    module.nvmlDeviceGetName = of("name", "Fake GPU")
+    module.nvmlDeviceGetPciInfo = lambda gpu: SimpleNamespace(domain=0, bus=gpu["bus"], device=0)
+    module.nvmlDeviceGetMemoryInfo = lambda gpu: SimpleNamespace(total=16 * GIB, used=gpu.get("used", 0) * GIB)
+    module.nvmlDeviceGetUtilizationRates = lambda gpu: SimpleNamespace(gpu=of("load")(gpu))
+    module.nvmlDeviceGetTemperature = of("temperature", 60)
+    module.nvmlDeviceGetPowerUsage = of("power", 250_000)
+    module.nvmlDeviceGetEnforcedPowerLimit = of("limit", 300_000)
+    module.nvmlDeviceGetCurrentClocksThrottleReasons = of("reasons")
+    module.nvmlDeviceGetComputeRunningProcesses = lambda gpu: [SimpleNamespace(pid=pid) for pid in gpu.get("pids", ())]
+    return module
+
+
+def install(patch: pytest.MonkeyPatch, module: ModuleType | None) -> None:
+    """Have `import pynvml` find this module; None: nothing."""
+    find_spec = importlib.util.find_spec
+    found = None if module is None else object()
+    patch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: found if name == "pynvml" else find_spec(name, *rest)
+    )
+    patch.setitem(sys.modules, "pynvml", module)

@@ -1,0 +1,311 @@
+"""`manyhands devices`: accelerators, their numbers and links, the CPU, and the advice."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.commands import assert_misused, status_of
+from helpers.fake_gpus import GIB, NVMLError, install, nvml, say_torch_has
+from manyhands.monitor import cpu
+from manyhands.monitor.inventory import Accelerator, advised
+from manyhands.monitor.nvml import GpuReader
+from manyhands.monitor.report import wrapped
+from manyhands.monitor.visibility import visibility
+from manyhands.runtime import devices
+
+VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def lines(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> list[str]:
+    assert status_of("devices", *arguments) == status
+    shown = capsys.readouterr().out
+    assert shown.isascii()
+    return [line.strip() for line in shown.splitlines()]
+
+
+def facts(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> dict[str, Any]:
+    assert status_of("devices", "--json", *arguments) == status
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_machine_without_accelerators(no_accelerators: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """M1: cores, threads, limits and nodes are there; and an engine is advised."""
+    shown = lines(capsys)
+    assert shown[0] == "accelerators: none that torch can use"
+    assert f"cores: {len(os.sched_getaffinity(0))} of {os.cpu_count()}" in " ".join(shown)
+    assert f"intra-op threads: {torch.get_num_threads()} (OMP_NUM_THREADS: " in " ".join(shown)
+    assert any(line.startswith("cgroup limits: ") for line in shown)
+    assert any(line.startswith("advice: ") for line in shown)
+
+
+def test_simulated_accelerators_are_listed_and_copied_between(
+    sim: list[torch.device], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """M1: figures that a device does not have are left out; the copies are measured."""
+    monkeypatch.setattr("manyhands.monitor.inventory._COPIED_BYTES", 1 << 16)
+    found = facts(capsys)
+    assert [each["device"] for each in found["accelerators"]] == [str(device) for device in sim]
+    assert all(each["is_free"] is None and each["problem"] is None for each in found["accelerators"])
+    assert len(found["links"]) == 12
+    assert all(link["bytes_per_s"] > 0 and link["arrives"] for link in found["links"])
+    assert all(link["bytes_per_s"] is None for link in facts(capsys, "--no-bandwidth")["links"])
+    assert found["advice"]["engine"] == "threads"
+
+
+def test_numbers_memory_links_and_shares_of_gpus(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """M1, M2: CUDA counts the fastest first: its 0 is nvidia-smi's 2, and its 1 is 0. The busy one is left out."""
+    say_torch_has(monkeypatch, buses=[0x3B, 0x1A, 0x2A], memory=[16, 16, 8], cores=[80, 80, 80])
+    gpus = [
+        {"bus": 0x1A},
+        {"bus": 0x2A, "load": 97, "used": 12, "pids": (4711, os.getpid())},
+        {"bus": 0x3B},
+        {"bus": 9},
+    ]
+    install(monkeypatch, nvml(gpus))
+    shown = lines(capsys)
+    assert shown[:5] == [
+        "cuda:0: Fake GPU",
+        "memory: 16.0 GiB, 16.0 GiB of it free",
+        "cores: 80 multiprocessors",
+        "PCI address: 0000:3b:00, number 2 in PCI order; GPU 2 in nvidia-smi",
+        "now: free, load 0%",
+    ]
+    assert "now: busy, load 97%, used by process 4711" in shown
+    assert "GPUs that this process does not see: 3 (Fake GPU)" in shown
+    assert any(line.startswith("CUDA_DEVICE_ORDER is not set") and "numbers differ here" in line for line in shown)
+    assert "cuda:0 to cuda:1: peer access, 45 GB/s" in shown
+    assert "cuda:0 to cuda:2: no peer access, not measured" in shown  # cuda:2 is busy
+    warning = next(line for line in shown if line.startswith("warning: "))
+    assert "cuda:2 has less than 75 % of the memory of cuda:0" in warning
+    assert "shares=[1.0, 1.0, 0.5]" in warning
+    assert "free now: cuda:0, cuda:1" in shown
+    assert "advice: model = manyhands.DataParallel(model, [0, 1])" in shown
+    assert any(line.startswith("driver 550.54") for line in shown)
+
+
+def test_damaged_copies_and_a_link_that_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """M1, M4: a copy that raises is in its line, and the exit status is 1."""
+    present = say_torch_has(monkeypatch, buses=[1, 2, 3], memory=[16] * 3, cores=[80] * 3)
+    install(monkeypatch, None)
+    assert "cuda:0 to cuda:2: no peer access, 45 GB/s, through the host, because direct copies arrive damaged" in lines(
+        capsys
+    )
+
+    def copy(source: torch.device, target: torch.device, num_bytes: int) -> float:
+        if target == present[1]:
+            raise RuntimeError("CUDA error: out of memory\nand more")
+        return 45e9
+
+    monkeypatch.setattr(devices, "copy_bytes_per_s", copy)
+    shown = lines(capsys, status=1)
+    assert "cuda:0 to cuda:1: peer access, cannot be copied: CUDA error: out of memory" in shown
+    assert any("nvidia-ml-py not installed: pip install 'manyhands[watch]'" in line for line in shown)
+
+
+def test_an_accelerator_that_cannot_be_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """M4: the others are reported, and the exit status is 1."""
+    present = say_torch_has(monkeypatch, buses=[1, 2], memory=[16] * 2, cores=[80] * 2)
+    ask = devices.facts
+
+    def lost(device: torch.device) -> devices.Facts:
+        if device == present[1]:
+            raise RuntimeError("CUDA error: the GPU has fallen off the bus")
+        return ask(device)
+
+    monkeypatch.setattr(devices, "facts", lost)
+    install(monkeypatch, None)
+    found = facts(capsys, status=1)
+    assert [each["problem"] for each in found["accelerators"]] == [None, "CUDA error: the GPU has fallen off the bus"]
+    assert found["advice"]["code"] == "model = manyhands.DataParallel(model, [0])"
+
+
+@pytest.mark.parametrize(
+    ("text", "num_gpus", "visible", "said"),
+    [
+        ("5,6,7", 8, ("5", "6", "7"), "5, 6, 7 are cuda:0, cuda:1, cuda:2 in this process"),
+        ("5, 6,7", None, ("5", "6", "7"), "5, 6, 7 are cuda:0, cuda:1, cuda:2"),
+        ("2", None, ("2",), "2 is cuda:0 in this process"),
+        ("GPU-8932f937,1", None, ("GPU-8932f937", "1"), "GPU-8932f937, 1 are cuda:0, cuda:1"),
+        ("0,-1,1", None, ("0",), "-1 names no GPU, and nothing from there on is seen"),
+        ("0,8,1", 8, ("0",), "8 names no GPU (this machine has 8)"),
+        ("0,,1", None, ("0",), "an empty entry names no GPU"),
+        ("3,3", None, (), "hides every GPU: 3 is named twice"),
+        ("", None, (), "hides every GPU"),
+        ("all", None, (), "hides every GPU: all names no GPU"),
+    ],
+)
+def test_what_the_variable_makes_of_the_numbers(
+    text: str, num_gpus: int | None, visible: tuple[str, ...], said: str
+) -> None:
+    """M2: as CUDA reads it."""
+    seen = visibility({"CUDA_VISIBLE_DEVICES": text}, num_gpus)
+    assert seen.visible == visible
+    assert said in "\n".join(seen.lines(len(visible)))
+
+
+def test_a_variable_on_a_machine_without_gpus(
+    no_accelerators: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """M2: it says what the numbers would be, and how to have nvidia-smi's."""
+    install(monkeypatch, None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6,7")
+    shown = lines(capsys)
+    assert "CUDA_VISIBLE_DEVICES=5,6,7: 5, 6, 7 would be cuda:0, cuda:1, cuda:2 in this process" in shown
+    assert any("CUDA_DEVICE_ORDER=PCI_BUS_ID" in line for line in shown)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert not any("CUDA_DEVICE_ORDER" in line for line in lines(capsys))
+
+
+def test_a_driver_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """M1: a driver without its library, and figures that a GPU does not have."""
+    module = nvml([{"bus": 1, "load": None, "power": None, "reasons": 0x40}])
+    install(monkeypatch, module)
+    (gpu,) = GpuReader().read()
+    assert (gpu.load, gpu.power_w, gpu.temperature_c, gpu.slowdown) == (None, None, 60, "it is too hot")
+
+    def missing() -> None:
+        raise NVMLError("NVML Shared Library Not Found")
+
+    module.nvmlInit = missing  # type: ignore[attr-defined]
+    reader = GpuReader()
+    assert reader.read() == []
+    assert reader.problem == "NVIDIA's driver cannot be asked (NVML Shared Library Not Found)"
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {
+            "proc/self/cgroup": "0::/jobs/one\n",
+            "sys/fs/cgroup/jobs/cpu.max": "150000 100000\n",
+            "sys/fs/cgroup/jobs/one/cpu.max": "max 100000\n",
+            "sys/fs/cgroup/jobs/one/memory.max": f"{4 * GIB}\n",
+            "sys/fs/cgroup/jobs/memory.max": "max\n",
+        },
+        {
+            "proc/self/cgroup": "4:memory:/host/path\n3:cpu,cpuacct:/host/path\n2:cpuset:/\n",
+            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "150000\n",
+            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{4 * GIB}\n",
+        },
+    ],
+    ids=["version 2", "version 1, in a container"],
+)
+def test_limits_of_control_groups(tmp_path: Path, files: dict[str, str]) -> None:
+    """M3: the lowest limit of the group and of those that it is in."""
+    found = cpu.describe(write(tmp_path, files))
+    assert (found.cgroup_cores, found.cgroup_memory_bytes) == (1.5, 4 * GIB)
+    assert found.usable_cores == min(2, found.allowed)
+
+
+def test_without_limits(tmp_path: Path) -> None:
+    """M3: neither version's way to say "none" is a limit, and nor are files that are not there."""
+    files = {
+        "proc/self/cgroup": "3:cpu:/\n4:memory:/\n0::/\n",
+        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+        "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "sys/fs/cgroup/cpu.max": "max 100000\n",
+    }
+    for root in (write(tmp_path / "files", files), tmp_path / "nothing"):
+        found = cpu.describe(root)
+        assert (found.cgroup_cores, found.cgroup_memory_bytes) == (None, None)
+        assert found.usable_cores == found.allowed
+
+
+def test_numa_nodes(tmp_path: Path) -> None:
+    """M3: their cores and memory; each is a replica of the advice."""
+    node = "sys/devices/system/node/node"
+    files = {f"{node}{n}/cpulist": f"{n}-{n}\n" for n in (0, 10, 2)}
+    files[f"{node}10/meminfo"] = "Node 10 MemTotal:       1048576 kB\n"
+    found = cpu.describe(write(tmp_path, files))
+    assert [(each.number, each.cores, each.memory_bytes) for each in found.numa_nodes] == [
+        (0, "0-0", None),
+        (2, "2-2", None),
+        (10, "10-10", GIB),
+    ]
+    several = cpu.Cpu(**{**vars(found), "allowed": 8, "cgroup_cores": None})
+    assert '["cpu"] * 3' in advised([], several).code
+
+
+def test_the_engine_that_is_advised(tmp_path: Path) -> None:
+    """M3: none for one core, also one that a control group leaves of many; accelerators that are all busy."""
+    one = cpu.Cpu(**{**vars(cpu.describe(tmp_path)), "allowed": 8, "cgroup_cores": 0.5})
+    assert advised([], one).engine is None
+    busy = Accelerator("cuda:0", is_free=False)
+    assert advised([busy], one).reason == "every accelerator is busy now"
+    assert (
+        advised([busy, Accelerator("cuda:1", is_free=True)], one).code == "model = manyhands.DataParallel(model, [1])"
+    )
+    both = [Accelerator("cuda:0", is_free=True), Accelerator("cuda:1")]
+    assert advised(both, one).code == "model = manyhands.DataParallel(model)"
+
+
+def test_more_threads_than_cores_are_warned_about(
+    no_accelerators: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """M3: torch takes the cores of the machine, not the time that a control group leaves."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    monkeypatch.setattr(cpu, "_cgroup_cores", lambda root: 1.0)
+    assert "warning: 64 intra-op threads, and cores for 1: they wait for each other. Set OMP_NUM_THREADS=1" in lines(
+        capsys
+    )
+
+
+def test_lines_wrap_at_twenty_columns() -> None:
+    """M4: also words that are longer than the terminal is wide."""
+    text = wrapped(["  CUDA_VISIBLE_DEVICES=5,6,7: 5, 6, 7 are cuda:0, cuda:1, cuda:2", ""], 20)
+    assert max(map(len, text.splitlines())) <= 20
+    assert "".join(text.split()) == "CUDA_VISIBLE_DEVICES=5,6,7:5,6,7arecuda:0,cuda:1,cuda:2"
+
+
+@pytest.mark.parametrize("arguments", [["--jsn"], ["gpu"]])
+def test_bad_input_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """M4: exit status 2."""
+    assert_misused(["devices", *arguments], arguments[0], capsys)
+
+
+def test_in_a_bare_environment_with_a_reader_that_ends(tmp_path: Path) -> None:
+    """M4: without HOME, in an ASCII locale; and `head` has closed the pipe already: no traceback, exit status 1."""
+    environment = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+    environment |= {"LC_ALL": "C", "PYTHONIOENCODING": "ascii:strict"}
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with open(write_end, "wb") as closed:
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-m", "manyhands", "devices"],
+            env=environment,
+            cwd=tmp_path,
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            timeout=100,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, b"")

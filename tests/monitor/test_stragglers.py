@@ -1,0 +1,79 @@
+"""Which replica the others wait for, and why."""
+
+from typing import Any
+
+import pytest
+
+from manyhands.monitor.nvml import Gpu
+from manyhands.monitor.stragglers import Replica, find
+
+
+def on_host(*figures: tuple[int, float]) -> list[Replica]:
+    """Return replicas with these rows and milliseconds."""
+    return [Replica(i, "cpu", None, rows, None, ms / 3000, 2 * ms / 3000, None) for i, (rows, ms) in enumerate(figures)]
+
+
+def gpus(*loads: float | None, **changes: Any) -> list[Gpu]:
+    """Return GPUs with these loads; the last one has `changes`."""
+    plain = {"name": "A", "slowdown": None, "pids": (1,)}
+    return [
+        Gpu(number=i, pci=None, memory_bytes=None, used_bytes=None, load=load, temperature_c=None, power_w=None,
+            power_limit_w=None, **(plain | (changes if i == len(loads) - 1 else {})))
+        for i, load in enumerate(loads)
+    ]  # fmt: skip
+
+
+def on_gpus(*rows: int) -> list[Replica]:
+    return [Replica(i, f"cuda:{i}", i, count, None, None, None, None) for i, count in enumerate(rows)]
+
+
+@pytest.mark.parametrize(
+    ("figures", "loads", "own_cores", "found"),
+    [
+        ([(10, 50), (10, 55)], [1.0, 1.0], 0.5, None),
+        ([(10, 50), (10, 65)], [0.5, 0.5], 1.0, (1, None)),
+        ([(10, 50), (10, 65)], [1.0, 1.0], 1.2, (1, "other programs use 0.8 of 2 cores")),
+        ([(10, 50), (10, 65)], [0.1] * 60 + [1.0] * 4, 0.0, (1, None)),  # many cores are free
+        ([(30, 150), (10, 50), (10, 52)], [0.5], 0.0, (0, "it has 30 of 50 rows: change shares")),
+        (
+            [(30, 250), (10, 50), (10, 52)],
+            [1.0],
+            0.2,
+            (0, "it has 30 of 50 rows: change shares; other programs use 0.8 of 1 cores"),
+        ),
+        ([(10, 50)], [1.0], 0.0, None),
+    ],
+)
+def test_on_the_cpu(
+    figures: list[tuple[int, float]], loads: list[float], own_cores: float, found: tuple[int, str | None] | None
+) -> None:
+    """M8: a fifth slower than the others' median; by its rows if it has a fifth more."""
+    straggler = find(on_host(*figures), core_loads=loads, own_cores=own_cores)
+    assert (None if straggler is None else (straggler.replica, straggler.cause)) == found
+
+
+@pytest.mark.parametrize(
+    ("rows", "loads", "changes", "found"),
+    [
+        ((8, 8, 8), (0.9, 0.95, 0.97), {}, None),
+        ((8, 8, 8), (0.6, 0.65, 0.99), {}, (2, None)),
+        ((8, 8, 8), (0.6, 0.65, 0.99), {"slowdown": "it is too hot"}, (2, "GPU 2 runs at a low clock: it is too hot")),
+        ((8, 8, 8), (0.6, 0.65, 0.99), {"pids": (1, 77)}, (2, "process 77 computes on GPU 2 too")),
+        ((8, 8, 16), (0.6, 0.65, 0.99), {}, (2, "it has 16 of 32 rows: change shares")),
+        ((8, 8, 8), (0.6, 0.65, 0.99), {"name": "B"}, (2, "GPU 2 is B: give it a smaller share")),
+        ((8, 8, 8), (0.6, None, 0.99), {}, None),
+        ((8, 8, 8), (0.6, 0.99), {}, None),  # one is not known to the driver
+    ],
+)
+def test_on_gpus(
+    rows: tuple[int, ...], loads: tuple[float | None, ...], changes: dict[str, Any], found: tuple[int, str] | None
+) -> None:
+    """M8: times there are those of queuing; the busiest GPU is the one that the others wait for."""
+    straggler = find(on_gpus(*rows), gpus(*loads, **changes), own_pids=[1])
+    assert (None if straggler is None else (straggler.replica, straggler.cause)) == found
+
+
+def test_two_replicas_on_one_gpu_have_one_load() -> None:
+    """M8: which of them is slow cannot be told."""
+    both = [Replica(i, "cuda:0", 0, 8, None, None, None, None) for i in range(2)]
+    assert find(both, gpus(0.9, 0.1)) is None

@@ -1,0 +1,292 @@
+"""`manyhands watch`: one sample, a log, the table on a terminal; a training whose straggler it finds."""
+
+import contextlib
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from helpers.commands import assert_misused
+from helpers.fake_gpus import install, nvml
+from manyhands.cli import main
+from manyhands.monitor import sample
+from manyhands.monitor.display import styled_lines
+from manyhands.monitor.nvml import GpuReader
+from manyhands.monitor.sample import Sample, Sampler
+from manyhands.runtime.step_status import Published, ReplicaStatus
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="uses terminals and /proc")
+
+TRAINING = """
+    import time
+    import torch
+    from manyhands import DataParallel
+    from manyhands.runtime.step_status import read_all
+
+    class Slow(torch.nn.Linear):
+        def forward(self, x):
+            time.sleep(0.05 * len(x))  # what a row takes
+            return super().forward(x)
+
+    model = DataParallel(Slow(3, 2), ["cpu", "cpu"], shares=[3, 1])
+    has_said = False
+    while True:
+        model(torch.ones(8, 3)).sum().backward()
+        if not has_said and read_all()[0]:
+            print("published", flush=True)
+            has_said = True
+"""
+WHY = "the others wait for replica 0: it has 6 of 8 rows: change shares"
+
+
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runtime")
+    folder.chmod(0o700)
+    return folder
+
+
+def environment(runtime: Path, **others: str) -> dict[str, str]:
+    """A bare environment: no HOME, an ASCII locale."""
+    kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+    own = {"XDG_RUNTIME_DIR": str(runtime), "TMPDIR": str(runtime), "LC_ALL": "C", "OMP_NUM_THREADS": "1"}
+    return kept | own | others
+
+
+@pytest.fixture(scope="module")
+def training(runtime: Path) -> Iterator[int]:
+    """A training that has published: replica 0 has three quarters of the rows, and each row takes 50 ms."""
+    program = [sys.executable, "-c", textwrap.dedent(TRAINING)]
+    with subprocess.Popen(program, env=environment(runtime), stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"published\n"
+            yield process.pid
+        finally:
+            process.kill()
+
+
+def watch(*arguments: str) -> list[str]:
+    return [sys.executable, "-W", "error", "-m", "manyhands", "watch", *arguments]
+
+
+@pytest.fixture
+def here(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process look where the training publishes, and nowhere else."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    monkeypatch.setattr(tempfile, "tempdir", str(runtime))
+
+
+def test_one_sample_finds_the_straggler_and_says_why(
+    here: None, training: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """M4, M8: as text, and with the same figures as a line of JSON, which is logged too."""
+    assert main(["watch", "--once", "--every", "0.2"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.isascii()
+    lines = [line.strip() for line in shown.splitlines()]
+    assert any(line.startswith(f"process {training}: Slow, ThreadsEngine; ") for line in lines)
+    marked = next(line for line in lines if line.endswith("<- slowest"))
+    assert marked.split()[:4] == ["0", "cpu", "6", "75%"]
+    assert any(line.startswith(WHY) for line in lines)  # other programs may be a cause, too
+
+    log = tmp_path / "watch.jsonl"
+    for _ in range(2):
+        assert main(["watch", "--once", "--json", "--every", "0.2", "--log", str(log)]) == 0
+    assert log.read_text() == capsys.readouterr().out
+    *_, last = log.read_text().splitlines()
+    wrapper = next(each for each in json.loads(last)["wrappers"] if each["pid"] == training)
+    assert wrapper["straggler"]["replica"] == 0
+    assert wrapper["straggler"]["cause"].startswith("it has 6 of 8 rows: change shares")
+    slow, fast = wrapper["replicas"]
+    assert [slow["share"], fast["share"]] == [0.75, 0.25]
+    assert slow["forward_s"] >= 0.3  # the least that its sleeps take
+    assert fast["wait_s"] > slow["wait_s"]
+
+
+def test_lines_wrap_on_a_narrow_terminal(here: None, training: int) -> None:
+    """M4: a figure after the other, none wider than 20 columns."""
+    lines = [line for line, _ in styled_lines(Sampler(GpuReader()).take(), 20)]
+    assert max(map(len, lines)) <= 20
+    assert "share 75%" in " ".join(line.strip() for line in lines)
+
+
+class Screen:
+    """A command on a terminal of so many columns.
+
+    Attributes:
+        text: what it has written so far.
+    """
+
+    def __init__(self, command: list[str], env: dict[str, str], columns: int) -> None:
+        import fcntl
+        import termios
+
+        self._terminal, inside = os.openpty()
+        fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 60, columns, 0, 0))
+        self.process = subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside, env=env)
+        os.close(inside)
+        self.text = ""
+
+    def read_until(self, text: str) -> None:
+        """Read until this text has come; fails if the command ends before."""
+        while text not in self.text:
+            self.text += os.read(self._terminal, 1 << 16).decode()
+
+    def end(self, number: int) -> int:
+        """Send a signal; return the exit status when all has been read."""
+        self.process.send_signal(number)
+        with contextlib.suppress(OSError):  # Linux's way to say that nothing has the terminal open any more
+            while read := os.read(self._terminal, 1 << 16):
+                self.text += read.decode()
+        os.close(self._terminal)
+        return self.process.wait(timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("columns", "number", "status", "shown"),
+    [
+        (100, signal.SIGINT, 0, WHY),
+        pytest.param(20, signal.SIGTERM, 143, "share 75%", marks=pytest.mark.slow),
+    ],
+)
+def test_the_table_stays_in_place_on_a_terminal(
+    runtime: Path, training: int, columns: int, number: int, status: int, shown: str
+) -> None:
+    """M4: also one of 20 columns; at the end the terminal is as it was before."""
+    screen = Screen(watch("--every", "0.2"), environment(runtime, TERM="xterm"), columns)
+    try:
+        screen.read_until(shown)
+        assert screen.end(number) == status
+    finally:
+        screen.process.kill()
+    assert screen.text.count("\x1b[?1049h") == screen.text.count("\x1b[?1049l") == 1  # the second screen
+    assert "\x1b[31m" in screen.text  # the straggler's line is red
+    assert "Traceback" not in screen.text
+
+
+def test_a_reader_that_ends(runtime: Path) -> None:
+    """M4: as in `manyhands watch | head -1`, in a bare environment; lines without colour before."""
+    with subprocess.Popen(
+        watch("--every", "0.1"), env=environment(runtime), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        first = process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert first.startswith(b"CPU: ")
+    assert process.returncode == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_log_that_is_full(here: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """M4: one line, exit status 1."""
+    assert main(["watch", "--once", "--every", "0.1", "--log", "/dev/full"]) == 1
+    assert capsys.readouterr().err == "manyhands watch: error: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--every", "0"], "argument --every: expected seconds from 0.1 to 3600; got '0'"),
+        (["--every", "nan"], "expected seconds from 0.1 to 3600; got 'nan'"),
+        (["--every", "soon"], "expected seconds from 0.1 to 3600; got 'soon'"),
+        (["--log", ""], "argument --log: expected the name of a file, got ''"),
+        (["--log", "/proc"], "--log /proc: cannot be written (Is a directory); name another file"),
+        (["--log", "/nowhere/log"], "--log /nowhere/log: cannot be written (No such file or directory)"),
+        (["--twice"], "there is no option --twice"),
+        (["5"], "there is no option 5"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """M4: and nothing is shown."""
+    assert assert_misused(["watch", *arguments], error, capsys) == ""
+
+
+def test_missing_packages_are_named_with_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """M4: psutil and rich; nvidia-ml-py may be missing."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "rich" else SimpleNamespace())
+    assert_misused(["watch", "--once"], "rich not installed: pip install 'manyhands[watch]'", capsys)
+
+
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch) -> list[Published]:
+    """What wrappers have published; the test fills it."""
+    found: list[Published] = []
+    monkeypatch.setattr(sample, "read_all", lambda: (found, ["a folder is not private"]))
+    return found
+
+
+def on_gpu(steps: int, *rows: int, module: str = "Net") -> Published:
+    replicas = [
+        ReplicaStatus(i, count, 1e-4, 2e-4, False, f"cuda:{i}", f"0000:0{5 + i}:00") for i, count in enumerate(rows)
+    ]
+    return Published("a", os.getpid(), steps, 0.0, 0.5, module, "ThreadsEngine", tuple(replicas))
+
+
+def lines_of(taken: Sample, width: int | None = None) -> list[str]:
+    return [line.strip() for line, _ in styled_lines(taken, width)]
+
+
+def test_gpus_and_the_replicas_on_them(monkeypatch: pytest.MonkeyPatch, published: list[Published]) -> None:
+    """M4, M8: cuda:0 is nvidia-smi's GPU 1 there; waits follow from the load; a hot GPU is the straggler."""
+    gpus = [{"bus": 4}, {"bus": 5, "load": 40}, {"bus": 6, "load": 100, "reasons": 0x20, "used": 3, "power": None}]
+    install(monkeypatch, nvml(gpus))
+    published.append(on_gpu(7, 8, 8))
+    taken = Sampler(GpuReader()).take()
+    (wrapper,) = taken.wrappers
+    assert [replica.gpu for replica in wrapper.replicas] == [1, 2]
+    assert [replica.forward_s for replica in wrapper.replicas] == [None, None]
+    assert [replica.wait_s for replica in wrapper.replicas] == pytest.approx([0.3, 0])
+    shown = lines_of(taken)
+    assert "GPU  load    memory  temp      power      name" in shown
+    assert "1   40%  0/16 GiB  60 C  250/300 W  Fake GPU" in shown
+    assert "2  100%  3/16 GiB  60 C          -  Fake GPU" in shown
+    assert "the others wait for replica 1: GPU 2 runs at a low clock: it is too hot" in shown
+    assert "a folder is not private" in shown
+    assert any("7 steps, none for " in line for line in shown)  # since 1970
+
+
+def test_means_are_of_steps_with_the_same_rows(published: list[Published]) -> None:
+    """M5: a short last batch is not mixed with the others; a wrapper that has gone is forgotten."""
+    taken = Sampler(GpuReader())
+    for forward_s, rows in ((0.1, 8), (0.9, 3), (0.3, 8)):
+        replicas = tuple(ReplicaStatus(i, rows, forward_s, 0.0, True, "cpu", "") for i in range(2))
+        published[:] = [Published("a", os.getpid(), int(10 * forward_s), 0.0, forward_s, "Net", "Engine", replicas)]
+        (wrapper,) = taken.take().wrappers
+    assert wrapper.replicas[0].forward_s == pytest.approx(0.2)
+    assert wrapper.step_s == pytest.approx(0.3)
+    published.clear()
+    assert taken.take().wrappers == ()
+    assert "no wrapper of this user has taken a step yet" in lines_of(taken.take())
+
+
+def test_text_of_other_programs_cannot_command_the_terminal(published: list[Published]) -> None:
+    """M4: escape sequences and letters that a terminal may lack are question marks."""
+    published.append(on_gpu(1, 8, module="N\x1b[2Jet\u00e9"))
+    assert any("N?[2Jet?, ThreadsEngine" in line for line in lines_of(Sampler(GpuReader()).take(), 20 * 5))
+
+
+def test_ctrl_c_is_the_usual_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """M4: exit status 0, and the handlers of signals are those from before."""
+
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("manyhands.monitor.watch_command.time.sleep", interrupted)
+    assert main(["watch"]) == 0
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,280 @@
+"""What wrappers publish: how often, to whom, and what becomes of files that are damaged, old, or someone else's."""
+
+import copy
+import os
+import pickle
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.programs import run_script
+from manyhands import DataParallel, data_parallel
+from manyhands.runtime import step_status
+from manyhands.runtime.step_status import Published, read_all
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "pwrite"), reason="nothing is published on this system")
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of the test's own; the one for temporary files is, too."""
+    (tmp_path / "runtime").mkdir(mode=0o700)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    return tmp_path / "runtime" / "manyhands"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    clock = Clock()
+    monkeypatch.setattr("manyhands.runtime.step_status.monotonic", clock)
+    monkeypatch.setattr(sys.modules["manyhands.data_parallel"], "monotonic", clock)  # the name is a function, too
+    return clock
+
+
+def step(model: torch.nn.Module) -> None:
+    model(torch.ones(6, 3)).sum().backward()
+
+
+def publish(model: torch.nn.Module, clock: Clock) -> None:
+    """Take two steps, half a second each, then begin another one."""
+    for _ in range(3):
+        step(model)
+        clock.now += 0.5
+
+
+def own() -> list[Published]:
+    return [each for each in read_all()[0] if each.pid == os.getpid()]
+
+
+def wrapper(replicas: int = 2) -> DataParallel:
+    return DataParallel(torch.nn.Linear(3, 2), ["cpu"] * replicas, shares=[2.0, *[1.0] * (replicas - 1)])
+
+
+def test_each_replica_is_published_and_the_file_goes_with_the_wrapper(folder: Path, clock: Clock) -> None:
+    """M5: steps, seconds a step, rows and times of each replica; only the user can read it."""
+    model = wrapper()
+    publish(model, clock)
+    (found,) = own()
+    assert (found.module, found.engine, found.steps, found.step_s) == ("Linear", "ThreadsEngine", 2, 0.5)
+    assert [(each.number, each.device, each.rows, each.on_host) for each in found.replicas] == [
+        (0, "cpu", 4, True),
+        (1, "cpu", 2, True),
+    ]
+    assert all(each.forward_s > 0 and each.backward_s > 0 for each in found.replicas)
+    (file,) = folder.iterdir()
+    assert (file.stat().st_mode & 0o777, folder.stat().st_mode & 0o777) == (0o600, 0o700)
+    del model
+    assert list(folder.iterdir()) == []
+
+
+def test_one_device_publishes_its_steps(folder: Path, clock: Clock) -> None:
+    """M5: the module is called directly, so rows and times are not known."""
+    model = wrapper(1)
+    publish(model, clock)
+    (found,) = own()
+    assert (found.steps, found.step_s) == (2, 0.5)
+    assert [(each.device, each.rows, each.forward_s) for each in found.replicas] == [("cpu", 0, 0.0)]
+
+
+def test_a_step_writes_once_a_second_at_most(folder: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """M6: a hundred steps in two seconds, and two writes."""
+    written: list[int] = []
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *args: written.append(1) or pwrite(*args))
+    model = wrapper()
+    for _ in range(100):
+        clock.now += 0.02
+        step(model)
+    assert len(written) == 1
+    clock.now += 1
+    step(model)
+    assert len(written) == 2
+    (found,) = own()
+    assert found.steps == 100
+
+
+def test_short_programs_and_single_calls_leave_no_file(folder: Path, clock: Clock) -> None:
+    """M6: nothing is made before the second second."""
+    model = wrapper()
+    step(model)
+    step(model)
+    data_parallel(torch.nn.Linear(3, 2), torch.ones(6, 3), ["cpu", "cpu"])
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_publishes_for_itself(folder: Path, clock: Clock, duplicate) -> None:
+    """M5, A14: it has a file of its own."""
+    model = wrapper()
+    publish(model, clock)
+    other = duplicate(model)
+    publish(other, clock)
+    assert len({each.name for each in own()}) == 2
+
+
+def test_a_wrapper_inside_a_replica_publishes_nothing(folder: Path, clock: Clock) -> None:
+    """M5, A10: the outer one does."""
+    model = DataParallel(torch.nn.Sequential(wrapper()), ["cpu", "cpu"])
+    publish(model, clock)
+    assert [each.module for each in own()] == ["Sequential"]
+
+
+@pytest.mark.parametrize("trouble", ["switched off", "full disk", "folder for all", "file in its place"])
+def test_nothing_that_goes_wrong_reaches_the_training(
+    folder: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    """M6: a disk that is full, a folder that others may enter: the steps go on, and are not published."""
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    if trouble == "switched off":
+        monkeypatch.setenv("MANYHANDS_PUBLISH", "0")
+    elif trouble == "full disk":
+        monkeypatch.setattr(os, "pwrite", full)
+    elif trouble == "folder for all":
+        folder.mkdir()
+        folder.chmod(0o777)
+    else:
+        folder.touch()
+    model = wrapper()
+    for _ in range(2):
+        publish(model, clock)
+    assert own() == []
+    problems = read_all()[1]
+    assert len(problems) == (trouble in ("folder for all", "file in its place"))
+    assert all("is no private folder of this user" in problem for problem in problems)
+
+
+def test_without_a_runtime_folder_it_is_the_one_for_temporary_files(
+    folder: Path, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """M6: and a reader that has a runtime folder looks there, too."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    model = wrapper()
+    publish(model, clock)
+    if not Path(f"/run/user/{os.getuid()}").is_dir():
+        assert step_status.folders() == [tmp_path / "temporary" / f"manyhands-{os.getuid()}"]
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder.parent))
+    assert step_status.folders()[0] == folder
+    assert len(own()) == 1
+
+
+def test_a_file_that_is_damaged_is_not_read(folder: Path, clock: Clock) -> None:
+    """M7: cut anywhere, or with any byte changed; the next publication is read again."""
+    model = wrapper()
+    publish(model, clock)
+    (file,) = folder.iterdir()
+    whole = file.read_bytes()
+    for length in range(len(whole)):
+        file.write_bytes(whole[:length])
+        assert own() == []
+    for place in range(len(whole)):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        assert own() == []
+    publish(model, clock)
+    assert len(own()) == 1
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="reads /proc")
+def test_files_of_others_are_left_alone_or_removed(folder: Path, clock: Clock, tmp_path: Path) -> None:
+    """M7: removed are those of processes that have ended, also where the number has a process again; others stay."""
+    model = wrapper()
+    publish(model, clock)
+    (file,) = folder.iterdir()
+    pid, start, namespace, number = file.stem.split("-")
+    kept = {
+        file.name,
+        f"{pid}-{start}-{int(namespace) + 1}-{number}.status",  # of a container
+        "notes.txt",
+        f"{pid}-{start}-{namespace}-7.status",  # a link
+        f"{pid}-{start}-{namespace}-8.status",  # a pipe, which nothing writes to
+    }
+    ended = {f"{pid}-{int(start) + 1}-{namespace}-{number}.status", f"999999999-{start}-{namespace}-0.status"}
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(file.read_bytes())
+    for name in (kept | ended) - {file.name}:
+        if name.endswith("-7.status"):
+            (folder / name).symlink_to(elsewhere)
+        elif name.endswith("-8.status"):
+            os.mkfifo(folder / name)
+        else:
+            (folder / name).write_bytes(file.read_bytes())
+    assert [each.name for each in own()] == [file.name]
+    assert {path.name for path in folder.iterdir()} == kept
+
+
+def test_a_reader_sees_whole_publications_only(folder: Path, clock: Clock) -> None:
+    """M7: while another thread publishes without a pause."""
+    import threading
+
+    model = wrapper()
+    publish(model, clock)
+    stop = threading.Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            clock.now += 1
+            model._status.steps += 1
+            model._publish(model.replica_timings)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        seen = [each for _ in range(200) for each in own()]
+    finally:
+        stop.set()
+        writer.join()
+    assert len(seen) > 100
+    assert [each.steps for each in seen] == sorted(each.steps for each in seen)
+    assert {tuple(replica.rows for replica in each.replicas) for each in seen} == {(4, 2)}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_leaves_its_parents_file_alone(folder: Path, tmp_path: Path) -> None:
+    """M7: it writes into one of its own, and removes that one only."""
+    done = run_script(f"""
+        import os, sys, tempfile
+        os.environ["XDG_RUNTIME_DIR"], tempfile.tempdir = {str(folder.parent)!r}, {str(tmp_path / "temporary")!r}
+        import torch
+        from manyhands import DataParallel
+        from manyhands.runtime import step_status
+        now = [100.0]
+        step_status.monotonic = sys.modules["manyhands.data_parallel"].monotonic = lambda: now[0]
+        model = DataParallel(torch.nn.Linear(3, 2), ["cpu"])
+
+        def publish():
+            for _ in range(3):
+                model(torch.ones(6, 3))
+                now[0] += 0.5
+
+        publish()
+        child = os.fork()
+        if not child:
+            publish()
+            publish()
+            pids = [each.pid for each in step_status.read_all()[0]]
+            assert sorted(pids) == sorted([os.getpid(), os.getppid()]), pids
+            model._status = None
+            os._exit(len(step_status.read_all()[0]) - 1)
+        assert os.waitpid(child, 0)[1] == 0
+        (left,) = step_status.read_all()[0]
+        assert (left.pid, left.steps) == (os.getpid(), 2), left
+    """)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(folder.iterdir()) == []
