@@ -78,11 +78,6 @@ _ONE_ROW = (
     "batch norm in training needs more than one row, and each replica normalises its own rows. With "
     "sync_batch_norm=True it normalises the rows of all replicas. Or leave a short last batch out (drop_last=True)."
 )
-_SCALARS_OF_ONE = (
-    'shares="measured" with scalars="stack": the output has a 0-dim tensor, which is a vector with one entry a replica '
-    "where there are several, and 0-dim where one device has the whole batch. For a loss that is a mean over rows, use "
-    'scalars="mean", which is exact for any shares.'
-)
 _ON_WORKER_LOSS = ("raise", "retry")
 _LOSSES = ("mean", "sum")
 _VERBS = ("replicate", "scatter", "parallel_apply", "gather")
@@ -798,10 +793,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             now = self._engine.timings()
             if now is not before and [timing.rows for timing in now] == [size for size in sizes if size]:
                 timings += now
-        tensors = [tensor for _, tensor in pytree.tensors(output)]
-        timer.forward_ended(tensors)
-        if on_one_device and self.scalars == "stack" and any(tensor.dim() == 0 for tensor in tensors):
-            log_once(_SCALARS_OF_ONE)
+        timer.forward_ended([tensor for _, tensor in pytree.tensors(output)])
         return output
 
     @critical

@@ -267,9 +267,8 @@ class MeasuredShares:
         candidates, num_rounds = self._candidates(), 0
         while True:
             for weights in candidates if num_rounds % 2 == 0 else candidates[::-1]:
-                if num_rounds == 0:
-                    self._times.pop(weights, None)  # those of the first turns are not of the same time
-                yield from self._turn(weights)
+                if num_rounds > 0 or weights not in self._times:
+                    yield from self._turn(weights)
             num_rounds += 1
             fastest = min(map(self._row_s, candidates))
             too_slow = fastest * _DROPPED[min(num_rounds, len(_DROPPED)) - 1]
@@ -295,24 +294,25 @@ class MeasuredShares:
         return (1,) * len(self._devices)
 
     def _patterns(self) -> list[Weights]:
-        """Return the weights of the first turns: with them each replica has three numbers of rows."""
+        """Return the weights of the first turns: each replica has three numbers of rows with them, if it can."""
         count = len(self._devices)
         patterns = [self._even(), tuple(2 - i % 2 for i in range(count)), tuple(1 + i % 2 for i in range(count))]
-        sizes = {tuple(self._split(self._rows, weights)): weights for weights in reversed(patterns)}
-        return [weights for weights in patterns if weights in sizes.values()]  # with few rows some are the same
+        distinct = self._distinct(patterns)
+        num_used = self._num_used(distinct[0])
+        return [weights for weights in distinct if self._num_used(weights) == num_used]
 
     def _candidates(self) -> list[Weights]:
         count = len(self._devices)
         lines = self._lines()
-        found = [min(self._times, key=self._row_s)]
         by_speed = sorted(range(count), key=lambda i: (lines[i].at(self._rows / count), i))
+        best_alone = min(range(count), key=lambda i: lines[i].at(self._rows))
+        found = [self._alone(i) for i in dict.fromkeys([0, best_alone]) if self._most_rows[i] >= self._rows]
+        found.append(min(self._times, key=self._row_s))
         num_used = count
         while num_used > 1:
             found += self._balanced(lines, by_speed[:num_used])
             num_used //= 2
-        found += [self._alone(i) for i in {0, by_speed[0]} if self._most_rows[i] >= self._rows]
-        distinct = {tuple(self._split(self._rows, weights)): weights for weights in reversed(found)}
-        return [weights for weights in dict.fromkeys(found) if weights in distinct.values()]
+        return self._distinct(found)
 
     def _better_by_the_lines(self, candidates: Sequence[Weights]) -> list[Weights]:
         """Return the shares that the lines propose now that they have more points, if they promise something."""
@@ -343,6 +343,16 @@ class MeasuredShares:
             if same_devices and self._can_bear(weights) and self._slowest(lines, weights) <= slowest * _ROUNDING:
                 return weights
         return tuple(sizes)
+
+    def _distinct(self, all_weights: Sequence[Weights]) -> list[Weights]:
+        """Return the first of all weights that give the same sizes, in order."""
+        found: dict[tuple[int, ...], Weights] = {}
+        for weights in all_weights:
+            found.setdefault(tuple(self._split(self._rows, weights)), weights)
+        return [*found.values()]
+
+    def _num_used(self, weights: Weights) -> int:
+        return sum(map(bool, self._split(self._rows, weights)))
 
     def _slowest(self, lines: Sequence[Line], weights: Weights) -> float:
         sizes = self._split(self._rows, weights)
