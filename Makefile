@@ -69,6 +69,7 @@ bench: $(READY)  ## measure, side by side, on a machine that does nothing else; 
 	$(BIN)/manyhands bench --output benchmarks
 	$(BIN)/python benchmarks/replicate.py
 	$(BIN)/python benchmarks/map.py
+	$(BIN)/python benchmarks/shares.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/host_calls.py
 

@@ -28,17 +28,19 @@ from manyhands.primitives import pytree
 from manyhands.primitives.batch_types import batch_type_of
 from manyhands.primitives.dims import OutputRules, check_dim, check_dims, check_scalars
 from manyhands.primitives.inputs import Arguments, scattered
+from manyhands.primitives.measured_shares import MeasuredShares, StepTime
 from manyhands.primitives.outputs import gathered
 from manyhands.primitives.parallel_apply import parallel_apply
 from manyhands.primitives.placements import check_have_data
 from manyhands.primitives.replicate import check_device, replicate, unchanged_on_failure
 from manyhands.primitives.scatter_gather import check_kwargs
-from manyhands.primitives.split_sizes import Shares, check_shares, split_rows, unequal
+from manyhands.primitives.split_sizes import MEASURED, Shares, check_shares, split_rows, unequal
 from manyhands.runtime import devices as _devices
 from manyhands.runtime.devices import DeviceLike
 from manyhands.runtime.errors import log_once
 from manyhands.runtime.interrupts import critical, interruptibly
 from manyhands.runtime.step_status import StepStatus
+from manyhands.runtime.step_timer import StepTimer
 from manyhands.runtime.thread_pool import ReplicaTiming, inside_replica, replica_device
 from manyhands.runtime.thread_state import modes_that_stay
 from manyhands.runtime.whole_batch_draws import draws_for_whole_batch
@@ -140,7 +142,9 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             own, and torch.distributed takes them there and gradients back. Or an engine of one's own, an instance of
             `manyhands.engines.base.Engine`.
         shares: how many rows each replica gets. "chunk": ceil(rows / n) each, torch's rule; "even": differing by one
-            row at most; or one weight a device, where 0 leaves a device idle.
+            row at most; or one weight a device, where 0 leaves a device idle. "measured": the fastest ones. Some tens
+            of steps try a few, one device alone among them; then the fastest are kept, and logged with the line to
+            write instead. See docs/usage.md.
         scalars: what becomes of 0-dim outputs (and of numbers), such as a loss. "stack": a vector, one entry a replica,
             torch's rule; "mean": their mean, weighted by rows, which is exact for a mean over rows; "sum". Where rows
             are not what the mean is over, "mean:name" weights by the output of that name:
@@ -252,6 +256,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         self.rescue = check_flag(rescue, "rescue")
         self._row_limits: dict[int, int] = {}
         self._engine.check(self.devices, sync_batch_norm=sync_batch_norm)
+        self._measured: dict[tuple[bool, str | None], MeasuredShares] = {}  # by: are gradients on, and the method
         self._most_rows = [0.0]  # of the batches so far; a list, because to assign an attribute here takes 18 calls
         self._status = StepStatus()
         if self.devices:
@@ -449,6 +454,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             return self._run_on_one_device(method, inputs, kwargs)
         if torch.compiler.is_compiling():  # the wrapper, or a model around it: replicas stay out of its graph
             return torch.compiler.disable(self._run_uncompiled)(must_run, method, inputs, kwargs)  # type: ignore[no-untyped-call]
+        if self.shares == MEASURED:
+            return self._run_measured(must_run, method, inputs, kwargs)
         return self._run_on_devices(must_run, method, inputs, kwargs)
 
     def _gradient_sync(self) -> GradientSync | None:
@@ -649,13 +656,20 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         """
         return self._engine.timings()
 
-    def _plan(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def _plan(
+        self,
+        method: str | None,
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        measured: MeasuredShares | None = None,
+        is_timed: bool = False,
+    ) -> Call:
         """Decide which rows each replica gets. Without rows there is one replica, on the first device."""
         arguments = self._arguments(method, inputs, kwargs)
-        sizes = self._sizes(arguments.rows)
+        sizes = self._sizes(arguments.rows, measured)
         used = [i for i, size in enumerate(sizes) if size] or [self._has_share().index(True)]
         here = self._here()
-        if arguments.rows and here is None:
+        if arguments.rows and here is None and measured is None:
             self._say_if_idle(arguments.rows, sizes)
         return Call(
             arguments=arguments,
@@ -672,6 +686,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             rescue=self.rescue,
             row_limits=self._row_limits,
             timeout_s=self.timeout,
+            is_timed=is_timed,
         )
 
     def _arguments(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -680,8 +695,11 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
     def _rules(self) -> OutputRules:
         return OutputRules(self.dim, self.out_dims, self.scalars)
 
-    def _sizes(self, rows: int | None) -> list[int]:
-        sizes = split_rows(rows or 0, len(self.devices), self.shares)
+    def _sizes(self, rows: int | None, measured: MeasuredShares | None = None) -> list[int]:
+        if measured is not None:
+            sizes = measured.sizes(rows or 0)
+        else:
+            sizes = split_rows(rows or 0, len(self.devices), "even" if self.shares == MEASURED else self.shares)
         return unequal(sizes) if self.randomness == _ONE_DEVICE else sizes
 
     def _has_share(self) -> list[bool]:
@@ -717,11 +735,79 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
     ) -> Any:
         if not inside_replica():
             log_once(_COMPILED_OUTSIDE)
-        return self._run_on_devices(must_run, method, inputs, kwargs)
+        run = self._run_measured if self.shares == MEASURED else self._run_on_devices
+        return run(must_run, method, inputs, kwargs)
+
+    def _run_measured(self, must_run: bool, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a forward with the shares that are measured, or have been; time it while they are measured."""
+        if inside_replica():  # its replicas run one after the other
+            return self._run_on_devices(must_run, method, inputs, kwargs)
+        kind = torch.is_grad_enabled(), method
+        measured = self._measured.get(kind)
+        if measured is None:
+            name = ("training" if kind[0] else "forwards without gradients") + (f", {method}" if method else "")
+            ids = [id if isinstance(id, int) else str(id) for id in self.device_ids]
+            measured = self._measured.setdefault(kind, MeasuredShares(ids, name))
+        measured.skip -= 1
+        if measured.skip < 0:
+            return self._run_timed(measured, must_run, method, inputs, kwargs)
+        if measured.on_first_device and not must_run:
+            return self._run_on_one_device(method, inputs, kwargs)
+        return self._run_on_devices(must_run, method, inputs, kwargs, measured)
+
+    def _run_timed(
+        self,
+        measured: MeasuredShares,
+        must_run: bool,
+        method: str | None,
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        weights, on_one_device = measured.weights, measured.on_first_device and not must_run
+        try:
+            rows = self._arguments(method, inputs, kwargs).rows
+        except (TypeError, ValueError):  # several devices refuse such inputs, with this error; one takes them
+            rows = None
+        if not rows or self._overridden_verb() or modes_that_stay():
+            if on_one_device:
+                return self._run_on_one_device(method, inputs, kwargs)
+            return self._run_on_devices(must_run, method, inputs, kwargs, measured)
+        devices, row_limits = self.devices, self._row_limits
+        sizes = self._sizes(rows, measured)
+        timings: list[ReplicaTiming] = []
+        bytes_before = [*map(_devices.allocated_bytes, devices)]
+
+        def ended(seconds: float) -> None:  # refers to nothing that a graph may not keep alive
+            of_replicas = iter(timings)
+            on_host = _devices.all_on_host(devices)
+            replica_s = [_seconds(next(of_replicas), on_host) if size else 0.0 for size in sizes] if timings else []
+            most_rows = [
+                min(row_limits.get(i, math.inf), _devices.most_rows(device, sizes[i], bytes_before[i]))
+                for i, device in enumerate(devices)
+            ]
+            measured.record(StepTime(weights, sizes, replica_s, seconds, most_rows))
+
+        before = self._engine.timings()
+        timer = StepTimer(devices, ended)
+        if on_one_device:
+            output = self._run_on_one_device(method, inputs, kwargs)
+        else:
+            output = self._run_on_devices(must_run, method, inputs, kwargs, measured, is_timed=True)
+            now = self._engine.timings()
+            if now is not before and [timing.rows for timing in now] == [size for size in sizes if size]:
+                timings += now
+        timer.forward_ended([tensor for _, tensor in pytree.tensors(output)])
+        return output
 
     @critical
     def _run_on_devices(
-        self, must_run: bool, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        must_run: bool,
+        method: str | None,
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        measured: MeasuredShares | None = None,
+        is_timed: bool = False,
     ) -> Any:
         status = self._status
         if monotonic() >= status.due:
@@ -735,7 +821,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         if not must_run and (verb or modes_that_stay()):
             return self._run_plain_composition(method, inputs, kwargs)
         try:
-            return self._engine.forward(self.module, self._plan(method, inputs, kwargs))
+            return self._engine.forward(self.module, self._plan(method, inputs, kwargs, measured, is_timed))
         except ValueError as error:
             if _TOO_FEW_FOR_BATCH_NORM in str(error) and not self.sync_batch_norm:
                 error.add_note(_ONE_ROW)
@@ -821,6 +907,11 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
 
 # The call that the plain composition runs: the verbs in it take the replicas' devices and rows from there.
 _plain_call: ContextVar[Call | None] = ContextVar("_plain_call", default=None)
+
+
+def _seconds(timing: ReplicaTiming, on_host: bool) -> float:
+    """Return how long a replica computed; on an accelerator, forward only: backward's time is that of queueing it."""
+    return timing.forward_s + timing.backward_s if on_host else timing.forward_s
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -24,6 +24,7 @@ from helpers.modules import Calls
 from helpers.ranks import run_ranks
 from helpers.twins import assert_same_gradients, rows_of, twins
 from manyhands.distributed.process_group import communicator_for
+from manyhands.primitives.measured_shares import MeasuredShares
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -125,6 +126,20 @@ def case(*options: dict) -> Callable[[Callable], Callable]:
         return test
 
     return take
+
+
+@case(TWO)
+def test_processes_may_choose_different_measured_shares(rank: int, options: dict) -> None:
+    """S16, C13: one device in one process, both in the other: weights follow rows, not shares."""
+    model, oracle = twins(perceptron, shares="measured", **options)
+    of_ranks = [((1, 1), (1, 0)), ((1, 0), (2, 1)), ((0, 1), (1, 0)), ((1, 3), (0, 1))]
+    for seed, weights in enumerate(of_ranks):
+        measured = MeasuredShares(model.device_ids, "training")
+        measured._use(weights[rank])
+        measured.skip = 2  # not timed: these stay
+        model._measured[True, None] = measured
+        compare(rank, model, oracle, lambda module, x, y: step(module, x, y, "mean"), seed)
+        assert measured.skip == 1
 
 
 # ---- which parameters

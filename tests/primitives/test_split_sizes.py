@@ -31,7 +31,7 @@ def test_shares(rows, devices, shares, expected):
 @pytest.mark.parametrize(
     ("shares", "error", "message"),
     [
-        ("measured", ValueError, r"shares='measured': expected \"chunk\", \"even\" or one weight a device"),
+        ("measure", ValueError, r"shares='measure': expected \"chunk\", \"even\", \"measured\" or one weight a device"),
         ("", ValueError, "shares=''"),
         (2, TypeError, "shares=2: expected .* a sequence of numbers"),
         (None, TypeError, "shares=None"),

@@ -31,6 +31,7 @@ LIBRARIES = {"accelerate": ("accelerate",), "fabric": ("lightning_fabric", "ligh
 OURS = ("threads", "processes")
 DISTRIBUTED = ("ddp", "accelerate", "fabric", "torchrun")
 CONTENDERS = ("plain", "limit", *DISTRIBUTED, *OURS)
+MEASURED = {f"{engine}, measured": engine for engine in OURS}  # with shares="measured"; benchmarks/shares.py has them
 
 _CPU = torch.device("cpu")
 _SEED = 0
@@ -158,8 +159,10 @@ def step_of(contender: Contender, rank: int, task: Task, folder: Path) -> Callab
     name, replicas = contender.name, contender.replicas
     if name in DISTRIBUTED:
         _join(rank, replicas, folder)
-    if name in OURS:
-        task.model = DataParallel(task.model, ["cpu"] * replicas, engine=name, process_group=False, **task.options)
+    if name in (*OURS, *MEASURED):
+        options = {**task.options, "shares": "measured"} if name in MEASURED else task.options
+        engine = MEASURED.get(name, name)
+        task.model = DataParallel(task.model, ["cpu"] * replicas, engine=engine, process_group=False, **options)
     elif name == "torchrun":
         task.model = DataParallel(task.model, ["cpu"], **task.options)
     elif name == "ddp":

@@ -43,6 +43,7 @@ class Call:
         cross_process: a `CrossProcess`, which exchanges batch norm's statistics with other processes; None: they stay
             in this one.
         timeout_s: for how long the caller, or a replica, waits for others without progress; None: for ever.
+        is_timed: whether a replica on an accelerator waits for its forward's end, so that `forward_s` is all of it.
     """
 
     arguments: Arguments
@@ -61,6 +62,7 @@ class Call:
     sync_context: Any = None
     cross_process: Any = None
     timeout_s: float | None = None
+    is_timed: bool = False
 
     def where(self) -> ReplicaNames:
         """Return each replica's name in messages: its number, its device and its rows."""

@@ -96,6 +96,8 @@ def call_replica(
         output = run_in_parts(roots[index], function, args, kwargs, parts, call.devices[index])
     else:
         output = function(*args, **kwargs)
+    if call.is_timed:
+        _devices.queued_work(call.devices[index])(True)
     timings[index].forward_s = time.perf_counter() - started
     return output
 

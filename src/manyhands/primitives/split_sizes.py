@@ -1,6 +1,7 @@
 """How many rows of a batch each replica gets.
 
-A *share* is a number of rows; the shares of a batch add up to the batch, exactly. Three rules:
+A *share* is a number of rows; the shares of a batch add up to the batch, exactly. Three rules, and one that finds
+weights by measuring (measured_shares.py):
 
     "chunk"    torch's own: ceil(rows / n) rows each until no rows are left, so possibly fewer shares than devices
     "even"     shares differ by one row at most
@@ -11,6 +12,9 @@ import math
 from collections.abc import Sequence
 
 Shares = str | Sequence[float]
+MEASURED = "measured"
+_RULES = ("chunk", "even", MEASURED)
+_EXPECTED = 'expected "chunk", "even", "measured" or'
 
 
 def check_shares(shares: object, num_replicas: int | None) -> Shares:
@@ -24,13 +28,13 @@ def check_shares(shares: object, num_replicas: int | None) -> Shares:
             no weight above 0.
     """
     if isinstance(shares, str):
-        if shares not in ("chunk", "even"):
-            raise ValueError(f'shares={shares!r}: expected "chunk", "even" or one weight a device')
+        if shares not in _RULES:
+            raise ValueError(f"shares={shares!r}: {_EXPECTED} one weight a device")
         return shares
     if not isinstance(shares, Sequence) or not all(
         isinstance(weight, int | float) and not isinstance(weight, bool) for weight in shares
     ):
-        raise TypeError(f'shares={shares!r}: expected "chunk", "even" or a sequence of numbers, one a device')
+        raise TypeError(f"shares={shares!r}: {_EXPECTED} a sequence of numbers, one a device")
     weights = tuple(float(weight) for weight in shares)
     if num_replicas is not None and len(weights) != num_replicas:
         raise ValueError(f"shares={shares!r} has {len(weights)} weights for {num_replicas} devices: give one a device")

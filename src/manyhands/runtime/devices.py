@@ -13,6 +13,7 @@ both ways; if they arrive changed in either direction, all copies of the pair ar
 
 import contextlib
 import functools
+import math
 import os
 import threading
 import time
@@ -557,6 +558,23 @@ def has_room_for(device: torch.device, num_bytes: int) -> bool:
     if computes_on_host(device):
         return False
     return num_bytes <= torch_private.free_memory_bytes(device) // 4
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Return how much memory tensors have on an accelerator; 0 on the host."""
+    return 0 if computes_on_host(device) else int(torch.accelerator.memory_allocated(device))
+
+
+def most_rows(device: torch.device, rows: int, bytes_before: int) -> float:
+    """Return how many rows an accelerator can bear at most, after a step of `rows` rows; inf on the host.
+
+    The step needed no more than what the largest amount so far exceeds the amount before it, and what it needed is free
+    for the next one.
+    """
+    if computes_on_host(device) or not rows:
+        return math.inf
+    needed = int(torch.accelerator.max_memory_allocated(device)) - bytes_before
+    return rows * (needed + torch_private.free_memory_bytes(device)) / needed if needed > 0 else math.inf
 
 
 def rows_on(

@@ -102,6 +102,18 @@ def gradients(
     return tuple(found)
 
 
+def call_at_end_of_backward(function: Callable[[], object]) -> bool:
+    """Have `function` called when the backward that is running has ended; return whether it will be.
+
+    Fallback: it will not.
+    """
+    queue = getattr(torch.autograd.Variable._execution_engine, "queue_callback", None)
+    if queue is None:
+        return False
+    queue(function)
+    return True
+
+
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 

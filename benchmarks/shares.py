@@ -1,0 +1,108 @@
+"""How fast shares="measured" is: against the plain module and fixed shares, and where one replica is four times slower.
+
+    python benchmarks/shares.py [--workloads tiny,mlp] [--rounds 5] [--seconds-per-turn 2]
+
+The four models of `manyhands bench`, with both engines. The contenders take turns as there, and a speed is a ratio
+within a round. The warm-up is long enough for the shares to be frozen. The goal: at least 0.97 of the faster of the
+plain module and equal shares, which are the best fixed ones for equal replicas.
+
+Then two replicas, of which one sleeps four times as long for each row as the other: first the best of all fixed splits,
+then the steps of shares="measured" from the first one on. The goal: from step 31 on, at most 1.15 of the best.
+"""
+
+import argparse
+import os
+import statistics
+import threading
+import time
+
+import torch
+from torch import nn
+
+import manyhands
+from manyhands.bench.contenders import MEASURED, OURS, Contender
+from manyhands.bench.measure import measure
+from manyhands.console import progress
+
+WORKLOADS = ("resnet", "mlp", "gpt", "tiny")
+GOAL, GOAL_SLOWED = 0.97, 1.15
+ROWS, ROW_S, FACTOR = 32, 0.004, 4
+STEPS_BEFORE, STEPS_COUNTED = 30, 10
+_USERS_PROCESS = os.getpid()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="some of them; '' for none")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds-per-turn", type=float, default=2.0)
+    options = parser.parse_args()
+    for name in filter(None, options.workloads.split(",")):
+        compare(name, options.rounds, options.seconds_per_turn)
+    for engine in OURS:
+        slowed(engine)
+
+
+def compare(name: str, rounds: int, seconds: float) -> None:
+    """Print how fast measured shares are on one workload, with each engine."""
+    contenders = [Contender("plain", 1), *(Contender(each, 2) for each in (*OURS, *MEASURED))]
+    shown = progress.for_stdout()
+    try:
+        found = measure(name, f"manyhands.bench.workloads:{name}", contenders, rounds, seconds, shown)
+    finally:
+        shown.close()
+    plain = found.line("plain")
+    for measured, engine in MEASURED.items():
+        ours, fixed = found.line(measured, 2), found.line(engine, 2)
+        if ours is None or fixed is None or plain is None:
+            print(f"{name}, {measured}: not measured")
+            continue
+        best = [min(pair) for pair in zip(plain.turns_s, fixed.turns_s, strict=True)]
+        of_best = statistics.median(other / own for own, other in zip(ours.turns_s, best, strict=True))
+        print(
+            f"{name}, {measured}: {ours.speed_of(plain):.2f} of the plain module's speed, {ours.speed_of(fixed):.2f} "
+            f"of equal shares', {of_best:.2f} of the faster one's in each round (goal {GOAL}: "
+            f"{'met' if of_best >= GOAL else 'missed'})"
+        )
+
+
+class Sleeper(nn.Module):
+    """Sleeps some time for each row; in replica 1, which has a thread or process of its own, four times as long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        is_first = os.getpid() == _USERS_PROCESS and threading.current_thread() is threading.main_thread()
+        time.sleep(len(x) * ROW_S * (1 if is_first else FACTOR))
+        return self.layer(x)
+
+
+def slowed(engine: str) -> None:
+    """Print how fast measured shares are where one replica is slow."""
+    fixed = {first: statistics.median(steps_s(engine, [first, ROWS - first], 5)[2:]) for first in (16, 24, 25, 26, 32)}
+    first, best = min(fixed.items(), key=lambda item: item[1])
+    steps = steps_s(engine, "measured", STEPS_BEFORE + STEPS_COUNTED)
+    measured = statistics.median(steps[STEPS_BEFORE:])
+    print(
+        f"one of two replicas four times slower, {engine}: {measured / best:.2f} of the best fixed split's step "
+        f"([{first}, {ROWS - first}], {1000 * best:.1f} ms) after {STEPS_BEFORE} steps; equal shares "
+        f"{fixed[16] / best:.2f} (goal {GOAL_SLOWED}: {'met' if measured <= GOAL_SLOWED * best else 'missed'})"
+    )
+
+
+def steps_s(engine: str, shares: str | list[int], number: int) -> list[float]:
+    """Return how long each of the first steps of a new wrapper takes."""
+    model = manyhands.DataParallel(Sleeper(), ["cpu"] * 2, engine=engine, shares=shares)
+    x, seconds = torch.randn(ROWS, 8), []
+    for _ in range(number):
+        started = time.perf_counter()
+        model(x).sum().backward()
+        seconds.append(time.perf_counter() - started)
+    model.close()
+    return seconds
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""How long one step of a module takes: its forward, and the backward that follows.
+
+What the caller does between the two, and between steps, does not count: the loss, the optimizer, the data. Backward
+counts from the moment at which it reaches the module's output to its end, whether that output is the module's own or
+that of several replicas. On accelerators the step waits for the devices at each of these four moments, so that the
+times are those of the work and not of queueing it.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from manyhands.runtime import devices as _devices
+from manyhands.runtime import torch_private
+
+
+class StepTimer:
+    """Times one step, from its construction on.
+
+    Args:
+        devices: those that compute.
+        done: called once with the seconds, after the step's backward; after its forward if the output needs none. If no
+            backward follows although one could, it is not called.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], done: Callable[[float], object]) -> None:
+        self._devices = [device for device in dict.fromkeys(devices) if not _devices.computes_on_host(device)]
+        self._done: Callable[[float], object] | None = done
+        self._forward_s = 0.0
+        self._has_backward_begun = False
+        self._started = self._now()
+
+    def forward_ended(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Take note of the end of forward. No tensor of it is kept."""
+        self._forward_s = self._now() - self._started
+        nodes = {output.grad_fn for output in outputs} - {None}
+        for node in nodes:
+            node.register_prehook(self._backward_reaches_output)  # type: ignore[union-attr]
+        if not nodes:
+            self._end(self._forward_s)
+
+    def _backward_reaches_output(self, grads: Any) -> None:
+        if not self._has_backward_begun:
+            self._has_backward_begun = True
+            if torch_private.call_at_end_of_backward(self._backward_ended):
+                self._started = self._now()
+
+    def _backward_ended(self) -> None:
+        self._end(self._forward_s + self._now() - self._started)
+
+    def _end(self, seconds: float) -> None:
+        done, self._done = self._done, None
+        if done is not None:
+            done(seconds)
+
+    def _now(self) -> float:
+        for device in self._devices:
+            _devices.queued_work(device)(True)
+        return time.perf_counter()

@@ -1,0 +1,265 @@
+"""shares="measured": the numbers are the plain module's in every phase, whatever is tried.
+
+What steps take is made up (`speeds`), so that a test knows what is chosen, and when.
+"""
+
+import copy
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.contract import (
+    Wrap,
+    assert_same,
+    assert_same_gradients,
+    assert_same_state,
+    mlp,
+    on_the_cpu,
+    twins,
+)
+from manyhands import DataParallel
+from manyhands.primitives.measured_shares import PERIOD, MeasuredShares
+
+ROWS = 16
+Sizes = Sequence[int]
+
+
+@pytest.fixture
+def speeds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Sizes]]:
+    """Have each replica take so many seconds a row, and the step so many for each replica beyond the first."""
+    record = MeasuredShares.record
+    tried: list[Sizes] = []
+
+    def set_speeds(*row_s: float, per_replica_s: float = 0.0) -> list[Sizes]:
+        def with_speeds(self: MeasuredShares, step: Any) -> None:
+            each = [size * seconds for size, seconds in zip(step.sizes, row_s, strict=True)]
+            seconds = max(each) + per_replica_s * (len([size for size in step.sizes if size]) - 1)
+            tried.append(list(step.sizes))
+            record(self, step._replace(replica_s=each, seconds=seconds))
+
+        monkeypatch.setattr(MeasuredShares, "record", with_speeds)
+        return tried
+
+    return set_speeds
+
+
+def frozen(model: DataParallel) -> bool:
+    return any(measured.is_frozen for measured in model._measured.values())
+
+
+def train(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    model.zero_grad()
+    output = model(x)
+    output.square().mean().backward()
+    return output
+
+
+def until_frozen(model: DataParallel) -> None:
+    """Train until the shares are frozen."""
+    for _ in range(100):
+        train(model, torch.randn(ROWS, 5))
+        if frozen(model):
+            return
+    raise AssertionError("100 steps, and nothing is frozen")
+
+
+def test_gradients_are_the_plain_modules_in_every_step(wrap: Wrap, speeds: Callable[..., list[Sizes]]) -> None:
+    """S16, N1: with every split that is tried, with one device, after the freeze, and with short batches."""
+    tried = speeds(1, 3, 3)
+    plain, model = twins(wrap, mlp(), 3, shares="measured")
+    steps_after = 3
+    for number in range(100):
+        x = torch.randn(5 if number % 6 == 5 else ROWS, 5)
+        assert_same(train(model, x), train(plain, x))
+        assert_same_gradients(model, plain)
+        steps_after -= frozen(model)
+        if not steps_after:
+            break
+    assert not steps_after
+    assert [ROWS, 0, 0] in tried
+    assert len({tuple(sizes) for sizes in tried}) >= 4
+    assert train(model, torch.randn(ROWS, 5)).shape == (ROWS, 3)
+    assert [timing.rows for timing in model.replica_timings] == [10, 3, 3]
+
+
+def test_frozen_shares_are_bit_for_bit_those_that_are_written(
+    wrap: Wrap, speeds: Callable[..., list[Sizes]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """S16: the line in the log gives the same numbers from the first step on."""
+    speeds(1, 3)
+    model = wrap(mlp(), shares="measured")
+    until_frozen(model)
+    [message] = [r.getMessage() for r in caplog.records if "measured shares" in r.getMessage()]
+    assert message.endswith("write shares=[3, 1]")
+    fixed = wrap(copy.deepcopy(model.module), shares=[3, 1])
+    for seed in range(2 * PERIOD):  # also in the steps that are timed
+        torch.manual_seed(seed)
+        x = torch.randn(ROWS, 5)
+        assert torch.equal(train(model, x), train(fixed, x))
+        for ours, theirs in zip(model.parameters(), fixed.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_where_one_device_wins_it_is_the_plain_module(
+    wrap: Wrap, speeds: Callable[..., list[Sizes]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """S16, A3: the same bits, and no node of ours in the graph. The log says so once, with the figures."""
+    speeds(0.001, 0.001, per_replica_s=1)
+    plain, model = twins(wrap, mlp(), shares="measured")
+    until_frozen(model)
+    for _ in range(2 * PERIOD):
+        x = torch.randn(ROWS, 5)
+        ours, theirs = train(model, x), train(plain, x)
+        assert torch.equal(ours, theirs)
+        assert type(ours.grad_fn) is type(theirs.grad_fn)
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    [message] = [r.getMessage() for r in caplog.records if "measured shares" in r.getMessage()]
+    assert f"one device ({model.device_ids[0]}) is fastest, 16 ms a step (shares=" in message
+
+
+def test_training_and_inference_are_measured_apart(wrap: Wrap, speeds: Callable[..., list[Sizes]]) -> None:
+    """S16, R12: and so is each method that is called by name."""
+    speeds(1, 3)
+    plain, model = twins(wrap, mlp(), shares="measured")
+    until_frozen(model)
+    x = torch.randn(ROWS, 5)
+    for _ in range(3):
+        with torch.no_grad():
+            assert_same(model(x), plain(x))
+            assert_same(model.call("forward", x), plain(x))
+    assert {kind: measured.is_frozen for kind, measured in model._measured.items()} == {
+        (True, None): True,
+        (False, None): False,
+        (False, "forward"): False,
+    }
+
+
+def test_a_forward_without_backward_is_no_training_step(wrap: Wrap, speeds: Callable[..., list[Sizes]]) -> None:
+    """S16: where gradients are on. One whose output needs none is a step."""
+    tried = speeds(1, 3)
+    model = wrap(mlp(), shares="measured")
+    for _ in range(5):
+        model(torch.randn(ROWS, 5))
+    assert tried == []
+    model.requires_grad_(False)
+    model(torch.randn(ROWS, 5))
+    assert tried == [[8, 8]]
+
+
+def test_several_forwards_before_a_backward(wrap: Wrap, speeds: Callable[..., list[Sizes]]) -> None:
+    """S16, N2: each with shares of its own."""
+    speeds(1, 3)
+    plain, model = twins(wrap, mlp(), shares="measured")
+    for _ in range(40):
+        first, second = torch.randn(ROWS, 5), torch.randn(7, 5)
+        for module in (model, plain):
+            module.zero_grad()
+            (module(first).sum() + module(second).square().sum()).backward()
+        assert_same_gradients(model, plain)
+    assert frozen(model)
+
+
+def test_batch_norm_over_all_rows(wrap: Wrap, speeds: Callable[..., list[Sizes]]) -> None:
+    """S16, N5: with sync_batch_norm=True the split does not matter to it, in any phase."""
+    tried = speeds(1, 3)
+    layers = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh())
+    plain, model = twins(wrap, layers, shares="measured", sync_batch_norm=True)
+    for _ in range(40):
+        x = torch.randn(ROWS, 5)
+        assert_same(train(model, x), train(plain, x), 1e-9)
+        assert_same_gradients(model, plain, 1e-9)
+        assert_same_state(model.module, plain, 1e-9)
+    assert frozen(model)
+    assert [ROWS, 0] in tried
+
+
+@on_the_cpu
+def test_random_numbers_of_one_device(wrap: Wrap, speeds: Callable[..., list[Sizes]]) -> None:
+    """S16, N6: the masks are those of one device with any shares, and so is the random state afterwards."""
+    tried = speeds(1, 1)
+    plain, model = twins(wrap, nn.Sequential(mlp(), nn.Dropout()), shares="measured", randomness="one_device")
+    for seed in range(40):
+        x = torch.randn(ROWS, 5)
+        outputs, states = [], []
+        for module in (model, plain):
+            torch.manual_seed(seed)
+            outputs.append(train(module, x))
+            states.append(torch.get_rng_state())
+        assert_same(*outputs)
+        assert torch.equal(*states)
+        assert_same_gradients(model, plain)
+    assert frozen(model)
+    assert [ROWS, 0] in tried
+
+
+def test_a_loss_in_forward(wrap: Wrap, speeds: Callable[..., list[Sizes]]) -> None:
+    """S16, G5: with scalars="mean" it is exact for any shares, one device included."""
+
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = mlp()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x).square().mean()
+
+    tried = speeds(1, 3)
+    plain, model = twins(wrap, WithLoss(), shares="measured", scalars="mean")
+    for _ in range(40):
+        x = torch.randn(ROWS, 5)
+        assert_same(train(model, x), train(plain, x))
+        assert_same_gradients(model, plain)
+    assert [ROWS, 0] in tried
+    assert frozen(model)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_of_a_wrapper(
+    wrap: Wrap, speeds: Callable[..., list[Sizes]], copied: Callable[[DataParallel], DataParallel]
+) -> None:
+    """S16, A14: have the frozen shares; a state_dict has nothing of them."""
+    speeds(1, 3)
+    model = wrap(mlp(), shares="measured")
+    names = [*model.state_dict()]
+    until_frozen(model)
+    assert [*model.state_dict()] == names
+    other = copied(model)
+    train(other, torch.randn(ROWS, 5))
+    assert [timing.rows for timing in other.replica_timings] == [12, 4]
+
+
+def test_a_replica_that_ran_out_of_memory_gets_no_more_than_it_can_bear(
+    wrap: Wrap, speeds: Callable[..., list[Sizes]]
+) -> None:
+    """S16, F5: the limits that rescue=True has found."""
+    speeds(1, 3)
+    model = wrap(mlp(), shares="measured", rescue=True)
+    model._row_limits[0] = 10
+    until_frozen(model)
+    train(model, torch.randn(ROWS, 5))
+    assert [timing.rows for timing in model.replica_timings] == [10, 6]
+
+
+def test_a_wrapper_inside_a_replica_measures_nothing(wrap: Wrap, speeds: Callable[..., list[Sizes]]) -> None:
+    """S16, A10"""
+    tried = speeds(1, 3)
+    model = wrap(nn.Sequential(DataParallel(mlp(), ["cpu"] * 2, shares="measured")))
+    for _ in range(5):
+        train(model, torch.randn(ROWS, 5))
+    assert tried == []
+
+
+def test_a_failing_step_is_not_counted(wrap: Wrap, speeds: Callable[..., list[Sizes]]) -> None:
+    """S16, F1"""
+    tried = speeds(1, 3)
+    model = wrap(mlp(), shares="measured")
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.randn(ROWS, 4))
+    assert tried == []
+    until_frozen(model)
+    assert model._measured[True, None].weights == (3, 1)

@@ -1,0 +1,367 @@
+"""The measuring of shares, on simulated devices whose speed is known: no clock, no module."""
+
+import copy
+import pickle
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manyhands.primitives.measured_shares import (
+    PERIOD,
+    Line,
+    MeasuredShares,
+    StepTime,
+    balanced_sizes,
+    fit_line,
+    join_single_rows,
+)
+
+INF = float("inf")
+
+
+@dataclass
+class Machine:
+    """Devices of known speed.
+
+    Attributes:
+        lines: one a device.
+        per_replica_s: what each replica beyond the first costs the whole step.
+        noise: the standard deviation of a step's time, as a factor.
+        waits: whether replicas wait for each other, so that all take as long as the slowest.
+        most_rows: how many rows each device can bear.
+    """
+
+    lines: Sequence[Line]
+    per_replica_s: float = 0.0
+    noise: float = 0.0
+    waits: bool = False
+    most_rows: Sequence[float] = ()
+    numbers: random.Random = field(default_factory=lambda: random.Random(0))
+    borne: list[Sequence[int]] = field(default_factory=list)
+
+    def seconds(self, sizes: Sequence[int]) -> float:
+        """Return the true time of a step."""
+        used = [line.at(size) for line, size in zip(self.lines, sizes, strict=True) if size]
+        return max(used) + self.per_replica_s * (len(used) - 1)
+
+    def step(self, measured: MeasuredShares, rows: int) -> None:
+        """Take a step, timed if that is due."""
+        sizes = measured.sizes(rows)
+        self.borne.append(sizes)
+        measured.skip -= 1
+        if measured.skip >= 0:
+            return
+        factor = self.numbers.lognormvariate(0, self.noise)
+        each = [line.at(size) * factor if size else 0.0 for line, size in zip(self.lines, sizes, strict=True)]
+        if self.waits:
+            each = [max(each) if seconds else 0.0 for seconds in each]
+        is_plain = measured.on_first_device
+        most_rows = self.most_rows or [INF] * len(self.lines)
+        seconds = self.seconds(sizes) * factor
+        measured.record(StepTime(measured.weights, sizes, [] if is_plain else each, seconds, most_rows))
+
+    def measured(self) -> MeasuredShares:
+        return MeasuredShares(["cpu"] * len(self.lines), "training")
+
+
+def until_frozen(measured: MeasuredShares, machine: Machine, rows: int, at_most: int = 1000) -> int:
+    """Take steps until the shares are frozen; return how many."""
+    for number in range(1, at_most + 1):
+        machine.step(measured, rows)
+        if measured.is_frozen:
+            return number
+    raise AssertionError(f"not frozen after {at_most} steps")
+
+
+lines = st.builds(Line, st.floats(0, 5), st.floats(0.01, 1))
+
+
+# ---- what is chosen ------------------------------------------------------------------------------
+
+
+@given(st.lists(lines, min_size=2, max_size=2), st.floats(0, 5), st.integers(16, 200))
+@settings(deadline=None)
+def test_of_two_devices_the_choice_is_about_the_fastest_split_of_all(of_devices, per_replica_s, rows):
+    """S16: with times that are exact, whatever the devices, among all splits, one device included."""
+    machine = Machine(of_devices, per_replica_s)
+    measured = machine.measured()
+    until_frozen(measured, machine, rows)
+    splits = [[first, rows - first] for first in range(rows + 1) if 1 not in (first, rows - first)]
+    assert machine.seconds(measured.sizes(rows)) <= 1.06 * min(map(machine.seconds, splits))
+
+
+@given(st.lists(lines, min_size=2, max_size=8), st.floats(0, 5), st.integers(1, 100), st.floats(0, 0.5))
+@settings(deadline=None)
+def test_the_freeze_comes_and_no_row_is_lost(of_devices, per_replica_s, rows, noise):
+    """S16: and what is chosen is not slower than one device, if times are exact."""
+    machine = Machine(of_devices, per_replica_s, noise)
+    measured = machine.measured()
+    # Three first turns, then at most eight rounds of six candidates.
+    assert until_frozen(measured, machine, rows) <= 1 + 3 * 3 + 8 * 3 * 7
+    assert all(sum(sizes) == rows and min(sizes) >= 0 for sizes in machine.borne)
+    if not noise:
+        alone = [rows] + [0] * (len(of_devices) - 1)
+        assert machine.seconds(measured.sizes(rows)) <= 1.021 * machine.seconds(alone)
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.floats(0, 10)), min_size=60, max_size=120), st.integers(2, 5))
+@settings(deadline=None)
+def test_any_rows_and_any_times(steps, count):
+    """S16: batches of any sizes in any order, with any times: every row has its replica."""
+    measured = MeasuredShares(range(count), "training")
+    for rows, seconds in steps:
+        sizes = measured.sizes(rows)
+        assert sum(sizes) == rows
+        assert min(sizes) >= 0
+        measured.record(StepTime(measured.weights, sizes, [seconds] * count, seconds, [INF] * count))
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("waits", [False, True])
+def test_one_replica_slowed_four_times(slow, waits):
+    """S16: within 30 steps; later if the other replica waits for it, so that its own speed cannot be seen."""
+    machine = Machine([Line(0.2, 4.0 if i == slow else 1.0) for i in range(2)], 0.1, noise=0.02, waits=waits)
+    measured = machine.measured()
+    assert until_frozen(measured, machine, 32) <= (45 if waits else 30)
+    best = min(machine.seconds([first, 32 - first]) for first in range(33))
+    assert machine.seconds(measured.sizes(32)) <= 1.15 * best
+    assert machine.seconds([16, 16]) >= 2.4 * best
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_with_noise_the_choice_is_never_much_slower_than_the_best(seed):
+    """S16: times that differ by 10 % from step to step."""
+    for overhead, best in ((0.0, 0.5), (0.3, 0.8), (0.7, 1.0)):  # the last: one device
+        machine = Machine([Line(0, 1 / 64)] * 2, overhead, noise=0.1, numbers=random.Random(seed))
+        measured = machine.measured()
+        until_frozen(measured, machine, 64)
+        assert machine.seconds(measured.sizes(64)) <= 1.1 * best
+
+
+def test_equal_devices_get_equal_shares():
+    """S16: so that the line to paste is `shares=[1, 1]`."""
+    machine = Machine([Line(1, 1)] * 4)
+    measured = machine.measured()
+    until_frozen(measured, machine, 64)
+    assert measured.weights == (1, 1, 1, 1)
+
+
+def test_of_equals_the_one_with_the_fewest_devices():
+    """S16"""
+    machine = Machine([Line(0, 1 / 64)] * 2, per_replica_s=0.5)
+    measured = machine.measured()
+    until_frozen(measured, machine, 64)
+    assert measured.weights == (1, 0)
+    assert measured.on_first_device
+
+
+def test_a_device_that_costs_more_than_it_gives_is_left_out():
+    """S16: the fastest half of the devices is a candidate, and so on down to one."""
+    machine = Machine([Line(1, 1), Line(50, 1), Line(1, 1), Line(50, 1)])
+    measured = machine.measured()
+    until_frozen(measured, machine, 64)
+    assert measured.weights == (1, 0, 1, 0)
+
+
+def test_a_slow_first_device_can_be_left_out_too():
+    """S16"""
+    machine = Machine([Line(0, 20), Line(0, 1)], per_replica_s=30)
+    measured = machine.measured()
+    until_frozen(measured, machine, 32)
+    assert measured.weights == (0, 1)
+    assert not measured.on_first_device
+
+
+def test_no_replica_has_more_rows_than_it_can_bear():
+    """S16: one device alone, and shares of the first turns, are left out if the rows do not fit."""
+    machine = Machine([Line(0, 1), Line(0, 4)], most_rows=[20, INF])
+    measured = machine.measured()
+    until_frozen(measured, machine, 32)
+    tried = machine.borne[machine.borne.index([16, 16]) + 4 :]  # what it can bear is known after the first turn
+    assert max(first for first, _ in tried) <= 20
+    assert measured.sizes(32)[0] in (19, 20)
+
+
+# ---- after the freeze ----------------------------------------------------------------------------
+
+
+def test_frozen_shares_stay_under_noise(caplog):
+    """S16: hysteresis does not flap. Also where one step in ten takes three times as long."""
+    machine = Machine([Line(0, 1 / 64)] * 2, 0.1, noise=0.15)
+    measured = machine.measured()
+    until_frozen(measured, machine, 64)
+    weights, true = measured.weights, machine.seconds
+    for number in range(20_000):
+        factor = 3 if number // PERIOD % 10 == 0 else 1
+        machine.seconds = lambda sizes, factor=factor: factor * true(sizes)
+        machine.step(measured, 64)
+        assert measured.is_frozen
+    assert measured.weights == weights
+    assert len(caplog.records) == 1
+
+
+def test_a_lasting_change_of_speed_is_measured_again_once(caplog):
+    """S16: it says so; then the new shares are kept."""
+    machine = Machine([Line(0, 1), Line(0, 1)], noise=0.02)
+    measured = machine.measured()
+    until_frozen(measured, machine, 32)
+    assert measured.weights == (1, 1)
+    machine.lines = [Line(0, 1), Line(0, 4)]
+    for _ in range(9 * PERIOD + 40):
+        machine.step(measured, 32)
+    assert measured.is_frozen
+    assert measured.sizes(32) in ([25, 7], [26, 6])
+    for _ in range(5000):
+        machine.step(measured, 32)
+    first, again, second = [record.getMessage() for record in caplog.records]
+    assert "shares=[1, 1] is fastest" in first
+    assert "ms a step for some time with shares=[1, 1], where it was" in again
+    assert again.endswith("They are measured again.")
+    assert "shares=[4, 1] is fastest" in second
+
+
+def test_what_changes_back_and_forth_is_measured_less_and_less_often(caplog):
+    """S16"""
+    fast, slow = [Line(0, 1), Line(0, 1)], [Line(0, 2), Line(0, 2)]
+    machine = Machine(fast, noise=0.02)
+    measured = machine.measured()
+    until_frozen(measured, machine, 32)
+    for number in range(100_000):
+        machine.lines = slow if number // 400 % 2 else fast
+        machine.step(measured, 32)
+    assert len([record for record in caplog.records if "again" in record.getMessage()]) <= 3
+
+
+def test_frozen_weights_serve_batches_of_other_sizes():
+    """S16: no replica gets a single row, on which batch norm could not train, if there are two for each."""
+    machine = Machine([Line(0, 1), Line(0, 4)])
+    measured = machine.measured()
+    until_frozen(measured, machine, 32)
+    assert measured.weights == (4, 1)
+    assert [measured.sizes(rows) for rows in (64, 10, 5, 2, 0)] == [[51, 13], [8, 2], [5, 0], [2, 0], [0, 0]]
+
+
+# ---- sizes of batches ----------------------------------------------------------------------------
+
+
+def test_short_batches_do_not_count():
+    """S16: with a short last batch in every epoch of five it takes longer, and chooses the same."""
+    machine = Machine([Line(3, 1), Line(3, 4)])
+    measured = machine.measured()
+    for number in range(200):
+        machine.step(measured, 3 if number % 5 == 4 else 32)
+    assert measured.is_frozen
+    assert measured.weights == (4, 1)
+
+
+def test_batches_of_another_size_for_long_are_measured_again(caplog):
+    """S16: with 64 rows two devices are faster, with 4 rows one is."""
+    machine = Machine([Line(0, 1)] * 2, per_replica_s=3)
+    measured = machine.measured()
+    until_frozen(measured, machine, 64)
+    assert measured.weights == (1, 1)
+    for _ in range(8 * PERIOD):
+        machine.step(measured, 4)
+    until_frozen(measured, machine, 4)
+    assert measured.weights == (1, 0)
+    assert "batches of 4 rows for some time with shares=[1, 1], where it was 64" in caplog.records[1].getMessage()
+
+
+def test_a_first_batch_that_is_not_like_the_others():
+    """S16: a smaller one, or a larger one."""
+    for first in (2, 500):
+        machine = Machine([Line(0, 1)] * 2)
+        measured = machine.measured()
+        for _ in range(3):
+            machine.step(measured, first)
+        assert until_frozen(measured, machine, 64) <= 100
+        assert measured.weights == (1, 1)
+
+
+# ---- messages, copies, threads -------------------------------------------------------------------
+
+
+def test_the_line_to_paste(caplog):
+    """S16: with the times of all that was tried; where one device wins, how to name it."""
+    for machine in (Machine([Line(0, 0.001), Line(0, 0.003)]), Machine([Line(0, 0.001)] * 2, 1)):
+        until_frozen(machine.measured(), machine, 32)
+    several, one = [record.getMessage() for record in caplog.records]
+    begin, end = "measured shares of training, batches of 32 rows: ", "It is kept. To have it at once, write "
+    assert several.startswith(
+        f"{begin}shares=[3, 1] is fastest, 24 ms a step (one device (cpu) 32 ms; shares=[2, 1] 33 ms; "
+    )
+    assert several.endswith(f"{end}shares=[3, 1]")
+    assert one.startswith(f"{begin}one device (cpu) is fastest, 32 ms a step (shares=")
+    assert one.endswith(f"{end}device_ids=['cpu']")
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda measured: pickle.loads(pickle.dumps(measured))])
+def test_copies(copied: Callable[[MeasuredShares], MeasuredShares]) -> None:
+    """S16, A14: of frozen shares they are frozen; before that they begin anew."""
+    machine = Machine([Line(0, 1), Line(0, 3)])
+    measured = machine.measured()
+    for _ in range(5):
+        machine.step(measured, 32)
+    other = copied(measured)
+    assert other.weights == (1, 1)
+    until_frozen(other, machine, 32)
+    again = copied(other)
+    assert again.is_frozen
+    assert again.weights == (3, 1)
+    for _ in range(100):
+        machine.step(again, 32)
+    until_frozen(measured, machine, 32)
+
+
+def test_a_step_with_other_shares_than_are_due_does_not_count():
+    """S16: one of another thread, which began before."""
+    measured = MeasuredShares(range(2), "training")
+    for _ in range(100):
+        measured.record(StepTime((1, 0), [32, 0], [], 1.0, [INF] * 2))
+    assert not measured.is_frozen
+    assert measured.weights == (1, 1)
+
+
+# ---- the parts -----------------------------------------------------------------------------------
+
+
+@given(lines, st.lists(st.integers(1, 1000), min_size=2, max_size=9, unique=True))
+def test_a_line_is_found(line, all_rows):
+    """S16"""
+    found = fit_line([(rows, line.at(rows)) for rows in all_rows])
+    for rows in all_rows:
+        assert found.at(rows) == pytest.approx(line.at(rows), rel=1e-6)
+
+
+@given(st.lists(lines, min_size=1, max_size=5), st.integers(1, 60), st.data())
+def test_balanced_sizes(of_devices, rows, data):
+    """S16: no row can be moved to another replica so that the slowest gets faster."""
+    most_rows = [data.draw(st.one_of(st.integers(0, 60), st.just(INF))) for _ in of_devices]
+    sizes = balanced_sizes(rows, of_devices, most_rows)
+    if sizes is None:
+        assert sum(min(rows, most) for most in most_rows) < rows
+        return
+    assert sum(sizes) == rows
+    assert all(0 <= size <= most for size, most in zip(sizes, most_rows, strict=True))
+    slowest = max(line.at(size) for line, size in zip(of_devices, sizes, strict=True) if size)
+    slow = [size and line.at(size) == slowest for line, size in zip(of_devices, sizes, strict=True)]
+    if sum(map(bool, slow)) > 1:
+        return
+    for line, size, most, is_slowest in zip(of_devices, sizes, most_rows, slow, strict=True):
+        if not is_slowest and size < most:
+            assert line.at(size + 1) >= slowest * (1 - 1e-9)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any))
+def test_single_rows_are_joined(sizes):
+    """S16"""
+    joined = join_single_rows(sizes)
+    assert sum(joined) == sum(sizes)
+    if sum(sizes) >= 2 * len(sizes):
+        assert 1 not in joined
+    else:
+        assert joined == sizes

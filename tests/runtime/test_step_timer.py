@@ -1,0 +1,112 @@
+"""How long a step takes, by a clock of the test's own."""
+
+import time
+import weakref
+
+import pytest
+import torch
+
+from manyhands import DataParallel
+from manyhands.runtime import torch_private
+from manyhands.runtime.step_timer import StepTimer
+
+CPU = [torch.device("cpu")]
+
+
+class Clock:
+    """Its seconds pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    return clock
+
+
+def ticking(tensor: torch.Tensor, clock: Clock, seconds: float) -> torch.Tensor:
+    """Return the tensor, linked so that its backward takes some seconds."""
+
+    class Tick(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            clock.tick(seconds)
+            return grad
+
+    return Tick.apply(tensor)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_forward_and_backward_count_and_nothing_between(clock, wrapped):
+    """S16: neither does the backward of what the caller computes from the output."""
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            clock.tick(1)
+            return ticking(x, clock, 20)
+
+    model = DataParallel(Model(), ["cpu"]) if wrapped else Model()
+    x = torch.ones(3, requires_grad=True)
+    seconds = []
+    timer = StepTimer(CPU, seconds.append)
+    output = model(x)
+    timer.forward_ended([output, output[:2]])
+    clock.tick(300)
+    loss = ticking(output.sum(), clock, 4000)
+    loss.backward(retain_graph=True)
+    assert seconds == [21]
+    clock.tick(50_000)
+    loss.backward()
+    assert seconds == [21], "once"
+
+
+def test_replicas(clock):
+    """S16: their boundary is the node that backward reaches."""
+    seconds = []
+    model = DataParallel(torch.nn.Linear(3, 2), ["cpu"] * 2)
+    timer = StepTimer(CPU * 2, seconds.append)
+    output = model(torch.ones(4, 3))
+    timer.forward_ended([output])
+    clock.tick(300)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad: clock.tick(5))
+    output.sum().backward()
+    assert seconds == [10]
+
+
+def test_without_gradients_forward_is_the_step(clock):
+    """S16"""
+    seconds = []
+    timer = StepTimer(CPU, seconds.append)
+    clock.tick(2)
+    timer.forward_ended([torch.ones(3)])
+    assert seconds == [2]
+
+
+def test_without_a_backward_there_is_no_time_and_no_graph_is_kept():
+    """S16"""
+    seconds = []
+    timer = StepTimer(CPU, seconds.append)
+    model = torch.nn.Linear(3, 2)
+    output = model(torch.ones(4, 3))
+    timer.forward_ended([output])
+    alive = weakref.ref(timer)
+    del timer, output
+    assert alive() is None
+    assert seconds == []
+
+
+def test_a_torch_that_cannot_tell_the_end_of_backward(monkeypatch):
+    """S16: nothing is timed."""
+    monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", object())
+    assert not torch_private.call_at_end_of_backward(lambda: None)
