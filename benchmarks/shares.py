@@ -76,7 +76,8 @@ class Sleeper(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         is_first = os.getpid() == _USERS_PROCESS and threading.current_thread() is threading.main_thread()
         time.sleep(len(x) * ROW_S * (1 if is_first else FACTOR))
-        return self.layer(x)
+        output: torch.Tensor = self.layer(x)
+        return output
 
 
 def slowed(engine: str) -> None:
