@@ -292,7 +292,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             RuntimeError: a parameter or buffer that is not on the first device.
             ReplicaDied: a worker process that has died.
             ReplicaTimeout: a replica that has made no progress for `timeout`.
-        BaseException: what a replica raised, the same object, with a note that names the replica.
+            BaseException: what a replica raised, the same object, with a note that names the replica.
         """
         return self._run(None, inputs, kwargs)
 
