@@ -180,26 +180,26 @@ def test_a_fork_while_another_thread_is_in_a_step(engine: str) -> None:
 def test_the_program_ends_quietly_with_a_step_in_flight(engine: str) -> None:
     """F5: in a thread of its own, with workers that compute: status 0, nothing on stderr."""
     done = run_script(f"""
-        import sys, threading
+        import builtins, sys, threading
         import torch, manyhands
 
-        started = threading.Event()
+        builtins.outside_of_torch = threading.Event()
 
         class Computes(torch.nn.Linear):
             def forward(self, x):
-                import threading
-                if not x[0, 0]:  # the caller's own replica: a thread of the program's, which is outside of torch
+                import builtins, threading
+                if not x[0, 0]:  # the caller's own replica: a daemon thread that is in torch at exit ends the program
+                    builtins.outside_of_torch.set()
                     threading.Event().wait()
                 while True:
                     x = super().forward(x)
 
         def run():
-            started.set()
             model(torch.arange(6.0).unsqueeze(1).expand(6, 4))
 
         model = manyhands.DataParallel(Computes(4, 4), ["cpu"] * 2, engine={engine!r})
         threading.Thread(target=run, daemon=True).start()
-        started.wait(60)
+        builtins.outside_of_torch.wait(60)
         sys.exit(4)
     """)
     assert (done.returncode, done.stderr) == (4, "")

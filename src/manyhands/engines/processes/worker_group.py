@@ -443,7 +443,8 @@ class WorkerGroup:
         self.transport.end()
 
     def __del__(self) -> None:  # no engine and no graph refers to it
-        if hasattr(self, "workers"):  # Ctrl-C may interrupt `__init__`
+        # Ctrl-C may interrupt `__init__`; and when Python ends, its modules' names go before the last objects do.
+        if hasattr(self, "workers") and _groups is not None:
             self.end(graceful=True)
 
     def abandon(self) -> None:
