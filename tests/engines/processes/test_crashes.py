@@ -295,11 +295,13 @@ def test_what_goes_wrong_in_a_fork_request(
     place: str, action: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """F4, F7, F8: in the fork server, and in the one that is started in its place."""
+    monkeypatch.setenv("MANYHANDS_PUBLISH", "0")  # else the wrapper opens a file in its second second
     model = DataParallel(nn.Linear(4, 2), ["cpu"] * 2, engine="processes")
     x = torch.randn(4, 4)
     model(x)
     model.close()
     until(lambda: num_workers() == 0)
+    gc.collect()
     before = [*map(torch.clone, model.state_dict().values()), torch.get_rng_state()]
     descriptors = num_descriptors()
     original = fork_server.ForkServer._request
