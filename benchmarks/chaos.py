@@ -334,6 +334,7 @@ def described(
     """Return the report, and whether all is as it should be."""
     lost = sum(one != other for one, other in zip(calm.losses, disturbed.losses, strict=True))
     lost_rows = calm.rows - disturbed.rows
+    hangs = sum(seconds > HANG_S for seconds in disturbed.seconds)
     unequal = [name for name in calm.state if not torch.equal(calm.state[name], disturbed.state[name])]
     usual_s = statistics.median(calm.seconds)
     delays: dict[str, list[float]] = {}
@@ -365,7 +366,7 @@ def described(
         f"| steps | {options.steps} |",
         f"| SIGKILLs among the faults | {sum(disturbed.struck[kind] for kind in KILLS)} |",
         f"| faults for which their step was over too early | {len(schedule) - len(disturbed.struck_in)} |",
-        f"| hangs (a step of more than {HANG_S:.0f} s) | 0 |",
+        f"| hangs (a step of more than {HANG_S:.0f} s) | {hangs} |",
         f"| lost steps (another loss than undisturbed) | {lost} |",
         f"| lost rows | {lost_rows} |",
         f"| orphans (processes that are left) | {len(orphans)} |",
@@ -373,7 +374,7 @@ def described(
         f"{'yes' if not unequal else 'no: ' + ', '.join(unequal)} |",
         "",
     ]
-    return "\n".join(lines), not (lost or lost_rows or unequal or orphans)
+    return "\n".join(lines), not (lost or lost_rows or hangs or unequal or orphans)
 
 
 def row_of(kind: str, injected: int, survived: int, delays: list[float]) -> str:

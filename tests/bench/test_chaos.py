@@ -1,6 +1,5 @@
 """benchmarks/chaos.py in its short form: training under faults gives every number of an undisturbed run."""
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -9,23 +8,17 @@ from typing import Any
 
 import pytest
 
-CHAOS = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
+from helpers.benchmarks import BENCHMARKS, benchmark
 
 
 def chaos(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(CHAOS), *arguments]
+    command = [sys.executable, str(BENCHMARKS / "chaos.py"), *arguments]
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=110)
 
 
 @pytest.fixture(scope="module")
 def module() -> Any:
-    spec = importlib.util.spec_from_file_location("chaos", CHAOS)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["chaos"] = module  # dataclasses look it up
-    spec.loader.exec_module(module)
-    return module
+    return benchmark("chaos")
 
 
 def test_training_under_faults(tmp_path: Path) -> None:
@@ -48,14 +41,15 @@ def test_a_loss_that_differs_is_counted(module: Any) -> None:
     """What the report says when something was lost, so that its zeros mean something."""
     options = module.parsed(["--steps", "10"])
     calm = module.Run([1.0, 2.0, 3.0], [0.1, 0.1, 0.1], rows=51, state={"weight": module.torch.ones(2)})
-    other = module.Run([1.0, 2.5, 3.0], [0.1, 0.9, 0.1], rows=34, state={"weight": module.torch.zeros(2)})
+    other = module.Run([1.0, 2.5, 3.0], [0.1, 61.0, 0.1], rows=34, state={"weight": module.torch.zeros(2)})
     other.struck["SIGKILL in forward"] += 1
     other.struck_in.add(1)
     report, succeeded = module.described(options, {1: ("SIGKILL in forward", 0.5)}, calm, other, [4711])
     assert not succeeded
-    assert "| SIGKILL in forward | 1 | 0 | 0.80 | 0.80 |" in report
+    assert "| SIGKILL in forward | 1 | 0 | 60.90 | 60.90 |" in report
     assert "| lost steps (another loss than undisturbed) | 1 |" in report
     assert "| lost rows | 17 |" in report
+    assert "| hangs (a step of more than 60 s) | 1 |" in report
     assert "| orphans (processes that are left) | 1 |" in report
     assert "| no: weight |" in report
 

@@ -1,30 +1,22 @@
 """How many Python calls a step makes: bounds that hold exactly, because calls do not depend on the clock."""
 
 import ast
-import importlib.util
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+from helpers.benchmarks import BENCHMARKS, benchmark
 from helpers.programs import run_script
-
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "host_calls.py"
 
 
 @pytest.fixture(scope="module")
 def host_calls() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("host_calls", BENCHMARK)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return benchmark("host_calls")
 
 
 BOUNDS = {  # for each parameter, and for the whole step
@@ -45,7 +37,7 @@ def costs() -> dict[tuple[str, int], tuple[float, float]]:
     """
     script = f"""
         import sys
-        sys.path.insert(0, {str(BENCHMARK.parent)!r})
+        sys.path.insert(0, {str(BENCHMARKS)!r})
         import host_calls
 
         print({{case: tuple(host_calls.cost(*case, batch_norm=True)) for case in {[*BOUNDS]!r}}})
@@ -88,7 +80,7 @@ def test_a_rank_launches_no_operation_for_each_parameter() -> None:
     """Under a launcher, beyond the plain module's. DDP runs some for each."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, str(BENCHMARK.with_name("launches.py"))],
+        [*command, str(BENCHMARKS / "launches.py")],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

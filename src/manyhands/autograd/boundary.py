@@ -132,7 +132,8 @@ def _differentiable_backward(graphs: ReplicaGraphs, grads: Sequence[torch.Tensor
     run = partial(_graphs_of_gradients, graphs, grads)
     replay = graphs.replay
     higher, gradients = run() if replay is None else replay.run(graphs, run)
-    higher.replay = None if replay is None else replay.of_gradients(graphs, lambda: run()[0])
+    if replay is not None:
+        higher.replay = replay.of_gradients(graphs, lambda: run()[0])
     if not higher.outputs:
         return [None] * len(gradients)
     first = graphs.first_parameter

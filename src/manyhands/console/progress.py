@@ -130,15 +130,16 @@ class Bar:
 
 def for_stdout() -> Progress:
     """Return what suits standard output."""
-    return Bar() if _is_terminal(sys.stdout) else Lines()
+    return Bar() if is_terminal(sys.stdout) else Lines()
 
 
 def for_stderr() -> Progress:
     """Return what shows progress beside a program's own output: a bar on a terminal, else nothing."""
-    return Bar(sys.stderr) if _is_terminal(sys.stderr) else Silent()
+    return Bar(sys.stderr) if is_terminal(sys.stderr) else Silent()
 
 
-def _is_terminal(out: TextIO) -> bool:
+def is_terminal(out: TextIO) -> bool:
+    """Return whether what is written can be replaced later: on a terminal that can move its cursor."""
     return out.isatty() and os.environ.get("TERM") != "dumb"
 
 

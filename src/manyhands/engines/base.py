@@ -145,6 +145,12 @@ class Lane(abc.ABC):
     has_ended = False
     has_own_timeout = False
 
+    def names(self) -> ReplicaNames:
+        """Return its name as messages about several replicas have theirs."""
+        names = ReplicaNames([self.name])
+        names.numbers, names.devices = [self.number], [self.device]
+        return names
+
     @abc.abstractmethod
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None) -> LaneOutput:
         """Compute a batch. Called in a thread of the lane's own, or in the caller's if there is one lane only.

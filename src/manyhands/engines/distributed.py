@@ -25,6 +25,7 @@ from manyhands.primitives.dims import OutputRules
 from manyhands.primitives.inputs import scattered
 from manyhands.primitives.outputs import without_rows
 from manyhands.primitives.parallel_apply import values_or_raise
+from manyhands.primitives.replicate import write_values
 from manyhands.runtime import devices as _devices
 from manyhands.runtime.errors import log_once
 from manyhands.runtime.thread_pool import ReplicaTiming, inside_replica, run_together
@@ -99,7 +100,8 @@ class DistributedEngine(Engine):
         return output
 
     def _run_on_stand_in(self, gradient_sync: GradientSync, module: nn.Module, call: Call) -> Any:
-        buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        buffers = list(module.buffers())
+        before = [buffer.detach().clone() for buffer in buffers]
         sample = gradient_sync.sample
         if sample is None or len(sample.leaves) != len(call.arguments.leaves):
             sample = call.arguments.with_rows(_STAND_IN_ROWS)
@@ -110,8 +112,7 @@ class DistributedEngine(Engine):
         except BaseException as error:
             error.add_note(_NO_ROWS)
             raise
-        for buffer, before in buffers:
-            buffer.data.copy_(before)
+        write_values(buffers, before)
         return output
 
     def _run(self, module: nn.Module, call: Call, sync_context: SyncContext) -> Any:

@@ -40,11 +40,12 @@ from manyhands.primitives.change_tracking import fill, restore
 from manyhands.primitives.inputs import Arguments, scattered
 from manyhands.primitives.outputs import Group, Outputs
 from manyhands.primitives.placements import PaddedShard, Shard, Stack
+from manyhands.primitives.replicate import unchanged_on_failure, write_values
 from manyhands.primitives.split_sizes import split_rows
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import fingerprint
-from manyhands.runtime.errors import ReplicaDied, ReplicaTimeout, log
+from manyhands.runtime.errors import ReplicaLost, log
 from manyhands.runtime.thread_state import ThreadState
 
 T = TypeVar("T")
@@ -54,8 +55,8 @@ _MOST_DEATHS = 3  # in one forward or backward: a shard that ends its process ea
 _OTHER_PROCESSES = "the step was not run again: the other processes, with which batch norm is shared, cannot repeat it"
 _TOO_MANY = f"the step was run again {_MOST_DEATHS} times, and a worker died each time"
 _CHANGED = (
-    "the step was not run again: between forward and backward {what}, so that forward would no longer give the same "
-    "outputs"
+    "the step was not run again: between forward and backward {number} parameters were changed, an optimizer step "
+    "perhaps, so that forward would no longer give the same outputs"
 )
 _OTHER_OUTPUTS = (
     "a worker died, the step's forward was run again, and it gave other outputs than the first time: its gradients "
@@ -103,13 +104,12 @@ def _cause(
     call: Call, module: nn.Module, error: Exception, causes: Sequence[str], why_not: Callable[[], str | None]
 ) -> str | None:
     """Return why a step that raised `error` is run again; None, with a note on the error, if it is not."""
-    lost_worker = isinstance(error, ReplicaDied) or (isinstance(error, ReplicaTimeout) and error.pid is not None)
-    if call.retry and lost_worker:
+    if call.retry and isinstance(error, ReplicaLost) and error.pid is not None:  # a thread that is stuck has no process
         reason = _OTHER_PROCESSES if call.cross_process is not None else why_not()
         if reason is None and len(causes) >= _MOST_DEATHS:
             reason = _TOO_MANY
         if reason is None:
-            return str(getattr(error, "cause", error))
+            return error.cause
     elif call.rescue and _devices.is_out_of_memory(error):
         reason = why_not() or _lower_limits(call, module, error)
         if reason is None:
@@ -182,7 +182,8 @@ class Replay(Repeatable):
     Args:
         call: the forward's; its inputs are copied.
         blueprint: the live module's.
-        buffers: the live module's.
+        buffers: those of the live module, and what they were when the forward began.
+        devices: of the replicas in this process.
         forward: runs the call's forward again: it shows its outputs to the replay, and lets it `take` its graphs.
     """
 
@@ -190,20 +191,21 @@ class Replay(Repeatable):
         self,
         call: Call,
         blueprint: Blueprint,
-        buffers: list[torch.Tensor],
+        buffers: unchanged_on_failure,
+        devices: Sequence[torch.device],
         forward: Callable[[Call, "Replay"], object],
     ) -> None:
         super().__init__(replace(call, arguments=call.arguments.copied()), blueprint.root)
         self._forward = forward
         self._thread = ThreadState.capture()
-        self._random = _devices.random_states()
+        self._devices, self._random = devices, _devices.random_states(devices)
         self._parameters = [*blueprint.parameters.values()]
         self._flags = [*map(_requires_grad, self._parameters)]
         self._trained = [*compress(self._parameters, self._flags)]
         self._dicts = blueprint.attribute_dicts
         self._attributes = [*map(dict, blueprint.attribute_dicts)]
         self._versions: list[Any] = []  # after the forward
-        self._buffers, self._values = buffers, torch_private.clones(buffers)
+        self._buffers = buffers
         self._limits = dict(call.row_limits)
         self._outputs: list[torch.Tensor] | None = None  # their fingerprints
         self._graphs: ReplicaGraphs | None = None  # those that failed
@@ -232,25 +234,26 @@ class Replay(Repeatable):
     def why_not(self) -> str | None:
         changed = [k for k, version in enumerate(_versions(self._trained)) if version != self._versions[k]]
         if changed:
-            return _CHANGED.format(what=f"{len(changed)} parameters were changed, an optimizer step perhaps")
+            return _CHANGED.format(number=len(changed))
         return None
 
     def renew(self, graphs: ReplicaGraphs) -> None:
         """Run the forward again for its graphs, with everything as it was; leave everything else as it is."""
         graphs.drop()
         self._graphs = graphs
-        random, values = _devices.random_states(), torch_private.clones(self._buffers)
+        buffers = self._buffers.buffers
+        random, values = _devices.random_states(self._devices), torch_private.clones(buffers)
         flags, attributes = [*map(_requires_grad, self._parameters)], restore(self._dicts, self._attributes)
         try:
             _set_flags(self._parameters, self._flags)
-            _devices.set_random_states(self._random)
-            _write(self._buffers, self._values)
+            _devices.set_random_states(self._random, self._devices)
+            write_values(buffers, self._buffers.before)
             with self._thread.applied():
                 run_recovering(self._call, self._module, lambda _: self._forward(self._call, self))
         finally:
             self._graphs = None
-            _write(self._buffers, values)
-            _devices.set_random_states(random)
+            write_values(buffers, values)
+            _devices.set_random_states(random, self._devices)
             _set_flags(self._parameters, flags)
             for target, items in attributes:
                 fill(target, items)
@@ -265,11 +268,6 @@ def _set_flags(parameters: Sequence[torch.Tensor], flags: Sequence[bool]) -> Non
     for parameter, flag in zip(parameters, flags, strict=True):
         if parameter.requires_grad != flag:
             parameter.requires_grad_(flag)
-
-
-def _write(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    for tensor, value in zip(tensors, values, strict=True):
-        tensor.data.copy_(value)
 
 
 def _fingerprints(groups: Sequence[Group]) -> list[torch.Tensor]:

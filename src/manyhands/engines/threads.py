@@ -107,10 +107,10 @@ class ThreadsEngine(Engine):
                 [(tracked, module.training, *kind_of(shard)) for shard in inputs.shards], call.timeout_s
             )
 
-        replay = again
+        replay, buffers = again, unchanged_on_failure(pool.buffers)
         if call.rescue and tracked and again is None and not inside_replica():
-            replay = Replay(call, pool.blueprint, pool.buffers, partial(self._forward, module))
-        with unchanged_on_failure(pool.buffers), one_pass(contexts) as replica_context:
+            replay = Replay(call, pool.blueprint, buffers, call.devices, partial(self._forward, module))
+        with buffers, one_pass(contexts) as replica_context:
             run = partial(call_replica, call, inputs, roots, copies, timings)
             tasks = [partial(run, i) for i, _ in enumerate(call.devices)]  # step 4
             outputs = values_or_raise(run_together(tasks, call.devices, replica_context, call.timeout_s, where), where)

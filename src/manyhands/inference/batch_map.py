@@ -34,15 +34,14 @@ import torch
 from manyhands.engines.base import Lane, LaneEndedError, LaneOutput, Lanes
 from manyhands.inference.batches import hint_for, inputs_of
 from manyhands.runtime import torch_private
-from manyhands.runtime.errors import ReplicaNames, annotate, threads_timed_out
-from manyhands.runtime.interrupts import critical, deliver, interruptibly
+from manyhands.runtime.errors import annotate, threads_timed_out
+from manyhands.runtime.interrupts import WAKE_S, critical, deliver, interruptibly
 from manyhands.runtime.rng import BatchStreams
 from manyhands.runtime.thread_pool import Background, Outcome, inside_replica
 from manyhands.runtime.thread_state import ThreadState, modes_that_stay
 
 _Batch: TypeAlias = tuple[int, tuple[Any, ...], dict[str, Any], int | None]  # number, inputs, seed
 _AHEAD = 2  # batches a lane that have been pulled and not been yielded
-_WAKE_S = 0.1  # a waiting caller looks this often for Ctrl-C
 _FORKED = (
     "this is a process forked while the outputs of a map were iterated over: the threads that compute them are in its "
     "parent. Call map in the process that iterates."
@@ -254,7 +253,7 @@ class _Work:
                 return
             if has_ended:
                 raise RuntimeError(_NO_LANE_LEFT)
-            if self._has_new.wait(_WAKE_S):
+            if self._has_new.wait(WAKE_S):
                 progress_at = time.monotonic()
                 continue
             deliver()
@@ -267,9 +266,7 @@ class _Work:
         if index is None or self._lanes.each[index].has_own_timeout or number in self._abandoned:
             return
         lane = self._lanes.each[index]
-        names = ReplicaNames([lane.name])
-        names.numbers, names.devices = [lane.number], [lane.device]
-        error = threads_timed_out({0: ident}, timeout_s, names, "Its batch is lost")
+        error = threads_timed_out({0: ident}, timeout_s, lane.names(), "Its batch is lost")
         lane.has_ended = True
         self._abandoned.add(number)
         self._ready[number] = Outcome(error=annotate([(f"batch {number}, by {lane.name}", error)]))

@@ -9,11 +9,12 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import torch
 
 from manyhands.bench import machine
+from manyhands.runtime.cgroups import cgroup_folders
 
 _UNLIMITED_BYTES = 2**60  # version 1 of cgroups has a number near 2**63 for "no limit"
 
@@ -111,24 +112,9 @@ def _numa_nodes(root: Path) -> Iterator[NumaNode]:
         yield NumaNode(number, _read(folder / "cpulist") or "", None if total is None else int(total[1]) * 1024)
 
 
-def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's control group and of those that it is in, of either version.
-
-    Inside a container the path may be the host's, and only the top is there: what does not exist is passed over.
-    """
-    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
-        _, names, path = line.split(":", 2)
-        if names and controller not in names.split(","):
-            continue
-        base = root / "sys/fs/cgroup" / names
-        inner = PurePosixPath(path.lstrip("/"))
-        for folder in (inner, *inner.parents):
-            yield base / folder
-
-
 def _cgroup_cores(root: Path) -> float | None:
     limits = []
-    for folder in _cgroup_folders(root, "cpu"):
+    for folder in cgroup_folders(root, "cpu"):
         quota, period = (_read(folder / "cpu.max") or "max max").split()[:2]
         if quota == "max":
             quota, period = _read(folder / "cpu.cfs_quota_us") or "-1", _read(folder / "cpu.cfs_period_us") or "0"
@@ -139,7 +125,7 @@ def _cgroup_cores(root: Path) -> float | None:
 
 def _cgroup_memory(root: Path) -> int | None:
     limits = []
-    for folder in _cgroup_folders(root, "memory"):
+    for folder in cgroup_folders(root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
             with contextlib.suppress(ValueError):
                 limits.append(int(_read(folder / name) or ""))

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 
 import torch
@@ -176,10 +176,7 @@ def _is_free(memory_bytes: int | None, free_bytes: int | None, load: float | Non
 
 def _with_pci_ranks(found: Sequence[Accelerator]) -> list[Accelerator]:
     addresses = sorted(each.pci for each in found if each.pci is not None)
-    return [
-        each if each.pci is None else Accelerator(**{**vars(each), "pci_rank": addresses.index(each.pci)})
-        for each in found
-    ]
+    return [each if each.pci is None else replace(each, pci_rank=addresses.index(each.pci)) for each in found]
 
 
 def _link(source: torch.device, target: torch.device, measured: bool) -> DeviceLink:

@@ -5,8 +5,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import psutil
 
@@ -148,10 +147,10 @@ def _with_waits(replicas: Sequence[Replica]) -> list[Replica]:
     backward_s = [replica.backward_s for replica in replicas if replica.backward_s is not None]
     filled = []
     for replica in replicas:
-        values: dict[str, Any] = {"share": replica.rows / total if total else None}
+        wait_s = replica.wait_s
         if replica.forward_s is not None and replica.backward_s is not None:
-            values["wait_s"] = max(forward_s) - replica.forward_s + max(backward_s) - replica.backward_s
-        filled.append(Replica(**{**vars(replica), **values}))
+            wait_s = max(forward_s) - replica.forward_s + max(backward_s) - replica.backward_s
+        filled.append(replace(replica, share=replica.rows / total if total else None, wait_s=wait_s))
     return filled
 
 
@@ -161,7 +160,7 @@ def _with_waits_by_load(replicas: Sequence[Replica], gpus: Sequence[Gpu], step_s
     loads = [load_of.get(replica.gpu) if replica.gpu is not None else None for replica in replicas]
     most = max((load for load in loads if load is not None), default=0.0)
     return [
-        replica if load is None else Replica(**{**vars(replica), "wait_s": (most - load) * step_s})
+        replica if load is None else replace(replica, wait_s=(most - load) * step_s)
         for replica, load in zip(replicas, loads, strict=True)
     ]
 

@@ -4,8 +4,6 @@ import argparse
 import contextlib
 import json
 import math
-import os
-import shutil
 import signal
 import sys
 import time
@@ -16,7 +14,9 @@ from types import FrameType
 from typing import Any, TextIO
 
 from manyhands.console.errors import DONE, Interrupted, OptionError
+from manyhands.console.progress import is_terminal
 from manyhands.monitor.nvml import GpuReader
+from manyhands.monitor.report import width_of_terminal
 
 _EVERY_S = 1.0
 _LEAST_S, _MOST_S = 0.1, 3600.0
@@ -76,7 +76,7 @@ def run(given: dict[str, Any]) -> int:
         log = stack.enter_context(_opened(given["log"])) if "log" in given else None
         stack.enter_context(_ending_on_signals())
         sampler = Sampler(GpuReader())
-        in_place = not once and not as_json and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        in_place = not once and not as_json and is_terminal(sys.stdout)
         show: Callable[[Sample], None] = (
             stack.enter_context(_live()) if in_place else _print_json if as_json else _print
         )
@@ -101,8 +101,7 @@ def _print_json(sample: Any) -> None:
 def _print(sample: Any) -> None:
     from manyhands.monitor.display import styled_lines
 
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print("\n".join(line for line, _ in styled_lines(sample, width)), end="\n\n", flush=True)
+    print("\n".join(line for line, _ in styled_lines(sample, width_of_terminal())), end="\n\n", flush=True)
 
 
 @contextlib.contextmanager

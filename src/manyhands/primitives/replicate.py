@@ -103,15 +103,27 @@ def check_layouts(root: nn.Module) -> None:
 
 
 class unchanged_on_failure:  # noqa: N801 - a context manager, as a class because a step enters it each time
-    """Restores the buffers if the block raises: a step that fails changes nothing."""
+    """Restores the buffers if the block raises: a step that fails changes nothing.
+
+    Attributes:
+        buffers: these.
+        before: copies of them from when the block began.
+    """
+
+    before: list[torch.Tensor]
 
     def __init__(self, buffers: Iterable[torch.Tensor]) -> None:
-        self._buffers = list(buffers)
+        self.buffers = list(buffers)
 
     def __enter__(self) -> None:
-        self._before = torch_private.clones(self._buffers)
+        self.before = torch_private.clones(self.buffers)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            for buffer, before in zip(self._buffers, self._before, strict=True):
-                buffer.data.copy_(before)
+            write_values(self.buffers, self.before)
+
+
+def write_values(tensors: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None:
+    """Write values into tensors. Autograd does not notice: graphs that have saved the tensors stay valid."""
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.data.copy_(value)

@@ -138,7 +138,7 @@ def identity(device: torch.device) -> str:
     if not computes_on_host(device):
         if address := pci_address(device):
             return f"{device.type} at {address}"
-        uuid = getattr(torch.get_device_module(device).get_device_properties(device), "uuid", None)
+        uuid = getattr(_properties_of(device), "uuid", None)
         if uuid is not None:
             return f"{device.type} {uuid}"
     return str(device)
@@ -355,24 +355,31 @@ def make_current(device: torch.device) -> None:
         torch.accelerator.set_device_index(device.index)
 
 
-def random_states() -> list[torch.Tensor]:
-    """Return the state of the random number generator of the host, then of each accelerator that has one of its own."""
+def random_states(devices: Sequence[torch.device] | None = None) -> list[torch.Tensor]:
+    """Return the state of the random number generator of the host, then of each accelerator that has one of its own.
+
+    Args:
+        devices: the accelerators that are asked, which gives each of them a context; None: every accelerator.
+    """
     states = [torch.get_rng_state()]
-    for device in accelerators():
-        if hasattr(torch.get_device_module(device), "get_rng_state"):
-            with using(device, []):
-                states.append(torch.get_device_module(device).get_rng_state())
+    for device in _with_generators(devices):
+        with using(device, []):
+            states.append(torch.get_device_module(device).get_rng_state())
     return states
 
 
-def set_random_states(states: Sequence[torch.Tensor]) -> None:
-    """Restore what `random_states` returned."""
+def set_random_states(states: Sequence[torch.Tensor], devices: Sequence[torch.device] | None = None) -> None:
+    """Restore what `random_states` returned for the same devices."""
     host, *others = states
     torch.set_rng_state(host)
-    having_one = [d for d in accelerators() if hasattr(torch.get_device_module(d), "get_rng_state")]
-    for device, state in zip(having_one, others, strict=True):
+    for device, state in zip(_with_generators(devices), others, strict=True):
         with using(device, []):
             torch.get_device_module(device).set_rng_state(state)
+
+
+def _with_generators(devices: Sequence[torch.device] | None) -> list[torch.device]:
+    asked = accelerators() if devices is None else [d for d in dict.fromkeys(devices) if not computes_on_host(d)]
+    return [device for device in asked if hasattr(torch.get_device_module(device), "get_rng_state")]
 
 
 def rounds_float32(device: torch.device) -> bool:
@@ -505,7 +512,7 @@ def imbalance(devices: Sequence[torch.device]) -> str | None:
     different = [device for device in dict.fromkeys(devices) if not computes_on_host(device)]
     if len(different) < 2:
         return None
-    properties = [torch.get_device_module(device).get_device_properties(device) for device in different]
+    properties = [_properties_of(device) for device in different]
     for what, attribute in (("memory", "total_memory"), ("cores", "multi_processor_count")):
         values = [getattr(p, attribute, None) for p in properties]
         known = [value for value in values if value]

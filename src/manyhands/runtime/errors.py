@@ -30,7 +30,17 @@ class ReplicaNames(list[str]):
     devices: Sequence[torch.device]
 
 
-class ReplicaDied(RuntimeError):  # noqa: N818 - named as what happened: the replica's process has ended
+class ReplicaLost(RuntimeError):  # noqa: N818 - named as what happened, as those below
+    """What is common to the errors of a replica that has died or is stuck; see these for its attributes."""
+
+    def __init__(
+        self, message: str, replica: int, device: torch.device | None, pid: int | None, stack: str, cause: str
+    ) -> None:
+        super().__init__(message)
+        self.replica, self.device, self.pid, self.stack, self.cause = replica, device, pid, stack, cause or message
+
+
+class ReplicaDied(ReplicaLost):
     """A replica's worker process has ended by itself: by a signal, or with an exit status.
 
         >>> model = manyhands.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"], engine="processes")
@@ -69,16 +79,14 @@ class ReplicaDied(RuntimeError):  # noqa: N818 - named as what happened: the rep
         Args:
             code: the exit status, or minus the number of the signal; None: not known.
         """
-        super().__init__(message)
-        self.cause = cause or message
-        self.replica, self.device, self.pid, self.stack = replica, device, pid, stack
+        super().__init__(message, replica, device, pid, stack, cause)
         self.exit_status = code if code is not None and code >= 0 else None
         self.signal: int | None = None
         if code is not None and code < 0:
             self.signal = _signal.Signals(-code) if -code in set(_signal.Signals) else -code
 
 
-class ReplicaTimeout(RuntimeError):  # noqa: N818 - named as what happened
+class ReplicaTimeout(ReplicaLost):
     """A replica has made no progress for the `timeout` of its `DataParallel`, and others waited for it.
 
         >>> model = manyhands.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"], timeout=60)
@@ -111,9 +119,8 @@ class ReplicaTimeout(RuntimeError):  # noqa: N818 - named as what happened
         stack: str = "",
         cause: str = "",
     ) -> None:
-        super().__init__(message)
-        self.cause = cause or message
-        self.replica, self.device, self.pid, self.timeout, self.stack = replica, device, pid, timeout, stack
+        super().__init__(message, replica, device, pid, stack, cause)
+        self.timeout = timeout
 
 
 def threads_timed_out(

@@ -27,13 +27,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from manyhands.runtime.errors import ReplicaNames, log, threads_timed_out
-from manyhands.runtime.interrupts import deliver, uninterruptible
+from manyhands.runtime.interrupts import WAKE_S, deliver, uninterruptible
 from manyhands.runtime.rng import waiting_for_others
 from manyhands.runtime.thread_pool import PassContext, ReplicaContext, inside_replica
 
 T = TypeVar("T")
-
-_WAKE_S = 0.1  # a waiting replica checks for Ctrl-C this often: Ctrl-C cannot always wake it
 
 
 class Purpose(enum.Enum):
@@ -208,7 +206,7 @@ class LocalExchange(Exchange):
                 if self._serve is not None:
                     self._serve(lambda: bool(responses))
                 else:
-                    self._condition.wait(_WAKE_S)
+                    self._condition.wait(WAKE_S)
                     deliver()
                     self._check_progress()
         return responses[0]

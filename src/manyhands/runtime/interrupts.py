@@ -41,7 +41,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
-_WAKE_S = 0.1  # how often a wait delivers
+WAKE_S = 0.1  # how often a wait wakes to deliver: Ctrl-C cannot always wake it (_thread.interrupt_main)
 
 _marked: dict[CodeType, bool] = {}  # whether Ctrl-C may be raised within a function
 
@@ -112,7 +112,7 @@ def deliver() -> None:
 def acquire(lock: threading.Lock, patience_s: float) -> bool:
     """Acquire a lock; return False if it was not free for so many seconds. Ctrl-C is raised meanwhile."""
     until = time.monotonic() + patience_s
-    while not lock.acquire(timeout=_WAKE_S):
+    while not lock.acquire(timeout=WAKE_S):
         deliver()
         if time.monotonic() > until:
             return False

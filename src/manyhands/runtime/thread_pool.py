@@ -6,10 +6,9 @@ Guarantees
       other, and calls from several threads at once do not disturb each other.
     - Inside a task, `run_together` runs its tasks one after the other in that thread: no worker waits for itself.
     - An exception that is not an `Exception` (Ctrl-C above all) reaches the caller at once, and so does a
-      `ReplicaTimeout`. Workers that are still
-      busy then are abandoned: their result is dropped, they end when their task does, and the next call starts fresh
-      ones. They are not interrupted: an exception at any instruction could leave locks held for ever, those of Python's
-      imports among them.
+      `ReplicaTimeout`. Workers that are still busy then are abandoned: their result is dropped, they end when their
+      task does, and the next call starts fresh ones. They are not interrupted: an exception at any instruction could
+      leave locks held for ever, those of Python's imports among them.
     - On the CPU a worker runs on its own part of the process's cores (affinity.py); the caller's thread is not bound.
     - After a fork the child starts workers of its own. At exit workers are stopped and joined, because a daemon thread
       that is inside torch when the interpreter ends aborts the process. Tasks that still run after a while are
@@ -40,12 +39,11 @@ import torch
 from manyhands.runtime import affinity, openmp, torch_private
 from manyhands.runtime import devices as _devices
 from manyhands.runtime.errors import ReplicaNames, ReplicaTimeout, log, threads_timed_out
-from manyhands.runtime.interrupts import deliver
+from manyhands.runtime.interrupts import WAKE_S, deliver
 from manyhands.runtime.thread_state import ThreadState, modes_that_stay
 
 T = TypeVar("T")
 
-_WAKE_S = 0.1  # a waiting caller looks this often for Ctrl-C, which cannot always wake it (_thread.interrupt_main)
 _EXIT_PATIENCE_S = 2.0  # how long interpreter exit waits for workers to end by themselves
 _EXIT_WAIT_S = 10.0  # and how long in all
 _EXIT_ASLEEP_S = 0.5  # a worker that has slept for so long then is asleep
@@ -187,7 +185,7 @@ def _run_in_threads(
         num_running, progress_at = len(workers), time.monotonic()
         while num_running:
             try:
-                index, ended_now = done.get(timeout=_WAKE_S)
+                index, ended_now = done.get(timeout=WAKE_S)
             except Empty:
                 deliver()
                 if timeout_s is not None and time.monotonic() - progress_at > timeout_s:
@@ -294,7 +292,7 @@ class Background:
 
     def wait(self) -> None:
         """Wait until all tasks have ended."""
-        while not self._ended.wait(_WAKE_S):
+        while not self._ended.wait(WAKE_S):
             deliver()
         if not modes_that_stay():
             torch_private.forget_dispatch_modes()  # those of the tasks' threads may have overlapped

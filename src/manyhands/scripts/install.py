@@ -8,6 +8,7 @@ Assumes that one thread installs, while no other imports.
 """
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
@@ -160,48 +161,45 @@ def _place(device: Any, devices: Sequence[torch.device]) -> Any:
     return device
 
 
-def _verb(name: str, verb: Callable[..., Any], argument: str, position: int, *, is_list: bool) -> Callable[..., Any]:
-    """Return a verb that is counted, and whose devices are those of the installation."""
+def _verb(verb: Callable[..., Any], argument: str, *, is_list: bool) -> Callable[..., Any]:
+    """Return a verb that is counted, and whose devices, given as `argument`, are those of the installation."""
+    signature = inspect.signature(verb)
 
     @functools.wraps(verb)
     def installed(*args: Any, **kwargs: Any) -> Any:
         now = settings()
         if now is None:
             return verb(*args, **kwargs)
-        now.activity.add_call(name)
-        given = args[position] if len(args) > position else kwargs.get(argument)
+        now.activity.add_call(verb.__name__)
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments.get(argument)
         if now.devices and given is not None:
             placed = [_place(device, now.devices) for device in given] if is_list else _place(given, now.devices)
-            if len(args) > position:
-                args = (*args[:position], placed, *args[position + 1 :])
-            else:
-                kwargs = kwargs | {argument: placed}
-        return verb(*args, **kwargs)
+            bound.arguments[argument] = placed
+        return verb(*bound.args, **bound.kwargs)
 
     return installed
 
 
 @functools.wraps(data_parallel)
-def _installed_data_parallel(
-    module: nn.Module,
-    inputs: Any,
-    device_ids: Sequence[DeviceLike] | None = None,
-    output_device: DeviceLike | None = None,
-    dim: int = 0,
-    module_kwargs: dict[str, Any] | None = None,
-) -> Any:
+def _installed_data_parallel(*args: Any, **kwargs: Any) -> Any:
     now = settings()
     if now is None:
-        return data_parallel(module, inputs, device_ids, output_device, dim, module_kwargs)
+        return data_parallel(*args, **kwargs)
     now.activity.add_call("data_parallel")
+    bound = inspect.signature(data_parallel).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
     if now.devices is not None:
-        device_ids = now.devices
-        output_device = None if output_device is None or not now.devices else _place(output_device, now.devices)
+        given["device_ids"] = now.devices
+        has_place = given["output_device"] is not None and now.devices
+        given["output_device"] = _place(given["output_device"], now.devices) if has_place else None
 
     def call(*_: Any, **__: Any) -> Any:
-        return data_parallel(module, inputs, device_ids, output_device, dim, module_kwargs)
+        return data_parallel(*bound.args, **bound.kwargs)
 
-    return now.activity.measure(call, inputs if isinstance(inputs, tuple) else (inputs,), module_kwargs or {}, dim)
+    inputs = given["inputs"] if isinstance(given["inputs"], tuple) else (given["inputs"],)
+    return now.activity.measure(call, inputs, given["module_kwargs"] or {}, given["dim"])
 
 
 _torchs: dict[str, Any] = {
@@ -210,9 +208,9 @@ _torchs: dict[str, Any] = {
 _ours: dict[str, Any] = {
     "DataParallel": DataParallel,
     "data_parallel": _installed_data_parallel,
-    "replicate": _verb("replicate", replicate, "devices", 1, is_list=True),
-    "scatter": _verb("scatter", scatter, "target_gpus", 1, is_list=True),
-    "scatter_kwargs": _verb("scatter_kwargs", scatter_kwargs, "target_gpus", 2, is_list=True),
-    "parallel_apply": _verb("parallel_apply", parallel_apply, "devices", 3, is_list=True),
-    "gather": _verb("gather", gather, "target_device", 1, is_list=False),
+    "replicate": _verb(replicate, "devices", is_list=True),
+    "scatter": _verb(scatter, "target_gpus", is_list=True),
+    "scatter_kwargs": _verb(scatter_kwargs, "target_gpus", is_list=True),
+    "parallel_apply": _verb(parallel_apply, "devices", is_list=True),
+    "gather": _verb(gather, "target_device", is_list=False),
 }

@@ -15,15 +15,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch import nn
 
+from helpers import leftovers
 from helpers.in_time import in_time
+from helpers.leftovers import end_workers_of_earlier_tests
 from helpers.programs import until
 from manyhands import DataParallel, ReplicaDied, ReplicaTimeout
-from manyhands.engines.processes import fork_server, worker_group
+from manyhands.engines.processes import fork_server
 from manyhands.engines.processes.channel import Channel
 from manyhands.engines.processes.remote_exchange import RemoteExchange
 
@@ -150,35 +151,16 @@ def marked(cases: list[tuple[str, str]]) -> list[Any]:
     return [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow, id=" - ".join(case)) for case in cases]
 
 
-def num_mappings() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:manyhands")
-
-
-def num_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def num_workers() -> int:
-    process = fork_server.server._process
-    return len(psutil.Process(process.pid).children()) if process is not None else 0
-
-
 @pytest.fixture
 def nothing_is_left() -> Iterator[None]:
     """No process, no mapping and no descriptor more than before the test."""
     if not fork_server.server.is_running:  # with it come two descriptors, which stay
         DataParallel(nn.Linear(1, 1), ["cpu"] * 2, engine="processes")(torch.zeros(2, 1))
-    gc.collect()
-    for group in list(worker_group._groups):  # those of models that earlier tests have left
-        group.end()
-    assert until(lambda: num_workers() == 0)
-    before = num_mappings(), num_descriptors(), num_workers()
+    end_workers_of_earlier_tests()
+    before = leftovers.of_this_process()
     yield
     gc.collect()
-    assert until(lambda: (num_mappings(), num_descriptors(), num_workers()) == before), (
-        before,
-        (num_mappings(), num_descriptors(), num_workers()),
-    )
+    assert until(lambda: leftovers.of_this_process() == before), (before, leftovers.of_this_process())
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -300,10 +282,10 @@ def test_what_goes_wrong_in_a_fork_request(
     x = torch.randn(4, 4)
     model(x)
     model.close()
-    until(lambda: num_workers() == 0)
+    until(lambda: leftovers.num_workers() == 0)
     gc.collect()
     before = [*map(torch.clone, model.state_dict().values()), torch.get_rng_state()]
-    descriptors = num_descriptors()
+    descriptors = leftovers.of_this_process()[1]
     original = fork_server.ForkServer._request
 
     def request(self: Any, message: Any, fds: Any, timeout_s: Any, start: bool = True) -> Any:
@@ -319,9 +301,9 @@ def test_what_goes_wrong_in_a_fork_request(
     model.timeout = None
     torch.testing.assert_close(model(x), model.module(x))
     model.close()
-    until(lambda: num_workers() == 0)
+    until(lambda: leftovers.num_workers() == 0)
     gc.collect()
-    assert num_descriptors() == descriptors
+    assert leftovers.of_this_process()[1] == descriptors
     for found, expected in zip([*model.state_dict().values(), torch.get_rng_state()], before, strict=True):
         assert torch.equal(found, expected)
     capfd.readouterr()  # the server's traceback

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from helpers.deaths import workers_of
 from helpers.in_time import in_time
 from helpers.modules import Calls
 from helpers.programs import have_ended, until
@@ -70,13 +71,6 @@ def interrupt_next(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Channel, method, interrupted)
-
-
-def workers_of(model: DataParallel) -> list[int]:
-    """Return the process ids of a model's workers."""
-    engine = model._engine
-    assert isinstance(engine, ProcessesEngine)
-    return [handle.pid for handle in engine._worker_group.workers] if engine._worker_group is not None else []
 
 
 def gradients(module: nn.Module, *inputs: torch.Tensor) -> list[torch.Tensor | None]:

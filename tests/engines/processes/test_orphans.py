@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import nn
 
+from helpers import leftovers
+from helpers.leftovers import end_workers_of_earlier_tests
 from helpers.modules import Calls
 from helpers.programs import have_ended, until
 from manyhands import DataParallel
@@ -89,14 +91,6 @@ def test_workers_of_a_closed_model_end_though_another_process_has_their_channels
     os.close(copy)
 
 
-def left_of_this_process() -> tuple[int, int, int]:
-    """Return how many shared mappings, descriptors and workers this process has."""
-    mappings = Path("/proc/self/maps").read_text().count("memfd:manyhands")
-    process = fork_server.server._process
-    workers = len(psutil.Process(process.pid).children()) if process is not None else 0
-    return mappings, len(os.listdir("/proc/self/fd")), workers
-
-
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_ctrl_c_leaves_nothing(in_backward):
     """F3, F9: in a step; no process, no mapping and no descriptor, once the model is gone."""
@@ -114,9 +108,8 @@ def test_ctrl_c_leaves_nothing(in_backward):
         return y
 
     DataParallel(nn.Linear(1, 1), ["cpu"] * 2, engine="processes")(torch.zeros(2, 1))  # the fork server stays
-    gc.collect()
-    assert until(lambda: left_of_this_process()[2] == 0)
-    before = left_of_this_process()
+    end_workers_of_earlier_tests()
+    before = leftovers.of_this_process()
     model = DataParallel(Calls(forward, layer=nn.Linear(200, 200), interrupts=False), ["cpu"] * 3, engine="processes")
     x = torch.randn(6, 200)
     model(x).sum().backward()
@@ -129,7 +122,7 @@ def test_ctrl_c_leaves_nothing(in_backward):
     model(x).sum().backward()
     del model
     gc.collect()
-    assert until(lambda: left_of_this_process() == before), (left_of_this_process(), before)
+    assert until(lambda: leftovers.of_this_process() == before), (leftovers.of_this_process(), before)
 
 
 def files_of(pid: int) -> set[str]:

@@ -15,11 +15,10 @@ import struct
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from manyhands.runtime.interrupts import deliver, interruptible
+from manyhands.runtime.interrupts import WAKE_S, deliver, interruptible
 
 _HEADER = struct.Struct("<QB")  # how many bytes follow; whether this frame carries only file descriptors
 _MAX_FDS = 200  # in one frame; Linux allows 253
-_WAKE_S = 0.1  # a waiting caller checks for Ctrl-C this often: it cannot always wake it (_thread.interrupt_main)
 
 
 class ChannelClosedError(Exception):
@@ -149,7 +148,7 @@ def ready(channels: Collection[Channel], spin_s: float, on_wait: Callable[[], No
         if not found and time.perf_counter() < until:
             os.sched_yield()
             continue
-        found = found or poll.poll(_WAKE_S * 1000)
+        found = found or poll.poll(WAKE_S * 1000)
         if not found:
             deliver()
             if on_wait is not None:

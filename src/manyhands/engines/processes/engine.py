@@ -159,9 +159,9 @@ class ProcessesEngine(Engine):
         timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
         self._timings = timings
         worker_group, pool = self._prepared(module, call)
-        replay = again
+        replay, buffers = again, unchanged_on_failure(pool.buffers)
         if again is None and tracked and (call.retry or call.rescue):
-            replay = Replay(call, pool.blueprint, pool.buffers, partial(self._forward_again, module))
+            replay = Replay(call, pool.blueprint, buffers, call.devices[:1], partial(self._forward_again, module))
         number = next(worker_group.graph_numbers)
         graphs = RemoteGraphs(
             timings,
@@ -178,7 +178,7 @@ class ProcessesEngine(Engine):
         )
         with (
             divided_intra_op_threads(call.devices) as num_threads,
-            unchanged_on_failure(pool.buffers),
+            buffers,
             worker_group,
             Copies(call.devices[:1]) as copies,
         ):

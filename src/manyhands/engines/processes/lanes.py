@@ -26,7 +26,7 @@ from manyhands.engines.processes.pickling import dumps, loads
 from manyhands.engines.processes.remote_graph import repeat_messages
 from manyhands.engines.processes.worker_group import StepLock, WorkerGroup, workers_timed_out
 from manyhands.runtime import devices as _devices
-from manyhands.runtime.errors import ReplicaDied, ReplicaNames, ReplicaTimeout, annotate, log
+from manyhands.runtime.errors import ReplicaLost, ReplicaNames, annotate, log
 from manyhands.runtime.thread_state import ProcessState, ThreadState
 
 _BATCH_IS_LOST = "Its batch is lost. The iteration can go on, without this worker; the module is as it was."
@@ -81,9 +81,8 @@ class WorkerLane(Lane):
             except ChannelClosedError:
                 raise self._lost(self._worker.death(self.name, self.number, self.device, _BATCH_IS_LOST)) from None
             except TimeoutError:
-                names = ReplicaNames([self.name])
-                names.numbers, names.devices = [self.number], [self.device]
-                error = workers_timed_out({0: self._worker}, self._call.timeout_s or 0.0, names, _BATCH_IS_LOST)
+                timeout_s = self._call.timeout_s or 0.0
+                error = workers_timed_out({0: self._worker}, timeout_s, self.names(), _BATCH_IS_LOST)
                 self._worker.kill()
                 raise self._lost(error) from None
             assert isinstance(reply, Reply)
@@ -92,7 +91,7 @@ class WorkerLane(Lane):
                 raise reply.error.exception()
             return LaneOutput(self._value(reply), reply.random_digest is not None)
 
-    def _lost(self, error: ReplicaDied | ReplicaTimeout) -> Exception:
+    def _lost(self, error: ReplicaLost) -> Exception:
         """Return what to raise when the worker is lost."""
         self.has_ended = True
         if not self._call.retry:

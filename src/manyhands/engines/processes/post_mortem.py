@@ -14,10 +14,13 @@ import contextlib
 import faulthandler
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
+
+from manyhands.engines.processes.shared_memory import unnamed_file
+from manyhands.runtime.cgroups import cgroup_folders
+from manyhands.runtime.interrupts import at_deletion
 
 # Ignored by a process that does not handle it, so it cannot harm a worker that has only just started.
 STACK_SIGNAL = signal.SIGURG
@@ -53,11 +56,8 @@ class StackFile:
     """
 
     def __init__(self) -> None:
-        if hasattr(os, "memfd_create"):
-            self.fd = os.memfd_create("manyhands-stack", os.MFD_CLOEXEC)
-        else:
-            with tempfile.TemporaryFile() as file:
-                self.fd = os.dup(file.fileno())
+        self.fd = unnamed_file("manyhands-stack")
+        self._closed = at_deletion(map(os.close, [self.fd]))
 
     def read(self) -> str:
         """Return what has been written."""
@@ -82,10 +82,6 @@ class StackFile:
             before, text = text, self.read()
         return text
 
-    def __del__(self) -> None:
-        if hasattr(self, "fd"):
-            os.close(self.fd)
-
 
 def write_stacks_to(fd: int) -> None:
     """Have this process write its Python stacks to a `StackFile` when it crashes or gets `STACK_SIGNAL`."""
@@ -105,7 +101,9 @@ def is_stopped(pid: int) -> bool:
 def oom_kills(root: Path = Path("/")) -> dict[str, int]:
     """Return how many processes the kernel's out-of-memory killer has killed, by where; without what is unreadable."""
     counts = {}
-    for where, files in ((_CGROUP, _cgroup_files(root)), (_MACHINE, [root / "proc/vmstat"])):
+    names = ("memory.events", "memory.oom_control")  # in versions 2 and 1 of control groups
+    of_group = [folder / name for folder in cgroup_folders(root, "memory") for name in names]
+    for where, files in ((_CGROUP, of_group), (_MACHINE, [root / "proc/vmstat"])):
         for file in files:
             with contextlib.suppress(OSError, ValueError):
                 lines = [line.split() for line in file.read_text().splitlines()]
@@ -114,23 +112,6 @@ def oom_kills(root: Path = Path("/")) -> dict[str, int]:
                     counts[where] = found[0]
                     break
     return counts
-
-
-def _cgroup_files(root: Path) -> list[Path]:
-    """Return the files that may have the count of this process's control group, the best first."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    files = []
-    mount = root / "sys/fs/cgroup"
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            files += [mount / "memory" / place / "memory.oom_control" for place in (path.lstrip("/"), "")]
-        elif not controllers:  # version 2; in a container the path may be the host's
-            files += [mount / place / "memory.events" for place in (path.lstrip("/"), "")]
-    return files
 
 
 def how_it_ended(code: int, kills_before: Mapping[str, int]) -> str:

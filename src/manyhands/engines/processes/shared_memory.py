@@ -67,11 +67,7 @@ class Segment:
     def create(cls, num_bytes: int) -> "Segment":
         """Return a new segment of at least `num_bytes`, filled with zeros."""
         num_bytes = max(_PAGE, -(-num_bytes // _PAGE) * _PAGE)
-        if hasattr(os, "memfd_create"):
-            fd = os.memfd_create("manyhands", os.MFD_CLOEXEC)
-        else:
-            with tempfile.TemporaryFile() as file:
-                fd = os.dup(file.fileno())
+        fd = unnamed_file("manyhands")
         os.ftruncate(fd, num_bytes)
         return cls(fd, num_bytes, next(_numbers))
 
@@ -88,6 +84,14 @@ class Segment:
     def numbers(self) -> memoryview:
         """Return the memory as 64-bit integers; each is read and written atomically."""
         return memoryview(self._map).cast("q")
+
+
+def unnamed_file(label: str) -> int:
+    """Return the file descriptor of a new file in memory, without a name; `label` is what /proc calls it."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(label, os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def num_bytes(spec: TensorSpec) -> int:

@@ -34,7 +34,7 @@ from manyhands.runtime import affinity
 from manyhands.runtime import devices as _devices
 from manyhands.runtime.errors import ReplicaDied, ReplicaNames, ReplicaTimeout, annotate
 from manyhands.runtime.exchange import CrossProcess, LocalExchange, Request, Response
-from manyhands.runtime.interrupts import at_deletion, deliver
+from manyhands.runtime.interrupts import WAKE_S, at_deletion, deliver
 from manyhands.runtime.thread_state import ProcessState
 
 _SPIN_S = 0.0005
@@ -44,7 +44,6 @@ _ENDED = "has ended; how, is not known"
 _STEP_IS_LOST = "This step is lost; the module is as it was, and the next forward starts other workers."
 _STOPPED = "was stopped"
 _WAITS_FOR_OTHERS = ("in wait_until", "in submit_and_wait")  # in the stack of a worker
-_WAKE_S = 0.1  # a waiting caller looks this often for Ctrl-C
 
 
 class WorkerHandle:
@@ -144,9 +143,8 @@ class WorkerHandle:
 
     def send_response(self, response: Response, failed: bool) -> None:
         """Send the response of the exchange for which the worker waits, and whether a replica has failed."""
-        with contextlib.suppress(
-            ChannelClosedError, TimeoutError
-        ):  # it has died, or is stuck: the next receive from it notices
+        # One that has died, or is stuck: the next receive from it notices.
+        with contextlib.suppress(ChannelClosedError, TimeoutError):
             self.channel.send(packed((response, failed)))
 
 
@@ -177,7 +175,7 @@ class StepLock:
                 self._sharing.notify_all()
 
     def __enter__(self) -> bool:
-        while not self._lock.acquire(timeout=_WAKE_S):
+        while not self._lock.acquire(timeout=WAKE_S):
             deliver()
         self._depth += 1
         if self._depth == 1 and self._num_sharing:
@@ -200,7 +198,7 @@ class StepLock:
             return
         with self._sharing:
             while self._num_sharing:
-                self._sharing.wait(_WAKE_S)
+                self._sharing.wait(WAKE_S)
                 deliver()
 
     def __exit__(self, *_: object) -> None:
