@@ -153,6 +153,28 @@ def test_random_states_of_accelerators(monkeypatch):
     devices.set_random_states(states[:1])
 
 
+def test_random_states_of_some_accelerators(monkeypatch):
+    """The others are not touched: that would make a context, which takes memory, on devices of other people."""
+    two = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    entered = []
+
+    @contextlib.contextmanager
+    def using(device, streams):
+        entered.append(device)
+        yield
+
+    module = SimpleNamespace(get_rng_state=lambda: torch.tensor([3]), set_rng_state=lambda state: None)
+    monkeypatch.setattr(devices, "accelerators", lambda: two)
+    monkeypatch.setattr(devices, "using", using)
+    monkeypatch.setattr(torch, "get_device_module", lambda device=None: module)
+    monkeypatch.setattr(devices, "computes_on_host", lambda device: device.type == "cpu")
+    used = [CPU, two[1], two[1]]
+    states = devices.random_states(used)
+    assert len(states) == 2
+    devices.set_random_states(states, used)
+    assert entered == [two[1], two[1]]
+
+
 @pytest.fixture
 def gpus(monkeypatch):
     """Three accelerators with a random generator each, as CUDA has them; the generators are the CPU's kind."""
