@@ -31,6 +31,7 @@ class Machine:
         lines: one a device.
         per_replica_s: what each replica beyond the first costs the whole step.
         noise: the standard deviation of a step's time, as a factor.
+        interrupted: the share of steps during which another program doubles the time.
         waits: whether replicas wait for each other, so that all take as long as the slowest.
         most_rows: how many rows each device can bear.
     """
@@ -38,6 +39,7 @@ class Machine:
     lines: Sequence[Line]
     per_replica_s: float = 0.0
     noise: float = 0.0
+    interrupted: float = 0.0
     waits: bool = False
     most_rows: Sequence[float] = ()
     numbers: random.Random = field(default_factory=lambda: random.Random(0))
@@ -56,6 +58,8 @@ class Machine:
         if measured.skip >= 0:
             return
         factor = self.numbers.lognormvariate(0, self.noise)
+        if self.interrupted and self.numbers.random() < self.interrupted:
+            factor *= 2
         each = [line.at(size) * factor if size else 0.0 for line, size in zip(self.lines, sizes, strict=True)]
         if self.waits:
             each = [max(each) if seconds else 0.0 for seconds in each]
@@ -118,6 +122,18 @@ def test_any_rows_and_any_times(steps, count):
         assert sum(sizes) == rows
         assert min(sizes) >= 0
         measured.record(StepTime(measured.weights, sizes, [seconds] * count, seconds, [INF] * count))
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("per_replica_s", [6.0, 12.0])  # two devices are 1.2 times as fast as one, or one is so as two
+def test_other_programs_do_not_decide(per_replica_s, seed):
+    """S16: a quarter of all steps take twice as long, and the faster one is chosen all the same."""
+    machine = Machine([Line(0.0, 1.0)] * 2, per_replica_s, noise=0.01, interrupted=0.25)
+    machine.numbers.seed(seed)
+    measured = machine.measured()
+    until_frozen(measured, machine, 32)
+    best = min(machine.seconds([16, 16]), machine.seconds([32, 0]))
+    assert machine.seconds(measured.sizes(32)) <= 1.1 * best
 
 
 @pytest.mark.parametrize("slow", [0, 1])

@@ -12,13 +12,19 @@
 The lines leave out what a replica costs the others: sums of gradients, the caller's thread, cores and memory that they
 share. So they only propose, and the times of whole steps decide.
 
+Other programs make steps slower, never faster. So a turn counts as its fastest step, and candidates are compared by the
+medians of their turns. A candidate that is slower is dropped, unless noise may be why: where its fastest step is faster
+than the slowest one of the best candidate, both get further turns.
+
 This file knows no clock and no module. Times may be in any unit, and are compared by row, so that batches may differ a
 little in size; batches of quite another size are not counted.
 """
 
+import math
 import statistics
 import threading
 from collections.abc import Generator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 from manyhands.primitives.split_sizes import split_rows
@@ -33,7 +39,7 @@ _SIMILAR_ROWS = 1.25  # batches whose rows differ by no more than this factor ar
 _OTHER_ROWS = 2.0  # batches whose rows differ by more than this factor need shares of their own
 _MOST_UNCOUNTED = 16  # steps in a row, while measuring, before their size becomes the one that is measured
 _DROPPED = (1.5, 1.2, 1.1)  # after round 1, 2, 3 and later: candidates that are slower by this factor
-_MOST_ROUNDS = 8  # of candidates that are about equal
+_MOST_ROUNDS = 8  # of candidates that are about equal, or that noise hides
 _EQUAL = 1.02  # candidates within this factor are equal, and the one with the fewest devices is chosen
 _WORTH_A_TRIAL = 1.05  # what other shares must gain, by the lines, to become one more candidate
 _ROUNDING = 1.02  # what small numbers as weights may cost, by the lines
@@ -204,9 +210,9 @@ class MeasuredShares:
     def _begin(self, rows: int) -> None:
         """Begin to measure with batches of `rows` rows; 0: with those of the next step."""
         self._rows, self._uncounted, self._strikes = rows, 0, 0
-        self._times: dict[Weights, list[float]] = {}  # of whole steps, by row
+        self._times: dict[Weights, list[list[float]]] = {}  # of whole steps, by row, in each turn
         self._points: list[list[tuple[int, float]]] = [[] for _ in self._devices]
-        self._most_rows: list[float] = [float("inf")] * len(self._devices)
+        self._most_rows: list[float] = [math.inf] * len(self._devices)
         self.skip = 0
         self.is_frozen = False
         self._measurement = self._measure()
@@ -270,25 +276,26 @@ class MeasuredShares:
                 if num_rounds > 0 or weights not in self._times:
                     yield from self._turn(weights)
             num_rounds += 1
-            fastest = min(map(self._row_s, candidates))
-            too_slow = fastest * _DROPPED[min(num_rounds, len(_DROPPED)) - 1]
-            candidates = [weights for weights in candidates if self._row_s(weights) <= too_slow]
+            best = min(candidates, key=self._row_s)
+            factor = _DROPPED[min(num_rounds, len(_DROPPED)) - 1]
+            candidates = [weights for weights in candidates if not self._is_slower(weights, best, factor)]
             if num_rounds == 1:
                 candidates += self._better_by_the_lines(candidates)
             if (len(candidates) == 1 and num_rounds > 1) or num_rounds == _MOST_ROUNDS:
-                equal = [weights for weights in candidates if self._row_s(weights) <= fastest * _EQUAL]
+                equal = [weights for weights in candidates if self._row_s(weights) <= self._row_s(best) * _EQUAL]
                 return min(equal, key=lambda weights: (sum(map(bool, weights)), sum(weights)))
 
     def _turn(self, weights: Weights) -> Generator[Weights, StepTime, None]:
         yield weights  # not counted: other shapes than before
-        times = self._times.setdefault(weights, [])
+        turn: list[float] = []
         for _ in range(_NUM_TIMED):
             step = yield weights
-            times.append(step.seconds / sum(step.sizes))
+            turn.append(step.seconds / sum(step.sizes))
             self._most_rows = list(map(min, self._most_rows, step.most_rows))
             for points, size, seconds in zip(self._points, step.sizes, step.replica_s, strict=bool(step.replica_s)):
                 if size and seconds:
                     points.append((size, seconds))
+        self._times.setdefault(weights, []).append(turn)
 
     def _even(self) -> Weights:
         return (1,) * len(self._devices)
@@ -369,7 +376,13 @@ class MeasuredShares:
         return join_single_rows(split_rows(rows, len(weights), weights))
 
     def _row_s(self, weights: Weights) -> float:
-        return statistics.median(self._times[weights])
+        return statistics.median(map(min, self._times[weights]))
+
+    def _is_slower(self, weights: Weights, best: Weights, factor: float) -> bool:
+        """Return whether weights are slower than the best ones by a factor, and noise is not why."""
+        if min(chain(*self._times[weights])) < max(chain(*self._times[best])):
+            factor = _DROPPED[0]
+        return self._row_s(weights) > self._row_s(best) * factor
 
     def _is_similar(self, rows: int) -> bool:
         return self._rows / _SIMILAR_ROWS <= rows <= self._rows * _SIMILAR_ROWS
