@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from manyhands.autograd.replica_graph import BoundaryTensor, ReplicaGraphs
-from manyhands.runtime import torch_private
+from manyhands.runtime import timeline, torch_private
 from manyhands.runtime.interrupts import critical
 
 
@@ -92,6 +92,8 @@ class _Boundary(torch.autograd.Function):
             if reduction is not None:
                 joined[first:] = reduction.finish(joined[first:])
         except BaseException as error:
+            if timeline.recording:
+                timeline.failed()
             if not torch.is_grad_enabled():
                 graphs.release(failed=True)  # another backward must not count what the leaves hold now
             if reduction is not None:

@@ -18,7 +18,7 @@ from typing import TypeAlias
 import torch
 
 from manyhands.runtime import devices as _devices
-from manyhands.runtime import torch_private
+from manyhands.runtime import timeline, torch_private
 from manyhands.runtime.interrupts import uninterruptible
 from manyhands.runtime.streams import current_stream, queued_on
 
@@ -50,6 +50,17 @@ class Part(Reducer):
 
     def add(self, number: int, gradient: torch.Tensor) -> bool:
         return self._add(number, gradient)
+
+
+class _RecordedReducer(Part):
+    """A reducer whose work is recorded."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        super().__init__(reducer.numbers, reducer.add)
+
+    def add(self, number: int, gradient: torch.Tensor) -> bool:
+        with timeline.during(timeline.REDUCE):
+            return super().add(number, gradient)
 
 
 class LeafHooks:
@@ -84,6 +95,8 @@ class LeafHooks:
                 leaf.register_post_accumulate_grad_hook(partial(_hand_over, self._active, number))  # type: ignore[no-untyped-call]
         if self._with_streams is None:
             self._with_streams = [d for d in {leaf.device for leaf in self._leaves.values()} if _devices.has_streams(d)]
+        if timeline.recording:
+            reducer = _RecordedReducer(reducer)
         self._active.append((reducer, {device: current_stream(device) for device in self._with_streams}))
         try:
             yield

@@ -29,12 +29,13 @@ from manyhands.distributed.gradient_sync import RankReduction, SyncContext
 from manyhands.primitives.parallel_apply import values_or_raise
 from manyhands.primitives.placements import Placement, Replicate
 from manyhands.runtime import devices as _devices
-from manyhands.runtime import torch_private
+from manyhands.runtime import timeline, torch_private
 from manyhands.runtime.buckets import LARGE_BYTES
 from manyhands.runtime.errors import ReplicaNames
 from manyhands.runtime.streams import wait_for_streams
-from manyhands.runtime.thread_pool import PassContext, ReplicaTiming, one_pass, run_together
+from manyhands.runtime.thread_pool import PassContext, one_pass, run_together
 from manyhands.runtime.thread_state import modes_that_stay
+from manyhands.runtime.timeline import ReplicaTiming
 
 T = TypeVar("T")
 
@@ -360,8 +361,10 @@ class ReplicaGraphs:
             if self._one_backward_each:
                 self._run_together(lambda index: backward_some([index]))
             else:
-                with self.backward_context():
+                with self.backward_context(), timeline.one_backward_of(self.timings):
                     backward_some(range(len(graphs)))
+            if timeline.recording:
+                timeline.mark(timeline.REDUCE)
             totals = {} if sums is None else sums.end()
         joined = self._joined([graph.take_gradients() for graph in graphs])
         for number, total in totals.items():

@@ -18,7 +18,7 @@ from torch import nn
 from manyhands.primitives.dims import OutputRules
 from manyhands.primitives.inputs import Arguments
 from manyhands.runtime.errors import ReplicaNames
-from manyhands.runtime.thread_pool import ReplicaTiming
+from manyhands.runtime.timeline import ReplicaTiming
 
 
 @dataclass(frozen=True)

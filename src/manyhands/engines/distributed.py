@@ -28,8 +28,9 @@ from manyhands.primitives.parallel_apply import values_or_raise
 from manyhands.primitives.replicate import write_values
 from manyhands.runtime import devices as _devices
 from manyhands.runtime.errors import log_once
-from manyhands.runtime.thread_pool import ReplicaTiming, inside_replica, run_together
+from manyhands.runtime.thread_pool import inside_replica, run_together
 from manyhands.runtime.thread_state import modes_that_stay
+from manyhands.runtime.timeline import ReplicaTiming
 from manyhands.sync_batch_norm.across_processes import CrossProcessAllGather
 
 _RUNS_WHOLE = (

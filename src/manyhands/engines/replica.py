@@ -31,7 +31,7 @@ from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import LARGE_BYTES
 from manyhands.runtime.interrupts import interruptible
 from manyhands.runtime.streams import Copies
-from manyhands.runtime.thread_pool import ReplicaTiming
+from manyhands.runtime.timeline import ReplicaTiming
 
 
 class Inputs:

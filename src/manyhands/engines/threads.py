@@ -38,11 +38,12 @@ from manyhands.primitives.parallel_apply import values_or_raise
 from manyhands.primitives.placements import Replicate
 from manyhands.primitives.replicate import check_device, unchanged_on_failure
 from manyhands.runtime import devices as _devices
-from manyhands.runtime import torch_private
+from manyhands.runtime import timeline, torch_private
 from manyhands.runtime.exchange import Exchange, LocalExchange, exchanging
 from manyhands.runtime.rng import own_streams
 from manyhands.runtime.streams import Copies
-from manyhands.runtime.thread_pool import PassContext, ReplicaTiming, inside_replica, one_pass, run_together
+from manyhands.runtime.thread_pool import PassContext, inside_replica, one_pass, run_together
+from manyhands.runtime.timeline import ReplicaTiming
 from manyhands.runtime.whole_batch_draws import no_draws, one_stream
 from manyhands.sync_batch_norm.function_mode import BackwardMode, BatchNormOverReplicas
 
@@ -87,8 +88,14 @@ class ThreadsEngine(Engine):
         where = call.where()
         timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
         with collector_paused:  # steps 1 to 3
+            if timeline.recording:
+                timeline.mark(timeline.REPLICATE)
             pool = self._pool_for(module, call.source)
+            if timeline.recording:
+                timeline.mark(timeline.SCATTER)
             inputs = Inputs(call, tracked, copies)
+            if timeline.recording:
+                timeline.mark(timeline.REPLICATE)
             replicas = pool.take(call.devices, tracked, copies, separate_memory=self._separate_memory)
         blueprint, roots = pool.blueprint, replicas.roots
         if blueprint.compiled and not _devices.all_on_host(call.devices):
@@ -107,6 +114,8 @@ class ThreadsEngine(Engine):
                 [(tracked, module.training, *kind_of(shard)) for shard in inputs.shards], call.timeout_s
             )
 
+        if timeline.recording:
+            contexts += timeline.contexts(call.replica_numbers, timings)
         replay, buffers = again, unchanged_on_failure(pool.buffers)
         if call.rescue and tracked and again is None and not inside_replica():
             replay = Replay(call, pool.blueprint, buffers, call.devices, partial(self._forward, module))
@@ -114,6 +123,8 @@ class ThreadsEngine(Engine):
             run = partial(call_replica, call, inputs, roots, copies, timings)
             tasks = [partial(run, i) for i, _ in enumerate(call.devices)]  # step 4
             outputs = values_or_raise(run_together(tasks, call.devices, replica_context, call.timeout_s, where), where)
+            if timeline.recording:
+                timeline.mark(timeline.GATHER)
             matched = Outputs(outputs, call.rules, call.sizes)  # step 5
             del outputs
             if replay is not None:

@@ -310,6 +310,46 @@ def queued_work(device: torch.device) -> Callable[[bool], bool]:
     return is_done
 
 
+Moment: TypeAlias = float | torch.Event
+
+
+class DeviceClock:
+    """When a device does what is queued on it, in seconds of the host's `time.perf_counter`.
+
+        >>> clock = DeviceClock(torch.device("cpu"))
+        >>> began = clock.now()
+        >>> clock.seconds(clock.now()) >= clock.seconds(began)
+        True
+
+    On a device with streams a moment is an event on the calling thread's stream, and no one waits for it before its
+    seconds are asked for. Elsewhere it is the host's time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._start = device, None
+        if has_streams(device):
+            self._start = self._event()
+            self._start.synchronize()
+            self._started = time.perf_counter()
+
+    def now(self) -> Moment:
+        """Return the moment at which the device will have done what the calling thread has queued so far."""
+        return time.perf_counter() if self._start is None else self._event()
+
+    def seconds(self, moment: Moment) -> float:
+        """Return the time of a moment; waits until it is over."""
+        if isinstance(moment, float):
+            return moment
+        assert self._start is not None
+        moment.synchronize()
+        return self._started + self._start.elapsed_time(moment) / 1000  # which is in milliseconds
+
+    def _event(self) -> torch.Event:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+
 def numbers(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a tensor of the host's numbers on a device; the host does not wait for the device.
 

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
+from manyhands.runtime import timeline
 from manyhands.runtime.errors import ReplicaNames, log, threads_timed_out
 from manyhands.runtime.interrupts import WAKE_S, deliver, uninterruptible
 from manyhands.runtime.rng import waiting_for_others
@@ -197,7 +198,7 @@ class LocalExchange(Exchange):
     @uninterruptible
     def submit_and_wait(self, index: int, request: Request) -> Response:
         responses: list[Response] = []
-        with waiting_for_others(), self._condition:
+        with timeline.during(timeline.WAIT), waiting_for_others(), self._condition:
             if self.error is None:
                 self.submit(index, request, responses.append)
             while not responses:

@@ -33,7 +33,8 @@ from time import monotonic, time
 import torch
 
 from manyhands.runtime import devices as _devices
-from manyhands.runtime.thread_pool import ReplicaTiming, inside_replica
+from manyhands.runtime.thread_pool import inside_replica
+from manyhands.runtime.timeline import ReplicaTiming
 
 _SWITCH = "MANYHANDS_PUBLISH"
 _SECONDS_BETWEEN = 1.0

@@ -99,22 +99,6 @@ def _all_of(contexts: Sequence[ReplicaContext], index: int) -> Iterator[None]:
         yield
 
 
-@dataclass
-class ReplicaTiming:
-    """What one replica did in the last step.
-
-    Attributes:
-        device: its device.
-        rows: its share of the batch.
-        forward_s, backward_s: seconds that it took; on an accelerator, to queue the work. 0 until it has ended.
-    """
-
-    device: torch.device
-    rows: int
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-
-
 def run_together(
     tasks: Sequence[Callable[[], T]],
     devices: Sequence[torch.device],

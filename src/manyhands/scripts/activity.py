@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from manyhands.primitives import pytree
-from manyhands.runtime.thread_pool import ReplicaTiming, inside_replica
+from manyhands.runtime.thread_pool import inside_replica
+from manyhands.runtime.timeline import ReplicaTiming
 
 _MOST_PENDING = 64  # forwards whose backward may still come
 

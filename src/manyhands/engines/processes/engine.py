@@ -51,18 +51,18 @@ from manyhands.primitives.parallel_apply import values_or_raise
 from manyhands.primitives.placements import Replicate
 from manyhands.primitives.replicate import check_device, check_layouts, unchanged_on_failure
 from manyhands.runtime import devices as _devices
-from manyhands.runtime import torch_private
+from manyhands.runtime import timeline, torch_private
 from manyhands.runtime.errors import log_once
 from manyhands.runtime.rng import SeededStreams
 from manyhands.runtime.streams import Copies
 from manyhands.runtime.thread_pool import (
-    ReplicaTiming,
     divided_intra_op_threads,
     inside_replica,
     one_pass,
     run_together,
 )
 from manyhands.runtime.thread_state import ProcessState, ThreadState
+from manyhands.runtime.timeline import ReplicaTiming
 from manyhands.runtime.whole_batch_draws import SharedStream
 from manyhands.sync_batch_norm.function_mode import exchange_contexts
 
@@ -158,6 +158,8 @@ class ProcessesEngine(Engine):
         where = call.where()
         timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
         self._timings = timings
+        if timeline.recording:
+            timeline.mark(timeline.REPLICATE)
         worker_group, pool = self._prepared(module, call)
         replay, buffers = again, unchanged_on_failure(pool.buffers)
         if again is None and tracked and (call.retry or call.rescue):
@@ -182,9 +184,14 @@ class ProcessesEngine(Engine):
             worker_group,
             Copies(call.devices[:1]) as copies,
         ):
+            if timeline.recording:
+                timeline.mark(timeline.SCATTER)
+                recorded = timeline.contexts(call.replica_numbers, timings)
             inputs = Inputs(call, tracked, copies, num_here=1)  # step 2
             streams = graphs.new_streams()
             objects = self._send(graphs, pool.blueprint, call, inputs, num_threads, streams.seeds)
+            if timeline.recording:
+                timeline.mark(timeline.REPLICATE)
             replicas = pool.take(call.devices[:1], tracked, copies)  # step 3
             graphs.on_release = replicas.give_back
             graphs.sync_context = call.sync_context
@@ -194,6 +201,8 @@ class ProcessesEngine(Engine):
                     partial(worker_group.open_exchange, cross_process=call.cross_process),
                     sync_batch_norm=call.sync_batch_norm,
                 )
+            if timeline.recording:
+                graphs.pass_contexts = [*graphs.pass_contexts, *recorded]
             with streams as of_streams, one_pass([*of_streams, *graphs.pass_contexts]) as replica_context:
                 run = partial(call_replica, call, inputs, replicas.roots, copies, timings, 0)
                 outcomes = run_together([run], call.devices[:1], replica_context)
@@ -205,11 +214,15 @@ class ProcessesEngine(Engine):
                     replies = graphs.take_replies(streams)  # step 4
                     for i, reply in replies.items():
                         timings[i + 1].forward_s = reply.seconds
+                        if timeline.recording:
+                            timings[i + 1].record(reply.spans)
                     outcomes += graphs.outcomes(replies)
                     outputs = values_or_raise(outcomes, [where[0], *(where[i + 1] for i in replies)])
                 finally:
                     outcomes.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
             del replica_context  # it may refer to the replica
+            if timeline.recording:
+                timeline.mark(timeline.GATHER)
             matched = Outputs(outputs, call.rules, call.sizes)  # step 5
             del outputs
             if replay is not None:
@@ -294,6 +307,7 @@ class ProcessesEngine(Engine):
                 parts=parts_of(call, blueprint.root, i + 1) if call.row_limits else None,
                 exchange_rank=(i + 1, num_workers + 1) if call.sync_batch_norm or call.one_device_randomness else None,
                 sync_batch_norm=call.sync_batch_norm,
+                is_recorded=graphs.timings[i + 1].track is not None,
                 rows=call.sizes if call.one_device_randomness else None,
                 device=call.devices[i + 1],
                 rendezvous=worker_group.transport.rendezvous(i + 1) if update.sent else None,

@@ -21,6 +21,7 @@ from manyhands.engines.processes.reducers.collectives import CollectiveConfig, R
 from manyhands.engines.processes.reducers.shared_memory import SharedMemoryConfig
 from manyhands.engines.processes.shared_memory import Segment, SendBuffer, TensorSpec, is_plain_strided
 from manyhands.runtime.thread_state import ProcessState, ThreadState
+from manyhands.runtime.timeline import Span
 
 
 class TensorRef(NamedTuple):
@@ -77,6 +78,7 @@ class Message:
         freed: numbers of segments that are no longer needed.
         released_graphs: graphs that are no longer needed.
         process: the state of the caller's process; None if it is unchanged.
+        is_recorded: whether the worker records what it does when.
     """
 
     specs: list[TensorSpec]
@@ -87,6 +89,7 @@ class Message:
     freed: list[int] = field(default_factory=list)
     released_graphs: list[int] = field(default_factory=list)
     process: ProcessState | None = None
+    is_recorded: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -151,6 +154,7 @@ class Reply:
         random_digest: of the generators' states; None if no random numbers were drawn.
         warnings: (text, class, file, line) of each.
         log_messages: to be logged once.
+        spans: what it did when, if that was to be recorded.
         missed_collective: whether it failed before its part in a collective, for which the others would wait for ever.
     """
 
@@ -164,6 +168,7 @@ class Reply:
     random_digest: bytes | None = None
     warnings: list[tuple[str, type[Warning], str, int]] = field(default_factory=list)
     log_messages: list[str] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
     missed_collective: bool = False
 
 

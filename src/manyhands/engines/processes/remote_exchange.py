@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from manyhands.engines.processes.channel import Channel
+from manyhands.runtime import timeline
 from manyhands.runtime.exchange import Exchange, Request, Response
 
 _SPIN_S = 0.0002
@@ -34,9 +35,10 @@ class RemoteExchange(Exchange):
         self._channel = channel
 
     def submit_and_wait(self, index: int, request: Request) -> Response:
-        self._channel.send(packed(request))
-        self._channel.spin(_SPIN_S)
-        body, _ = self._channel.receive()
+        with timeline.during(timeline.WAIT):
+            self._channel.send(packed(request))
+            self._channel.spin(_SPIN_S)
+            body, _ = self._channel.receive()
         response: Response
         response, self.failed = pickle.loads(body)
         return response

@@ -38,7 +38,7 @@ from manyhands.engines.processes.shared_memory import BumpAllocator, Segment, Te
 from manyhands.engines.processes.worker_group import StepLock, WorkerGroup, WorkerHandle
 from manyhands.primitives.parallel_apply import values_or_raise
 from manyhands.runtime import devices as _devices
-from manyhands.runtime import torch_private
+from manyhands.runtime import timeline, torch_private
 from manyhands.runtime.buckets import LARGE_BYTES
 from manyhands.runtime.errors import ReplicaDied, log_once
 from manyhands.runtime.interrupts import at_deletion
@@ -236,6 +236,7 @@ class RemoteGraphs(ReplicaGraphs):
                 placed=placed,
                 num_threads=num_threads,
                 reducer_config=group.transport.config_for(i + 1) if has_work else None,
+                is_recorded=bool(timeline.recording) and self.timings[i + 1].track is not None,
             )
             segments = [*group.transport.segments] if has_work else []
             if placed is not None:
@@ -265,8 +266,12 @@ class RemoteGraphs(ReplicaGraphs):
                 outcomes += [Outcome() for _ in self.where[1:]]
                 for i, reply in replies.items():
                     self.timings[i + 1].backward_s = reply.seconds
+                    if timeline.recording:
+                        self.timings[i + 1].record(reply.spans)
                     if reply.error is not None:
                         outcomes[i + 1] = Outcome(error=reply.error.exception())
+                if timeline.recording:
+                    timeline.mark(timeline.REDUCE)
                 own, *_ = values_or_raise(outcomes, [f"the backward of {replica}" for replica in self.where])
             finally:
                 outcomes.clear()  # a traceback refers to this frame: nothing in it may refer to an exception

@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -45,11 +45,12 @@ from manyhands.engines.replica import Replicas, look_for_live_tensors
 from manyhands.primitives.outputs import Group
 from manyhands.primitives.placements import Single
 from manyhands.runtime import devices as _devices
-from manyhands.runtime import torch_private
+from manyhands.runtime import timeline, torch_private
 from manyhands.runtime.buckets import Bucket
 from manyhands.runtime.errors import log
 from manyhands.runtime.rng import digest_of_states
 from manyhands.runtime.thread_pool import PassContext, ReplicaContext, one_pass, run_together
+from manyhands.runtime.timeline import Step
 from manyhands.runtime.whole_batch_draws import one_stream
 from manyhands.sync_batch_norm.function_mode import exchange_contexts
 
@@ -101,6 +102,7 @@ class Worker:
         self._num_checks = 0
         self._outside_leaves: list[weakref.ref[torch.Tensor]] = []  # leaves in those graphs that are not the module's
         self._log_messages: list[str] = []
+        self._clocks = cache(_devices.DeviceClock)
         log.addHandler(_LogCollector(self._log_messages))
         log.propagate = False
 
@@ -113,7 +115,7 @@ class Worker:
             self._apply_header(message, fds)
             with warnings.catch_warnings(record=True) as recorded:
                 warnings.simplefilter("always")
-                reply = self._reply_to(message)
+                reply = self._recorded_reply_to(message) if message.is_recorded else self._reply_to(message)
                 reply.warnings = [(str(w.message), _builtin(w.category), w.filename, w.lineno) for w in recorded]
                 reply.log_messages, self._log_messages[:] = self._log_messages[:], []
             tracked = message.thread.grad_enabled or isinstance(message, Backward)
@@ -148,6 +150,14 @@ class Worker:
         if message.process is not None:
             message.process.set()
 
+    def _recorded_reply_to(self, message: Forward | Backward) -> Reply:
+        step = Step(self._clocks)
+        phase = timeline.FORWARD if isinstance(message, Forward) else timeline.BACKWARD
+        with timeline.while_recording(), step.recorded(phase, timeline.SCATTER):
+            reply = self._reply_to(message)
+        reply.spans = next((replica.track.spans() for replica in step.replicas.values() if replica.track), [])
+        return reply
+
     def _reply_to(self, message: Forward | Backward) -> Reply:
         reply = Reply()
         collective = message.rendezvous if isinstance(message, Forward) else message.reducer_config
@@ -178,6 +188,7 @@ class Worker:
 
     def _forward(self, message: Forward, reply: Reply) -> None:
         update = message.update
+        timeline.mark(timeline.REPLICATE)
         if update.buckets is not None:
             self._parameter_buckets = update.buckets
         buckets, flats = [self._parameter_buckets[b] for b in update.sent], []
@@ -200,6 +211,7 @@ class Worker:
             replicas = module.take(tracked)
             root = replicas.roots[0]
             leaves: dict[int, torch.Tensor] = {}  # of the inputs, and of tensors from outside the module
+            timeline.mark(timeline.SCATTER)
             call = [self._shard(message, leaves)]
             leaves.update(enumerate(module.outside if tracked else (), len(replicas.leaves[0])))
             replica_context = self._replica_context(message, root)
@@ -212,6 +224,7 @@ class Worker:
                 return function(*args, **kwargs)
 
             output = _run(run, self._device, replica_context)
+        timeline.mark(timeline.GATHER)
         outputs: list[torch.Tensor] = []
         numbers: dict[int, TensorRef] = {}
 
@@ -336,6 +349,7 @@ class Worker:
                 self._in_collective = False
             raise
         del run
+        timeline.mark(timeline.REDUCE)
         if reducer:
             for key, leaf in zip(kept.keys, kept.graph.inputs, strict=True):
                 if leaf is not None and leaf.grad is not None and reducer.add(key, leaf.grad):
@@ -450,7 +464,7 @@ class _LogCollector(logging.Handler):
 
 def _run(task: Callable[[], Any], device: torch.device, replica_context: ReplicaContext) -> Any:
     """Run a task as a replica on `device` does, in its context; raise what it raises."""
-    (outcome,) = run_together([task], [device], replica_context)
+    (outcome,) = run_together([partial(timeline.run_as_replica, task, device)], [device], replica_context)
     try:
         if outcome.error is not None:
             raise outcome.error

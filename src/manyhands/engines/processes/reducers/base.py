@@ -14,6 +14,7 @@ import torch
 
 from manyhands.autograd.reducer import Reducer
 from manyhands.engines.processes.shared_memory import Segment
+from manyhands.runtime import timeline
 from manyhands.runtime.interrupts import deliver
 
 _SPIN_S = 0.0002
@@ -100,11 +101,12 @@ def wait_until(condition: Callable[[], bool], on_wait: OnWait) -> None:
     """Wait until the condition holds: spin at first, then sleep, with a call of `on_wait` before each sleep."""
     started = time.perf_counter()
     sleep_s, longest_s = _SLEEP_S
-    while not condition():
-        if time.perf_counter() - started < _SPIN_S:
-            time.sleep(0)
-            continue
-        on_wait(time.perf_counter() - started)
-        time.sleep(sleep_s)
-        deliver()
-        sleep_s = min(2 * sleep_s, longest_s)
+    with timeline.during(timeline.WAIT):
+        while not condition():
+            if time.perf_counter() - started < _SPIN_S:
+                time.sleep(0)
+                continue
+            on_wait(time.perf_counter() - started)
+            time.sleep(sleep_s)
+            deliver()
+            sleep_s = min(2 * sleep_s, longest_s)

@@ -1,0 +1,282 @@
+"""`model.profile()`: what is recorded of each replica, with every engine."""
+
+import copy
+import gc
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.contract import FailsOn, Wrap, in_threads, in_time, mlp, on_the_cpu, on_threads
+from helpers.deaths import workers_of
+from helpers.modules import Calls
+from manyhands import DataParallel
+from manyhands.profiling.profile import Profile
+from manyhands.profiling.steps import OUTSIDE, PHASES, ProfiledStep
+from manyhands.runtime import timeline
+from manyhands.runtime.buckets import LARGE_BYTES
+
+
+def train(model: nn.Module, x: torch.Tensor) -> list[Any]:
+    model.zero_grad()
+    model(x).square().mean().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def profiled(model: DataParallel, x: torch.Tensor, steps: int = 3) -> Profile:
+    train(model, x)  # workers start
+    with model.profile() as profile:
+        for _ in range(steps):
+            train(model, x)
+    return profile
+
+
+def phases(step: ProfiledStep, lane: int) -> list[str]:
+    """Return a lane's phases in order, without the waits."""
+    return [span.phase for span in [*step.lanes.values()][lane] if span.phase != "wait"]
+
+
+def without(phases: Sequence[str], *others: str) -> list[str]:
+    """Return phases without others; what these have interrupted is there once."""
+    return [phase for phase, _ in groupby(phase for phase in phases if phase not in others)]
+
+
+def test_every_moment_of_every_replica_has_one_phase(wrap: Wrap) -> None:
+    """P1: from one forward to the next, without gap or overlap; and each replica has a lane, whatever runs it."""
+    profile = profiled(wrap(mlp(), 3), torch.randn(9, 5))
+    steps = profile.steps()
+    assert [list(step.rows.values()) for step in steps] == [[3, 3, 3]] * 3
+    assert all(a.ended == b.began for a, b in pairwise(steps))
+    for step in steps:
+        replicas = [lane for lane in step.lanes if lane.startswith("replica")]
+        assert [lane.split(",")[0] for lane in replicas] == ["replica 0", "replica 1", "replica 2"]
+        for spans in step.lanes.values():
+            assert spans[0].began == step.began
+            assert spans[-1].ended == step.ended
+            assert all(a.ended == b.began for a, b in pairwise(spans))
+            assert all(span.began < span.ended and span.phase in PHASES for span in spans)
+        for lane in replicas:
+            found = [span.phase for span in step.lanes[lane]]
+            assert found.count("forward") >= 1
+            assert found.index("forward") < found.index("backward")
+
+
+@on_the_cpu
+def test_the_phases_are_in_the_order_of_the_algorithm(wrap: Wrap) -> None:
+    """P1: the caller's thread, whose lane is that of the first replica, and another replica."""
+    [step] = profiled(wrap(mlp()), torch.randn(4, 5), steps=1).steps()
+    caller = without(phases(step, 0), "replicate")
+    forward = caller.index(OUTSIDE)
+    assert without(caller[:forward], "scatter") == ["forward", "gather"]
+    assert caller[0] == "scatter"
+    assert without(caller[forward:], "reduce") == [OUTSIDE, "scatter", "backward", OUTSIDE]
+    assert caller[-2:] == ["reduce", OUTSIDE]
+    assert without(phases(step, 1), "scatter", "replicate", "gather", "reduce") == [
+        "forward",
+        OUTSIDE,
+        "backward",
+        OUTSIDE,
+    ]
+
+
+def test_numbers_are_the_same_bit_for_bit(wrap: Wrap) -> None:
+    """P1: with batch norm over all replicas, too; and nothing is recorded after the block."""
+    module = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    model, other = (wrap(each, sync_batch_norm=True) for each in (module, copy.deepcopy(module)))
+    x = torch.randn(8, 5)
+    for _ in range(3):
+        with model.profile() as profile:
+            found = train(model, x)
+        assert all(torch.equal(a, b) for a, b in zip(found, train(other, x), strict=True))
+        train(model, x)
+        assert len(profile.steps()) == 1
+    assert not timeline.recording
+
+
+@on_the_cpu
+def test_replicas_wait_in_batch_norm(wrap: Wrap) -> None:
+    """P2: in the middle of forward and of backward, for the other replicas' statistics."""
+    model = wrap(nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), sync_batch_norm=True)
+    [step] = profiled(model, torch.randn(8, 5), steps=1).steps()
+    for spans in step.lanes.values():
+        found = [span.phase for span in spans]
+        for phase in ("forward", "backward"):
+            first, last = found.index(phase), len(found) - found[::-1].index(phase)
+            assert "wait" in found[first:last]
+
+
+@on_the_cpu
+@on_threads
+def test_a_replica_that_is_done_waits_for_the_others(wrap: Wrap) -> None:
+    """P2: replica 1 ends its forward only after replica 0 has ended its own; whose wait lasts until then."""
+    ended = threading.Event()
+
+    def forward(self: Calls, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)  # type: ignore[operator]
+        if threading.current_thread() is caller:
+            return y
+        assert ended.wait(60)
+        return y
+
+    class SetsAtEnd(Calls):
+        def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = super().__call__(*inputs)
+            if threading.current_thread() is caller:
+                ended.set()
+            return output
+
+    caller = threading.current_thread()
+    model = wrap(SetsAtEnd(forward, layer=nn.Linear(5, 2)))
+    with model.profile() as profile:
+        model(torch.randn(4, 5))
+    [step] = profile.steps()
+    own, other = ([span for span in lane if span.phase == "forward"] for lane in step.lanes.values())
+    waits = [span for span in step.lanes["replica 0, cpu"] if span.phase == "wait"]
+    assert any(wait.began == own[-1].ended and wait.ended >= other[-1].ended for wait in waits)
+
+
+@on_the_cpu
+def test_large_gradients_are_reduced_during_backward(wrap: Wrap) -> None:
+    """P2: a replica's backward is interrupted while it adds its gradient to the sum."""
+    wide = LARGE_BYTES // 8
+    model = wrap(nn.Sequential(nn.Linear(1, wide), nn.Linear(wide, 1), nn.Linear(1, 1)))
+    [step] = profiled(model, torch.randn(4, 1), steps=1).steps()
+    for spans in step.lanes.values():
+        found = without([span.phase for span in spans], "wait")
+        first = found.index("backward")
+        assert "reduce" in found[first : found.index("backward", first + 1)]
+
+
+def test_a_forward_that_fails_is_left_out(wrap: Wrap) -> None:
+    """P3: with a failed backward, and what comes next is recorded as ever."""
+    model = wrap(FailsOn())
+    x = torch.arange(8.0).reshape(4, 2)
+    train(model, x)
+    with model.profile() as profile:
+        model.module.on = {4.0: ValueError("no")}
+        with pytest.raises(ValueError, match="no"):
+            model(x)
+        model.module.on = {}
+        train(model, x)
+        model.module.on, model.module.in_backward = {4.0: ValueError("no")}, True
+        with pytest.raises(ValueError, match="no"):
+            train(model, x)
+        model.module.on, model.module.in_backward = {}, False
+        train(model, x)
+    steps = profile.steps()
+    assert len(steps) == 3
+    for step in (steps[0], steps[2]):
+        assert all("backward" in {span.phase for span in spans} for spans in step.lanes.values())
+    for step in steps:
+        assert all(all(a.ended == b.began for a, b in pairwise(spans)) for spans in step.lanes.values())
+
+
+def test_several_backwards_of_one_forward(wrap: Wrap) -> None:
+    """P3: retain_graph, and gradients of gradients: each is a pass of the same step."""
+    model = wrap(mlp())
+    x = torch.randn(4, 5, requires_grad=True)
+    train(model, x)
+    with model.profile() as profile:
+        y = model(x).square().sum()
+        y.backward(retain_graph=True)
+        y.backward(retain_graph=True)
+        (grad,) = torch.autograd.grad(y, x, create_graph=True)
+        grad.square().sum().backward()
+    [step] = profile.steps()
+    for lane in (lane for lane in step.lanes if lane.startswith("replica")):
+        passes = without([span.phase for span in step.lanes[lane]], "wait", "reduce", "scatter", "gather", "replicate")
+        assert passes.count("forward") == 1
+        assert passes.count("backward") >= 3
+
+
+def test_calls_from_two_threads(wrap: Wrap) -> None:
+    """P3: each thread has steps of its own."""
+    model, x = wrap(mlp()), torch.randn(4, 5)
+    train(model, x)
+    with model.profile() as profile:
+        in_threads(2, lambda number: [model(x).sum().backward() for _ in range(3)] and None)
+    steps = profile.steps()
+    assert len(steps) == 6
+    for step in steps:
+        assert all(all(a.ended <= b.began for a, b in pairwise(spans)) for spans in step.lanes.values())
+        assert all({"forward", "backward"} <= {span.phase for span in lane} for lane in [*step.lanes.values()][-2:])
+
+
+@on_threads
+def test_a_wrapper_inside_a_replica_is_part_of_it(wrap: Wrap) -> None:
+    """P3: also where both are profiled."""
+    inner = wrap(mlp())
+    model = wrap(nn.Sequential(nn.Linear(5, 5), inner))
+    x = torch.randn(8, 5)
+    train(model, x)
+    with model.profile() as profile, inner.profile() as of_inner:
+        train(model, x)
+    [step] = profile.steps()
+    assert of_inner.steps() == []
+    for lane_number, _ in enumerate(step.lanes):
+        found = without(phases(step, lane_number), OUTSIDE, "reduce", "replicate", "scatter")
+        assert found in (["forward", "gather", "backward"], ["forward", "backward"])
+
+
+def test_the_backward_of_a_model_ends_where_that_of_the_next_begins(wrap: Wrap) -> None:
+    """P3: a generator whose gradient comes through a discriminator: their passes do not overlap."""
+    generator, discriminator = wrap(mlp(5, 4)), wrap(mlp(4, 1))
+    z = torch.randn(4, 5)
+    discriminator(generator(z)).sum().backward()
+    with generator.profile() as of_generator, discriminator.profile() as of_discriminator:
+        discriminator(generator(z)).sum().backward()
+    [first], [second] = of_discriminator.steps(), of_generator.steps()
+    last = max(span.ended for span in next(iter(first.lanes.values())) if span.phase in ("backward", "reduce"))
+    begin = min(span.began for span in next(iter(second.lanes.values())) if span.phase == "backward")
+    assert last <= begin
+
+
+@pytest.mark.parametrize("engine", ["processes"], indirect=True)
+@on_the_cpu
+def test_a_step_that_is_run_again(wrap: Wrap) -> None:
+    """P3: after a worker's death the step has one lane a replica, with what the other worker did in it."""
+    model = wrap(mlp(), on_worker_loss="retry")
+    x = torch.randn(4, 5)
+    train(model, x)
+    with model.profile() as profile:
+        output = model(x)
+        os.kill(workers_of(model)[0], signal.SIGKILL)
+        in_time(output.sum().backward)
+        train(model, x)
+    steps = profile.steps()
+    assert [list(step.lanes) for step in steps] == [["replica 0, cpu", "replica 1, cpu"]] * 2
+    assert all("backward" in phases(step, 1) for step in steps)
+
+
+def test_a_profile_keeps_no_graph(wrap: Wrap) -> None:
+    """P6: nor the module, nor a tensor of a step that has ended."""
+    model, x = wrap(mlp()), torch.randn(4, 5)
+    with model.profile() as profile:
+        output = model(x)
+        node = weakref.ref(output)
+        output.sum().backward()
+        del output
+    module = weakref.ref(model.module)
+    model.close()
+    del model
+    gc.collect()
+    assert node() is None
+    assert module() is None
+    assert len(profile.steps()) == 1
+
+
+def test_replicas_in_a_map_are_not_recorded(wrap: Wrap) -> None:
+    """P3: nor does a map leave anything that the next step would be recorded on."""
+    model, x = wrap(mlp()), torch.randn(4, 5)
+    train(model, x)
+    with model.profile() as profile:
+        list(model.map([x, x]))
+        train(model, x)
+    assert len(profile.steps()) == 1

@@ -1,0 +1,228 @@
+"""Profiles: what is read off the recorded steps, and the files."""
+
+import copy
+import json
+import pickle
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import manyhands.testing
+from helpers.one_graph import simulated_accelerators_with_one_graph
+from manyhands import DataParallel
+from manyhands.profiling import profile as profile_module
+from manyhands.profiling.steps import filled, lanes_of
+from manyhands.runtime import timeline
+from manyhands.runtime.timeline import Span
+
+
+def train(model: nn.Module, rows: int = 8) -> None:
+    model(torch.randn(rows, 5)).sum().backward()
+
+
+@pytest.fixture
+def model() -> DataParallel:
+    return DataParallel(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)), ["cpu"] * 2)
+
+
+def test_gaps_in_a_pass_are_waits_and_between_passes_the_callers_own() -> None:
+    """P1: of a replica that begins later than the pass and ends earlier, with a backward that it has no part in."""
+    passes = [Span("forward", 0, 10), Span("backward", 20, 30)]
+    found = filled([Span("forward", 2, 5), Span("forward", 5, 8)], passes, 0, 40)
+    assert [tuple(span) for span in found] == [
+        ("wait", 0, 2),
+        ("forward", 2, 5),
+        ("forward", 5, 8),
+        ("wait", 8, 10),
+        ("outside", 10, 20),
+        ("wait", 20, 30),
+        ("outside", 30, 40),
+    ]
+
+
+def test_medians_of_the_steps(model: DataParallel) -> None:
+    """P5: one slow step, such as the first one, does not count."""
+    with model.profile() as profile:
+        for _ in range(3):
+            train(model)
+    steps = profile.steps()
+    of_steps = [lanes_of([step])["replica 1, cpu"]["forward"] for step in steps]
+    assert profile.lanes()["replica 1, cpu"]["forward"] == sorted(of_steps)[1]
+
+
+def test_one_device() -> None:
+    """P3: forward, backward, and what is outside; a backward ends with the whole backward."""
+    model = DataParallel(nn.Linear(5, 3), ["cpu"])
+    with model.profile() as profile:
+        train(model)
+        with torch.no_grad():
+            model(torch.randn(2, 5))
+    first, second = profile.steps()
+    assert [span.phase for span in first.lanes["cpu"]] == ["forward", "outside", "backward", "outside"]
+    assert [span.phase for span in second.lanes["cpu"]] == ["forward", "outside"]
+
+
+def test_no_accelerator() -> None:
+    """P3: where the plain module runs."""
+    model = DataParallel(nn.Linear(5, 3))
+    with model.profile() as profile:
+        train(model)
+    assert profile.lanes()["cpu"].keys() == {"forward", "backward", "outside"}
+
+
+def test_overridden_verbs() -> None:
+    """P3: the plain composition has one lane."""
+
+    class Scatters(DataParallel):
+        def scatter(self, inputs, kwargs, device_ids):
+            return super().scatter(inputs, kwargs, device_ids)
+
+    model = Scatters(nn.Linear(5, 3), ["cpu"] * 2)
+    with model.profile() as profile:
+        train(model)
+    assert [span.phase for span in profile.steps()[0].lanes["cpu"]] == ["forward", "outside", "backward", "outside"]
+
+
+def test_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P4: the host has a lane of its own, and each replica one of its device."""
+    with manyhands.testing.simulated_accelerators(2), simulated_accelerators_with_one_graph(monkeypatch):
+        model = DataParallel(nn.Linear(5, 3).to("sim:0"))
+        with model.profile() as profile:
+            for _ in range(2):
+                model(torch.randn(4, 5, device="sim:0")).sum().backward()
+    for step in profile.steps():
+        assert list(step.lanes) == ["host", "replica 0, sim:0", "replica 1, sim:1"]
+        for spans in step.lanes.values():
+            assert all(a.ended == b.began for a, b in pairwise(spans))
+            assert {"forward", "backward", "outside"} <= {span.phase for span in spans}
+        assert {"scatter", "replicate", "gather", "reduce"} <= {span.phase for span in step.lanes["host"]}
+
+
+def test_two_profiles_of_one_model(model: DataParallel) -> None:
+    """P3: an error, and the first one goes on; after it there can be another."""
+    with model.profile() as profile:
+        train(model)
+        with pytest.raises(RuntimeError, match="is being profiled already"), model.profile():
+            pass
+        train(model)
+    with model.profile() as other:
+        train(model)
+    assert [len(each.steps()) for each in (profile, other)] == [2, 1]
+    assert not timeline.recording
+
+
+def test_a_block_that_raises(model: DataParallel) -> None:
+    """P3: what was recorded can be read."""
+    profiles = []
+
+    def run() -> None:
+        with model.profile() as profile:
+            profiles.append(profile)
+            train(model)
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        run()
+    train(model)
+    assert len(profiles[0].steps()) == 1
+    assert not timeline.recording
+
+
+def test_copies_of_a_model_are_not_profiled(model: DataParallel) -> None:
+    """P6: deepcopy and pickle, also while it is profiled."""
+    with model.profile() as profile:
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            train(other)
+        assert profile.steps() == []
+
+
+def test_the_last_steps_are_kept(model: DataParallel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P6: so many that a long training can be profiled."""
+    monkeypatch.setattr(profile_module, "_MOST_STEPS", 3)
+    with model.profile() as profile:
+        for rows in (2, 4, 6, 8, 10):
+            train(model, rows)
+    assert [sum(step.rows.values()) for step in profile.steps()] == [6, 8, 10]
+
+
+def test_the_table(model: DataParallel) -> None:
+    """P5: one line a replica, one column a phase."""
+    with model.profile() as profile:
+        pass
+    assert str(profile) == "nothing was profiled: the model was not called, or only inside torch.compile"
+    with model.profile() as profile:
+        train(model)
+    title, head, *lines = str(profile).splitlines()
+    assert title.startswith("Sequential: 1 step, ")
+    assert head.split() == ["scatter", "replicate", "forward", "gather", "backward", "reduce", "wait", "outside"]
+    assert [line[:14] for line in lines] == ["replica 0, cpu", "replica 1, cpu"]
+    own = profile.lanes()["replica 0, cpu"]
+    assert lines[0][14:].split() == [f"{1000 * own.get(phase, 0.0):.2f}" for phase in head.split()]
+    assert len({len(line) for line in (head, *lines)}) == 1
+    shares = [float(part.rstrip("%").split()[-1]) for part in profile.in_words()[1].split(": ")[1].split(", ")]
+    assert shares == sorted(shares, reverse=True)
+    assert 95 <= sum(shares) <= 105
+
+
+def test_the_trace(model: DataParallel, tmp_path: Path) -> None:
+    """P5: every span is an event of its lane, in microseconds from the first step on."""
+    with model.profile() as profile:
+        train(model)
+        train(model)
+    profile.save(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert names == {0: "replica 0, cpu", 1: "replica 1, cpu"}
+    steps = profile.steps()
+    for lane, name in names.items():
+        found = [event for event in events if event["ph"] == "X" and event["tid"] == lane]
+        spans = [span for step in steps for span in step.lanes[name]]
+        assert [event["name"] for event in found] == [span.phase for span in spans]
+        assert [event["ts"] for event in found] == [1e6 * (span.began - steps[0].began) for span in spans]
+        assert [event["dur"] for event in found] == [1e6 * (span.ended - span.began) for span in spans]
+        assert {event["args"]["step"] for event in found} == {0, 1}
+        assert {event["args"]["rows"] for event in found} == {4}
+
+
+def test_the_picture(model: DataParallel, tmp_path: Path) -> None:
+    """P5: a PNG, of no steps too; with eight replicas it is higher."""
+    image = pytest.importorskip("matplotlib.image")
+    with model.profile() as profile:
+        pass
+    profile.draw(tmp_path / "empty.png")
+    with model.profile() as profile:
+        for _ in range(5):
+            train(model)
+    profile.draw(tmp_path / "two.png")
+    many = DataParallel(nn.Linear(5, 3), ["cpu"] * 8)
+    with many.profile() as profile:
+        train(many)
+    profile.draw(tmp_path / "eight.png")
+    heights = [image.imread(tmp_path / f"{name}.png").shape[0] for name in ("empty", "two", "eight")]
+    assert heights == sorted(set(heights))
+
+
+def test_without_matplotlib(model: DataParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P5: the error says what to install, and no file is left."""
+    monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
+    monkeypatch.delitem(sys.modules, "manyhands.profiling.picture", raising=False)
+    monkeypatch.delattr("manyhands.profiling.picture", raising=False)
+    with model.profile() as profile:
+        train(model)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        profile.draw(tmp_path / "step.png")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_written(model: DataParallel, tmp_path: Path) -> None:
+    """P5: the system's error, and nothing is left of it."""
+    with model.profile() as profile:
+        train(model)
+    for write in (profile.save, profile.draw):
+        with pytest.raises(OSError, match="No such file"):
+            write(tmp_path / "missing" / "file")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,113 @@
+"""Tracks, by a clock of the test's own."""
+
+import time
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+
+from manyhands.runtime import devices, timeline
+from manyhands.runtime.devices import DeviceClock
+from manyhands.runtime.timeline import Span, Step, Track
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Its `now` is what the host's clock says."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    return clock
+
+
+def test_a_phase_interrupts_the_one_around_it(clock: SimpleNamespace) -> None:
+    """P2: which goes on after it; what an outer phase is called can change meanwhile."""
+    track = Track()
+    for now, step in enumerate(
+        [
+            lambda: track.enter("scatter"),
+            lambda: track.mark("replicate"),
+            lambda: track.enter("forward"),
+            lambda: track.enter("wait"),
+            track.leave,
+            track.leave,
+            lambda: track.mark("gather"),
+            track.end,
+        ]
+    ):
+        clock.now = float(now)
+        step()
+    assert track.spans() == [
+        Span("scatter", 0, 1),
+        Span("replicate", 1, 2),
+        Span("forward", 2, 3),
+        Span("wait", 3, 4),
+        Span("forward", 4, 5),
+        Span("replicate", 5, 6),
+        Span("gather", 6, 7),
+    ]
+
+
+def test_marks_outside_of_a_step_do_nothing() -> None:
+    """P6: nor do phases inside one another, and contexts of replicas."""
+    timeline.mark("gather")
+    with timeline.during("wait"):
+        pass
+    assert timeline.contexts([0], [timeline.ReplicaTiming(torch.device("cpu"), 3)]) == []
+    assert timeline.run_as_replica(lambda: 3, torch.device("cpu")) == 3
+
+
+def test_a_replica_has_no_step() -> None:
+    """P3: what a wrapper inside a replica would record is part of the replica's phase."""
+    step = Step(DeviceClock)
+    timings = [timeline.ReplicaTiming(torch.device("cpu"), 1) for _ in range(2)]
+    with timeline.while_recording(), step.recorded("forward", "replicate"):
+        [passes] = timeline.contexts([0, 1], timings)
+        with passes() as replica, replica(0):
+            assert not timeline.is_in_forward()
+            timeline.mark("gather")
+            assert timeline.contexts([0], timings) == []
+        timeline.mark("gather")
+    assert [span.phase for span in step.caller.spans()] == ["replicate", "forward", "wait", "gather"]
+
+
+class FakeEvent:
+    """An event of a device whose own clock, in milliseconds, is a count of the events that were recorded."""
+
+    recorded = 0
+    waited_for: ClassVar[list[int]] = []
+
+    def __init__(self, device: torch.device, *, enable_timing: bool) -> None:
+        assert enable_timing
+        self.device = device
+
+    def record(self, stream: str) -> None:
+        assert stream == f"the thread's stream on {self.device}"
+        FakeEvent.recorded += 1
+        self.at_ms = FakeEvent.recorded
+
+    def synchronize(self) -> None:
+        self.waited_for.append(self.at_ms)
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        return float(end.at_ms - self.at_ms)
+
+
+def test_on_an_accelerator_time_is_the_devices(monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace) -> None:
+    """P4: events on the thread's stream, which nothing waits for before the times are asked for."""
+    monkeypatch.setattr(FakeEvent, "recorded", 0)
+    monkeypatch.setattr(FakeEvent, "waited_for", [])
+    monkeypatch.setattr(torch, "Event", FakeEvent)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"the thread's stream on {device}")
+    monkeypatch.setattr(devices, "has_streams", lambda device: True)
+    clock.now = 100.0
+    track = Track(DeviceClock(torch.device("cuda", 1)))
+    assert FakeEvent.waited_for == [1]  # the clock's zero
+    clock.now = 500.0  # the host's time does not matter any more
+    track.enter("forward")
+    track.leave()
+    track.enter("backward")
+    track.leave()
+    assert FakeEvent.waited_for == [1]
+    assert track.spans() == [Span("forward", 100.001, 100.002), Span("backward", 100.003, 100.004)]
+    assert not track.is_of_host
