@@ -100,7 +100,7 @@ def test_a_run_leaves_its_results(folder: RunFolder) -> None:
     outcome = train(SMALL, folder, display)
 
     names = {path.name for path in folder.path.iterdir()} - {".lock"}
-    assert names == {path.name for path in folder._files()}
+    assert names == {path.name for path in folder._files()} - {"timeline.json", "timeline.png"}
     assert folder.curves.read_bytes().startswith(b"\x89PNG")
     lines = metrics_of(folder)
     steps = [line for line in lines if line["kind"] == "step"]
@@ -492,6 +492,27 @@ def test_a_worker_that_is_killed_changes_no_weight(tmp_path: Path, monkeypatch: 
         torch.manual_seed(0)
         train(options, folder, display)
     assert_same_run(*folders)
+
+
+@pytest.mark.parametrize("engine", ["threads", "processes"])
+def test_a_profiled_run_has_the_same_numbers(
+    uninterrupted: RunFolder, folder: RunFolder, engine: str, tmp_path: Path
+) -> None:
+    """T7: and its files are of the steps of the last epoch, also where the run goes on in two parts."""
+    outcome = train(replace(SMALL, engine=engine, epochs=1), folder, Recorder(), profile=True)
+    assert outcome.profile is not None
+    resumed = RunFolder.reopen(folder.path)
+    outcome = train(replace(SMALL, engine=engine), resumed, Recorder(), resume=True, profile=True)
+    assert_same_run(folder, uninterrupted)
+    assert outcome.profile is not None
+    assert sum(sum(step.rows.values()) for step in outcome.profile.steps()) == 1437
+    events = json.loads(folder.trace.read_text())["traceEvents"]
+    assert {event["args"]["step"] for event in events if event["ph"] == "X"} == set(range(12))
+    assert folder.timeline.read_bytes().startswith(b"\x89PNG")
+    folder.release()
+    RunFolder.for_new_run(folder.path, overwrite=True).make_empty()
+    assert not folder.trace.exists()
+    assert not folder.timeline.exists()
 
 
 def test_batch_norm_sees_the_rows_of_all_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

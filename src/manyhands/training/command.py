@@ -37,12 +37,15 @@ examples:
   manyhands train --devices 'cpu*4' --engine processes
   manyhands train --devices cuda:0,cuda:1 --precision bf16 --accumulate 2
   manyhands train --data fashion-mnist --batch-size 256 --devices 1 --precision bf16 --compile
+  manyhands train --devices 'cpu*2' --model mlp --profile
   manyhands train --resume runs/demo --epochs 20
 
 files in the output folder:
   metrics.jsonl       loss of each step, loss and accuracy of each epoch
   curves.png          the same as a picture
   model.safetensors   the weights
+  timeline.png        with --profile: what each replica did when, and where a step goes
+  timeline.json       the same for chrome://tracing and https://ui.perfetto.dev
   config.json, checkpoint.safetensors, checkpoint.previous.safetensors   what --resume needs
 """
 
@@ -144,13 +147,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     results.add_argument(
         "--output", type=folder, metavar="DIR", help="the folder for them (default: runs/ and the time)"
     )
+    results.add_argument(
+        "--profile",
+        action="store_true",
+        help="record what each replica does when, and write timeline.png and timeline.json after each epoch",
+    )
     results.add_argument("--overwrite", action="store_true", help="replace the run that is in the folder")
     results.add_argument(
         "--resume",
         type=folder,
         metavar="DIR",
-        help="go on with the run in this folder, however it ended, with its options; --devices, --engine, --compile "
-        "and --epochs may be given anew",
+        help="go on with the run in this folder, however it ended, with its options; --devices, --engine, --compile, "
+        "--profile and --epochs may be given anew",
     )
 
 
@@ -175,7 +183,7 @@ def run(given: dict[str, Any], ranks: Ranks = ALONE) -> int:
     os.environ["CUDA_DEVICE_ORDER"] = options.device_order  # read when CUDA is initialised, later than this
     ranks.together(lambda: _expect_usable(options, ranks))
     try:
-        _train(options, run_folder, resume, ranks)
+        _train(options, run_folder, resume, ranks, profile=given.get("profile", False))
     except BrokenPipeError as error:
         raise OutputClosedError(
             "nothing reads the output any more, so the training has stopped: "
@@ -189,7 +197,7 @@ def run(given: dict[str, Any], ranks: Ranks = ALONE) -> int:
     return DONE
 
 
-def _train(options: Options, run_folder: RunFolder, resume: bool, ranks: Ranks) -> None:
+def _train(options: Options, run_folder: RunFolder, resume: bool, ranks: Ranks, *, profile: bool) -> None:
     if ranks.is_first:
         print(f"manyhands {__version__}: {options}; results in {run_folder}", flush=True)
 
@@ -198,7 +206,7 @@ def _train(options: Options, run_folder: RunFolder, resume: bool, ranks: Ranks) 
     keep_freed_memory()
     display = Display(progress.for_stdout() if ranks.is_first else None)
     try:
-        outcome = train(options, run_folder, display, resume=resume, ranks=ranks)
+        outcome = train(options, run_folder, display, resume=resume, ranks=ranks, profile=profile)
     finally:
         display.close()
     if ranks.is_first:
@@ -206,6 +214,9 @@ def _train(options: Options, run_folder: RunFolder, resume: bool, ranks: Ranks) 
             f"test accuracy {outcome.test_accuracy:.4f}, {outcome.seconds_per_epoch:.1f} seconds of training an epoch, "
             f"on {describe(*outcome.devices_by_rank)}"
         )
+        if outcome.profile is not None:
+            print(*outcome.profile.in_words(), sep="\n")
+            print(f"see {run_folder.timeline}; chrome://tracing and https://ui.perfetto.dev open {run_folder.trace}")
         print(f"see {run_folder.curves}; the weights are {run_folder.model}", flush=True)
 
 
@@ -229,6 +240,7 @@ def _plan_run(given: dict[str, Any]) -> tuple[Options, RunFolder, bool]:
     given = dict(given)
     output, resume = given.pop("output", None), given.pop("resume", None)
     overwrite = given.pop("overwrite", False)
+    given.pop("profile", None)  # not the run's: it changes no number
     if resume is not None and (output is not None or overwrite):
         raise OptionError(f"--resume {resume} goes on in the same folder: leave out --output and --overwrite")
     begun = RunFolder.of_launch(launch(), output) if resume is None else RunFolder.reopen(resume)

@@ -26,6 +26,7 @@ from torch.nn.functional import pad
 
 from manyhands.console.device_option import describe
 from manyhands.console.errors import Interrupted, OptionError
+from manyhands.profiling.profile import Profile
 from manyhands.runtime import devices, torch_private
 from manyhands.training.compiling import cannot_compile
 from manyhands.training.computation import IGNORED
@@ -49,15 +50,23 @@ class Outcome:
         test_accuracy: after the last epoch.
         seconds_per_epoch: of training; the median over the epochs (the lower one of two).
         devices_by_rank: the devices of each process.
+        profile: where the steps of the last epoch went, in this process; None: they were not profiled.
     """
 
     test_accuracy: float
     seconds_per_epoch: float
     devices_by_rank: Sequence[Sequence[torch.device]]
+    profile: Profile | None
 
 
 def train(
-    options: Options, folder: RunFolder, display: Display, *, resume: bool = False, ranks: Ranks = ALONE
+    options: Options,
+    folder: RunFolder,
+    display: Display,
+    *,
+    resume: bool = False,
+    ranks: Ranks = ALONE,
+    profile: bool = False,
 ) -> Outcome:
     """Train as the options say, and write the files that run_folder.py lists.
 
@@ -67,12 +76,13 @@ def train(
         display: shows the steps.
         resume: go on from the checkpoint in the folder.
         ranks: the processes that train together; all of them call this, with equal arguments but for `options.devices`.
+        profile: whether the steps are profiled.
 
     Raises:
         CommandError: it cannot start or go on; the message is one line for the user.
         Interrupted: a signal asked it to stop, and the last finished step has been saved.
     """
-    run = Run.begin(options, folder, display, resume=resume, ranks=ranks)
+    run = Run.begin(options, folder, display, resume=resume, ranks=ranks, profile=profile)
     products = devices.float32_products(run.devices[0], rounded=options.precision != "fp32")
     with contextlib.closing(run), products, StopRequest(ranks) as stop:
         pending = PendingSteps(run, display)
@@ -81,7 +91,8 @@ def train(
             run.draw()
         try:
             for epoch in range(run.progress.epochs, options.epochs):
-                _train_epoch(run, epoch, pending, display, stop)
+                with run.profiled():
+                    _train_epoch(run, epoch, pending, display, stop)
                 _finish_epoch(run, epoch, display, stop)
         except Interrupted:
             pending.record()
@@ -251,4 +262,4 @@ def _explained(run: Run) -> Iterator[None]:
 def _outcome(run: Run) -> Outcome:
     epochs = run.metrics.epochs
     seconds = statistics.median_low(record.train_seconds for record in epochs)  # the first one may include compiling
-    return Outcome(epochs[-1].test_accuracy, seconds, run.devices_by_rank)
+    return Outcome(epochs[-1].test_accuracy, seconds, run.devices_by_rank, run.profile)

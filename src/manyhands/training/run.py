@@ -1,9 +1,10 @@
 """A run: how it is set up, resumed, and saved. The training itself is in loop.py."""
 
+import contextlib
 import importlib.metadata
 import random
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from manyhands.console.device_option import choose_devices, describe
 from manyhands.console.errors import DivergedError, FolderError
 from manyhands.data_parallel import DataParallel
+from manyhands.profiling.profile import Profile
 from manyhands.runtime import devices as _devices
 from manyhands.training import checkpoint, data, models
 from manyhands.training.checkpoint import Checkpoint, StepCount
@@ -46,6 +48,8 @@ class Run:
         progress: the steps and epochs that are finished.
         saved: those of the checkpoint; None if there is none.
         compiled: what has been compiled, in words.
+        is_profiled: whether each epoch's steps are profiled.
+        profile: of the last epoch that was.
     """
 
     options: Options
@@ -62,10 +66,19 @@ class Run:
     progress: StepCount
     saved: StepCount | None
     compiled: set[str] = field(default_factory=set)
+    is_profiled: bool = False
+    profile: Profile | None = None
 
     @classmethod
     def begin(
-        cls, options: Options, folder: RunFolder, display: Display, *, resume: bool = False, ranks: Ranks = ALONE
+        cls,
+        options: Options,
+        folder: RunFolder,
+        display: Display,
+        *,
+        resume: bool = False,
+        ranks: Ranks = ALONE,
+        profile: bool = False,
     ) -> "Run":
         """Set everything up. Without `resume` a run in the folder is deleted, once everything else has succeeded.
 
@@ -136,6 +149,7 @@ class Run:
             metrics=Metrics(folder.metrics if ranks.is_first else None, records),
             progress=progress,
             saved=None if saved is None else progress,
+            is_profiled=profile and ranks.is_first,
         )
         if ranks.is_first:
             run._describe(display.say, num_parameters, resume=resume)
@@ -197,6 +211,19 @@ class Run:
                 title=f"{self.options.model} on {self.dataset.name}, {describe(*self.devices_by_rank)}",
                 last_epoch=self.options.epochs,
             )
+
+    @contextlib.contextmanager
+    def profiled(self) -> Iterator[None]:
+        """Profile the steps of the block, an epoch's, and write what they show. The first process does it."""
+        if not self.is_profiled:
+            yield
+            return
+        with self.model.profile() as self.profile:
+            yield
+        with replaced(self.folder.trace) as unfinished:
+            self.profile.write_trace(unfinished)
+        with replaced(self.folder.timeline) as unfinished:
+            self.profile.write_picture(unfinished)
 
     def close(self) -> None:
         """Close the files; end the replicas' threads or processes; release the folder."""

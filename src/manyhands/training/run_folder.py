@@ -3,6 +3,7 @@
     config.json              the options, and what they came to
     metrics.jsonl            a line for each step and for each epoch
     curves.png               loss and accuracy by epoch
+    timeline.json, .png      with --profile: what each replica did when, in the steps of the last epoch
     model.safetensors        the weights of the last checkpoint
     checkpoint.safetensors   what resuming needs; checkpoint.previous.safetensors is the one before
     .lock                    names the process that writes here, or the last one that did
@@ -47,6 +48,8 @@ class RunFolder:
         self.config = path / "config.json"
         self.metrics = path / "metrics.jsonl"
         self.curves = path / "curves.png"
+        self.trace = path / "timeline.json"
+        self.timeline = path / "timeline.png"
         self.model = path / "model.safetensors"
         self.checkpoint = path / "checkpoint.safetensors"
         self.previous_checkpoint = path / "checkpoint.previous.safetensors"
@@ -218,6 +221,8 @@ class RunFolder:
             self.config,
             self.metrics,
             self.curves,
+            self.trace,
+            self.timeline,
             self.model,
             self.checkpoint,
             self.previous_checkpoint,
