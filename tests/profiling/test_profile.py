@@ -17,6 +17,7 @@ from manyhands import DataParallel
 from manyhands.profiling import profile as profile_module
 from manyhands.profiling.steps import filled, lanes_of
 from manyhands.runtime import timeline
+from manyhands.runtime.devices import DeviceClock
 from manyhands.runtime.timeline import Span
 
 
@@ -100,6 +101,36 @@ def test_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
             assert all(a.ended == b.began for a, b in pairwise(spans))
             assert {"forward", "backward", "outside"} <= {span.phase for span in spans}
         assert {"scatter", "replicate", "gather", "reduce"} <= {span.phase for span in step.lanes["host"]}
+
+
+def test_a_device_that_is_steps_behind_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P4: its lane goes on where it is, without gap or overlap, and is not cut by the host's steps."""
+
+    class Late(DeviceClock):
+        """Each moment is 100 s later than the one before; the host's take less than that."""
+
+        def __init__(self, device: torch.device) -> None:
+            super().__init__(device)
+            self._moments = 0
+
+        def now(self) -> float:
+            self._moments += 1
+            return 1e6 + 100.0 * self._moments
+
+    monkeypatch.setattr(profile_module, "DeviceClock", Late)
+    with manyhands.testing.simulated_accelerators(2), simulated_accelerators_with_one_graph(monkeypatch):
+        model = DataParallel(nn.Linear(5, 3).to("sim:0"))
+        with model.profile() as profile:
+            for _ in range(3):
+                model(torch.randn(4, 5, device="sim:0")).sum().backward()
+    steps = profile.steps()
+    for lane in ("replica 0, sim:0", "replica 1, sim:1"):
+        spans = [span for step in steps for span in step.lanes[lane]]
+        assert [tuple(span) for span in spans] == [
+            (phase, 1e6 + 100.0 * number, 1e6 + 100.0 * (number + 1))
+            for number, phase in enumerate(["forward", "outside", "backward", "outside"] * 3, 1)
+        ][:-1]
+    assert all(step.ended < 1e6 for step in steps)
 
 
 def test_two_profiles_of_one_model(model: DataParallel) -> None:

@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +53,11 @@ class Profile:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Record while the block runs."""
-        with timeline.while_recording():
-            yield
-        self._ended = time.perf_counter()
+        try:
+            with timeline.while_recording():
+                yield
+        finally:
+            self._ended = time.perf_counter()
 
     def new_step(self) -> Step | None:
         """Return the step that begins with a forward; None if the forward is part of another one, or is compiled."""
@@ -79,11 +80,11 @@ class Profile:
         """
         steps = [step for step in self._steps if step.passes]
         now = self._ended if self._ended is not None else time.perf_counter()
-        ends = {}
-        for thread in {step.thread for step in steps}:
-            of_thread = [step for step in steps if step.thread == thread]
-            ends.update({id(a): b.passes[0].began for a, b in pairwise(of_thread)})
-        return [self._profiled(step, max(ends.get(id(step), now), step.passes[-1].ended)) for step in steps]
+        found: dict[int, ProfiledStep] = {}
+        next_of: dict[int, ProfiledStep] = {}  # by thread
+        for step in reversed(steps):
+            found[id(step)] = next_of[step.thread] = self._profiled(step, next_of.get(step.thread), now)
+        return [found[id(step)] for step in steps]
 
     def lanes(self) -> dict[str, dict[str, float]]:
         """Return the seconds of a step that each replica spends in each phase: the medians of the steps.
@@ -145,11 +146,14 @@ class Profile:
             return _NOTHING
         lanes = lanes_of(steps)
         used = [phase for phase in PHASES if any(phase in of_lane for of_lane in lanes.values())]
-        width = max(map(len, lanes))
-        lines = [f"{self.summary(steps)}; milliseconds:", f"{'':{width}}  " + "  ".join(used)]
+        rows = [["", *used]]
         for lane, of_lane in lanes.items():
-            figures = (f"{1000 * of_lane.get(phase, 0.0):.2f}".rjust(len(phase)) for phase in used)
-            lines.append(f"{lane:{width}}  " + "  ".join(figures))
+            rows.append([lane, *(f"{1000 * of_lane.get(phase, 0.0):.2f}" for phase in used)])
+        first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+        lines = [f"{self.summary(steps)}; milliseconds:"]
+        for lane, *cells in rows:
+            right = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+            lines.append("  ".join([lane.ljust(first), *right]))
         return "\n".join(lines)
 
     def in_words(self) -> list[str]:
@@ -169,18 +173,30 @@ class Profile:
         seconds = statistics.median(step.seconds for step in steps)
         return f"{self.model}: {len(steps)} step{'s' * (len(steps) > 1)}, {1000 * seconds:.3g} ms a step"
 
-    def _profiled(self, step: Step, ended: float) -> ProfiledStep:
-        tracks = {f"replica {number}, {r.device}": (r.track, r.rows) for number, r in sorted(step.replicas.items())}
+    def _profiled(self, step: Step, next_step: ProfiledStep | None, now: float) -> ProfiledStep:
+        """Return a step as people see it.
+
+        Args:
+            next_step: the next one of the same thread; None for the last, which ends `now`.
+        """
+        replicas = {f"replica {number}, {r.device}": r for number, r in sorted(step.replicas.items())}
         began = step.passes[0].began
+        ended = max(now if next_step is None else next_step.began, step.passes[-1].ended)
         lanes: dict[str, list[Span]] = {}
-        if not tracks:
+        if not replicas:
             lanes[str(self._device)] = filled(step.passes, step.passes, began, ended)
-        elif all(track is not step.caller for track, _ in tracks.values()):
+        elif all(replica.track is not step.caller for replica in replicas.values()):
             lanes["host"] = filled(step.caller.spans(), step.passes, began, ended)
-        for name, (track, _) in tracks.items():
-            assert track is not None
-            lanes[name] = filled(track.spans(), step.passes, began, ended)
-        return ProfiledStep(began, ended, lanes, {name: rows for name, (_, rows) in tracks.items() if rows})
+        for name, replica in replicas.items():
+            assert replica.track is not None
+            spans = replica.track.spans()
+            if replica.track.is_of_host:
+                lanes[name] = filled(spans, step.passes, began, ended)
+            elif spans:  # the device may be steps behind the host, and does nothing else of this model
+                of_next = next_step.lanes.get(name) if next_step is not None else None
+                until = of_next[0].began if of_next else max(now, spans[-1].ended)
+                lanes[name] = filled(spans, [], spans[0].began, until)
+        return ProfiledStep(began, ended, lanes, {name: r.rows for name, r in replicas.items() if r.rows})
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of a wrapper is not profiled

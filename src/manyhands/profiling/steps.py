@@ -21,8 +21,9 @@ class ProfiledStep:
 
     Attributes:
         began, ended: in seconds of `time.perf_counter`.
-        lanes: by name, what each replica did from `began` to `ended`, without gaps; first "host", what the caller's
-            thread did, where the first replica computes elsewhere.
+        lanes: by name, what each replica did from `began` to `ended`, without gaps. Where replicas compute on
+            accelerators, "host" is what the caller's thread did; a replica's lane is later, as its device works through
+            what is queued, and goes from its first work for this step to that for the next one.
         rows: by name of a replica, its share of the batch.
     """
 
