@@ -506,6 +506,32 @@ def test_wrong_arguments_are_refused_without_accelerators_too(no_accelerators, o
         DataParallel(mlp(), [0, 1], **{option: value})
 
 
+@pytest.mark.parametrize(
+    ("option", "good", "bad", "error"),
+    [
+        ("dim", 1, "1", TypeError),
+        ("shares", [3, 1], [1, 2, 3], ValueError),
+        ("scalars", "mean", "median", ValueError),
+        ("in_dims", (0,), ("0",), TypeError),
+        ("out_dims", (0,), ("0",), TypeError),
+        ("sync_batch_norm", True, "yes", TypeError),
+        ("timeout", 60, "60", TypeError),
+        ("randomness", "one_device", "two_devices", ValueError),
+        ("on_worker_loss", "retry", "ignore", ValueError),
+        ("rescue", True, 1, TypeError),
+    ],
+)
+def test_options_that_change_later_are_checked_as_at_first(option, good, bad, error):
+    """A13: an option that cannot be used is refused where it is assigned, and stays what it was."""
+    model = DataParallel(mlp(), ["cpu"] * 2)
+    setattr(model, option, good)
+    before = getattr(model, option)
+    assert before == getattr(DataParallel(mlp(), ["cpu"] * 2, **{option: good}), option)
+    with pytest.raises(error, match=option):
+        setattr(model, option, bad)
+    assert getattr(model, option) == before
+
+
 def saved_and_loaded(model: DataParallel) -> DataParallel:
     torch.save(model, file := io.BytesIO())
     file.seek(0)

@@ -103,18 +103,6 @@ def _engine_of(engine: object) -> Engine:
     return ProcessesEngine()
 
 
-def _checked_randomness(randomness: object, devices: Sequence[torch.device], one_of_several: bool) -> str:
-    """Return the argument `randomness`; raise TypeError or ValueError if it cannot be used."""
-    if not isinstance(randomness, str) or randomness not in _RANDOMNESS:
-        wrong = ValueError if isinstance(randomness, str) else TypeError
-        raise wrong(f"randomness={randomness!r}: expected one of {list(_RANDOMNESS)}")
-    if randomness == _ONE_DEVICE and one_of_several:
-        raise ValueError(_IN_ONE_PROCESS_ONLY)
-    if randomness == _ONE_DEVICE and len(devices) > 1 and not _devices.all_on_host(devices):
-        raise ValueError(_ON_THE_CPU_ONLY.format(devices=", ".join(map(str, devices))))
-    return randomness
-
-
 class DataParallel(Wrapper, nn.DataParallel[Any]):
     """Run a module on every device of the machine, each on its share of the batch, with the results of one device.
 
@@ -230,35 +218,26 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
     ) -> None:
         nn.Module.__init__(self)  # not that of torch.nn.DataParallel, which knows GPUs only
         _check_arguments(module, dim)
-        check_scalars(scalars)
-        check_dims(in_dims, "in_dims")
-        check_dims(out_dims, "out_dims")
+        self.dim, self.scalars, self.in_dims, self.out_dims = dim, scalars, in_dims, out_dims
         self._engine = _engine_of(engine)
         if output_device is not None and not isinstance(output_device, int | str | torch.device):
             raise TypeError(f"output_device: expected an int, a string or a torch.device, got {output_device!r}")
-        if loss not in _LOSSES:
-            raise ValueError(f"loss={loss!r}: expected one of {list(_LOSSES)}")
+        _one_of(_LOSSES, loss, "loss")
         communicator = communicator_for(process_group)
-        self.dim = dim
         one_of_several = communicator is not None or (process_group is None and started_by_launcher())
         self.devices = (devices_of_process if one_of_several else _devices.resolve)(device_ids)
         if one_of_several:
             _devices.make_current(self.devices[0])
         self.device_ids: list[Any] = [_devices.public_id(device) for device in self.devices]
         self.output_device: Any = None
-        self.shares: Shares = check_shares(shares, len(self.devices) or None)
-        self.scalars = scalars
-        self.in_dims = in_dims
-        self.out_dims = out_dims
-        self.sync_batch_norm = check_flag(sync_batch_norm, "sync_batch_norm")
-        self.timeout = check_timeout(timeout)
-        self.randomness = _checked_randomness(randomness, self.devices, communicator is not None)
-        if on_worker_loss not in _ON_WORKER_LOSS:
-            raise ValueError(f"on_worker_loss={on_worker_loss!r}: expected one of {list(_ON_WORKER_LOSS)}")
+        self._one_of_several = communicator is not None
+        self.shares: Shares = shares
+        self.sync_batch_norm = sync_batch_norm
+        self.timeout = timeout
+        self.randomness = randomness
         self.on_worker_loss = on_worker_loss
-        self.rescue = check_flag(rescue, "rescue")
+        self.rescue = rescue
         self._row_limits: dict[int, int] = {}
-        self._engine.check(self.devices, sync_batch_norm=sync_batch_norm)
         self._measured: dict[tuple[bool, str | None], MeasuredShares] = {}  # by: are gradients on, and the method
         self._most_rows = [0.0]  # of the batches so far; a list, because to assign an attribute here takes 18 calls
         self._status = StepStatus()
@@ -280,6 +259,11 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             gradient_sync = GradientSync(communicator, self.devices[0], loss)
             gradient_sync.sync_module_states(module)
             self._engine = DistributedEngine(self._engine, gradient_sync, self.devices)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assign an attribute; an option of the wrapper is checked as when it is made, and may change between steps."""
+        check = _CHECKS.get(name)
+        Wrapper.__setattr__(self, name, value if check is None else check(self, value))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on every device, each on its share of the rows; return the outputs as one.
@@ -949,6 +933,44 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
 
 # The call that the plain composition runs: the verbs in it take the replicas' devices and rows from there.
 _plain_call: ContextVar[Call | None] = ContextVar("_plain_call", default=None)
+
+
+def _check_sync_batch_norm(wrapper: DataParallel, value: object) -> bool:
+    flag = check_flag(value, "sync_batch_norm")
+    wrapper._engine.check(wrapper.devices, sync_batch_norm=flag)
+    return flag
+
+
+def _check_randomness(wrapper: DataParallel, value: object) -> str:
+    randomness, devices = _one_of(_RANDOMNESS, value, "randomness"), wrapper.devices
+    if randomness == _ONE_DEVICE and wrapper._one_of_several:
+        raise ValueError(_IN_ONE_PROCESS_ONLY)
+    if randomness == _ONE_DEVICE and len(devices) > 1 and not _devices.all_on_host(devices):
+        raise ValueError(_ON_THE_CPU_ONLY.format(devices=", ".join(map(str, devices))))
+    return randomness
+
+
+def _one_of(words: Sequence[str], value: object, argument: str) -> str:
+    """Return a word; raise TypeError or ValueError for what is not one of `words`."""
+    if not isinstance(value, str) or value not in words:
+        wrong = ValueError if isinstance(value, str) else TypeError
+        raise wrong(f"{argument}={value!r}: expected one of {list(words)}")
+    return value
+
+
+# The options of a wrapper that are attributes: each function returns the value, or raises if it cannot be used.
+_CHECKS: dict[str, Callable[[DataParallel, Any], Any]] = {
+    "dim": lambda _, value: check_dim(value),
+    "scalars": lambda _, value: check_scalars(value),
+    "in_dims": lambda _, value: check_dims(value, "in_dims"),
+    "out_dims": lambda _, value: check_dims(value, "out_dims"),
+    "shares": lambda wrapper, value: check_shares(value, len(wrapper.devices) or None),
+    "sync_batch_norm": _check_sync_batch_norm,
+    "timeout": lambda _, value: check_timeout(value),
+    "randomness": _check_randomness,
+    "on_worker_loss": lambda _, value: _one_of(_ON_WORKER_LOSS, value, "on_worker_loss"),
+    "rescue": lambda _, value: check_flag(value, "rescue"),
+}
 
 
 def _seconds(timing: ReplicaTiming, on_host: bool) -> float:

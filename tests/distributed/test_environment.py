@@ -141,8 +141,8 @@ def test_process_groups():
 def test_arguments_that_cannot_be_used():
     """A13"""
     module = nn.Linear(2, 2)
-    for loss in ("max", None, 3):
-        with pytest.raises(ValueError, match=r"loss=.*: expected one of \['mean', 'sum'\]"):
+    for loss, error in (("max", ValueError), (None, TypeError), (3, TypeError)):
+        with pytest.raises(error, match=r"loss=.*: expected one of \['mean', 'sum'\]"):
             manyhands.DataParallel(module, ["cpu"], loss=loss)
     for group in (3, "nccl", True, [0, 1]):
         with pytest.raises(TypeError, match=r"process_group=.*: expected a ProcessGroup, None or False"):

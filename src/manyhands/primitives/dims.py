@@ -81,19 +81,20 @@ class OutputRules:
         return axes, paddings
 
 
-def check_dim(dim: object) -> None:
-    """Raise TypeError if `dim` cannot be the axis of the rows."""
+def check_dim(dim: object) -> int:
+    """Return `dim`; raise TypeError if it cannot be the axis of the rows."""
     if not isinstance(dim, int) or isinstance(dim, bool):
         raise TypeError(f"dim={dim!r}: expected an int, the axis that holds the rows")
+    return dim
 
 
-def check_dims(dims: object, argument: str) -> None:
-    """Raise TypeError if `dims` is no axis, no None, and no nested tuple or dict of these. `...` means left out.
+def check_dims(dims: object, argument: str) -> Any:
+    """Return `dims`; raise TypeError if it is no axis, no None, and no nested tuple or dict of these.
 
-    Of outputs an entry may also be a `Padding`.
+    `...` means left out. Of outputs an entry may also be a `Padding`.
     """
     if dims is ...:
-        return
+        return dims
     for path, entry in pytree.leaves(dims, argument):
         if isinstance(entry, Padding) and argument == "in_dims":
             raise TypeError(f"{path}={entry!r}: inputs are not padded; pad() is an entry of out_dims")
@@ -104,10 +105,11 @@ def check_dims(dims: object, argument: str) -> None:
                 f"{path}={entry!r}: expected an int (the axis that holds the rows), None (no rows: whole), or tuples "
                 "and dicts of these, nested like what they describe"
             )
+    return dims
 
 
-def check_scalars(scalars: object) -> None:
-    """Raise TypeError or ValueError if `scalars` is no rule for 0-dim outputs."""
+def check_scalars(scalars: object) -> Any:
+    """Return `scalars`; raise TypeError or ValueError if it is no rule for 0-dim outputs."""
     expected = 'expected "stack", "mean", "sum" or "mean:name", or these in tuples and dicts nested like the output'
     for path, entry in pytree.leaves(scalars, "scalars"):
         if not isinstance(entry, str):
@@ -115,6 +117,7 @@ def check_scalars(scalars: object) -> None:
         rule, colon, name = entry.partition(":")
         if rule not in _SCALAR_RULES or (colon and (rule != "mean" or not name)):
             raise ValueError(f"{path}={entry!r}: {expected}")
+    return scalars
 
 
 def spread_inputs(
