@@ -8,12 +8,38 @@ times are those of the work and not of queueing it.
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
+
+
+def watch_backwards(outputs: Sequence[torch.Tensor], begin: Callable[[], object], end: Callable[[], object]) -> bool:
+    """Have functions called whenever a backward reaches the first of some outputs, and at the end of that backward.
+
+    No tensor is kept, and the functions live as long as the outputs' graph.
+
+    Returns:
+        Whether a backward can reach any of them.
+    """
+    nodes = {output.grad_fn for output in outputs} - {None}
+    is_running = False
+
+    def reached(grads: object) -> None:
+        nonlocal is_running
+        if not is_running and torch_private.call_at_end_of_backward(ended):
+            is_running = True
+            begin()
+
+    def ended() -> None:
+        nonlocal is_running
+        is_running = False
+        end()
+
+    for node in nodes:
+        node.register_prehook(reached)  # type: ignore[union-attr]
+    return bool(nodes)
 
 
 class StepTimer:
@@ -29,23 +55,16 @@ class StepTimer:
         self._devices = [device for device in dict.fromkeys(devices) if not _devices.computes_on_host(device)]
         self._done: Callable[[float], object] | None = done
         self._forward_s = 0.0
-        self._has_backward_begun = False
         self._started = self._now()
 
     def forward_ended(self, outputs: Sequence[torch.Tensor]) -> None:
         """Take note of the end of forward. No tensor of it is kept."""
         self._forward_s = self._now() - self._started
-        nodes = {output.grad_fn for output in outputs} - {None}
-        for node in nodes:
-            node.register_prehook(self._backward_reaches_output)  # type: ignore[union-attr]
-        if not nodes:
+        if not watch_backwards(outputs, self._backward_begins, self._backward_ended):
             self._end(self._forward_s)
 
-    def _backward_reaches_output(self, grads: Any) -> None:
-        if not self._has_backward_begun:
-            self._has_backward_begun = True
-            if torch_private.call_at_end_of_backward(self._backward_ended):
-                self._started = self._now()
+    def _backward_begins(self) -> None:
+        self._started = self._now()
 
     def _backward_ended(self) -> None:
         self._end(self._forward_s + self._now() - self._started)

@@ -28,8 +28,8 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 
 from manyhands.runtime import devices as _devices
-from manyhands.runtime import torch_private
 from manyhands.runtime.devices import DeviceClock, Moment
+from manyhands.runtime.step_timer import watch_backwards
 
 SCATTER, REPLICATE, FORWARD, GATHER = "scatter", "replicate", "forward", "gather"
 BACKWARD, REDUCE, WAIT = "backward", "reduce", "wait"
@@ -158,7 +158,6 @@ class Step:
         self.passes: list[Span] = []
         self.phase = FORWARD
         self._began: Moment = 0.0
-        self._whole_since: float | None = None
 
     @contextlib.contextmanager
     def recorded(self, phase: str, first: str) -> Iterator[None]:
@@ -180,21 +179,18 @@ class Step:
         That of an engine is one node, which is where the caller's graph meets those of the replicas. Otherwise it ends
         with the whole backward.
         """
+        if not self.replicas:
+            watch_backwards(outputs, self._begin_whole_backward, self._end_whole_backward)
+            return
         for node in {output.grad_fn for output in outputs} - {None}:
-            if self.replicas:
-                node.register_prehook(lambda grads: self._begin(BACKWARD, SCATTER))  # type: ignore[union-attr]
-                node.register_hook(lambda of_inputs, of_outputs: self._end())  # type: ignore[union-attr]
-            else:
-                node.register_prehook(lambda grads: self._begin_whole_backward())  # type: ignore[union-attr]
+            node.register_prehook(lambda grads: self._begin(BACKWARD, SCATTER))  # type: ignore[union-attr]
+            node.register_hook(lambda of_inputs, of_outputs: self._end())  # type: ignore[union-attr]
 
     def _begin_whole_backward(self) -> None:
-        if self._whole_since is None and torch_private.call_at_end_of_backward(self._end_whole_backward):
-            self._whole_since = time.perf_counter()
+        self._began = time.perf_counter()
 
     def _end_whole_backward(self) -> None:
-        if self._whole_since is not None:
-            self.passes.append(Span(BACKWARD, self._whole_since, time.perf_counter()))
-            self._whole_since = None
+        self.passes.append(Span(BACKWARD, cast(float, self._began), time.perf_counter()))
 
     def _begin(self, phase: str, first: str) -> None:
         self.phase, _thread.step, _thread.track = phase, self, self.caller
