@@ -111,6 +111,14 @@ def test_the_closing_line_is_json_for_machines(capsys: pytest.CaptureFixture[str
     assert sum(content["shares"].values()) == pytest.approx(1, abs=1e-3)
 
 
+@pytest.mark.parametrize("shares", ["chunk", "even", "measured", "3,1"])
+def test_every_rule_of_shares_can_be_given(shares: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """X3, S16: as text on the command line."""
+    name = script(WRAPPED + "print(model.shares)")
+    assert main(["run", "--devices", "cpu*2", "--shares", shares, name]) == 0
+    assert capsys.readouterr().out == ("(3.0, 1.0)\n" if shares == "3,1" else f"{shares}\n")
+
+
 def test_the_plain_module_is_called_so(capsys: pytest.CaptureFixture[str]) -> None:
     """X5, A2: its backward is part of the rest."""
     if torch.accelerator.is_available():
@@ -157,6 +165,7 @@ def test_a_script_without_a_wrapper_is_told_so(
         (["-m", "folder"], "-m folder: it is a package without a __main__"),
         (["--devices", "gpu", "train.py"], "--devices gpu: gpu is no device"),
         (["--shares", "2,1", "--devices", "cpu*3", "train.py"], "2 weights for 3 devices"),
+        (["--shares", "fast", "train.py"], "argument --shares: expected chunk, even, measured, or weights such as 2,1"),
         (["--engine", "fibres", "train.py"], "argument --engine: invalid choice"),
         (["--count-replicas", "train.py"], "--count-replicas counts those of --devices: give --devices too"),
         (["--speed", "train.py"], "there is no option --speed"),

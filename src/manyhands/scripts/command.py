@@ -36,6 +36,7 @@ examples:
   manyhands run train.py                            on the script's own devices
   manyhands run --devices 'cpu*2' train.py --lr 0.1
   manyhands run --devices 2 --sync-batch-norm -m package.train
+  manyhands run --devices 'cpu*2' --shares measured train.py
   manyhands run --devices 'cpu*2' --count-replicas tutorial.py
 
 exit status:
@@ -60,7 +61,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--shares",
         type=shares,
         metavar="RULE",
-        help="rows of each replica: chunk, even, or one weight a device, such as 2,1 (default: chunk)",
+        help="rows of each replica: chunk; even; measured, which tries a few in the first steps and keeps the "
+        "fastest; or one weight a device, such as 2,1 (default: chunk)",
     )
     parser.add_argument(
         "--sync-batch-norm", action="store_true", help="batch norm with the statistics of the whole batch"
