@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -229,11 +230,11 @@ def published(monkeypatch: pytest.MonkeyPatch) -> list[Published]:
     return found
 
 
-def on_gpu(steps: int, *rows: int, module: str = "Net") -> Published:
+def on_gpu(steps: int, *rows: int, module: str = "Net", age_s: float = 0.0) -> Published:
     replicas = [
         ReplicaStatus(i, count, 1e-4, 2e-4, False, f"cuda:{i}", f"0000:0{5 + i}:00") for i, count in enumerate(rows)
     ]
-    return Published("a", os.getpid(), steps, 0.0, 0.5, module, "ThreadsEngine", tuple(replicas))
+    return Published("a", os.getpid(), steps, time.time() - age_s, 0.5, module, "ThreadsEngine", tuple(replicas))
 
 
 def lines_of(taken: Sample, width: int | None = None) -> list[str]:
@@ -256,7 +257,22 @@ def test_gpus_and_the_replicas_on_them(monkeypatch: pytest.MonkeyPatch, publishe
     assert "2  100%  3/16 GiB  60 C          -  Fake GPU" in shown
     assert "the others wait for replica 1: GPU 2 runs at a low clock: it is too hot" in shown
     assert "a folder is not private" in shown
-    assert any("7 steps, none for " in line for line in shown)  # since 1970
+    assert any(line.endswith("; 7 steps, 500 ms each") for line in shown)
+
+
+def test_a_wrapper_that_has_stopped_has_no_straggler(
+    monkeypatch: pytest.MonkeyPatch, published: list[Published]
+) -> None:
+    """M8: its replicas' figures are those of the last step; none of them waits for another one now."""
+    install(monkeypatch, nvml([{"bus": 5, "load": 40}, {"bus": 6, "load": 100}]))
+    published.append(on_gpu(7, 8, 8, age_s=3600))
+    taken = Sampler(GpuReader()).take()
+    assert taken.wrappers[0].has_stopped
+    assert taken.wrappers[0].straggler is None
+    shown = "\n".join(lines_of(taken))
+    assert "7 steps, none for 3600 s" in shown
+    assert "slowest" not in shown
+    assert "the others wait" not in shown
 
 
 def test_means_are_of_steps_with_the_same_rows(published: list[Published]) -> None:

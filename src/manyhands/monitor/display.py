@@ -7,7 +7,6 @@ from manyhands.monitor.report import gib, wrapped
 from manyhands.monitor.sample import Sample, Wrapper
 
 _NONE = "-"
-_STALLED_STEPS, _STALLED_S = 10, 10.0  # a wrapper without a step for longer than both has stopped
 _MOST_COMMAND = 60
 
 
@@ -67,7 +66,7 @@ def blocks_of(sample: Sample) -> list[Block]:
 def _wrapper(wrapper: Wrapper) -> Block:
     heading = f"process {wrapper.pid}: {wrapper.module}, {wrapper.engine}"
     step = f"{wrapper.steps:,} steps, {_time(wrapper.step_s)} each"
-    if wrapper.age_s > max(_STALLED_STEPS * wrapper.step_s, _STALLED_S):
+    if wrapper.has_stopped:
         step = f"{wrapper.steps:,} steps, none for {wrapper.age_s:.0f} s"
     block = Block(f"{heading}; {step}", ["replica", "device", "rows", "share", "forward", "backward", "wait", ""])
     for i, replica in enumerate(wrapper.replicas):
