@@ -20,7 +20,7 @@ from helpers.commands import assert_misused
 from helpers.fake_gpus import install, nvml
 from manyhands.cli import main
 from manyhands.monitor import sample
-from manyhands.monitor.display import styled_lines
+from manyhands.monitor.display import fitted, styled_lines
 from manyhands.monitor.nvml import GpuReader
 from manyhands.monitor.sample import Sample, Sampler
 from manyhands.runtime.step_status import Published, ReplicaStatus
@@ -193,7 +193,8 @@ def test_a_reader_that_ends(runtime: Path) -> None:
 def test_a_log_that_is_full(here: None, capsys: pytest.CaptureFixture[str]) -> None:
     """M4: one line, exit status 1."""
     assert main(["watch", "--once", "--every", "0.1", "--log", "/dev/full"]) == 1
-    assert capsys.readouterr().err == "manyhands watch: error: [Errno 28] No space left on device\n"
+    error = "--log /dev/full: cannot be written any more (No space left on device)"
+    assert capsys.readouterr().err == f"manyhands watch: error: {error}\n"
 
 
 @pytest.mark.parametrize(
@@ -293,6 +294,17 @@ def test_text_of_other_programs_cannot_command_the_terminal(published: list[Publ
     """M4: escape sequences and letters that a terminal may lack are question marks."""
     published.append(on_gpu(1, 8, module="N\x1b[2Jet\u00e9"))
     assert any("N?[2Jet?, ThreadsEngine" in line for line in lines_of(Sampler(GpuReader()).take(), 20 * 5))
+
+
+def test_what_is_left_out_is_said(published: list[Published], monkeypatch: pytest.MonkeyPatch) -> None:
+    """M4: a long command ends with dots, and so does a table on a terminal that is not high enough for it."""
+    monkeypatch.setattr(sample, "_process", lambda pid: ("python train.py " + "x" * 50, [pid], 0.0))
+    published.append(on_gpu(1, 8))
+    taken = Sampler(GpuReader()).take()
+    lines = styled_lines(taken, 80)
+    assert ("  python train.py " + "x" * 41 + "...", "") in lines
+    assert fitted(lines, len(lines)) == lines
+    assert fitted(lines, 3) == [*lines[:2], (f"... {len(lines) - 2} more", "bold")]
 
 
 def test_ctrl_c_is_the_usual_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
