@@ -29,6 +29,15 @@ def wrapped(lines: list[str], width: int | None) -> str:
     return "\n".join(text)
 
 
+def printable(text: str) -> str:
+    """Return a text of other programs', or of the user's, in ASCII, without what a terminal would take for a command.
+
+    >>> printable("Net\x1b[2J")
+    'Net?[2J'
+    """
+    return "".join(letter if letter.isascii() and letter.isprintable() else "?" for letter in text)
+
+
 def gib(num_bytes: float) -> str:
     """Return a size in GiB."""
     return f"{num_bytes / 2**30:.1f} GiB"
@@ -36,7 +45,8 @@ def gib(num_bytes: float) -> str:
 
 def lines_of(inventory: Inventory) -> list[str]:
     """Return the report, one fact a line."""
-    return [*_accelerators(inventory), "", *_cpu(inventory.cpu), "", *_advice(inventory)]
+    lines = [*_accelerators(inventory), "", *_cpu(inventory.cpu), "", *_advice(inventory)]
+    return [printable(line) for line in lines]  # variables and names of devices may have any letters
 
 
 def _accelerators(inventory: Inventory) -> Iterator[str]:

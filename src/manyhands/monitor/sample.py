@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import psutil
 
 from manyhands.monitor.nvml import Gpu, GpuReader
+from manyhands.monitor.report import printable
 from manyhands.monitor.stragglers import Replica, Straggler, find
 from manyhands.runtime.step_status import Published, ReplicaStatus, read_all
 
@@ -190,8 +191,3 @@ def _process(pid: int) -> tuple[str, list[int], float]:
         seconds += times.user + times.system
     command = " ".join([os.path.basename(words[0]), *words[1:]])
     return printable(command), [each.pid for each in family], seconds
-
-
-def printable(text: str) -> str:
-    """Return a text of other programs' in ASCII, without what a terminal would take for a command."""
-    return "".join(letter if letter.isascii() and letter.isprintable() else "?" for letter in text)
