@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from manyhands.monitor.cpu import Cpu
 from manyhands.monitor.inventory import Accelerator, DeviceLink, Inventory
-from manyhands.monitor.visibility import PCI_ORDER
+from manyhands.monitor.visibility import CUDA_VARIABLE, PCI_ORDER
 
 _INDENT = "  "
 
@@ -109,7 +109,7 @@ def _numbering(inventory: Inventory) -> Iterator[str]:
                 f"{order}: CUDA numbers the fastest GPU first, and nvidia-smi uses PCI order, so their numbers differ "
                 f"here. CUDA_DEVICE_ORDER={PCI_ORDER} makes them the same"
             )
-    elif seen.order != PCI_ORDER and any(entry.isdecimal() for entry in seen.visible):
+    elif seen.variable == CUDA_VARIABLE and seen.order != PCI_ORDER and any(map(str.isdecimal, seen.visible)):
         yield (
             f"the numbers in {seen.variable} count the fastest GPU first. With CUDA_DEVICE_ORDER={PCI_ORDER} they are "
             "nvidia-smi's"
