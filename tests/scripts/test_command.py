@@ -153,6 +153,7 @@ sys.stdout.close()
     assert done.returncode == 0
 
 
+@pytest.mark.slow
 def test_under_a_launcher_each_process_runs_the_script(tmp_path: Path) -> None:
     """X5: the parameters are those of one process with all rows; rank 0 has the closing line, of its rows."""
     text = """
