@@ -3,15 +3,17 @@
 import contextlib
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http.server import ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from manyhands.cli import main
+from manyhands.scripts import command
 
 NAMES = ["train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"]
 
@@ -69,6 +71,17 @@ def status_of(*arguments: str) -> int:
         return main(arguments)
     except SystemExit as stopped:  # argparse ends --help this way
         return int(str(stopped.code))
+
+
+def run_to_the_end(*arguments: str) -> int:
+    """Run `manyhands run` with these arguments in this process, and what it leaves for the exit; return the status."""
+    at_exit: list[Callable[[], None]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "atexit", SimpleNamespace(register=at_exit.append, unregister=at_exit.remove))
+        status = main(["run", *arguments])
+    for handler in at_exit:
+        handler()
+    return status
 
 
 def assert_misused(arguments: Sequence[str], error: str, capsys: pytest.CaptureFixture[str]) -> str:

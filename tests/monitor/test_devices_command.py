@@ -175,6 +175,29 @@ def test_a_variable_on_a_machine_without_gpus(
     assert not any("CUDA_DEVICE_ORDER" in line for line in lines(capsys))
 
 
+@pytest.mark.parametrize(("hip", "variable"), [(None, None), ("6.4", "HIP_VISIBLE_DEVICES")])
+def test_rocms_variable_counts_only_with_rocm(
+    hip: str | None,
+    variable: str | None,
+    no_accelerators: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """M2: and nvidia-smi knows none of its numbers."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1")
+    assert facts(capsys)["visibility"]["variable"] == variable
+    assert not any("CUDA_DEVICE_ORDER" in line for line in lines(capsys))
+
+
+def test_a_variable_may_have_any_letters(
+    no_accelerators: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """M4: bytes that are no text, and escape sequences, are question marks."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,\udcff\x1b[31m")
+    assert any("0,??[31m: ??[31m names no GPU" in line for line in lines(capsys))
+
+
 def test_a_driver_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """M1: a driver without its library, and figures that a GPU does not have."""
     module = nvml([{"bus": 1, "load": None, "power": None, "reasons": 0x40}])

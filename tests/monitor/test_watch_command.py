@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from helpers.commands import assert_misused
 from helpers.fake_gpus import install, nvml
 from manyhands.cli import main
 from manyhands.monitor import sample
-from manyhands.monitor.display import styled_lines
+from manyhands.monitor.display import fitted, styled_lines
 from manyhands.monitor.nvml import GpuReader
 from manyhands.monitor.sample import Sample, Sampler
 from manyhands.runtime.step_status import Published, ReplicaStatus
@@ -192,7 +193,8 @@ def test_a_reader_that_ends(runtime: Path) -> None:
 def test_a_log_that_is_full(here: None, capsys: pytest.CaptureFixture[str]) -> None:
     """M4: one line, exit status 1."""
     assert main(["watch", "--once", "--every", "0.1", "--log", "/dev/full"]) == 1
-    assert capsys.readouterr().err == "manyhands watch: error: [Errno 28] No space left on device\n"
+    error = "--log /dev/full: cannot be written any more (No space left on device)"
+    assert capsys.readouterr().err == f"manyhands watch: error: {error}\n"
 
 
 @pytest.mark.parametrize(
@@ -229,11 +231,11 @@ def published(monkeypatch: pytest.MonkeyPatch) -> list[Published]:
     return found
 
 
-def on_gpu(steps: int, *rows: int, module: str = "Net") -> Published:
+def on_gpu(steps: int, *rows: int, module: str = "Net", age_s: float = 0.0) -> Published:
     replicas = [
         ReplicaStatus(i, count, 1e-4, 2e-4, False, f"cuda:{i}", f"0000:0{5 + i}:00") for i, count in enumerate(rows)
     ]
-    return Published("a", os.getpid(), steps, 0.0, 0.5, module, "ThreadsEngine", tuple(replicas))
+    return Published("a", os.getpid(), steps, time.time() - age_s, 0.5, module, "ThreadsEngine", tuple(replicas))
 
 
 def lines_of(taken: Sample, width: int | None = None) -> list[str]:
@@ -256,7 +258,22 @@ def test_gpus_and_the_replicas_on_them(monkeypatch: pytest.MonkeyPatch, publishe
     assert "2  100%  3/16 GiB  60 C          -  Fake GPU" in shown
     assert "the others wait for replica 1: GPU 2 runs at a low clock: it is too hot" in shown
     assert "a folder is not private" in shown
-    assert any("7 steps, none for " in line for line in shown)  # since 1970
+    assert any(line.endswith("; 7 steps, 500 ms each") for line in shown)
+
+
+def test_a_wrapper_that_has_stopped_has_no_straggler(
+    monkeypatch: pytest.MonkeyPatch, published: list[Published]
+) -> None:
+    """M8: its replicas' figures are those of the last step; none of them waits for another one now."""
+    install(monkeypatch, nvml([{"bus": 5, "load": 40}, {"bus": 6, "load": 100}]))
+    published.append(on_gpu(7, 8, 8, age_s=3600))
+    taken = Sampler(GpuReader()).take()
+    assert taken.wrappers[0].has_stopped
+    assert taken.wrappers[0].straggler is None
+    shown = "\n".join(lines_of(taken))
+    assert "7 steps, none for 3600 s" in shown
+    assert "slowest" not in shown
+    assert "the others wait" not in shown
 
 
 def test_means_are_of_steps_with_the_same_rows(published: list[Published]) -> None:
@@ -277,6 +294,17 @@ def test_text_of_other_programs_cannot_command_the_terminal(published: list[Publ
     """M4: escape sequences and letters that a terminal may lack are question marks."""
     published.append(on_gpu(1, 8, module="N\x1b[2Jet\u00e9"))
     assert any("N?[2Jet?, ThreadsEngine" in line for line in lines_of(Sampler(GpuReader()).take(), 20 * 5))
+
+
+def test_what_is_left_out_is_said(published: list[Published], monkeypatch: pytest.MonkeyPatch) -> None:
+    """M4: a long command ends with dots, and so does a table on a terminal that is not high enough for it."""
+    monkeypatch.setattr(sample, "_process", lambda pid: ("python train.py " + "x" * 50, [pid], 0.0))
+    published.append(on_gpu(1, 8))
+    taken = Sampler(GpuReader()).take()
+    lines = styled_lines(taken, 80)
+    assert ("  python train.py " + "x" * 41 + "...", "") in lines
+    assert fitted(lines, len(lines)) == lines
+    assert fitted(lines, 3) == [*lines[:2], (f"... {len(lines) - 2} more", "bold")]
 
 
 def test_ctrl_c_is_the_usual_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

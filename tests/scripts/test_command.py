@@ -11,10 +11,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from helpers.commands import assert_misused, status_of
-from manyhands.cli import main
+from helpers.commands import assert_misused, run_to_the_end, status_of
 from manyhands.scripts.command import split
 
+SOURCES = str(Path(__file__).parents[2] / "src")
 WRAPPED = """
 import torch
 model = torch.nn.DataParallel(torch.nn.Linear(5, 2))
@@ -62,7 +62,7 @@ print(__name__, __file__, sys.argv, sys.path[0], beside.value, __spec__)
         "project/train.py",
     )
     arguments = ["--lr", "-1", "--devices", "x"]
-    assert main(["run", name, *arguments]) == 0
+    assert run_to_the_end(name, *arguments) == 0
     path = Path(name).absolute()
     assert capsys.readouterr().out == f"__main__ {path} {[name, *arguments]} {path.parent} 3 None\n"
 
@@ -72,7 +72,7 @@ def test_a_module_runs_as_with_python_m(capsys: pytest.CaptureFixture[str]) -> N
     script("", "packaged/__init__.py")
     script("import sys\nfrom packaged import other\nprint(__name__, __package__, sys.argv[1:])", "packaged/__main__.py")
     script("", "packaged/other.py")
-    assert main(["run", "-m", "packaged", "--x"]) == 0
+    assert run_to_the_end("-m", "packaged", "--x") == 0
     assert capsys.readouterr().out == "__main__ packaged ['--x']\n"
 
 
@@ -89,7 +89,7 @@ def test_a_module_runs_as_with_python_m(capsys: pytest.CaptureFixture[str]) -> N
 )
 def test_the_end_is_the_scripts(text: str, status: int, error: str, capsys: pytest.CaptureFixture[str]) -> None:
     """X7: exit status and traceback, in which no frame is of the command."""
-    assert main(["run", script(text)]) == status
+    assert run_to_the_end(script(text)) == status
     before, _, closing = capsys.readouterr().err.rpartition("manyhands run: ")
     assert before.endswith(error)
     assert "main_program" not in before
@@ -97,9 +97,104 @@ def test_the_end_is_the_scripts(text: str, status: int, error: str, capsys: pyte
     assert closing.count("\n") == 1
 
 
+def test_a_hook_of_the_script_that_fails_is_shown_as_python_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """X7: both exceptions, the hook's first, without frames of the command."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    name = script("import sys\ndef hook(*_):\n    raise ValueError('in hook')\nsys.excepthook = hook\n1 / 0")
+    assert run_to_the_end(name) == 1
+    frame = f'Traceback (most recent call last):\n  File "{Path(name).absolute()}", line'
+    before, _, closing = capsys.readouterr().err.rpartition("manyhands run: ")
+    assert before.startswith(f"Error in sys.excepthook:\n{frame} 3, in hook\n")
+    assert f"ValueError: in hook\n\nOriginal exception was:\n{frame} 5, in <module>\n" in before
+    assert before.endswith("ZeroDivisionError: division by zero\n")
+    assert closing.count("\n") == 1
+    script("import sys\nsys.excepthook = lambda *_: sys.exit(5)\n1 / 0")
+    assert run_to_the_end(name) == 5
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_script_may_leave_no_stream(
+    stream: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """X7: the exit status is its own, and what is printed still goes to standard error."""
+    monkeypatch.setattr(sys, stream, getattr(sys, stream))
+    assert run_to_the_end(script(f"import sys\nsys.{stream} = None\nsys.exit('no data')")) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("manyhands run: " if stream == "stderr" else "no data\nmanyhands run: ")
+
+
+def test_threads_and_exit_handlers_of_the_script_count(tmp_path: Path) -> None:
+    """X5, X7: they come after its last line; the closing line comes after them. The script has closed its output."""
+    name = script(
+        """
+import atexit, sys, threading, torch
+def steps(count):
+    model = torch.nn.DataParallel(torch.nn.Linear(5, 2))
+    for _ in range(count):
+        model(torch.zeros(30, 5))
+def later():
+    threading.main_thread().join()
+    steps(2)
+threading.Thread(target=later).start()
+atexit.register(steps, 1)
+sys.stdout.close()
+"""
+    )
+    command = [sys.executable, "-m", "manyhands", "run", "--devices", "cpu*2", name]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": SOURCES}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=200, check=False)
+    (closing,) = done.stderr.decode().splitlines()
+    assert closing.startswith(
+        "manyhands run: 2 wrappers on 2 replicas (2 x cpu), engine threads; 90 rows in 3 forwards"
+    )
+    assert done.returncode == 0
+
+
+@pytest.mark.slow
+def test_under_a_launcher_each_process_runs_the_script(tmp_path: Path) -> None:
+    """X5: the parameters are those of one process with all rows; rank 0 has the closing line, of its rows."""
+    text = """
+import os, sys, torch
+rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+torch.manual_seed(0)
+model = torch.nn.Linear(5, 2, dtype=torch.float64)
+model = torch.nn.DataParallel(model) if world_size > 1 else model
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+rows = torch.randn(12, 5, dtype=torch.float64)[rank::world_size]
+for _ in range(3):
+    optimizer.zero_grad()
+    model(rows).square().mean().backward()
+    optimizer.step()
+torch.save([p.detach() for p in model.parameters()], f"{rank}of{world_size}.pt")
+"""
+    name = script(text)
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, "-m", "manyhands", "run", "--devices", "cpu*2", name],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    closings = [line for line in done.stderr.decode().splitlines() if line.startswith("manyhands run: ")]
+    (closing,) = closings
+    assert closing.startswith("manyhands run: rank 0 of 2; 1 wrapper on 2 replicas (2 x cpu), engine threads; 18 rows")
+    exec(compile(text, name, "exec"), {"__name__": "__main__"})
+    oracle = torch.load("0of1.pt")
+    for rank in range(2):
+        for found, expected in zip(torch.load(f"{rank}of2.pt"), oracle, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
 def test_the_closing_line_is_json_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
     """X5: on standard error, the last line; standard output is the script's."""
-    assert main(["run", "--json", "--devices", "cpu*2", script(WRAPPED + "print('own')\nraise SystemExit(4)")]) == 4
+    assert run_to_the_end("--json", "--devices", "cpu*2", script(WRAPPED + "print('own')\nraise SystemExit(4)")) == 4
     captured = capsys.readouterr()
     assert captured.out == "own\n"
     content = json.loads(captured.err)
@@ -111,11 +206,19 @@ def test_the_closing_line_is_json_for_machines(capsys: pytest.CaptureFixture[str
     assert sum(content["shares"].values()) == pytest.approx(1, abs=1e-3)
 
 
+@pytest.mark.parametrize("shares", ["chunk", "even", "measured", "3,1"])
+def test_every_rule_of_shares_can_be_given(shares: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """X3, S16: as text on the command line."""
+    name = script(WRAPPED + "print(model.shares)")
+    assert run_to_the_end("--devices", "cpu*2", "--shares", shares, name) == 0
+    assert capsys.readouterr().out == ("(3.0, 1.0)\n" if shares == "3,1" else f"{shares}\n")
+
+
 def test_the_plain_module_is_called_so(capsys: pytest.CaptureFixture[str]) -> None:
     """X5, A2: its backward is part of the rest."""
     if torch.accelerator.is_available():
         pytest.skip("this machine has an accelerator")
-    assert main(["run", script(WRAPPED)]) == 0
+    assert run_to_the_end(script(WRAPPED)) == 0
     closing = capsys.readouterr().err.splitlines()[-1]
     assert closing.startswith(
         "manyhands run: 1 wrapper on no accelerator, where the plain module runs (--devices 'cpu*2'"
@@ -132,16 +235,16 @@ def test_a_script_without_a_wrapper_is_told_so(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     guarded = "import torch\nif torch.cuda.device_count() > 1:" + WRAPPED.replace("\n", "\n    ").rstrip()
     name = script(guarded + "\nprint(torch.cuda.device_count(), torch.cuda.is_available())")
-    assert main(["run", "--devices", "cpu*2", name]) == 0
+    assert run_to_the_end("--devices", "cpu*2", name) == 0
     error = capsys.readouterr().err
     assert "made no torch.nn.DataParallel" in error
     assert "--count-replicas" in error
-    assert main(["run", "--devices", "cpu*2", "--count-replicas", name]) == 0
+    assert run_to_the_end("--devices", "cpu*2", "--count-replicas", name) == 0
     captured = capsys.readouterr()
     assert captured.out == f"2 {torch.cuda.is_available()}\n"
     assert captured.err.startswith("manyhands run: 1 wrapper on 2 replicas (2 x cpu), engine threads; 90 rows in 3 ")
     assert torch.cuda.device_count() == 0
-    assert main(["run", script("print(1)")]) == 0
+    assert run_to_the_end(script("print(1)")) == 0
     error = capsys.readouterr().err
     assert "it ran as with python alone" in error
     assert "--count-replicas" not in error
@@ -157,6 +260,7 @@ def test_a_script_without_a_wrapper_is_told_so(
         (["-m", "folder"], "-m folder: it is a package without a __main__"),
         (["--devices", "gpu", "train.py"], "--devices gpu: gpu is no device"),
         (["--shares", "2,1", "--devices", "cpu*3", "train.py"], "2 weights for 3 devices"),
+        (["--shares", "fast", "train.py"], "argument --shares: expected chunk, even, measured, or weights such as 2,1"),
         (["--engine", "fibres", "train.py"], "argument --engine: invalid choice"),
         (["--count-replicas", "train.py"], "--count-replicas counts those of --devices: give --devices too"),
         (["--speed", "train.py"], "there is no option --speed"),
@@ -202,7 +306,7 @@ if __name__ == "__main__":
         "PATH": "/usr/bin:/bin",
         "LANG": "C",
         "COLUMNS": "20",
-        "PYTHONPATH": str(Path(__file__).parents[2] / "src"),
+        "PYTHONPATH": SOURCES,
     }
     command = [sys.executable, "-W", "error", "-m", "manyhands", "run", "--devices", "cpu*2"]
     done = subprocess.run(

@@ -11,8 +11,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from helpers.commands import run_to_the_end
 from helpers.rounding import rounding_bound
-from manyhands.cli import main
 
 PROGRAMS = Path(__file__).parent / "programs"
 TUTORIALS = ["first_steps", "notebook_cells", "wrapped_block", "recurrent_batches", "residual_course"]
@@ -72,7 +72,7 @@ def test_the_losses_are_those_of_the_plain_script(
     device = torch.accelerator.current_accelerator(check_available=True)
     devices = ["--devices", f"{device or 'cpu'}*2"]
     options = [option for option in OPTIONS[name] if option != "--count-replicas" or device is None]
-    assert main(["run", *devices, *options, str(PROGRAMS / f"{name}.py")]) == 0
+    assert run_to_the_end(*devices, *options, str(PROGRAMS / f"{name}.py")) == 0
     captured = capsys.readouterr()
     assert_plain_losses(losses(captured.out), plain)
     if device is not None and "--count-replicas" in OPTIONS[name]:
@@ -90,7 +90,7 @@ def test_worker_processes_know_the_classes_of_the_script(
 ) -> None:
     """X1, R7: a class of `__main__` goes to them by value."""
     plain = plain_losses("wrapped_block", monkeypatch, capsys)
-    assert main(["run", "--devices", "cpu*2", "--engine", "processes", str(PROGRAMS / "wrapped_block.py")]) == 0
+    assert run_to_the_end("--devices", "cpu*2", "--engine", "processes", str(PROGRAMS / "wrapped_block.py")) == 0
     captured = capsys.readouterr()
     assert_plain_losses(losses(captured.out), plain)
     assert "on 2 replicas (2 x cpu), engine processes; 150 rows in 5 forwards" in captured.err

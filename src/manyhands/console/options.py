@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from manyhands.console.errors import OptionError
-from manyhands.primitives.split_sizes import check_shares
+from manyhands.primitives.split_sizes import RULES, check_shares
 
 TARGET = "package.module:build"
 
@@ -20,14 +20,14 @@ def folder(name: str) -> Path:
 
 def shares(text: str) -> str | list[float]:
     """Return the rule for the rows of each replica; an argparse type."""
-    if text in ("chunk", "even"):
+    if text in RULES:
         return text
     try:
         weights = [float(weight) for weight in text.split(",")]
         check_shares(weights, None)
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"expected chunk, even, or weights such as 2,1, 0 or more and not all of them 0; got {text!r}"
+            f"expected {', '.join(RULES)}, or weights such as 2,1, 0 or more and not all of them 0; got {text!r}"
         ) from None
     return weights
 

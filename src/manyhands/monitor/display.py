@@ -7,7 +7,6 @@ from manyhands.monitor.report import gib, wrapped
 from manyhands.monitor.sample import Sample, Wrapper
 
 _NONE = "-"
-_STALLED_STEPS, _STALLED_S = 10, 10.0  # a wrapper without a step for longer than both has stopped
 _MOST_COMMAND = 60
 
 
@@ -67,7 +66,7 @@ def blocks_of(sample: Sample) -> list[Block]:
 def _wrapper(wrapper: Wrapper) -> Block:
     heading = f"process {wrapper.pid}: {wrapper.module}, {wrapper.engine}"
     step = f"{wrapper.steps:,} steps, {_time(wrapper.step_s)} each"
-    if wrapper.age_s > max(_STALLED_STEPS * wrapper.step_s, _STALLED_S):
+    if wrapper.has_stopped:
         step = f"{wrapper.steps:,} steps, none for {wrapper.age_s:.0f} s"
     block = Block(f"{heading}; {step}", ["replica", "device", "rows", "share", "forward", "backward", "wait", ""])
     for i, replica in enumerate(wrapper.replicas):
@@ -91,7 +90,8 @@ def _wrapper(wrapper: Wrapper) -> Block:
         cause = wrapper.straggler.cause or "these figures do not tell why"
         block.notes.append(f"the others wait for replica {wrapper.straggler.replica}: {cause}")
     if wrapper.command:
-        block.notes.append(wrapper.command[:_MOST_COMMAND])
+        cut = len(wrapper.command) > _MOST_COMMAND
+        block.notes.append(f"{wrapper.command[: _MOST_COMMAND - 3]}..." if cut else wrapper.command)
     return block
 
 
@@ -108,6 +108,14 @@ def styled_lines(sample: Sample, width: int | None) -> list[tuple[str, str]]:
         lines += [(f"  {note}", "") for note in block.notes]
         lines.append(("", ""))
     return [(part, style) for line, style in lines[:-1] for part in wrapped([line], width).split("\n")]
+
+
+def fitted(lines: list[tuple[str, str]], height: int) -> list[tuple[str, str]]:
+    """Return the lines of a display that fit on a terminal of so many; the last one says how many are left out."""
+    if len(lines) <= height:
+        return lines
+    kept = max(height - 1, 0)
+    return [*lines[:kept], (f"... {len(lines) - kept} more", "bold")]
 
 
 def _table(block: Block, width: int | None) -> list[tuple[str, str]]:

@@ -133,7 +133,7 @@ def take_inventory(reader: GpuReader, *, bandwidth: bool, environment: Mapping[s
         gpus_unread=reader.problem if any(each.pci for each in found) else None,
         driver=reader.driver,
         cuda=torch.version.cuda,
-        visibility=visibility(environment, len(gpus) if gpus else None),
+        visibility=visibility(environment, len(gpus) if gpus else None, is_rocm=torch.version.hip is not None),
         links=tuple(links),
         imbalance=devices.imbalance(usable),
         cpu=processor,

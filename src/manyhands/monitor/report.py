@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from manyhands.monitor.cpu import Cpu
 from manyhands.monitor.inventory import Accelerator, DeviceLink, Inventory
-from manyhands.monitor.visibility import PCI_ORDER
+from manyhands.monitor.visibility import CUDA_VARIABLE, PCI_ORDER
 
 _INDENT = "  "
 
@@ -29,6 +29,15 @@ def wrapped(lines: list[str], width: int | None) -> str:
     return "\n".join(text)
 
 
+def printable(text: str) -> str:
+    """Return a text of other programs', or of the user's, in ASCII, without what a terminal would take for a command.
+
+    >>> printable("Net\x1b[2J")
+    'Net?[2J'
+    """
+    return "".join(letter if letter.isascii() and letter.isprintable() else "?" for letter in text)
+
+
 def gib(num_bytes: float) -> str:
     """Return a size in GiB."""
     return f"{num_bytes / 2**30:.1f} GiB"
@@ -36,7 +45,8 @@ def gib(num_bytes: float) -> str:
 
 def lines_of(inventory: Inventory) -> list[str]:
     """Return the report, one fact a line."""
-    return [*_accelerators(inventory), "", *_cpu(inventory.cpu), "", *_advice(inventory)]
+    lines = [*_accelerators(inventory), "", *_cpu(inventory.cpu), "", *_advice(inventory)]
+    return [printable(line) for line in lines]  # variables and names of devices may have any letters
 
 
 def _accelerators(inventory: Inventory) -> Iterator[str]:
@@ -99,7 +109,7 @@ def _numbering(inventory: Inventory) -> Iterator[str]:
                 f"{order}: CUDA numbers the fastest GPU first, and nvidia-smi uses PCI order, so their numbers differ "
                 f"here. CUDA_DEVICE_ORDER={PCI_ORDER} makes them the same"
             )
-    elif seen.order != PCI_ORDER and any(entry.isdecimal() for entry in seen.visible):
+    elif seen.variable == CUDA_VARIABLE and seen.order != PCI_ORDER and any(map(str.isdecimal, seen.visible)):
         yield (
             f"the numbers in {seen.variable} count the fastest GPU first. With CUDA_DEVICE_ORDER={PCI_ORDER} they are "
             "nvidia-smi's"

@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 import psutil
 
 from manyhands.monitor.nvml import Gpu, GpuReader
+from manyhands.monitor.report import printable
 from manyhands.monitor.stragglers import Replica, Straggler, find
 from manyhands.runtime.step_status import Published, ReplicaStatus, read_all
 
 _KEPT = 5  # publications whose mean is shown
+_STOPPED_STEPS, _STOPPED_S = 10, 10.0  # a wrapper without a step for longer than both has stopped
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class Wrapper:
         pid, command: its process.
         module, engine, steps, step_s: as in `Published`.
         age_s: seconds since it published a step.
+        has_stopped: whether that is so long that no step runs; its replicas are those of the last one.
+        straggler: None, too, if it has stopped: no replica waits for another one.
     """
 
     pid: int
@@ -33,6 +37,7 @@ class Wrapper:
     steps: int
     step_s: float
     age_s: float
+    has_stopped: bool
     replicas: tuple[Replica, ...]
     straggler: Straggler | None
 
@@ -107,16 +112,20 @@ class Sampler:
         command, pids, cpu_seconds = _process(last.pid)
         self._cpu_seconds[last.pid] = cpu_seconds
         own_cores = max(cpu_seconds - before[last.pid], 0) / elapsed_s if last.pid in before else sum(core_loads)
+        step_s = statistics.median(each.step_s for each in kept)  # the first may have started workers
+        age_s = max(time.time() - last.published_at, 0.0)
+        has_stopped = age_s > max(_STOPPED_STEPS * step_s, _STOPPED_S)
         return Wrapper(
             pid=last.pid,
             command=command,
             module=printable(last.module),
             engine=printable(last.engine),
             steps=last.steps,
-            step_s=statistics.median(each.step_s for each in kept),  # the first may have started workers
-            age_s=max(time.time() - last.published_at, 0.0),
+            step_s=step_s,
+            age_s=age_s,
+            has_stopped=has_stopped,
             replicas=tuple(replicas),
-            straggler=find(replicas, gpus, pids, core_loads, own_cores),
+            straggler=None if has_stopped else find(replicas, gpus, pids, core_loads, own_cores),
         )
 
 
@@ -182,8 +191,3 @@ def _process(pid: int) -> tuple[str, list[int], float]:
         seconds += times.user + times.system
     command = " ".join([os.path.basename(words[0]), *words[1:]])
     return printable(command), [each.pid for each in family], seconds
-
-
-def printable(text: str) -> str:
-    """Return a text of other programs' in ASCII, without what a terminal would take for a command."""
-    return "".join(letter if letter.isascii() and letter.isprintable() else "?" for letter in text)

@@ -1,10 +1,11 @@
-"""What CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER make of the GPUs' numbers."""
+"""What CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER make of the GPUs' numbers, or HIP_VISIBLE_DEVICES with ROCm."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
+_ROCM_VARIABLE = "HIP_VISIBLE_DEVICES"  # ROCm reads CUDA's too, if this one is not set
 _FASTEST_FIRST = "FASTEST_FIRST"  # CUDA's default
 PCI_ORDER = "PCI_BUS_ID"
 
@@ -55,7 +56,7 @@ class Visibility:
         return lines
 
 
-def visibility(environment: Mapping[str, str], num_gpus: int | None = None) -> Visibility:
+def visibility(environment: Mapping[str, str], num_gpus: int | None = None, *, is_rocm: bool = False) -> Visibility:
     """Return what the variables make of the GPUs' numbers.
 
     CUDA reads the entries in order, up to the first one that names no GPU. If one is named twice, it sees none.
@@ -68,10 +69,12 @@ def visibility(environment: Mapping[str, str], num_gpus: int | None = None) -> V
 
     Args:
         num_gpus: how many the machine has; None if that is not known.
+        is_rocm: whether torch is built for ROCm.
     """
     order = environment.get("CUDA_DEVICE_ORDER") or _FASTEST_FIRST
     order_is_set = bool(environment.get("CUDA_DEVICE_ORDER"))
-    variable = next((name for name in _VARIABLES if name in environment), None)
+    variables = (_ROCM_VARIABLE, CUDA_VARIABLE) if is_rocm else (CUDA_VARIABLE,)
+    variable = next((name for name in variables if name in environment), None)
     if variable is None:
         return Visibility(None, "", (), (), "", order, order_is_set)
     text = environment[variable]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 from manyhands.console.errors import DONE, Interrupted, OptionError
 from manyhands.console.progress import is_terminal
@@ -73,7 +73,7 @@ def run(given: dict[str, Any]) -> int:
     once, as_json = given.get("once", False), given.get("json", False)
     every_s: float = given.get("every", _EVERY_S)
     with contextlib.ExitStack() as stack:
-        log = stack.enter_context(_opened(given["log"])) if "log" in given else None
+        log = stack.enter_context(_log(given["log"])) if "log" in given else None
         stack.enter_context(_ending_on_signals())
         sampler = Sampler(GpuReader())
         in_place = not once and not as_json and is_terminal(sys.stdout)
@@ -85,8 +85,7 @@ def run(given: dict[str, Any]) -> int:
                 time.sleep(every_s)
                 sample = sampler.take()
                 if log is not None:
-                    log.write(json.dumps(asdict(sample)) + "\n")
-                    log.flush()
+                    log(json.dumps(asdict(sample)))
                 show(sample)
                 if once:
                     return DONE
@@ -111,7 +110,7 @@ def _live() -> Iterator[Callable[[Any], None]]:
     from rich.live import Live
     from rich.text import Text
 
-    from manyhands.monitor.display import styled_lines
+    from manyhands.monitor.display import fitted, styled_lines
 
     console = Console()
     with Live(Text("one moment ..."), console=console, screen=True, auto_refresh=False) as live:
@@ -119,7 +118,7 @@ def _live() -> Iterator[Callable[[Any], None]]:
 
         def show(sample: Any) -> None:
             text = Text(no_wrap=True, overflow="crop")
-            for line, style in styled_lines(sample, console.width):
+            for line, style in fitted(styled_lines(sample, console.width), console.height):
                 text.append(f"{line}\n", style=style or None)
             live.update(text, refresh=True)
 
@@ -142,11 +141,31 @@ def _ending_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _opened(path: Path) -> TextIO:
+@contextlib.contextmanager
+def _log(path: Path) -> Iterator[Callable[[str], None]]:
+    """Yield what appends a line to a file.
+
+    Raises:
+        OptionError: the file cannot be opened.
+        OSError: it cannot be written any more.
+    """
     try:
-        return path.open("a", encoding="utf-8")
+        file = path.open("a", encoding="utf-8")
     except OSError as error:
         raise OptionError(f"--log {path}: cannot be written ({error.strerror}); name another file") from error
+
+    def write(line: str) -> None:
+        try:
+            file.write(f"{line}\n")
+            file.flush()
+        except OSError as error:
+            raise OSError(f"--log {path}: cannot be written any more ({error.strerror})") from error
+
+    try:
+        yield write
+    finally:
+        with contextlib.suppress(OSError):  # what is left of a line that could not be written
+            file.close()
 
 
 def _file(name: str) -> Path:

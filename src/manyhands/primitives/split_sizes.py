@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 Shares = str | Sequence[float]
 MEASURED = "measured"
-_RULES = ("chunk", "even", MEASURED)
+RULES = ("chunk", "even", MEASURED)
 _EXPECTED = 'expected "chunk", "even", "measured" or'
 
 
@@ -28,7 +28,7 @@ def check_shares(shares: object, num_replicas: int | None) -> Shares:
             no weight above 0.
     """
     if isinstance(shares, str):
-        if shares not in _RULES:
+        if shares not in RULES:
             raise ValueError(f"shares={shares!r}: {_EXPECTED} one weight a device")
         return shares
     if not isinstance(shares, Sequence) or not all(

@@ -1,6 +1,7 @@
 """The command `manyhands run script.py [args]`: an unmodified script, with manyhands in the place of torch's names."""
 
 import argparse
+import atexit
 import contextlib
 import os
 import sys
@@ -10,15 +11,15 @@ from types import CodeType
 from typing import Any
 
 from manyhands.console.device_option import choose_devices
-from manyhands.console.errors import OptionError
+from manyhands.console.errors import FAILED, OptionError
 from manyhands.console.options import shares
 from manyhands.distributed.environment import started_by_launcher
 from manyhands.primitives.split_sizes import check_shares
 from manyhands.runtime import devices as _devices
 from manyhands.scripts import summary
 from manyhands.scripts.gpu_count import counted_as_gpus, counts_gpus
-from manyhands.scripts.install import install
-from manyhands.scripts.main_program import find_module, find_script, run_program
+from manyhands.scripts.install import Installation, install
+from manyhands.scripts.main_program import ProgramError, find_module, find_script, run_program
 
 _WITH_VALUE = ("--devices", "--engine", "--shares", "--randomness")
 
@@ -36,6 +37,7 @@ examples:
   manyhands run train.py                            on the script's own devices
   manyhands run --devices 'cpu*2' train.py --lr 0.1
   manyhands run --devices 2 --sync-batch-norm -m package.train
+  manyhands run --devices 'cpu*2' --shares measured train.py
   manyhands run --devices 'cpu*2' --count-replicas tutorial.py
 
 exit status:
@@ -60,7 +62,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--shares",
         type=shares,
         metavar="RULE",
-        help="rows of each replica: chunk, even, or one weight a device, such as 2,1 (default: chunk)",
+        help="rows of each replica: chunk; even; measured, which tries a few in the first steps and keeps the "
+        "fastest; or one weight a device, such as 2,1 (default: chunk)",
     )
     parser.add_argument(
         "--sync-batch-norm", action="store_true", help="batch norm with the statistics of the whole batch"
@@ -100,7 +103,7 @@ def needed(given: dict[str, Any]) -> tuple[str, ...]:
 
 
 def run(given: dict[str, Any]) -> int:
-    """Run the script, print the closing line, and return the script's exit status.
+    """Run the script, and return its exit status; the closing line is printed when the program exits.
 
     Raises:
         CommandError: nothing was run.
@@ -119,23 +122,81 @@ def run(given: dict[str, Any]) -> int:
     except ValueError as error:
         raise OptionError(error) from error
 
-    process, codes = os.getpid(), list[CodeType]()
+    codes = list[CodeType]()
     find = partial(find_script, script) if script is not None else partial(find_module, str(module))
-    with installed, contextlib.ExitStack() as stack:
-        if "count_replicas" in given and devices:
-            stack.enter_context(counted_as_gpus(len(devices)))
-        status = run_program(find, given["arguments"], codes.append)
-        report, engine = installed.report(), options.get("engine", "threads")
-    sys.stdout.flush()  # the closing line comes after all that the script has printed
-    if report is None or os.getpid() != process or os.environ.get("RANK", "0") != "0":
-        return status  # a child that the script has forked, and another rank, have no line of their own
-    if "json" in given:
-        text = summary.record(report, engine, status)
-    else:
-        hidden = "count_replicas" not in given and any(map(counts_gpus, codes))
-        text = f"manyhands run: {summary.line(report, engine, _advice() if hidden else None)}"
-    print(text, file=sys.stderr, flush=True)
-    return status
+    counted = len(devices) if devices and "count_replicas" in given else None
+    engine = options.get("engine", "threads")
+    ending = _Ending(installed, engine, codes, as_json="json" in given, counted_replicas=counted)
+    atexit.register(ending)  # before the script's own, so it is called after them
+    try:
+        ending.status = run_program(find, given["arguments"], codes.append)
+    except ProgramError:
+        atexit.unregister(ending)
+        ending.uninstall()
+        raise
+    with contextlib.suppress(AttributeError, ValueError):  # the script has put None there, or closed it
+        sys.stdout.flush()
+    return ending.status
+
+
+class _Ending:
+    """What is left for the program's exit: the closing line, and torch's names put back.
+
+    Threads of the script may outlive its last line, and its exit handlers come later still. All of these may make
+    wrappers, and what they do counts.
+
+    Args:
+        codes: those of the script, once it was found.
+        counted_replicas: the number of GPUs that the script is told; None: the true one.
+
+    Attributes:
+        status: the script's exit status.
+    """
+
+    def __init__(
+        self,
+        installed: Installation,
+        engine: str,
+        codes: Sequence[CodeType],
+        *,
+        as_json: bool,
+        counted_replicas: int | None,
+    ) -> None:
+        self.status = FAILED
+        self._installed, self._engine, self._codes = installed, engine, codes
+        self._as_json, self._counts_replicas = as_json, counted_replicas is not None
+        self._process, self._stream = os.getpid(), sys.stderr
+        self._entered = contextlib.ExitStack()
+        self._entered.enter_context(installed)
+        if counted_replicas is not None:
+            self._entered.enter_context(counted_as_gpus(counted_replicas))
+
+    def uninstall(self) -> None:
+        """Put everything back."""
+        self._entered.close()
+
+    def __call__(self) -> None:
+        """Print the closing line."""
+        report = self._installed.report()
+        self.uninstall()
+        if report is None or os.getpid() != self._process or os.environ.get("RANK", "0") != "0":
+            return  # a child that the script has forked, and another rank, have no line of their own
+        if self._as_json:
+            text = summary.record(report, self._engine, self.status, _world_size())
+        else:
+            hidden = not self._counts_replicas and any(map(counts_gpus, self._codes))
+            line = summary.line(report, self._engine, _world_size(), _advice() if hidden else None)
+            text = f"manyhands run: {line}"
+        with contextlib.suppress(AttributeError, ValueError, OSError):
+            sys.stdout.flush()  # the closing line comes after all that the script has printed
+        with contextlib.suppress(ValueError, OSError):  # the script has closed it, or nothing reads it any more
+            print(text, file=self._stream, flush=True)
+
+
+def _world_size() -> int:
+    """Return how many processes a launcher has started."""
+    value = os.environ.get("WORLD_SIZE", "1")
+    return int(value) if value.isdecimal() else 1
 
 
 def _among_several() -> bool:

@@ -8,6 +8,7 @@ How it ends: with the status of `sys.exit`, or 1 after an exception, whose trace
 """
 
 import builtins
+import contextlib
 import importlib.machinery
 import importlib.util
 import io
@@ -116,6 +117,7 @@ def run_program(find: Callable[[], Program], arguments: Sequence[str], seen: Cal
     Raises:
         ProgramError: there is no such program.
     """
+    failure: BaseException
     try:
         program = find()
         code = program.load()
@@ -126,15 +128,39 @@ def run_program(find: Callable[[], Program], arguments: Sequence[str], seen: Cal
         sys.argv[:] = [program.argument, *arguments]
         _put_first(program.folder)
         exec(code, main.__dict__)
+        return DONE
     except ProgramError:
         raise
     except SystemExit as end:
         return _status(end)
     except BaseException as error:  # noqa: BLE001  whatever the program raises, Python would show it
-        frames = _of_program(error.__traceback__)
-        sys.excepthook(type(error), error.with_traceback(frames), frames)
-        return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
-    return DONE
+        failure = error
+    return _show(failure)  # outside of `except`, so that it is no part of what the program's own hook raises
+
+
+def _show(failure: BaseException) -> int:
+    """Show an exception as Python does at the end, by the program's own hook if it has set one; return the status."""
+    try:
+        _call_hook(sys.excepthook, failure)
+    except SystemExit as end:
+        return _status(end)
+    except BaseException as error:  # noqa: BLE001
+        _print_error("Error in sys.excepthook:")
+        _call_hook(sys.__excepthook__, error)
+        _print_error("\nOriginal exception was:")
+        _call_hook(sys.__excepthook__, failure)
+    return _INTERRUPTED if isinstance(failure, KeyboardInterrupt) else FAILED
+
+
+def _call_hook(hook: Callable[..., object], error: BaseException) -> None:
+    frames = _of_program(error.__traceback__)
+    hook(type(error), error.with_traceback(frames), frames)  # Python's own shows those of the exception
+
+
+def _print_error(text: object) -> None:
+    if sys.stderr is not None:  # print would take standard output
+        with contextlib.suppress(ValueError, OSError):  # closed; a full disk
+            print(text, file=sys.stderr, flush=True)
 
 
 def _put_first(folder: str) -> None:
@@ -148,7 +174,7 @@ def _status(end: SystemExit) -> int:
         return DONE
     if isinstance(end.code, int):
         return end.code
-    print(end.code, file=sys.stderr, flush=True)
+    _print_error(end.code)
     return FAILED
 
 

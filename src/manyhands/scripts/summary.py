@@ -12,17 +12,18 @@ _NO_WRAPPER = (
 _PLAIN = "no accelerator, where the plain module runs (--devices 'cpu*2' makes two replicas)"
 
 
-def line(report: Report, engine: str, advice: str | None = None) -> str:
+def line(report: Report, engine: str, world_size: int = 1, advice: str | None = None) -> str:
     """Return one line of plain ASCII for people.
 
     Args:
+        world_size: how many processes run the script; the report is that of rank 0.
         advice: for a script that has made no wrapper.
     """
     if not report.devices and not report.functions:
         return f"{_NO_WRAPPER}. {advice}" if advice else _NO_WRAPPER
-    parts = []
+    parts = [f"rank 0 of {world_size}"] if world_size > 1 else []
     if report.devices:
-        number = f"{len(report.devices)} wrapper{'s' * (len(report.devices) > 1)}"
+        number = _counted(len(report.devices), "wrapper")
         wheres = [describe(devices) if devices else _PLAIN for devices in report.devices]
         several = any(len(devices) > 1 for devices in report.devices)
         parts.append(f"{number} on {' and '.join(dict.fromkeys(wheres))}{f', engine {engine}' * several}")
@@ -30,12 +31,16 @@ def line(report: Report, engine: str, advice: str | None = None) -> str:
         parts.append("calls of " + ", ".join(f"{name} {count:,}" for name, count in report.functions.items()))
     if report.forwards:
         rate = f", {report.rows / report.seconds:,.0f} rows/s" if report.seconds else ""
-        parts.append(f"{report.rows:,} rows in {report.forwards:,} forwards{rate}")
+        parts.append(f"{_counted(report.rows, 'row')} in {_counted(report.forwards, 'forward')}{rate}")
         if report.seconds:
             parts.append(", ".join(f"{name} {share:.0%}" for name, share in phases(report).items()))
     elif report.devices:
         parts.append("no forward")
     return "; ".join(parts)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def phases(report: Report) -> dict[str, float]:
@@ -50,7 +55,7 @@ def phases(report: Report) -> dict[str, float]:
     return {name: seconds / whole for name, seconds in named.items()}
 
 
-def record(report: Report, engine: str, status: int) -> str:
+def record(report: Report, engine: str, status: int, world_size: int = 1) -> str:
     """Return the same for machines: one line of JSON."""
     content: dict[str, Any] = {
         "wrappers": [[str(device) for device in devices] for devices in report.devices],
@@ -62,5 +67,6 @@ def record(report: Report, engine: str, status: int) -> str:
         "rows_per_second": round(report.rows / report.seconds, 3) if report.seconds else None,
         "shares": {name: round(share, 4) for name, share in phases(report).items()} if report.seconds else {},
         "exit_status": status,
+        "world_size": world_size,
     }
     return json.dumps(content)

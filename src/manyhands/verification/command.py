@@ -66,7 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--shares",
         type=shares,
         metavar="RULE",
-        help="rows of each replica: chunk, even, or one weight a device, such as 2,1 (default: chunk)",
+        help="rows of each replica: chunk, even, measured, or one weight a device, such as 2,1 (default: chunk)",
     )
     parser.add_argument("--dim", type=int, metavar="AXIS", help="the axis of the rows (default: 0)")
     parser.add_argument(
