@@ -420,10 +420,10 @@ def test_without_the_option_a_death_is_an_error(wrap: Wrap, tmp_path: Path) -> N
         output.sum().backward()
 
 
-@pytest.mark.parametrize("value", ["Retry", None, True])
-def test_bad_options(value: Any) -> None:
+@pytest.mark.parametrize(("value", "error"), [("Retry", ValueError), (None, TypeError), (True, TypeError)])
+def test_bad_options(value: Any, error: type[Exception]) -> None:
     """F10: refused, with what was expected."""
-    with pytest.raises(ValueError, match=r"on_worker_loss=.*: expected one of \['raise', 'retry'\]"):
+    with pytest.raises(error, match=r"on_worker_loss=.*: expected one of \['raise', 'retry'\]"):
         DataParallel(nn.Linear(1, 1), ["cpu"] * 2, on_worker_loss=value)
     if value is not True:
         with pytest.raises(TypeError, match="rescue="):

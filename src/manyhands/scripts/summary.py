@@ -7,7 +7,8 @@ from manyhands.console.device_option import describe
 from manyhands.scripts.activity import Report
 
 _NO_WRAPPER = (
-    "the script made no torch.nn.DataParallel and called none of the functions beside it: it ran as with python alone"
+    "the script made no torch.nn.DataParallel in this process and called none of the functions beside it: it ran as "
+    "with python alone"
 )
 _PLAIN = "no accelerator, where the plain module runs (--devices 'cpu*2' makes two replicas)"
 
