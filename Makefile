@@ -24,7 +24,7 @@ demo: $(READY)  ## train ResNet-18 on real pictures, on every device, and show t
 test: $(READY)  ## run the test suite
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-test-all: $(READY)  ## what `make test` leaves out because it takes longer: slow tests, ten times the examples in property tests
+test-all: $(READY)  ## what `make test` leaves out because it takes longer: slow tests, five times the examples in property tests
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow or property" --hypothesis-profile=thorough
 
 # Each release of torch has an environment of its own: up to 6 GB, because most releases come with CUDA. pip is told to

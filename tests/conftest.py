@@ -30,7 +30,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How many examples the property tests draw: 200 in `make test`, and with --hypothesis-profile=thorough, as in `make
-# test-all`, 2,000. They are drawn from a fixed seed, one a test: a commit that passed still passes, and the same
+# test-all`, 1,000. They are drawn from a fixed seed, one a test: a commit that passed still passes, and the same
 # command finds the same counterexample. To look further, raise the number. Nothing depends on the time that an example
 # takes.
 if importlib.util.find_spec("hypothesis"):  # `make gpu-check` runs without it, and without the tests that need it
@@ -39,7 +39,7 @@ if importlib.util.find_spec("hypothesis"):  # `make gpu-check` runs without it, 
     settings.register_profile(
         "default", max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
     )
-    settings.register_profile("thorough", settings.get_profile("default"), max_examples=2000)
+    settings.register_profile("thorough", settings.get_profile("default"), max_examples=1000)
     settings.load_profile("default")  # the option is read later, and then its profile holds
 
 
