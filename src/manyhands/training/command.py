@@ -154,9 +154,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def needed(given: dict[str, Any]) -> tuple[str, ...]:
-    """Return the packages that must be installed."""
-    return "matplotlib", "numpy", "psutil", "rich", "safetensors"
+def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Return the packages that must be installed, by the extra that has them."""
+    return {"train": ("matplotlib", "numpy", "psutil", "rich", "safetensors")}
 
 
 def run(given: dict[str, Any], ranks: Ranks = ALONE) -> int:
