@@ -5,7 +5,9 @@ checked and a first line has been printed.
 """
 
 import argparse
+import contextlib
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +16,15 @@ from manyhands.console import progress
 from manyhands.console.device_option import choose_devices, describe
 from manyhands.console.errors import DONE, OptionError, OutputClosedError
 from manyhands.console.options import flag, folder
+from manyhands.console.targets import TargetError, current_folder_first
 from manyhands.training import data, models
 from manyhands.training.display import Display
+from manyhands.training.observers import Observer, load
 from manyhands.training.options import DEVICE_ORDERS, ENGINES, PRECISIONS, SCHEDULES, Options
 from manyhands.training.ranks import ALONE, Ranks, launch
 from manyhands.training.run_folder import RunFolder
+
+_TENSORBOARD = "--tensorboard"
 
 SUMMARY = "train an image classifier on every device"
 
@@ -37,12 +43,15 @@ examples:
   manyhands train --devices 'cpu*4' --engine processes
   manyhands train --devices cuda:0,cuda:1 --precision bf16 --accumulate 2
   manyhands train --data fashion-mnist --batch-size 256 --devices 1 --precision bf16 --compile
+  manyhands train --output runs/demo --tensorboard
+  manyhands train --observer trackers:MyTracker
   manyhands train --resume runs/demo --epochs 20
 
 files in the output folder:
   metrics.jsonl       loss of each step, loss and accuracy of each epoch
   curves.png          the same as a picture
   model.safetensors   the weights
+  tensorboard/        the same as metrics.jsonl, with --tensorboard
   config.json, checkpoint.safetensors, checkpoint.previous.safetensors   what --resume needs
 """
 
@@ -150,13 +159,28 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=folder,
         metavar="DIR",
         help="go on with the run in this folder, however it ended, with its options; --devices, --engine, --compile "
-        "and --epochs may be given anew",
+        "and --epochs may be given anew, and the observers have to be",
+    )
+
+    observing = parser.add_argument_group("observing")
+    observing.add_argument(
+        "--tensorboard",
+        action="store_true",
+        help="write losses, accuracies, rates and options for TensorBoard too, in the folder tensorboard of the output",
+    )
+    observing.add_argument(
+        "--observer",
+        action="append",
+        metavar="package.module:Class",
+        help="tell a tracker of your own of each step and each epoch: a class derived from "
+        "manyhands.training.observers.Observer, found from the current folder; may be repeated",
     )
 
 
 def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
     """Return the packages that must be installed, by the extra that has them."""
-    return {"train": ("matplotlib", "numpy", "psutil", "rich", "safetensors")}
+    packages = {"train": ("matplotlib", "numpy", "psutil", "rich", "safetensors")}
+    return packages | ({"tensorboard": ("tensorboard",)} if "tensorboard" in given else {})
 
 
 def run(given: dict[str, Any], ranks: Ranks = ALONE) -> int:
@@ -170,12 +194,16 @@ def run(given: dict[str, Any], ranks: Ranks = ALONE) -> int:
         CommandError: it cannot start or go on. Interrupted: a signal asked it to stop.
     """
     ranks.expect_equal("the options", {flag(name): value for name, value in given.items() if name != "devices"})
+    given = dict(given)
+    observed_by, with_tensorboard = given.pop("observer", []), given.pop("tensorboard", False)
     options, run_folder, resume = ranks.from_first(lambda: _plan_run(given))
     options = replace(options, devices=given.get("devices", options.devices))
     os.environ["CUDA_DEVICE_ORDER"] = options.device_order  # read when CUDA is initialised, later than this
     ranks.together(lambda: _expect_usable(options, ranks))
     try:
-        _train(options, run_folder, resume, ranks)
+        with current_folder_first() if observed_by else contextlib.nullcontext():  # they may import more while it runs
+            observers = ranks.together(lambda: _observers(observed_by, with_tensorboard) if ranks.is_first else {})
+            _train(options, run_folder, resume, ranks, observers)
     except BrokenPipeError as error:
         raise OutputClosedError(
             "nothing reads the output any more, so the training has stopped: "
@@ -189,16 +217,20 @@ def run(given: dict[str, Any], ranks: Ranks = ALONE) -> int:
     return DONE
 
 
-def _train(options: Options, run_folder: RunFolder, resume: bool, ranks: Ranks) -> None:
+def _train(
+    options: Options, run_folder: RunFolder, resume: bool, ranks: Ranks, observers: Mapping[str, Observer]
+) -> None:
     if ranks.is_first:
         print(f"manyhands {__version__}: {options}; results in {run_folder}", flush=True)
+        if _TENSORBOARD in observers:
+            print(f"to see it: tensorboard --logdir {run_folder.tensorboard}", flush=True)
 
     from manyhands.training.loop import train
 
     keep_freed_memory()
     display = Display(progress.for_stdout() if ranks.is_first else None)
     try:
-        outcome = train(options, run_folder, display, resume=resume, ranks=ranks)
+        outcome = train(options, run_folder, display, resume=resume, ranks=ranks, observers=observers)
     finally:
         display.close()
     if ranks.is_first:
@@ -218,6 +250,24 @@ def _expect_usable(options: Options, ranks: Ranks) -> None:
     models.expect_known(options.model, options.init)
     data.expect_known(options.data)
     choose_devices(options.devices, among_several=ranks.world_size > 1)
+
+
+def _observers(targets: Sequence[str], with_tensorboard: bool) -> dict[str, Observer]:
+    """Return the observers by the words that ask for them.
+
+    Raises:
+        TargetError: one cannot be had.
+    """
+    asked_for = {f"--observer {target}": target for target in targets}
+    if with_tensorboard:
+        asked_for = {_TENSORBOARD: "manyhands.training.tensorboard:TensorBoard", **asked_for}
+    observers = {}
+    for words, target in asked_for.items():
+        try:
+            observers[words] = load(target)
+        except TargetError as error:
+            raise TargetError(f"{words.split()[0]} {error}") from error
+    return observers
 
 
 def _plan_run(given: dict[str, Any]) -> tuple[Options, RunFolder, bool]:
