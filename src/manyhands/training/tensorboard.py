@@ -40,7 +40,7 @@ class TensorBoard(Observer):
         run_folder = RunFolder(folder)
         for path in run_folder.events():
             path.unlink()
-        # A TensorBoard that is open has read the earlier files: it forgets what it knows from step 0 on.
+        # A TensorBoard that has read the earlier files forgets what it knows from step 0 on.
         self._writer = SummaryWriter(run_folder.tensorboard, purge_step=0, flush_secs=_FLUSH_S)
         shown = ("epoch/train_loss", "epoch/test_loss", "epoch/test_accuracy")
         *begin, self._end = hparams(dict(config["options"]), dict.fromkeys(shown))  # type: ignore[no-untyped-call]
