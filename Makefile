@@ -15,7 +15,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'torch==2.13.0'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  --editable '.[train]' accelerate hypothesis mypy pytest pytest-xdist ruff transformers
+	  --editable '.[train,tensorboard]' accelerate hypothesis mypy pytest pytest-xdist ruff transformers
 	@touch $@
 
 demo: $(READY)  ## train ResNet-18 on real pictures, on every device, and show the result
@@ -45,7 +45,8 @@ compat:  ## run the test suite with another release of torch, in an environment 
 	$(PYTHON) -m venv $(@D)
 	grep -v '^torch==' constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	  needed = project["dependencies"] + project["optional-dependencies"]["train"]; \
+	  extras = project["optional-dependencies"]; \
+	  needed = project["dependencies"] + extras["train"] + extras["tensorboard"]; \
 	  print(*[each for each in needed if not each.startswith("torch")], sep="\n")' > $(@D)/requirements.txt
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir -c $(@D)/constraints.txt \
 	  'torch==$*' -r $(@D)/requirements.txt accelerate hypothesis pytest pytest-xdist transformers && \

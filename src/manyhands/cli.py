@@ -1,8 +1,9 @@
 """The command `manyhands`: it finds the subcommand, runs it, and reports an error in one line.
 
 Each subcommand is a module with SUMMARY, DESCRIPTION, EXAMPLES, `add_options(parser)`, `needed(given)` (the packages
-that must be installed) and `run(given)`, which returns the exit status. `given` has only what was on the command line.
-A module with `split(words)` says which of its words are its own; the others are in `given["arguments"]` as they are.
+that must be installed, by the extra that has them) and `run(given)`, which returns the exit status. `given` has only
+what was on the command line. A module with `split(words)` says which of its words are its own; the others are in
+`given["arguments"]` as they are.
 """
 
 import argparse
@@ -37,7 +38,6 @@ _COMMANDS: dict[str, ModuleType] = {
     "devices": devices,
     "watch": watch,
 }
-_EXTRAS = {watch: "watch"}  # what a command needs is in the extra [train] otherwise
 
 _DESCRIPTION = """\
 Put a PyTorch training on every device of the machine, with the numbers of one.
@@ -143,7 +143,7 @@ def _parse(argv: Sequence[str]) -> tuple[ModuleType | None, dict[str, Any]]:
     if name is None:
         parser.print_help()
         return None, given
-    expect_installed(_COMMANDS[name].needed(given), _EXTRAS.get(_COMMANDS[name], "train"))
+    expect_installed(_COMMANDS[name].needed(given))
     return _COMMANDS[name], given
 
 

@@ -8,7 +8,7 @@ import torch
 from manyhands.bench import contenders
 from manyhands.bench.contenders import Contender, Task, step_of
 from manyhands.bench.results import mean_over_rows
-from manyhands.verification.targets import TargetError
+from manyhands.console.targets import TargetError
 
 SCRIPT = """\
 import torch

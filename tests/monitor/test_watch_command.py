@@ -219,7 +219,8 @@ def test_missing_packages_are_named_with_the_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """M4: psutil and rich; nvidia-ml-py may be missing."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "rich" else SimpleNamespace())
+    installed = SimpleNamespace(origin="somewhere")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "rich" else installed)
     assert_misused(["watch", "--once"], "rich not installed: pip install 'manyhands[watch]'", capsys)
 
 

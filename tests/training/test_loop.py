@@ -498,7 +498,7 @@ def test_a_worker_that_is_killed_changes_no_weight(tmp_path: Path, monkeypatch: 
 def test_a_profiled_run_has_the_same_numbers(
     uninterrupted: RunFolder, folder: RunFolder, engine: str, tmp_path: Path
 ) -> None:
-    """T7: and its files are of the steps of the last epoch, also where the run goes on in two parts."""
+    """T9: and its files are of the steps of the last epoch, also where the run goes on in two parts."""
     outcome = train(replace(SMALL, engine=engine, epochs=1), folder, Recorder(), profile=True)
     assert outcome.profile is not None
     resumed = RunFolder.reopen(folder.path)

@@ -84,9 +84,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=folder, metavar="DIR", help="the folder for the results (default: runs/bench)")
 
 
-def needed(given: dict[str, Any]) -> tuple[str, ...]:
-    """Return the packages that must be installed."""
-    return "matplotlib", "psutil", "rich"
+def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Return the packages that must be installed, by the extra that has them."""
+    return {"train": ("matplotlib", "psutil", "rich")}
 
 
 def run(given: dict[str, Any]) -> int:

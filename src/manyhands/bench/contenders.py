@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from manyhands.console.targets import TargetError, current_folder_first
 from manyhands.data_parallel import DataParallel
 from manyhands.primitives.inputs import Arguments, scattered
 from manyhands.primitives.scatter_gather import scatter
 from manyhands.primitives.split_sizes import split_rows
 from manyhands.verification.compare import tensors_in
-from manyhands.verification.targets import TargetError, build_arguments, current_folder_first
+from manyhands.verification.targets import build_arguments
 
 LIBRARIES = {"accelerate": ("accelerate",), "fabric": ("lightning_fabric", "lightning")}
 OURS = ("threads", "processes")

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from manyhands.bench.contenders import Contender, Task, step_of, use_part_of_cores
+from manyhands.console.targets import TargetError, one_line
 from manyhands.runtime.malloc import keep_freed_memory
-from manyhands.verification.targets import TargetError, one_line
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,11 @@
     ├── OptionError        an option's value, or two options that do not go together
     ├── FolderError        the output folder, or the files in it
     ├── DivergedError      the training loss is no longer a number
-    └── OutputClosedError  what read the output has ended, as `head` does
+    ├── OutputClosedError  what read the output has ended, as `head` does
+    ├── TargetError        code of the caller's that an argument names (targets.py)
+    └── DataError          the data to train on (training/)
 
-The packages of the commands add `TargetError` (verification) and `DataError` (training). `Interrupted` is no error: a
-signal asked the training to stop, and it did.
+`Interrupted` is no error: a signal asked the training to stop, and it did.
 """
 
 import signal

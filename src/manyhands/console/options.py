@@ -2,7 +2,7 @@
 
 import argparse
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from manyhands.console.errors import OptionError
@@ -37,11 +37,22 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def expect_installed(packages: Sequence[str], extra: str) -> None:
-    """Check that packages of an extra of manyhands are installed.
+def expect_installed(packages: Mapping[str, Sequence[str]]) -> None:
+    """Check that packages are installed.
+
+    Args:
+        packages: by the extra of manyhands that has them.
 
     Raises:
         OptionError: some are not.
     """
-    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
-        raise OptionError(f"{', '.join(missing)} not installed: pip install 'manyhands[{extra}]'")
+    missing = {extra: [name for name in names if not _is_installed(name)] for extra, names in packages.items()}
+    extras = ",".join(extra for extra, names in missing.items() if names)
+    if extras:
+        names = ", ".join(name for names in missing.values() for name in names)
+        raise OptionError(f"{names} not installed: pip install 'manyhands[{extras}]'")
+
+
+def _is_installed(package: str) -> bool:
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None  # a folder of that name, without code, has no origin

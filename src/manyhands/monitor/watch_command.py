@@ -57,9 +57,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--every", type=_seconds, metavar="S", help=f"seconds between samples (default: {_EVERY_S:g})")
 
 
-def needed(given: dict[str, Any]) -> tuple[str, ...]:
-    """Return the packages that must be installed."""
-    return "psutil", "rich"
+def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Return the packages that must be installed, by the extra that has them."""
+    return {"watch": ("psutil", "rich")}
 
 
 def run(given: dict[str, Any]) -> int:

@@ -88,9 +88,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     results.add_argument("--published", action="store_true", help="only compare the model with published runs")
 
 
-def needed(given: dict[str, Any]) -> tuple[str, ...]:
-    """Return the packages that must be installed: the one that draws the picture, if there is to be one."""
-    return () if "published" in given else ("matplotlib",)
+def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Return the package that draws the picture, if there is to be one, by the extra that has it."""
+    return {} if "published" in given else {"train": ("matplotlib",)}
 
 
 def run(given: dict[str, Any]) -> int:

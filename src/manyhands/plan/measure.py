@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from manyhands import keep_freed_memory
 from manyhands.bench.contenders import Task
+from manyhands.console.targets import TargetError, current_folder_first, one_line
 from manyhands.plan.prediction import StepCost
 from manyhands.runtime.devices import accelerators
-from manyhands.verification.targets import TargetError, current_folder_first, one_line
 
 _WARM_UP_STEPS = 3
 _FEWEST_STEPS, _MOST_STEPS = 5, 100

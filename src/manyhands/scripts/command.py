@@ -97,9 +97,9 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(words[:position]), list(words[position:])
 
 
-def needed(given: dict[str, Any]) -> tuple[str, ...]:
-    """Return the packages that must be installed: none."""
-    return ()
+def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Return the packages that must be installed, by the extra that has them: none."""
+    return {}
 
 
 def run(given: dict[str, Any]) -> int:

@@ -5,7 +5,9 @@ checked and a first line has been printed.
 """
 
 import argparse
+import contextlib
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +16,15 @@ from manyhands.console import progress
 from manyhands.console.device_option import choose_devices, describe
 from manyhands.console.errors import DONE, OptionError, OutputClosedError
 from manyhands.console.options import flag, folder
+from manyhands.console.targets import TargetError, current_folder_first
 from manyhands.training import data, models
 from manyhands.training.display import Display
+from manyhands.training.observers import Observer, load
 from manyhands.training.options import DEVICE_ORDERS, ENGINES, PRECISIONS, SCHEDULES, Options
 from manyhands.training.ranks import ALONE, Ranks, launch
 from manyhands.training.run_folder import RunFolder
+
+_TENSORBOARD = "--tensorboard"
 
 SUMMARY = "train an image classifier on every device"
 
@@ -38,6 +44,8 @@ examples:
   manyhands train --devices cuda:0,cuda:1 --precision bf16 --accumulate 2
   manyhands train --data fashion-mnist --batch-size 256 --devices 1 --precision bf16 --compile
   manyhands train --devices 'cpu*2' --model mlp --profile
+  manyhands train --output runs/demo --tensorboard
+  manyhands train --observer trackers:MyTracker
   manyhands train --resume runs/demo --epochs 20
 
 files in the output folder:
@@ -46,6 +54,7 @@ files in the output folder:
   model.safetensors   the weights
   timeline.png        with --profile: what each replica did when, and where a step goes
   timeline.json       the same for chrome://tracing and https://ui.perfetto.dev
+  tensorboard/        the same as metrics.jsonl, with --tensorboard
   config.json, checkpoint.safetensors, checkpoint.previous.safetensors   what --resume needs
 """
 
@@ -147,24 +156,39 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     results.add_argument(
         "--output", type=folder, metavar="DIR", help="the folder for them (default: runs/ and the time)"
     )
-    results.add_argument(
-        "--profile",
-        action="store_true",
-        help="record what each replica does when, and write timeline.png and timeline.json after each epoch",
-    )
     results.add_argument("--overwrite", action="store_true", help="replace the run that is in the folder")
     results.add_argument(
         "--resume",
         type=folder,
         metavar="DIR",
-        help="go on with the run in this folder, however it ended, with its options; --devices, --engine, --compile, "
-        "--profile and --epochs may be given anew",
+        help="go on with the run in this folder, however it ended, with its options; --devices, --engine, --compile "
+        "and --epochs may be given anew; --profile, --tensorboard and --observer have to be, if they are wanted",
+    )
+
+    observing = parser.add_argument_group("observing")
+    observing.add_argument(
+        "--profile",
+        action="store_true",
+        help="record what each replica does when, and write timeline.png and timeline.json after each epoch",
+    )
+    observing.add_argument(
+        "--tensorboard",
+        action="store_true",
+        help="write losses, accuracies, rates and options for TensorBoard too, in the folder tensorboard of the output",
+    )
+    observing.add_argument(
+        "--observer",
+        action="append",
+        metavar="package.module:Class",
+        help="tell a tracker of your own of each step and each epoch: a class derived from "
+        "manyhands.training.observers.Observer, found from the current folder; may be repeated",
     )
 
 
-def needed(given: dict[str, Any]) -> tuple[str, ...]:
-    """Return the packages that must be installed."""
-    return "matplotlib", "numpy", "psutil", "rich", "safetensors"
+def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Return the packages that must be installed, by the extra that has them."""
+    packages = {"train": ("matplotlib", "numpy", "psutil", "rich", "safetensors")}
+    return packages | ({"tensorboard": ("tensorboard",)} if "tensorboard" in given else {})
 
 
 def run(given: dict[str, Any], ranks: Ranks = ALONE) -> int:
@@ -178,12 +202,18 @@ def run(given: dict[str, Any], ranks: Ranks = ALONE) -> int:
         CommandError: it cannot start or go on. Interrupted: a signal asked it to stop.
     """
     ranks.expect_equal("the options", {flag(name): value for name, value in given.items() if name != "devices"})
+    given = dict(given)
+    # What observes a run changes no number of it, and is no option of it.
+    observed_by, with_tensorboard = given.pop("observer", []), given.pop("tensorboard", False)
+    profile = given.pop("profile", False)
     options, run_folder, resume = ranks.from_first(lambda: _plan_run(given))
     options = replace(options, devices=given.get("devices", options.devices))
     os.environ["CUDA_DEVICE_ORDER"] = options.device_order  # read when CUDA is initialised, later than this
     ranks.together(lambda: _expect_usable(options, ranks))
     try:
-        _train(options, run_folder, resume, ranks, profile=given.get("profile", False))
+        with current_folder_first() if observed_by else contextlib.nullcontext():  # they may import more while it runs
+            observers = ranks.together(lambda: _observers(observed_by, with_tensorboard) if ranks.is_first else {})
+            _train(options, run_folder, resume, ranks, observers, profile=profile)
     except BrokenPipeError as error:
         raise OutputClosedError(
             "nothing reads the output any more, so the training has stopped: "
@@ -197,16 +227,26 @@ def run(given: dict[str, Any], ranks: Ranks = ALONE) -> int:
     return DONE
 
 
-def _train(options: Options, run_folder: RunFolder, resume: bool, ranks: Ranks, *, profile: bool) -> None:
+def _train(
+    options: Options,
+    run_folder: RunFolder,
+    resume: bool,
+    ranks: Ranks,
+    observers: Mapping[str, Observer],
+    *,
+    profile: bool,
+) -> None:
     if ranks.is_first:
         print(f"manyhands {__version__}: {options}; results in {run_folder}", flush=True)
+        if _TENSORBOARD in observers:
+            print(f"to see it: tensorboard --logdir {run_folder.tensorboard}", flush=True)
 
     from manyhands.training.loop import train
 
     keep_freed_memory()
     display = Display(progress.for_stdout() if ranks.is_first else None)
     try:
-        outcome = train(options, run_folder, display, resume=resume, ranks=ranks, profile=profile)
+        outcome = train(options, run_folder, display, resume=resume, ranks=ranks, observers=observers, profile=profile)
     finally:
         display.close()
     if ranks.is_first:
@@ -231,6 +271,24 @@ def _expect_usable(options: Options, ranks: Ranks) -> None:
     choose_devices(options.devices, among_several=ranks.world_size > 1)
 
 
+def _observers(targets: Sequence[str], with_tensorboard: bool) -> dict[str, Observer]:
+    """Return the observers by the words that ask for them.
+
+    Raises:
+        TargetError: one cannot be had.
+    """
+    asked_for = {f"--observer {target}": target for target in targets}
+    if with_tensorboard:
+        asked_for = {_TENSORBOARD: "manyhands.training.tensorboard:TensorBoard", **asked_for}
+    observers = {}
+    for words, target in asked_for.items():
+        try:
+            observers[words] = load(target)
+        except TargetError as error:
+            raise TargetError(f"{words.split()[0]} {error}") from error
+    return observers
+
+
 def _plan_run(given: dict[str, Any]) -> tuple[Options, RunFolder, bool]:
     """Return the options, the folder, and whether to resume the run in that folder.
 
@@ -240,7 +298,6 @@ def _plan_run(given: dict[str, Any]) -> tuple[Options, RunFolder, bool]:
     given = dict(given)
     output, resume = given.pop("output", None), given.pop("resume", None)
     overwrite = given.pop("overwrite", False)
-    given.pop("profile", None)  # not the run's: it changes no number
     if resume is not None and (output is not None or overwrite):
         raise OptionError(f"--resume {resume} goes on in the same folder: leave out --output and --overwrite")
     begun = RunFolder.of_launch(launch(), output) if resume is None else RunFolder.reopen(resume)

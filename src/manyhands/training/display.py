@@ -27,7 +27,7 @@ class Display:
         """Show a finished step."""
         text = (
             f"step {report.step_in_epoch}/{report.steps_per_epoch}: loss {report.record.loss:.4f}, "
-            f"{report.rows_per_second:,.0f} rows/s"
+            f"{report.record.rows_per_second:,.0f} rows/s"
         )
         epoch = f"epoch {report.record.epoch}/{report.epochs}"
         self._progress.update(epoch, report.step_in_epoch, report.steps_per_epoch, text, report.replicas)

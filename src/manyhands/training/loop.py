@@ -17,8 +17,9 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ from manyhands.training.computation import IGNORED
 from manyhands.training.display import Display
 from manyhands.training.interrupts import StopRequest
 from manyhands.training.metrics import EpochRecord
+from manyhands.training.observers import Observer
 from manyhands.training.options import Options
 from manyhands.training.pending_steps import PendingStep, PendingSteps
 from manyhands.training.ranks import ALONE, Ranks
@@ -67,6 +69,7 @@ def train(
     resume: bool = False,
     ranks: Ranks = ALONE,
     profile: bool = False,
+    observers: Mapping[str, Observer] = MappingProxyType({}),
 ) -> Outcome:
     """Train as the options say, and write the files that run_folder.py lists.
 
@@ -77,14 +80,15 @@ def train(
         resume: go on from the checkpoint in the folder.
         ranks: the processes that train together; all of them call this, with equal arguments but for `options.devices`.
         profile: whether the steps are profiled.
+        observers: who is told of each step and epoch, by name; called in the first process only.
 
     Raises:
         CommandError: it cannot start or go on; the message is one line for the user.
         Interrupted: a signal asked it to stop, and the last finished step has been saved.
     """
-    run = Run.begin(options, folder, display, resume=resume, ranks=ranks, profile=profile)
+    run = Run.begin(options, folder, display, resume=resume, ranks=ranks, observers=observers, profile=profile)
     products = devices.float32_products(run.devices[0], rounded=options.precision != "fp32")
-    with contextlib.closing(run), products, StopRequest(ranks) as stop:
+    with contextlib.closing(run), products, StopRequest(ranks) as stop, run.observers:
         pending = PendingSteps(run, display)
         if run.saved is not None:  # the run may have ended after its checkpoint, and before these
             run.write_model()
@@ -190,6 +194,7 @@ def _finish_epoch(run: Run, epoch: int, display: Display, stop: StopRequest) -> 
     )
     run.save()
     run.draw()
+    run.observers.epoch(record)
 
 
 def evaluate(run: Run, display: Display, stop: StopRequest) -> tuple[float, float]:

@@ -37,6 +37,11 @@ class StepRecord:
     rows: int
     seconds: float
 
+    @property
+    def rows_per_second(self) -> float:
+        """Rows trained on in a second, over all replicas."""
+        return self.rows / self.seconds
+
 
 @dataclass(frozen=True)
 class EpochRecord:

@@ -99,5 +99,6 @@ class PendingSteps:
         record = StepRecord(step.number + 1, step.epoch + 1, mean_loss, step.learning_rate, step.rows, seconds)
         run.progress = StepCount(steps=step.number + 1, epochs=step.epoch)
         run.metrics.add(record)
+        run.observers.step(record)
         step_in_epoch = step.number + 1 - step.epoch * run.steps_per_epoch
         self._display.step(StepReport(record, run.options.epochs, step_in_epoch, run.steps_per_epoch, step.shares))

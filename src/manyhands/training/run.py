@@ -4,8 +4,9 @@ import contextlib
 import importlib.metadata
 import random
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from manyhands.training.compiling import compiled_module, expect_compiler
 from manyhands.training.computation import Computation
 from manyhands.training.display import Display
 from manyhands.training.metrics import Metrics, Record
+from manyhands.training.observers import Observer, Observers
 from manyhands.training.options import Options
 from manyhands.training.ranks import ALONE, Ranks, is_first_of_its_host, launch
 from manyhands.training.run_folder import RunFolder, replaced
@@ -45,6 +47,7 @@ class Run:
         weights: those of `live`, and how they are updated.
         computation: what a step computes with these.
         metrics: the records so far.
+        observers: those who are told of each new one; none in other processes than the first.
         progress: the steps and epochs that are finished.
         saved: those of the checkpoint; None if there is none.
         compiled: what has been compiled, in words.
@@ -63,6 +66,7 @@ class Run:
     weights: Weights
     computation: Computation
     metrics: Metrics
+    observers: Observers
     progress: StepCount
     saved: StepCount | None
     compiled: set[str] = field(default_factory=set)
@@ -79,8 +83,12 @@ class Run:
         resume: bool = False,
         ranks: Ranks = ALONE,
         profile: bool = False,
+        observers: Mapping[str, Observer] = MappingProxyType({}),
     ) -> "Run":
         """Set everything up. Without `resume` a run in the folder is deleted, once everything else has succeeded.
+
+        Args:
+            options, folder, display, resume, ranks, observers: as `loop.train` has them.
 
         Raises:
             CommandError: it cannot be set up; the message is one line for the user.
@@ -133,8 +141,9 @@ class Run:
             ranks.from_first(folder.make_empty)
         progress = StepCount() if saved is None else checkpoint.restore(saved, folder, weights, devices)
         num_parameters = sum(parameter.numel() for parameter in live.parameters())
+        config = _config(options, dataset, devices_by_rank, num_parameters)
         if ranks.is_first:
-            folder.write_config(_config(options, dataset, devices_by_rank, num_parameters))
+            folder.write_config(config)
         run = cls(
             options=options,
             folder=folder,
@@ -147,12 +156,14 @@ class Run:
             weights=weights,
             computation=Computation(model, weights, autocast="bf16" in options.precision, whole=whole),
             metrics=Metrics(folder.metrics if ranks.is_first else None, records),
+            observers=Observers(observers if ranks.is_first else {}, display.say),
             progress=progress,
             saved=None if saved is None else progress,
             is_profiled=profile and ranks.is_first,
         )
         if ranks.is_first:
             run._describe(display.say, num_parameters, resume=resume)
+            run.observers.started(folder.path, config, tuple(records))
         return run
 
     @property

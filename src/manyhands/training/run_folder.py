@@ -6,12 +6,13 @@
     timeline.json, .png      with --profile: what each replica did when, in the steps of the last epoch
     model.safetensors        the weights of the last checkpoint
     checkpoint.safetensors   what resuming needs; checkpoint.previous.safetensors is the one before
+    tensorboard/             event files, with --tensorboard
     .lock                    names the process that writes here, or the last one that did
 
-metrics.jsonl is appended to; every other file is replaced whole, so that under its name there is always a complete
-file, even after a power cut. config.json is written first: where it is, a run has begun and can be resumed, from its
-beginning if there is no checkpoint yet. The checkpoint is written before the files that follow from it, weights and
-curves, which a resumed run writes again.
+metrics.jsonl and event files are appended to; every other file is replaced whole, so that under its name there is
+always a complete file, even after a power cut. config.json is written first: where it is, a run has begun and can be
+resumed, from its beginning if there is no checkpoint yet. The checkpoint is written before the files that follow from
+it, weights and curves, which a resumed run writes again.
 
 One process at a time writes into a folder; of several that train together it is rank 0. It holds a lock (flock) on
 `.lock`, which the system releases however the process ends. Windows, and file systems without locks, do without.
@@ -53,6 +54,7 @@ class RunFolder:
         self.model = path / "model.safetensors"
         self.checkpoint = path / "checkpoint.safetensors"
         self.previous_checkpoint = path / "checkpoint.previous.safetensors"
+        self.tensorboard = path / "tensorboard"
         self._lock = path / ".lock"
         self._claim: weakref.finalize[Any, Any] | None = None  # unlocks, at the latest when this object is collected
 
@@ -116,6 +118,10 @@ class RunFolder:
                 if cls(place).saved_config().get("launch") == launch:
                     return cls(place)
         return None
+
+    def events(self) -> list[Path]:
+        """Return TensorBoard's event files, which it names itself."""
+        return sorted(self.tensorboard.glob("events.out.tfevents.*"))
 
     def has_checkpoint(self) -> bool:
         """Return whether there is a checkpoint."""
@@ -226,6 +232,7 @@ class RunFolder:
             self.model,
             self.checkpoint,
             self.previous_checkpoint,
+            *self.events(),
         )
 
 

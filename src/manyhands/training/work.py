@@ -60,11 +60,6 @@ class StepReport:
     shares: Sequence[Share]
 
     @property
-    def rows_per_second(self) -> float:
-        """Rows trained on in a second, over all replicas."""
-        return self.record.rows / self.record.seconds
-
-    @property
     def replicas(self) -> str:
         """Each replica's share and time."""
         return ", ".join(map(str, self.shares))

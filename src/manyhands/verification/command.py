@@ -13,10 +13,11 @@ from torch import nn
 
 from manyhands.console.device_option import choose_devices
 from manyhands.console.options import TARGET, shares
+from manyhands.console.targets import TargetError, current_folder_first, one_line
 from manyhands.data_parallel import DataParallel
 from manyhands.runtime.devices import resolve
 from manyhands.verification.report import Report
-from manyhands.verification.targets import TargetError, build_arguments, current_folder_first, one_line
+from manyhands.verification.targets import build_arguments
 from manyhands.verification.verify import verify
 
 _SAME = 0
@@ -92,9 +93,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--traceback", action="store_true", help="if the model fails, show the traceback")
 
 
-def needed(given: dict[str, Any]) -> tuple[str, ...]:
-    """Return the packages that must be installed: none."""
-    return ()
+def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Return the packages that must be installed, by the extra that has them: none."""
+    return {}
 
 
 def run(given: dict[str, Any]) -> int:

@@ -1,0 +1,170 @@
+"""`--tensorboard`: the event files, read by TensorBoard's own reader. The oracle is metrics.jsonl."""
+
+import importlib.machinery
+import importlib.util
+import json
+import os
+import random
+import shutil
+import signal
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+from helpers.commands import assert_misused
+from helpers.killed_runs import KilledRuns
+from helpers.programs import run_script
+from manyhands.cli import main
+
+TRAIN = ["train", "--model", "mlp", "--devices", "cpu*2", "--output", "out"]  # 12 steps an epoch
+EPOCH = ("train_loss", "test_loss", "test_accuracy", "train_seconds", "test_seconds")
+
+
+@pytest.fixture(autouse=True)
+def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"))
+    monkeypatch.chdir(tmp_path)
+
+
+def float32(value: float) -> float:
+    return struct.unpack("f", struct.pack("f", value))[0]
+
+
+def scalars_expected(out: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return what metrics.jsonl comes to: for each tag, the steps or epochs and the values."""
+    expected: dict[str, list[tuple[int, float]]] = {}
+    for text in (out / "metrics.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        if line["kind"] == "step":
+            values = {"loss": line["loss"], "learning_rate": line["learning_rate"]}
+            values["rows_per_second"] = line["rows"] / line["seconds"]
+        else:
+            values = {name: line[name] for name in EPOCH}
+        for name, value in values.items():
+            point = (line[line["kind"]], float32(value))
+            expected.setdefault(f"{line['kind']}/{name}", []).append(point)
+    return expected
+
+
+def read(folder: Path) -> EventAccumulator:
+    return EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+
+
+def scalars(events: EventAccumulator) -> dict[str, list[tuple[int, float]]]:
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def hyper_parameters(events: EventAccumulator, tag: str) -> Any:
+    return HParamsPluginData.FromString(events.SummaryMetadata(f"_hparams_/{tag}").plugin_data.content)
+
+
+def event_files(out: Path) -> list[Path]:
+    return list((out / "tensorboard").iterdir())
+
+
+def test_the_events_are_the_records(capsys: pytest.CaptureFixture[str]) -> None:
+    """T8: and the options are hyper-parameters, beside the metrics that TensorBoard shows with them."""
+    out = Path("out")
+    assert main([*TRAIN, "--epochs", "2", "--tensorboard"]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == "to see it: tensorboard --logdir out/tensorboard"
+    events = read(out / "tensorboard")
+    assert scalars(events) == scalars_expected(out)
+    assert [step for step, _ in scalars(events)["step/loss"]] == list(range(1, 25))
+
+    options = json.loads((out / "config.json").read_text())["options"]
+    started = hyper_parameters(events, "session_start_info").session_start_info.hparams
+    found = {name: getattr(value, value.WhichOneof("kind")) for name, value in started.items()}
+    assert found == {name: value for name, value in options.items() if value is not None}
+    metrics = hyper_parameters(events, "experiment").experiment.metric_infos
+    assert {metric.name.tag for metric in metrics} <= scalars(events).keys()
+    assert len(metrics) == 3
+    assert hyper_parameters(events, "session_end_info").session_end_info.status == 1  # success
+
+
+def test_a_run_that_is_resumed_has_its_whole_history_once(tmp_path: Path) -> None:
+    """T8: also one that began without TensorBoard, and for a TensorBoard that has read the earlier files."""
+    out, seen_by_an_open_one = Path("out"), tmp_path / "seen"
+    seen_by_an_open_one.mkdir()
+    assert main([*TRAIN, "--epochs", "1"]) == 0
+    for epochs in ("2", "3"):
+        assert main(["train", "--resume", "out", "--epochs", epochs, "--tensorboard"]) == 0
+        assert scalars(read(out / "tensorboard")) == scalars_expected(out)
+        (path,) = event_files(out)
+        shutil.copy(path, seen_by_an_open_one / f"events.out.tfevents.{epochs}")
+    assert scalars(read(seen_by_an_open_one)) == scalars_expected(out)
+
+    dates = [event.wall_time for event in read(out / "tensorboard").Scalars("step/loss")]
+    assert dates == sorted(dates)
+    assert main([*TRAIN, "--epochs", "1", "--overwrite"]) == 0
+    assert event_files(out) == []
+
+
+def test_what_cannot_be_written_costs_the_events_and_not_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """T7, T8: where the event files cannot be written."""
+    Path("out").mkdir()
+    Path("out/tensorboard").touch()
+    assert main([*TRAIN, "--epochs", "1", "--tensorboard"]) == 0
+    captured = capsys.readouterr()
+    (line,) = [line for line in captured.out.splitlines() if "observer" in line]
+    assert line.startswith("--tensorboard: started() raised FileExistsError: ")
+    assert captured.err == ""
+    assert Path("out/model.safetensors").exists()
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[KilledRuns]:
+    with KilledRuns() as runs:
+        yield runs
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="forks, and SIGKILL")
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
+def test_a_run_that_was_killed_anywhere_has_each_record_once(runs: KilledRuns, tmp_path: Path, seed: int) -> None:
+    """T8: killed three times, at lines of the training code and of the observers, and resumed."""
+    draw, out = random.Random(seed), Path("out")
+    arguments = [*TRAIN, "--epochs", "2", "--batch-size", "250"]
+    status, num_lines = runs.run([*arguments, "--output", "whole", "--tensorboard"], tmp_path)
+    assert status == 0, Path("log").read_text()
+    for _ in range(3):
+        options = ["train", "--resume", "out"] if (out / "config.json").exists() else arguments
+        kill_at = draw.randint(num_lines // 2, num_lines)
+        status, _ = runs.run([*options, "--tensorboard"], tmp_path, kill_at=kill_at, save_each_step=draw.random() < 0.5)
+        assert status in (-signal.SIGKILL, 0), Path("log").read_text()
+    assert runs.run(["train", "--resume", "out", "--tensorboard"], tmp_path)[0] == 0, Path("log").read_text()
+    assert scalars(read(out / "tensorboard")) == scalars_expected(out)
+    assert [step for step, _ in scalars_expected(out)["step/loss"]] == list(range(1, 13))
+    assert len(event_files(out)) == 1
+    assert (out / "model.safetensors").read_bytes() == Path("whole/model.safetensors").read_bytes()
+
+
+def test_a_missing_tensorboard_is_named_with_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """T8: before anything is loaded or written; a folder of that name, such as a run's own, is no package."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found if name == "tensorboard" else find_spec(name))
+    found = None
+    error = "tensorboard not installed: pip install 'manyhands[tensorboard]'"
+    assert assert_misused([*TRAIN, "--tensorboard"], error, capsys) == ""
+    found = importlib.machinery.ModuleSpec("tensorboard", None, is_package=True)
+    assert assert_misused([*TRAIN, "--tensorboard"], error, capsys) == ""
+    assert list(Path().iterdir()) == []
+
+
+@pytest.mark.slow
+def test_without_the_option_tensorboard_is_not_loaded(tmp_path: Path) -> None:
+    """T8: it takes time and memory."""
+    done = run_script(f"""
+        import os, sys
+        os.chdir({str(tmp_path)!r})
+        from manyhands.cli import main
+        assert main({[*TRAIN, "--epochs", "1"]}) == 0
+        print(*sorted(name for name in sys.modules if "tensorboard" in name), file=sys.stderr)
+    """)
+    assert (done.returncode, done.stderr.strip()) == (0, "")
