@@ -226,3 +226,11 @@ def test_a_file_that_cannot_be_written(model: DataParallel, tmp_path: Path) -> N
         with pytest.raises(OSError, match="No such file"):
             write(tmp_path / "missing" / "file")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_columns_are_as_wide_as_their_figures(model: DataParallel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P5: a figure may have more digits than the phase's name has letters."""
+    monkeypatch.setattr(profile_module, "lanes_of", lambda steps: {"a": {"wait": 1.2345}, "bc": {"wait": 0.001}})
+    with model.profile() as profile:
+        train(model)
+    assert str(profile).splitlines()[1:] == ["       wait", "a   1234.50", "bc     1.00"]

@@ -145,11 +145,14 @@ class Profile:
             return _NOTHING
         lanes = lanes_of(steps)
         used = [phase for phase in PHASES if any(phase in of_lane for of_lane in lanes.values())]
-        width = max(map(len, lanes))
-        lines = [f"{self.summary(steps)}; milliseconds:", f"{'':{width}}  " + "  ".join(used)]
-        for lane, of_lane in lanes.items():
-            figures = (f"{1000 * of_lane.get(phase, 0.0):.2f}".rjust(len(phase)) for phase in used)
-            lines.append(f"{lane:{width}}  " + "  ".join(figures))
+        columns = [["", *lanes]]
+        for phase in used:
+            columns.append([phase, *(f"{1000 * of_lane.get(phase, 0.0):.2f}" for of_lane in lanes.values())])
+        widths = [max(map(len, column)) for column in columns]
+        lines = [f"{self.summary(steps)}; milliseconds:"]
+        for name, *figures in zip(*columns, strict=True):
+            cells = (figure.rjust(width) for figure, width in zip(figures, widths[1:], strict=True))
+            lines.append("  ".join([name.ljust(widths[0]), *cells]))
         return "\n".join(lines)
 
     def in_words(self) -> list[str]:
