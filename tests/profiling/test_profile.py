@@ -1,5 +1,6 @@
 """Profiles: what is read off the recorded steps, and the files."""
 
+import concurrent.futures
 import copy
 import json
 import pickle
@@ -15,7 +16,7 @@ import manyhands.testing
 from helpers.one_graph import simulated_accelerators_with_one_graph
 from manyhands import DataParallel
 from manyhands.profiling import profile as profile_module
-from manyhands.profiling.steps import filled, lanes_of
+from manyhands.profiling.steps import divided, filled, lanes_of
 from manyhands.runtime import timeline
 from manyhands.runtime.timeline import Span
 
@@ -127,8 +128,9 @@ def test_a_block_that_raises(model: DataParallel) -> None:
 
     with pytest.raises(ValueError, match="mine"):
         run()
+    [step] = profiles[0].steps()
     train(model)
-    assert len(profiles[0].steps()) == 1
+    assert profiles[0].steps() == [step]  # it has ended with the block
     assert not timeline.recording
 
 
@@ -228,9 +230,55 @@ def test_a_file_that_cannot_be_written(model: DataParallel, tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_backward_that_fails_without_an_engine() -> None:
+    """P3: is left out, and the next one of the same forward is recorded."""
+    model = DataParallel(nn.Linear(5, 3), ["cpu"])
+    fails = [True]
+
+    def fail(grad: torch.Tensor) -> None:
+        if fails.pop():
+            raise ValueError("mine")
+
+    x = torch.randn(4, 5, requires_grad=True) * 1
+    x.register_hook(fail)
+    with model.profile() as profile:
+        output = model(x).sum()
+        with pytest.raises(ValueError, match="mine"):
+            output.backward(retain_graph=True)
+        fails.append(False)
+        output.backward()
+    [step] = profile.steps()
+    assert [span.phase for span in step.lanes["cpu"]] == ["forward", "outside", "backward", "outside"]
+
+
+def test_it_is_read_while_another_thread_runs_the_model() -> None:
+    """P5: with as many steps as are kept, so that old ones go while it is read."""
+    model = DataParallel(nn.Identity(), ["cpu"])
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with model.profile() as profile, concurrent.futures.ThreadPoolExecutor(1) as pool:
+            done = pool.submit(lambda: [model(torch.zeros(1)) for _ in range(3000)])
+            while not done.done():
+                assert all(step.seconds > 0 for step in profile.steps())
+    finally:
+        sys.setswitchinterval(before)
+    assert len(profile.steps()) == 1000
+
+
 def test_the_columns_are_as_wide_as_their_figures(model: DataParallel, monkeypatch: pytest.MonkeyPatch) -> None:
     """P5: a figure may have more digits than the phase's name has letters."""
     monkeypatch.setattr(profile_module, "lanes_of", lambda steps: {"a": {"wait": 1.2345}, "bc": {"wait": 0.001}})
     with model.profile() as profile:
         train(model)
     assert str(profile).splitlines()[1:] == ["       wait", "a   1234.50", "bc     1.00"]
+
+
+def test_a_device_that_lags_behind_the_host() -> None:
+    """P4: what it still does in the next step is shown there, and not twice."""
+    passes = [Span("forward", 0, 1), Span("forward", 4, 5)]
+    lane = filled([Span("forward", 0, 6), Span("forward", 6, 7)], passes, 0, 8)
+    assert divided(lane, [0, 4, 8]) == [
+        [Span("forward", 0, 4)],
+        [Span("forward", 4, 6), Span("forward", 6, 7), Span("outside", 7, 8)],
+    ]
