@@ -5,6 +5,7 @@ import copy
 import json
 import pickle
 import sys
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -272,6 +273,29 @@ def test_the_columns_are_as_wide_as_their_figures(model: DataParallel, monkeypat
     with model.profile() as profile:
         train(model)
     assert str(profile).splitlines()[1:] == ["       wait", "a   1234.50", "bc     1.00"]
+
+
+def test_lanes_of_several_threads_are_apart_in_the_trace(model: DataParallel, tmp_path: Path) -> None:
+    """P5: events of one lane never overlap."""
+    with model.profile() as profile, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        together = threading.Barrier(2)
+
+        def run() -> None:
+            together.wait(60)
+            for _ in range(5):
+                train(model)
+
+        for each in [pool.submit(run) for _ in range(2)]:
+            each.result()
+    profile.save(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    lanes = ["replica 0, cpu", "replica 1, cpu"]
+    assert names == [*lanes, *(f"{lane}, thread 1" for lane in lanes)]
+    assert {step.thread for step in profile.steps()} == {0, 1}
+    for lane in range(4):
+        found = sorted((event["ts"], event["dur"]) for event in events if event["ph"] == "X" and event["tid"] == lane)
+        assert all(ts + dur <= after + 0.01 for (ts, dur), (after, _) in pairwise(found))
 
 
 def test_a_device_that_lags_behind_the_host() -> None:
