@@ -282,6 +282,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             ReplicaTimeout: a replica that has made no progress for `timeout`.
             BaseException: what a replica raised, the same object, with a note that names the replica.
         """
+        if timeline.recording:
+            return self._run_recorded(None, inputs, kwargs)
         return self._run(None, inputs, kwargs)
 
     def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> Any:
@@ -299,6 +301,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             AttributeError: the module has no such method. Else as forward.
         """
         self._check_method(method)
+        if timeline.recording:
+            return self._run_recorded(method, inputs, kwargs)
         return self._run(method, inputs, kwargs)
 
     def map(
@@ -433,12 +437,22 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         if not callable(getattr(self.module, method, None)):
             raise AttributeError(f"method: {type(self.module).__name__} has no method {method!r}")
 
-    def _run(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._profile is not None and (step := self._profile.new_step()) is not None:
-            with step.recorded(timeline.FORWARD, timeline.SCATTER):
-                output = self._run(method, inputs, kwargs)
+    def _run_recorded(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do what `_run` does, as a step of this model's profile, or in none: another model's is being recorded."""
+        if torch.compiler.is_compiling():
+            return self._run(method, inputs, kwargs)
+        profile = self._profile  # read once: another thread may end it
+        if profile is None or inside_replica():
+            with timeline.in_no_step():
+                return self._run(method, inputs, kwargs)
+        step = profile.new_step()
+        with step.recorded(timeline.FORWARD, timeline.SCATTER):
+            output = self._run(method, inputs, kwargs)
+        if not step.replicas:
             step.watch_backward([tensor for _, tensor in pytree.tensors(output)])
-            return output
+        return output
+
+    def _run(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.devices:
             return called(self.module, method)(*inputs, **kwargs)
         module: Any = self._modules["module"]  # `self.module` takes a microsecond
@@ -674,8 +688,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             raise RuntimeError("this model is being profiled already: use that profile, or leave its block first")
         gradient_sync = self._gradient_sync()
         rank = gradient_sync.communicator.rank if gradient_sync is not None else 0
-        device = self.devices[0] if self.devices else torch.device("cpu")
-        profile = self._profile = Profile(type(self.module).__name__, device, rank)
+        where = next(chain(self.module.parameters(), self.module.buffers()), torch.empty(0)).device
+        profile = self._profile = Profile(type(self.module).__name__, [*self.devices, where][0], rank)
         try:
             with profile.recording():
                 yield profile

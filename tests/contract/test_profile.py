@@ -1,10 +1,12 @@
 """`model.profile()`: what is recorded of each replica, with every engine."""
 
+import contextlib
 import copy
 import gc
 import os
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from itertools import groupby, pairwise
@@ -283,3 +285,125 @@ def test_replicas_in_a_map_are_not_recorded(wrap: Wrap) -> None:
         list(model.map([x, x]))
         train(model, x)
     assert len(profile.steps()) == 1
+
+
+def test_a_loss_of_two_forwards_is_one_step(wrap: Wrap) -> None:
+    """P1: both forwards and the backward of both are in it, once, and the next step begins after it."""
+    model = wrap(mlp())
+    train(model, torch.randn(4, 5))
+    with model.profile() as profile:
+        for _ in range(2):
+            (model(torch.randn(4, 5)).sum() + model(torch.randn(6, 5)).sum()).backward()
+    steps = profile.steps()
+    assert [sum(step.rows.values()) for step in steps] == [10, 10]
+    for step in steps:
+        for lane in step.lanes.values():
+            assert all(a.ended == b.began for a, b in pairwise(lane))
+        replica = without(phases(step, -1), "reduce", "scatter", "gather", "replicate")
+        assert replica == ["forward", OUTSIDE, "forward", OUTSIDE, "backward", OUTSIDE, "backward", OUTSIDE]
+    assert steps[0].ended == steps[1].began
+
+
+def test_a_backward_that_cannot_begin_leaves_nothing_behind(wrap: Wrap) -> None:
+    """P3: neither in the next step of the model, nor in that of another model, which is not profiled."""
+    model, other, x = wrap(mlp()), wrap(mlp()), torch.randn(4, 5)
+    train(model, x)
+    train(other, x)
+    with model.profile() as profile:
+        output = model(x).sum()
+        output.backward()
+        with pytest.raises(RuntimeError, match="a second time"):
+            output.backward()
+        began = time.perf_counter()
+        train(other, x)
+        ended = time.perf_counter()
+    for lane in profile.steps()[0].lanes.values():
+        assert {span.phase for span in lane if began <= span.began and span.ended <= ended} <= {OUTSIDE}
+
+
+def test_a_second_backward_through_the_gradient_is_recorded(wrap: Wrap) -> None:
+    """P1: replicas wait for each other in it, too; it is not outside of the model."""
+    model, x = wrap(mlp()), torch.randn(4, 5, requires_grad=True)
+    train(model, x)
+    with model.profile() as profile:
+        (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        began = time.perf_counter()
+        grad.square().sum().backward()
+    caller = next(iter(profile.steps()[0].lanes.values()))
+    found = without([span.phase for span in caller if span.began >= began], "wait")
+    assert found == ["scatter", "backward", "reduce", OUTSIDE]
+
+
+def test_two_backwards_of_one_forward_at_once(wrap: Wrap) -> None:
+    """P3: one of them is recorded, and both compute what they would without a profile."""
+    model, x = wrap(mlp()), torch.randn(4, 5)
+    train(model, x)
+    inside = threading.Barrier(2)
+    with model.profile() as profile:
+        output = model(x)
+
+        def backward(number: int) -> None:
+            inside.wait(60)
+            for _ in range(10):
+                output.sum().backward(retain_graph=True)
+
+        in_threads(2, backward)
+    [step] = profile.steps()
+    assert all(all(a.ended == b.began for a, b in pairwise(lane)) for lane in step.lanes.values())
+
+
+def test_a_backward_after_the_block(wrap: Wrap) -> None:
+    """P6: is not recorded; what the profile shows does not change any more."""
+    model, x = wrap(mlp()), torch.randn(4, 5)
+    train(model, x)
+    with model.profile() as profile:
+        output = model(x)
+    before = profile.steps()
+    output.sum().backward()
+    assert profile.steps() == before
+
+
+@on_threads
+@on_the_cpu
+def test_a_wrapper_in_a_wrapper_without_replicas(wrap: Wrap) -> None:
+    """P3: the outer one has its forward and its whole backward, and the inner one steps of its own."""
+    inner = wrap(mlp())
+    model = DataParallel(nn.Sequential(nn.Linear(5, 5), inner, nn.Linear(3, 3)), ["cpu"])
+    x = torch.randn(4, 5)
+    with model.profile() as profile, inner.profile() as of_inner:
+        train(model, x)
+    [step], [inner_step] = profile.steps(), of_inner.steps()
+    assert [span.phase for span in step.lanes["cpu"]] == ["forward", OUTSIDE, "backward", OUTSIDE]
+    assert list(inner_step.rows.values()) == [2, 2]
+
+
+@pytest.mark.parametrize("engine", ["processes"], indirect=True)
+@on_the_cpu
+def test_a_profile_that_begins_during_another_models_forward(wrap: Wrap) -> None:
+    """P3: that forward goes on as it would."""
+    model, other, x = wrap(TakesAnything()), wrap(mlp()), torch.randn(4, 5)
+    with contextlib.ExitStack() as block:
+        output = model(x, BeginsWhenPickled(lambda: block.enter_context(other.profile())))
+    assert output.shape == (4, 2)
+
+
+class TakesAnything(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 2)
+
+    def forward(self, x: torch.Tensor, anything: object) -> torch.Tensor:
+        output: torch.Tensor = self.layer(x)
+        return output
+
+
+class BeginsWhenPickled:
+    """Runs a function once, when it is sent to a worker."""
+
+    def __init__(self, function: Any) -> None:
+        self._functions = [function]
+
+    def __reduce__(self) -> Any:
+        while self._functions:
+            self._functions.pop()()
+        return type(None), ()

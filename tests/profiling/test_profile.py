@@ -1,9 +1,11 @@
 """Profiles: what is read off the recorded steps, and the files."""
 
+import concurrent.futures
 import copy
 import json
 import pickle
 import sys
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import manyhands.testing
 from helpers.one_graph import simulated_accelerators_with_one_graph
 from manyhands import DataParallel
 from manyhands.profiling import profile as profile_module
-from manyhands.profiling.steps import filled, lanes_of
+from manyhands.profiling.steps import divided, filled, lanes_of
 from manyhands.runtime import timeline
 from manyhands.runtime.devices import DeviceClock
 from manyhands.runtime.timeline import Span
@@ -126,11 +128,10 @@ def test_a_device_that_is_steps_behind_the_host(monkeypatch: pytest.MonkeyPatch)
     steps = profile.steps()
     for lane in ("replica 0, sim:0", "replica 1, sim:1"):
         spans = [span for step in steps for span in step.lanes[lane]]
-        assert [tuple(span) for span in spans] == [
-            (phase, 1e6 + 100.0 * number, 1e6 + 100.0 * (number + 1))
-            for number, phase in enumerate(["forward", "outside", "backward", "outside"] * 3, 1)
-        ][:-1]
-    assert all(step.ended < 1e6 for step in steps)
+        assert all(a.ended == b.began for a, b in pairwise(spans))
+        for phase in ("forward", "backward"):
+            found = [span for span in spans if span.phase == phase]
+            assert [span.ended - span.began for span in found] == [100.0] * 3
 
 
 def test_two_profiles_of_one_model(model: DataParallel) -> None:
@@ -158,8 +159,9 @@ def test_a_block_that_raises(model: DataParallel) -> None:
 
     with pytest.raises(ValueError, match="mine"):
         run()
+    [step] = profiles[0].steps()
     train(model)
-    assert len(profiles[0].steps()) == 1
+    assert profiles[0].steps() == [step]  # it has ended with the block
     assert not timeline.recording
 
 
@@ -257,3 +259,80 @@ def test_a_file_that_cannot_be_written(model: DataParallel, tmp_path: Path) -> N
         with pytest.raises(OSError, match="No such file"):
             write(tmp_path / "missing" / "file")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_backward_that_fails_without_an_engine() -> None:
+    """P3: is left out, and the next one of the same forward is recorded."""
+    model = DataParallel(nn.Linear(5, 3), ["cpu"])
+    fails = [True]
+
+    def fail(grad: torch.Tensor) -> None:
+        if fails.pop():
+            raise ValueError("mine")
+
+    x = torch.randn(4, 5, requires_grad=True) * 1
+    x.register_hook(fail)
+    with model.profile() as profile:
+        output = model(x).sum()
+        with pytest.raises(ValueError, match="mine"):
+            output.backward(retain_graph=True)
+        fails.append(False)
+        output.backward()
+    [step] = profile.steps()
+    assert [span.phase for span in step.lanes["cpu"]] == ["forward", "outside", "backward", "outside"]
+
+
+def test_it_is_read_while_another_thread_runs_the_model() -> None:
+    """P5: with as many steps as are kept, so that old ones go while it is read."""
+    model = DataParallel(nn.Identity(), ["cpu"])
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with model.profile() as profile, concurrent.futures.ThreadPoolExecutor(1) as pool:
+            done = pool.submit(lambda: [model(torch.zeros(1)) for _ in range(3000)])
+            while not done.done():
+                assert all(step.seconds > 0 for step in profile.steps())
+    finally:
+        sys.setswitchinterval(before)
+    assert len(profile.steps()) == 1000
+
+
+def test_the_columns_are_as_wide_as_their_figures(model: DataParallel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P5: a figure may have more digits than the phase's name has letters."""
+    monkeypatch.setattr(profile_module, "lanes_of", lambda steps: {"a": {"wait": 1.2345}, "bc": {"wait": 0.001}})
+    with model.profile() as profile:
+        train(model)
+    assert str(profile).splitlines()[1:] == ["       wait", "a   1234.50", "bc     1.00"]
+
+
+def test_lanes_of_several_threads_are_apart_in_the_trace(model: DataParallel, tmp_path: Path) -> None:
+    """P5: events of one lane never overlap."""
+    with model.profile() as profile, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        together = threading.Barrier(2)
+
+        def run() -> None:
+            together.wait(60)
+            for _ in range(5):
+                train(model)
+
+        for each in [pool.submit(run) for _ in range(2)]:
+            each.result()
+    profile.save(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    lanes = ["replica 0, cpu", "replica 1, cpu"]
+    assert names == [*lanes, *(f"{lane}, thread 1" for lane in lanes)]
+    assert {step.thread for step in profile.steps()} == {0, 1}
+    for lane in range(4):
+        found = sorted((event["ts"], event["dur"]) for event in events if event["ph"] == "X" and event["tid"] == lane)
+        assert all(ts + dur <= after + 0.01 for (ts, dur), (after, _) in pairwise(found))
+
+
+def test_a_device_that_lags_behind_the_host() -> None:
+    """P4: what it still does in the next step is shown there, and not twice."""
+    passes = [Span("forward", 0, 1), Span("forward", 4, 5)]
+    lane = filled([Span("forward", 0, 6), Span("forward", 6, 7)], passes, 0, 8)
+    assert divided(lane, [0, 4, 8]) == [
+        [Span("forward", 0, 4)],
+        [Span("forward", 4, 6), Span("forward", 6, 7), Span("outside", 7, 8)],
+    ]

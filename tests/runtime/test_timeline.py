@@ -59,16 +59,35 @@ def test_marks_outside_of_a_step_do_nothing() -> None:
 
 def test_a_replica_has_no_step() -> None:
     """P3: what a wrapper inside a replica would record is part of the replica's phase."""
-    step = Step(DeviceClock)
+    step = Step(DeviceClock, torch.device("cpu"))
     timings = [timeline.ReplicaTiming(torch.device("cpu"), 1) for _ in range(2)]
     with timeline.while_recording(), step.recorded("forward", "replicate"):
         [passes] = timeline.contexts([0, 1], timings)
         with passes() as replica, replica(0):
-            assert not timeline.is_in_forward()
+            assert timeline.current_step() is None
             timeline.mark("gather")
             assert timeline.contexts([0], timings) == []
         timeline.mark("gather")
     assert [span.phase for span in step.caller.spans()] == ["replicate", "forward", "wait", "gather"]
+
+
+def test_a_thread_is_left_as_it_was() -> None:
+    """P3: after a pass inside another one, and after one that fails."""
+    outer, inner = (Step(DeviceClock, torch.device("cpu")) for _ in range(2))
+    found = []
+
+    def fail() -> None:
+        with inner.recorded("forward", "forward"):
+            found.append(timeline.current_step())
+            raise KeyboardInterrupt
+
+    with outer.recorded("forward", "forward"):
+        with pytest.raises(KeyboardInterrupt):
+            fail()
+        assert timeline.current_step() is outer
+    assert timeline.current_step() is None
+    assert found == [inner]
+    assert [len(step.passes) for step in (outer, inner)] == [1, 0]
 
 
 class FakeEvent:
@@ -111,3 +130,21 @@ def test_on_an_accelerator_time_is_the_devices(monkeypatch: pytest.MonkeyPatch, 
     assert FakeEvent.waited_for == [1]
     assert track.spans() == [Span("forward", 100.001, 100.002), Span("backward", 100.003, 100.004)]
     assert not track.is_of_host
+
+
+def test_one_accelerator_has_its_own_times(monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace) -> None:
+    """P4: where no engine runs, too: the host only queues the work."""
+    monkeypatch.setattr(FakeEvent, "recorded", 0)
+    monkeypatch.setattr(FakeEvent, "waited_for", [])
+    monkeypatch.setattr(torch, "Event", FakeEvent)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"the thread's stream on {device}")
+    monkeypatch.setattr(devices, "has_streams", lambda device: True)
+    step = Step(DeviceClock, torch.device("cuda", 0))
+    weight = torch.ones(2, requires_grad=True)
+    with step.recorded("forward", "scatter"):
+        output = weight * 2
+    step.watch_backward([output])
+    output.sum().backward()
+    assert FakeEvent.waited_for == [1]
+    assert step.on_device is not None
+    assert step.on_device.spans() == [Span("forward", 0.001, 0.002), Span("backward", 0.003, 0.004)]

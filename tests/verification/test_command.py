@@ -148,7 +148,10 @@ def test_the_report_and_the_status(
         ([], "the following arguments are required: package.module:build"),
         (["theirs:build", "--device", "2"], "there is no option --device"),
         (["theirs:build", "--devices", "gpu"], "--devices gpu: gpu is no device; expected auto, a count, or"),
-        (["theirs:build", "--shares", "2,x"], "argument --shares: expected chunk, even, measured, or weights such as 2,1"),
+        (
+            ["theirs:build", "--shares", "2,x"],
+            "argument --shares: expected chunk, even, measured, or weights such as 2,1",
+        ),
         (["theirs:build", "--shares", "0,0"], "--shares: expected chunk, even, measured, or weights such as 2,1"),
         *(
             (["theirs:build", f"--rtol={rtol}"], f"--rtol: expected a finite number, 0 or more; got '{rtol}'")

@@ -68,6 +68,14 @@ class _Boundary(torch.autograd.Function):
     @staticmethod
     @critical
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        step = ctx.graphs.step
+        if step is None or not step.is_open:
+            return _Boundary._backward(ctx, *grads)
+        with step.recorded(timeline.BACKWARD, timeline.SCATTER):
+            return _Boundary._backward(ctx, *grads)
+
+    @staticmethod
+    def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         graphs: ReplicaGraphs = ctx.graphs
         if graphs.released:
             raise RuntimeError(
@@ -92,8 +100,6 @@ class _Boundary(torch.autograd.Function):
             if reduction is not None:
                 joined[first:] = reduction.finish(joined[first:])
         except BaseException as error:
-            if timeline.recording:
-                timeline.failed()
             if not torch.is_grad_enabled():
                 graphs.release(failed=True)  # another backward must not count what the leaves hold now
             if reduction is not None:

@@ -35,7 +35,7 @@ from manyhands.runtime.errors import ReplicaNames
 from manyhands.runtime.streams import wait_for_streams
 from manyhands.runtime.thread_pool import PassContext, one_pass, run_together
 from manyhands.runtime.thread_state import modes_that_stay
-from manyhands.runtime.timeline import ReplicaTiming
+from manyhands.runtime.timeline import ReplicaTiming, Step
 
 T = TypeVar("T")
 
@@ -209,6 +209,7 @@ class ReplicaGraphs:
         separate_memory: as in `ThreadsEngine`.
         replay: runs a backward of these graphs, again after a failure; None: a failure is final.
         timeout_s: as in `Call`.
+        step: the one that these graphs are part of, if it is recorded.
     """
 
     timings: list[ReplicaTiming]
@@ -230,6 +231,7 @@ class ReplicaGraphs:
     separate_memory: bool = False
     replay: "Replay | None" = None
     timeout_s: float | None = None
+    step: Step | None = None
     released: bool = field(default=False, init=False)
     _grad_is_free: threading.Lock = field(default_factory=threading.Lock, init=False)
 

@@ -114,7 +114,8 @@ class ThreadsEngine(Engine):
                 [(tracked, module.training, *kind_of(shard)) for shard in inputs.shards], call.timeout_s
             )
 
-        if timeline.recording:
+        step = timeline.current_step() if timeline.recording else None
+        if step is not None:
             contexts += timeline.contexts(call.replica_numbers, timings)
         replay, buffers = again, unchanged_on_failure(pool.buffers)
         if call.rescue and tracked and again is None and not inside_replica():
@@ -135,6 +136,7 @@ class ThreadsEngine(Engine):
                 outputs=[
                     BoundaryTensor(group.placement, call.output_device, group.tensors) for group in matched.groups
                 ],
+                step=step,
             )
             if tracked:
                 own_leaves = [leaf for edge in inputs.edges for leaf in edge.tensors if leaf is not None]

@@ -1,7 +1,8 @@
 """A profile as a Chrome trace, which chrome://tracing and https://ui.perfetto.dev open.
 
-One process, whose number is the rank; one thread a lane. Its events are complete ones ("ph": "X") in microseconds from
-the first step on, as the Trace Event Format of Chromium defines them.
+One process, whose number is the rank; one thread a lane, and again for each further thread that runs the model. Its
+events are complete ones ("ph": "X") in microseconds from the first step on, as the Trace Event Format of Chromium
+defines them.
 """
 
 import json
@@ -19,10 +20,11 @@ def write(path: Path, steps: Sequence[ProfiledStep], model: str, rank: int) -> N
 
 def events(steps: Sequence[ProfiledStep], model: str, rank: int) -> list[dict[str, Any]]:
     """Return the events of all steps, and the names of their lanes."""
-    lanes = list(dict.fromkeys(lane for step in steps for lane in step.lanes))
+    lanes = sorted({(step.thread, lane): None for step in steps for lane in step.lanes}, key=lambda lane: lane[0])
+    numbers = {lane: number for number, lane in enumerate(lanes)}
     found = [_name("process_name", rank, 0, f"{model}, rank {rank}")]
-    for number, lane in enumerate(lanes):
-        found.append(_name("thread_name", rank, number, lane))
+    for (thread, lane), number in numbers.items():
+        found.append(_name("thread_name", rank, number, f"{lane}, thread {thread}" if thread else lane))
         found.append({**_name("thread_sort_index", rank, number, ""), "args": {"sort_index": number}})
     for number, step in enumerate(steps):
         for lane, spans in step.lanes.items():
@@ -34,7 +36,7 @@ def events(steps: Sequence[ProfiledStep], model: str, rank: int) -> list[dict[st
                     "ts": 1e6 * (began - steps[0].began),
                     "dur": 1e6 * (ended - began),
                     "pid": rank,
-                    "tid": lanes.index(lane),
+                    "tid": numbers[step.thread, lane],
                     "args": args,
                 }
                 for phase, began, ended in spans

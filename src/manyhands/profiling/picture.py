@@ -37,7 +37,12 @@ def draw(path: Path, steps: Sequence[ProfiledStep], title: str) -> None:
 
 
 def _typical(steps: Sequence[ProfiledStep]) -> Sequence[ProfiledStep]:
-    """Return consecutive steps that together take about as long as such steps do: their sum is the median one."""
+    """Return consecutive steps that together take about as long as such steps do: their sum is the median one.
+
+    They are those of one thread, the one with most steps.
+    """
+    thread = statistics.mode(step.thread for step in steps) if steps else 0
+    steps = [step for step in steps if step.thread == thread]
     windows = [steps[i : i + _NUM_STEPS] for i in range(max(1, len(steps) - _NUM_STEPS + 1))]
     seconds = [sum(step.seconds for step in window) for window in windows]
     return windows[seconds.index(statistics.median_low(seconds))]

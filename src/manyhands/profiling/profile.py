@@ -3,7 +3,7 @@
 import contextlib
 import statistics
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -13,10 +13,9 @@ import torch
 
 from manyhands.console.files import replaced
 from manyhands.profiling import chrome_trace
-from manyhands.profiling.steps import PHASES, ProfiledStep, filled, lanes_of
-from manyhands.runtime import timeline
+from manyhands.profiling.steps import PHASES, ProfiledStep, divided, filled, grouped, lanes_of
+from manyhands.runtime import devices, timeline
 from manyhands.runtime.devices import DeviceClock
-from manyhands.runtime.thread_pool import inside_replica
 from manyhands.runtime.timeline import Span, Step
 
 _MOST_STEPS = 1000  # the last ones are kept
@@ -24,7 +23,7 @@ _NOTHING = "nothing was profiled: the model was not called, or only inside torch
 
 
 class Profile:
-    """What `DataParallel.profile` gives: the steps of its block, the last 1000 of them.
+    """What `DataParallel.profile` gives: the steps of its block, of the last 1000 forwards.
 
     It can be read in the block and after it. What a replica does is one of these phases:
 
@@ -34,9 +33,12 @@ class Profile:
     | replicate | the replicas are made, or updated |
     | forward, backward | the module computes |
     | gather | the outputs are joined |
-    | reduce | gradients are summed, over replicas and over processes |
+    | reduce | gradients are summed, over replicas and over processes; with the wait for slower processes |
     | wait | the replica waits for other replicas, or for the caller's thread |
     | outside | neither forward nor backward runs: the loss, the optimizer, the data |
+
+    Args:
+        device: of the module, or the first replica's.
 
     Attributes:
         model: the name of the module's class.
@@ -58,12 +60,12 @@ class Profile:
                 yield
         finally:
             self._ended = time.perf_counter()
+            for step in list(self._steps):
+                step.is_open = False
 
-    def new_step(self) -> Step | None:
-        """Return the step that begins with a forward; None if the forward is part of another one, or is compiled."""
-        if inside_replica() or timeline.is_in_forward() or torch.compiler.is_compiling():
-            return None
-        step = Step(self._clock_of)
+    def new_step(self) -> Step:
+        """Return the step that begins with a forward."""
+        step = Step(self._clock_of, self._device)
         self._steps.append(step)
         return step
 
@@ -76,15 +78,14 @@ class Profile:
             >>> [step.rows for step in profile.steps()]
             [{'replica 0, cpu': 4, 'replica 1, cpu': 4}]
 
-        A step whose forward has failed is left out.
+        A forward that has failed is left out.
         """
-        steps = [step for step in self._steps if step.passes]
+        steps = [step for step in list(self._steps) if step.passes]  # a copy: other threads may add to it
         now = self._ended if self._ended is not None else time.perf_counter()
-        found: dict[int, ProfiledStep] = {}
-        next_of: dict[int, ProfiledStep] = {}  # by thread
-        for step in reversed(steps):
-            found[id(step)] = next_of[step.thread] = self._profiled(step, next_of.get(step.thread), now)
-        return [found[id(step)] for step in steps]
+        found: list[ProfiledStep] = []
+        for number, thread in enumerate(dict.fromkeys(step.thread for step in steps)):
+            found += self._of_thread([step for step in steps if step.thread == thread], number, now)
+        return sorted(found, key=lambda step: step.began)
 
     def lanes(self) -> dict[str, dict[str, float]]:
         """Return the seconds of a step that each replica spends in each phase: the medians of the steps.
@@ -146,14 +147,14 @@ class Profile:
             return _NOTHING
         lanes = lanes_of(steps)
         used = [phase for phase in PHASES if any(phase in of_lane for of_lane in lanes.values())]
-        rows = [["", *used]]
-        for lane, of_lane in lanes.items():
-            rows.append([lane, *(f"{1000 * of_lane.get(phase, 0.0):.2f}" for phase in used)])
-        first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+        columns = [["", *lanes]]
+        for phase in used:
+            columns.append([phase, *(f"{1000 * of_lane.get(phase, 0.0):.2f}" for of_lane in lanes.values())])
+        widths = [max(map(len, column)) for column in columns]
         lines = [f"{self.summary(steps)}; milliseconds:"]
-        for lane, *cells in rows:
-            right = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-            lines.append("  ".join([lane.ljust(first), *right]))
+        for name, *figures in zip(*columns, strict=True):
+            cells = (figure.rjust(width) for figure, width in zip(figures, widths[1:], strict=True))
+            lines.append("  ".join([name.ljust(widths[0]), *cells]))
         return "\n".join(lines)
 
     def in_words(self) -> list[str]:
@@ -173,30 +174,49 @@ class Profile:
         seconds = statistics.median(step.seconds for step in steps)
         return f"{self.model}: {len(steps)} step{'s' * (len(steps) > 1)}, {1000 * seconds:.3g} ms a step"
 
-    def _profiled(self, step: Step, next_step: ProfiledStep | None, now: float) -> ProfiledStep:
-        """Return a step as people see it.
+    def _of_thread(self, recorded: Sequence[Step], thread: int, now: float) -> list[ProfiledStep]:
+        """Return the steps of one thread, which its forwards and their backwards divide among them."""
+        groups = grouped(recorded)
+        passes = [each for step in recorded for each in step.passes]
+        spans: dict[str, list[Span]] = {}
+        rows = [Counter[str]() for _ in groups]
+        of_groups: list[dict[str, None]] = [{} for _ in groups]  # the lanes of each, in order
+        for number, group in enumerate(groups):
+            for step in group:
+                for lane, (of_lane, num_rows) in self._lanes(step).items():
+                    spans.setdefault(lane, []).extend(of_lane)
+                    of_groups[number][lane] = None
+                    rows[number][lane] += num_rows
+        began = [group[0].passes[0].began for group in groups]
+        last = max(now, *(span.ended for some in (passes, *spans.values()) for span in some))
+        edges = [*began, last]
+        lanes = {lane: divided(filled(of_lane, passes, began[0], last), edges) for lane, of_lane in spans.items()}
+        return [
+            ProfiledStep(
+                edges[number],
+                edges[number + 1],
+                {lane: lanes[lane][number] for lane in of_groups[number]},
+                {lane: count for lane, count in rows[number].items() if count},
+                thread,
+            )
+            for number in range(len(groups))
+        ]
 
-        Args:
-            next_step: the next one of the same thread; None for the last, which ends `now`.
-        """
-        replicas = {f"replica {number}, {r.device}": r for number, r in sorted(step.replicas.items())}
-        began = step.passes[0].began
-        ended = max(now if next_step is None else next_step.began, step.passes[-1].ended)
-        lanes: dict[str, list[Span]] = {}
+    def _lanes(self, step: Step) -> dict[str, tuple[list[Span], int]]:
+        """Return what was recorded of a forward and its backwards by lane, and the lane's rows."""
+        replicas = sorted(step.replicas.items())
+        if not replicas and devices.computes_on_host(self._device):
+            return {str(self._device): (list(step.passes), 0)}
         if not replicas:
-            lanes[str(self._device)] = filled(step.passes, step.passes, began, ended)
-        elif all(replica.track is not step.caller for replica in replicas.values()):
-            lanes["host"] = filled(step.caller.spans(), step.passes, began, ended)
-        for name, replica in replicas.items():
-            assert replica.track is not None
-            spans = replica.track.spans()
-            if replica.track.is_of_host:
-                lanes[name] = filled(spans, step.passes, began, ended)
-            elif spans:  # the device may be steps behind the host, and does nothing else of this model
-                of_next = next_step.lanes.get(name) if next_step is not None else None
-                until = of_next[0].began if of_next else max(now, spans[-1].ended)
-                lanes[name] = filled(spans, [], spans[0].began, until)
-        return ProfiledStep(began, ended, lanes, {name: r.rows for name, r in replicas.items() if r.rows})
+            on_device = {} if step.on_device is None else {str(self._device): (step.on_device.spans(), 0)}
+            return {"host": (list(step.passes), 0)} | on_device
+        found = {}
+        if all(timing.track is not step.caller for _, timing in replicas):
+            found["host"] = (step.caller.spans(), 0)
+        for number, timing in replicas:
+            assert timing.track is not None
+            found[f"replica {number}, {timing.device}"] = (timing.track.spans(), timing.rows)
+        return found
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of a wrapper is not profiled

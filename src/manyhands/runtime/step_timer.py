@@ -24,17 +24,18 @@ def watch_backwards(outputs: Sequence[torch.Tensor], begin: Callable[[], object]
         Whether a backward can reach any of them.
     """
     nodes = {output.grad_fn for output in outputs} - {None}
-    is_running = False
+    running: int | None = None  # a backward that has failed does not end
 
     def reached(grads: object) -> None:
-        nonlocal is_running
-        if not is_running and torch_private.call_at_end_of_backward(ended):
-            is_running = True
+        nonlocal running
+        number = torch_private.number_of_backward()
+        if number != running and torch_private.call_at_end_of_backward(ended):
+            running = number
             begin()
 
     def ended() -> None:
-        nonlocal is_running
-        is_running = False
+        nonlocal running
+        running = None
         end()
 
     for node in nodes:

@@ -3,16 +3,17 @@
     Step     one forward of a wrapper and the backwards that belong to it: its passes, and a track for each replica
     Track    what one replica, or the caller's thread, does: spans, each with one phase, which never overlap
 
-The caller's thread is recorded from the beginning of a pass to its end; `mark` says what it goes on with. Where a
-replica's part of the pass begins, and ends, is known from the context that goes around it (`contexts`). A phase inside
-another one interrupts it: a replica that waits for others in the middle of its forward does not compute meanwhile. A
-worker process records its own track, and sends it with its reply.
+The caller's thread is recorded from the beginning of a pass to its end (`Step.recorded`); `mark` says what it goes on
+with. Where a replica's part of the pass begins, and ends, is known from the context that goes around it (`contexts`).
+A phase inside another one interrupts it: a replica that waits for others in the middle of its forward does not compute
+meanwhile. A worker process records its own track, and sends it with its reply.
 
 On an accelerator a replica's spans are those of the work that it queues, by events on its stream: nothing waits.
 
 Guarantees
     - While nothing is recorded, a place that would record pays for one comparison: `if timeline.recording`.
     - A track is written by one thread at a time. What is written is numbers: it keeps no tensor and no graph.
+    - However a pass ends, its thread is left as it was before.
 
 Assumes that the processes of a machine have one `time.perf_counter`, as on Linux and macOS.
 """
@@ -95,6 +96,10 @@ class Track:
         self._close_span()
         self._phases.clear()
 
+    def abandon(self) -> None:
+        """Leave out the phases that are open: when they ended is not known."""
+        self._phases.clear()
+
     def add(self, spans: Sequence[Span]) -> None:
         """Add what has been recorded in another process."""
         self._spans += spans
@@ -140,71 +145,78 @@ class Step:
 
     Args:
         clock_of: returns the clock of a device that does not compute on the host.
+        device: where the module is.
 
     Attributes:
         thread: the caller's.
         caller: what it did.
         replicas: by number. The first one's track is the caller's, if it computes on the host. There is none
             where no engine ran: then the caller did everything.
+        on_device: what an accelerator did meanwhile, where no engine ran; None: the module's device has no clock.
         passes: the forward, and each backward, that has ended.
         phase: which of the two the last one is.
+        is_open: whether its backwards are recorded.
     """
 
-    def __init__(self, clock_of: Callable[[torch.device], DeviceClock]) -> None:
+    def __init__(self, clock_of: Callable[[torch.device], DeviceClock], device: torch.device) -> None:
         self._clock_of = clock_of
+        self.on_device = Track(clock_of(device)) if _devices.has_streams(device) else None
         self.thread = threading.get_ident()
         self.caller = Track()
         self.replicas: dict[int, ReplicaTiming] = {}
         self.passes: list[Span] = []
         self.phase = FORWARD
-        self._began: Moment = 0.0
+        self.is_open = True
+        self._is_free = threading.Lock()
+        self._whole_since: float | None = None  # when the backward began that is running
 
     @contextlib.contextmanager
     def recorded(self, phase: str, first: str) -> Iterator[None]:
         """Record the block as a forward or backward, in which the calling thread does `first` at first.
 
-        If it fails, it is not one of the passes.
+        If it fails, it is not one of the passes; nor is a backward while another thread runs one of the same step.
         """
-        self._begin(phase, first)
+        if not self._is_free.acquire(blocking=False):
+            with _in_thread(None, None):
+                yield
+            return
         try:
-            yield
-        except BaseException:
-            self.abandon()
-            raise
-        self._end()
+            with _in_thread(self, self.caller):
+                self.phase = phase
+                self.caller.enter(first)
+                began = cast(float, self.caller.since)
+                if self.on_device is not None:
+                    self.on_device.enter(phase)
+                try:
+                    yield
+                finally:
+                    self.caller.end()
+                    if self.on_device is not None:
+                        self.on_device.end()
+                self.passes.append(Span(phase, began, cast(float, self.caller.since)))
+        finally:
+            self._is_free.release()
 
     def watch_backward(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Record each backward that comes through a forward's outputs. No tensor of it is kept.
+        """Record each backward that comes through the outputs of a forward that no engine ran.
 
-        That of an engine is one node, which is where the caller's graph meets those of the replicas. Otherwise it ends
-        with the whole backward.
+        It lasts until the whole backward ends. No tensor of it is kept. (An engine's forward has one node for the
+        backward of its replicas, which records itself.)
         """
-        if not self.replicas:
-            watch_backwards(outputs, self._begin_whole_backward, self._end_whole_backward)
-            return
-        for node in {output.grad_fn for output in outputs} - {None}:
-            node.register_prehook(lambda grads: self._begin(BACKWARD, SCATTER))  # type: ignore[union-attr]
-            node.register_hook(lambda of_inputs, of_outputs: self._end())  # type: ignore[union-attr]
+        watch_backwards(outputs, self._begin_whole_backward, self._end_whole_backward)
 
     def _begin_whole_backward(self) -> None:
-        self._began = time.perf_counter()
+        self._whole_since = time.perf_counter() if self.is_open else None
+        if self.is_open and self.on_device is not None:
+            self.on_device.abandon()  # a backward that has failed
+            self.on_device.enter(BACKWARD)
 
     def _end_whole_backward(self) -> None:
-        self.passes.append(Span(BACKWARD, cast(float, self._began), time.perf_counter()))
-
-    def _begin(self, phase: str, first: str) -> None:
-        self.phase, _thread.step, _thread.track = phase, self, self.caller
-        self.caller.enter(first)
-        self._began = self.caller.since
-
-    def _end(self) -> None:
-        self.abandon()
-        self.passes.append(Span(self.phase, cast(float, self._began), cast(float, self.caller.since)))
-
-    def abandon(self) -> None:
-        """End a pass that failed."""
-        self.caller.end()
-        _thread.step = _thread.track = None
+        if self._whole_since is not None:
+            self.passes.append(Span(BACKWARD, self._whole_since, time.perf_counter()))
+            self._whole_since = None
+            if self.on_device is not None:
+                self.on_device.end()
 
     def record_on_tracks(self, numbers: Sequence[int], timings: Sequence[ReplicaTiming]) -> None:
         """Give each replica a track; the one that it has, if its step is run again."""
@@ -222,13 +234,26 @@ class Step:
 # ---- what the engines call ----
 
 
+def current_step() -> Step | None:
+    """Return the step whose pass the calling thread runs; None in a replica, and while nothing is recorded."""
+    step: Step | None = getattr(_thread, "step", None)
+    return step
+
+
+@contextlib.contextmanager
+def in_no_step() -> Iterator[None]:
+    """Keep what the block does out of the calling thread's step: it runs another wrapper, inside the module."""
+    with _in_thread(None, getattr(_thread, "track", None)):
+        yield
+
+
 def contexts(numbers: Sequence[int], timings: Sequence[ReplicaTiming]) -> list["RecordedPasses"]:
     """Return the contexts that record replicas in each pass of the calling thread's step: one, or none.
 
     Args:
         numbers, timings: the replicas'.
     """
-    step = _step()
+    step = current_step()
     if step is None:
         return []
     step.record_on_tracks(numbers, timings)
@@ -242,6 +267,8 @@ class RecordedPasses:
         self._step, self._timings = step, timings
 
     def __call__(self) -> AbstractContextManager[Callable[[int], AbstractContextManager[None]]]:
+        if current_step() is not self._step:  # this pass is not recorded
+            return contextlib.nullcontext(lambda index: contextlib.nullcontext())
         return contextlib.nullcontext(self.replica)
 
     @contextlib.contextmanager
@@ -251,15 +278,14 @@ class RecordedPasses:
         assert track is not None
         caller: Track | None = getattr(_thread, "track", None)
         tracks = [track] if caller in (None, track) else [track, caller]
-        _thread.step, _thread.track = None, track if track.is_of_host else None
-        for each in tracks:
-            each.enter(self._step.phase)
-        try:
-            yield
-        finally:
+        with _in_thread(None, track if track.is_of_host else None):
             for each in tracks:
-                each.leave(WAIT)  # the caller's thread, for the other replicas
-            _thread.step, _thread.track = None if caller is None else self._step, caller
+                each.enter(self._step.phase)
+            try:
+                yield
+            finally:
+                for each in tracks:
+                    each.leave(WAIT)  # the caller's thread, for the other replicas
 
 
 def run_as_replica(task: Callable[[], T], device: torch.device) -> T:
@@ -273,7 +299,7 @@ def run_as_replica(task: Callable[[], T], device: torch.device) -> T:
 @contextlib.contextmanager
 def one_backward_of(timings: Sequence[ReplicaTiming]) -> Iterator[None]:
     """Record the block, one call that runs the backward of several replicas, on the track of each."""
-    step = _step()
+    step = current_step()
     if step is None:
         yield
         return
@@ -288,24 +314,11 @@ def one_backward_of(timings: Sequence[ReplicaTiming]) -> Iterator[None]:
             track.leave()
 
 
-def is_in_forward() -> bool:
-    """Return whether the calling thread is in a forward that is recorded."""
-    step = _step()
-    return step is not None and step.phase == FORWARD
-
-
 def mark(phase: str) -> None:
     """Take note of what the caller of the step goes on with; does nothing in a replica."""
-    step = _step()
+    step = current_step()
     if step is not None:
         step.caller.mark(phase)
-
-
-def failed() -> None:
-    """Take note that the pass of the calling thread's step has failed."""
-    step = _step()
-    if step is not None:
-        step.abandon()
 
 
 @contextlib.contextmanager
@@ -333,6 +346,12 @@ def while_recording() -> Iterator[None]:
         recording.discard(key)
 
 
-def _step() -> Step | None:
-    step: Step | None = getattr(_thread, "step", None)
-    return step
+@contextlib.contextmanager
+def _in_thread(step: Step | None, track: Track | None) -> Iterator[None]:
+    """Let the calling thread run a pass of a step, and be recorded on a track, until the block ends."""
+    before = getattr(_thread, "step", None), getattr(_thread, "track", None)
+    _thread.step, _thread.track = step, track
+    try:
+        yield
+    finally:
+        _thread.step, _thread.track = before

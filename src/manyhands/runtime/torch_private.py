@@ -102,6 +102,15 @@ def gradients(
     return tuple(found)
 
 
+def number_of_backward() -> int:
+    """Return a number that tells the backward that is running from all others of this process.
+
+    Fallback: -1, as outside of a backward.
+    """
+    number = getattr(torch._C, "_current_graph_task_id", None)
+    return -1 if number is None else int(number())
+
+
 def call_at_end_of_backward(function: Callable[[], object]) -> bool:
     """Have `function` called when the backward that is running has ended; return whether it will be.
 

@@ -56,6 +56,7 @@ from manyhands.runtime.errors import log_once
 from manyhands.runtime.rng import SeededStreams
 from manyhands.runtime.streams import Copies
 from manyhands.runtime.thread_pool import (
+    PassContext,
     divided_intra_op_threads,
     inside_replica,
     one_pass,
@@ -184,9 +185,11 @@ class ProcessesEngine(Engine):
             worker_group,
             Copies(call.devices[:1]) as copies,
         ):
+            recorded: list[PassContext] = []
             if timeline.recording:
                 timeline.mark(timeline.SCATTER)
-                recorded = timeline.contexts(call.replica_numbers, timings)
+                recorded += timeline.contexts(call.replica_numbers, timings)
+                graphs.step = timeline.current_step()
             inputs = Inputs(call, tracked, copies, num_here=1)  # step 2
             streams = graphs.new_streams()
             objects = self._send(graphs, pool.blueprint, call, inputs, num_threads, streams.seeds)
@@ -201,7 +204,7 @@ class ProcessesEngine(Engine):
                     partial(worker_group.open_exchange, cross_process=call.cross_process),
                     sync_batch_norm=call.sync_batch_norm,
                 )
-            if timeline.recording:
+            if recorded:
                 graphs.pass_contexts = [*graphs.pass_contexts, *recorded]
             with streams as of_streams, one_pass([*of_streams, *graphs.pass_contexts]) as replica_context:
                 run = partial(call_replica, call, inputs, replicas.roots, copies, timings, 0)
@@ -307,7 +310,7 @@ class ProcessesEngine(Engine):
                 parts=parts_of(call, blueprint.root, i + 1) if call.row_limits else None,
                 exchange_rank=(i + 1, num_workers + 1) if call.sync_batch_norm or call.one_device_randomness else None,
                 sync_batch_norm=call.sync_batch_norm,
-                is_recorded=graphs.timings[i + 1].track is not None,
+                is_recorded=graphs.step is not None,
                 rows=call.sizes if call.one_device_randomness else None,
                 device=call.devices[i + 1],
                 rendezvous=worker_group.transport.rendezvous(i + 1) if update.sent else None,

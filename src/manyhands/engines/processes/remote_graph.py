@@ -236,7 +236,7 @@ class RemoteGraphs(ReplicaGraphs):
                 placed=placed,
                 num_threads=num_threads,
                 reducer_config=group.transport.config_for(i + 1) if has_work else None,
-                is_recorded=bool(timeline.recording) and self.timings[i + 1].track is not None,
+                is_recorded=timeline.current_step() is not None,
             )
             segments = [*group.transport.segments] if has_work else []
             if placed is not None:

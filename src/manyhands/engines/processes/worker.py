@@ -151,7 +151,7 @@ class Worker:
             message.process.set()
 
     def _recorded_reply_to(self, message: Forward | Backward) -> Reply:
-        step = Step(self._clocks)
+        step = Step(self._clocks, torch.device("cpu"))
         phase = timeline.FORWARD if isinstance(message, Forward) else timeline.BACKWARD
         with timeline.while_recording(), step.recorded(phase, timeline.SCATTER):
             reply = self._reply_to(message)
