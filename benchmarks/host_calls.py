@@ -31,7 +31,7 @@ ENGINES: dict[str, Callable[[], Engine]] = {
 REPLICAS = (1, 2, 4, 8)
 _NUM_LAYERS = (20, 120)
 _ROWS, _WIDTH = 16, 4
-_WARM_UP, _COUNTED = 4, 5
+_WARM_UP, _COUNTED = 4, 15
 _WAITING = ("poll", "sched_yield", "perf_counter", "monotonic", "sleep")  # how often they are called depends on time
 
 
@@ -90,7 +90,7 @@ def layers(number: int, *, batch_norm: bool) -> nn.Sequential:
 def calls_of(model: nn.Module) -> Calls:
     """Return the calls of a steady step of a model."""
     calls_of_steps(model, _WARM_UP)
-    # The fewest of several steps: the garbage collector may call finalizers in the others.
+    # The fewest of several steps: in the others the garbage collector may call finalizers, or a wait be long.
     return Calls(min(calls_of_steps(model, 1) for _ in range(_COUNTED)), sum(1 for _ in model.parameters()))
 
 
