@@ -190,6 +190,7 @@ def _finish_epoch(run: Run, epoch: int, display: Display, stop: StopRequest) -> 
     )
     run.save()
     run.draw()
+    run.write_profile()  # last: the epoch is saved, whatever becomes of these files
 
 
 def evaluate(run: Run, display: Display, stop: StopRequest) -> tuple[float, float]:
