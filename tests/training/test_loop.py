@@ -1,6 +1,7 @@
 """Trainings of a perceptron on digits, which take a second each."""
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -25,6 +26,7 @@ from helpers import commands as records
 from helpers.plain_training import train_plainly
 from manyhands.console.errors import DivergedError, Interrupted, OptionError
 from manyhands.engines.processes import worker_group
+from manyhands.profiling.profile import Profile
 from manyhands.training import checkpoint, compiling, data, loop, models, pending_steps
 from manyhands.training import run as run_module
 from manyhands.training.display import Display
@@ -513,6 +515,19 @@ def test_a_profiled_run_has_the_same_numbers(
     RunFolder.for_new_run(folder.path, overwrite=True).make_empty()
     assert not folder.trace.exists()
     assert not folder.timeline.exists()
+
+
+def test_a_profile_that_cannot_be_written(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T9: the epoch that it shows is saved before."""
+
+    def is_full(profile: Profile, path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(Profile, "write_trace", is_full)
+    with pytest.raises(OSError, match="No space left"):
+        train(SMALL, folder, Recorder(), profile=True)
+    assert folder.checkpoint.exists()
+    assert folder.curves.exists()
 
 
 def test_batch_norm_sees_the_rows_of_all_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

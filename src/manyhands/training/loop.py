@@ -194,6 +194,7 @@ def _finish_epoch(run: Run, epoch: int, display: Display, stop: StopRequest) -> 
     )
     run.save()
     run.draw()
+    run.write_profile()  # the epoch is saved, whatever becomes of these files
     run.observers.epoch(record)
 
 

@@ -225,12 +225,17 @@ class Run:
 
     @contextlib.contextmanager
     def profiled(self) -> Iterator[None]:
-        """Profile the steps of the block, an epoch's, and write what they show. The first process does it."""
+        """Profile the steps of the block, an epoch's. The first process does it."""
         if not self.is_profiled:
             yield
             return
         with self.model.profile() as self.profile:
             yield
+
+    def write_profile(self) -> None:
+        """Write what the profiled steps show, if there are any."""
+        if self.profile is None:
+            return
         with replaced(self.folder.trace) as unfinished:
             self.profile.write_trace(unfinished)
         with replaced(self.folder.timeline) as unfinished:
