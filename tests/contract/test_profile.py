@@ -260,6 +260,21 @@ def test_a_step_that_is_run_again(wrap: Wrap) -> None:
     assert all("backward" in phases(step, 1) for step in steps)
 
 
+@pytest.mark.parametrize("engine", ["processes"], indirect=True)
+@on_the_cpu
+def test_a_step_that_is_run_again_after_the_block(wrap: Wrap) -> None:
+    """P3: its backwards go on as without a profile."""
+    model = wrap(mlp(), on_worker_loss="retry")
+    x = torch.randn(4, 5)
+    with model.profile() as profile:
+        output = model(x).sum()
+    before = profile.steps()
+    os.kill(workers_of(model)[0], signal.SIGKILL)
+    in_time(lambda: output.backward(retain_graph=True))
+    in_time(output.backward)
+    assert profile.steps() == before
+
+
 def test_a_profile_keeps_no_graph(wrap: Wrap) -> None:
     """P6: nor the module, nor a tensor of a step that has ended."""
     model, x = wrap(mlp()), torch.randn(4, 5)

@@ -68,14 +68,6 @@ class _Boundary(torch.autograd.Function):
     @staticmethod
     @critical
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        step = ctx.graphs.step
-        if step is None or not step.is_open:
-            return _Boundary._backward(ctx, *grads)
-        with step.recorded(timeline.BACKWARD, timeline.SCATTER):
-            return _Boundary._backward(ctx, *grads)
-
-    @staticmethod
-    def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         graphs: ReplicaGraphs = ctx.graphs
         if graphs.released:
             raise RuntimeError(
@@ -111,9 +103,23 @@ class _Boundary(torch.autograd.Function):
         return (None, *joined)
 
 
+class _RecordedBoundary(_Boundary):
+    """The node of a step that is recorded. (A class of its own, because others shall pay nothing for it.)"""
+
+    @staticmethod
+    @critical
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        step = ctx.graphs.step
+        if step is None or not step.is_open:  # none where replicas were run again after the profile has ended
+            return _Boundary.backward(ctx, *grads)
+        with step.recorded(timeline.BACKWARD, timeline.SCATTER):
+            return _Boundary.backward(ctx, *grads)
+
+
 # `apply` without its search for torch.func's tensors, which is a call for each parameter: under a transform the plain
 # composition runs.
 _apply: Any = super(torch.autograd.Function, _Boundary).apply
+_apply_recorded: Any = super(torch.autograd.Function, _RecordedBoundary).apply
 
 
 def join(
@@ -131,7 +137,8 @@ def join(
     if not [edge for edge in graphs.outputs if edge.requires_grad]:
         return graphs.joined_outputs()
     aliases = [tensor if tensor.is_leaf else Alias.apply(tensor) for tensor in live]  # type: ignore[no-untyped-call]
-    joined: tuple[torch.Tensor, ...] = _apply(graphs, *aliases)
+    apply = _apply if graphs.step is None else _apply_recorded
+    joined: tuple[torch.Tensor, ...] = apply(graphs, *aliases)
     return joined
 
 
@@ -147,7 +154,8 @@ def _differentiable_backward(graphs: ReplicaGraphs, grads: Sequence[torch.Tensor
     first = graphs.first_parameter
     incoming = [grad for grad in grads if grad is not None]
     live_inputs = (*graphs.live_inputs[:first], *incoming, *graphs.live_inputs[first:])
-    results = iter(_apply(higher, *live_inputs))
+    apply = _apply if higher.step is None else _apply_recorded
+    results = iter(apply(higher, *live_inputs))
     return [next(results) if edge is not None else None for edge in gradients]
 
 
