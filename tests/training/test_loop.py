@@ -517,6 +517,16 @@ def test_a_profiled_run_has_the_same_numbers(
     assert not folder.timeline.exists()
 
 
+def test_a_profile_of_no_steps_leaves_no_files(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T9: as where a step is compiled as a whole, so that the model is not called."""
+    monkeypatch.setattr(Profile, "steps", lambda profile: [])
+    outcome = train(replace(SMALL, epochs=1), folder, Recorder(), profile=True)
+    assert outcome.profile is not None
+    assert outcome.profile.in_words()[0].startswith("nothing was profiled")
+    assert not folder.trace.exists()
+    assert not folder.timeline.exists()
+
+
 def test_a_profile_that_cannot_be_written(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """T9: the epoch that it shows is saved before."""
 

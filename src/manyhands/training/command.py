@@ -256,6 +256,7 @@ def _train(
         )
         if outcome.profile is not None:
             print(*outcome.profile.in_words(), sep="\n")
+        if outcome.profile is not None and outcome.profile.steps():
             print(f"see {run_folder.timeline}; chrome://tracing and https://ui.perfetto.dev open {run_folder.trace}")
         print(f"see {run_folder.curves}; the weights are {run_folder.model}", flush=True)
 

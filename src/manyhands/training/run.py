@@ -233,8 +233,8 @@ class Run:
             yield
 
     def write_profile(self) -> None:
-        """Write what the profiled steps show, if there are any."""
-        if self.profile is None:
+        """Write what the profiled steps show, if there are any: none are known of a step that is compiled whole."""
+        if self.profile is None or not self.profile.steps():
             return
         with replaced(self.folder.trace) as unfinished:
             self.profile.write_trace(unfinished)
