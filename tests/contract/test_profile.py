@@ -346,7 +346,8 @@ def test_a_second_backward_through_the_gradient_is_recorded(wrap: Wrap) -> None:
         grad.square().sum().backward()
     caller = next(iter(profile.steps()[0].lanes.values()))
     found = without([span.phase for span in caller if span.began >= began], "wait")
-    assert found == ["scatter", "backward", "reduce", OUTSIDE]
+    assert without(found, "reduce") == ["scatter", "backward", OUTSIDE]
+    assert found[-2:] == ["reduce", OUTSIDE]
 
 
 def test_two_backwards_of_one_forward_at_once(wrap: Wrap) -> None:
