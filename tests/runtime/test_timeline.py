@@ -112,13 +112,19 @@ class FakeEvent:
         return float(end.at_ms - self.at_ms)
 
 
-def test_on_an_accelerator_time_is_the_devices(monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace) -> None:
-    """P4: events on the thread's stream, which nothing waits for before the times are asked for."""
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every device has streams, and its events are fake ones."""
     monkeypatch.setattr(FakeEvent, "recorded", 0)
     monkeypatch.setattr(FakeEvent, "waited_for", [])
     monkeypatch.setattr(torch, "Event", FakeEvent)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"the thread's stream on {device}")
     monkeypatch.setattr(devices, "has_streams", lambda device: True)
+
+
+@pytest.mark.usefixtures("events")
+def test_on_an_accelerator_time_is_the_devices(clock: SimpleNamespace) -> None:
+    """P4: events on the thread's stream, which nothing waits for before the times are asked for."""
     clock.now = 100.0
     track = Track(DeviceClock(torch.device("cuda", 1)))
     assert FakeEvent.waited_for == [1]  # the clock's zero
@@ -132,13 +138,9 @@ def test_on_an_accelerator_time_is_the_devices(monkeypatch: pytest.MonkeyPatch, 
     assert not track.is_of_host
 
 
-def test_one_accelerator_has_its_own_times(monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace) -> None:
+@pytest.mark.usefixtures("events", "clock")
+def test_one_accelerator_has_its_own_times() -> None:
     """P4: where no engine runs, too: the host only queues the work."""
-    monkeypatch.setattr(FakeEvent, "recorded", 0)
-    monkeypatch.setattr(FakeEvent, "waited_for", [])
-    monkeypatch.setattr(torch, "Event", FakeEvent)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"the thread's stream on {device}")
-    monkeypatch.setattr(devices, "has_streams", lambda device: True)
     step = Step(DeviceClock, torch.device("cuda", 0))
     weight = torch.ones(2, requires_grad=True)
     with step.recorded("forward", "scatter"):

@@ -104,7 +104,7 @@ class _Boundary(torch.autograd.Function):
 
 
 class _RecordedBoundary(_Boundary):
-    """The node of a step that is recorded. (A class of its own, because others shall pay nothing for it.)"""
+    """The node of a step that is recorded; a class of its own, so that other steps make no call for it."""
 
     @staticmethod
     @critical

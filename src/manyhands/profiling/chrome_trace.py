@@ -20,7 +20,9 @@ def write(path: Path, steps: Sequence[ProfiledStep], model: str, rank: int) -> N
 
 def events(steps: Sequence[ProfiledStep], model: str, rank: int) -> list[dict[str, Any]]:
     """Return the events of all steps, and the names of their lanes."""
-    lanes = sorted({(step.thread, lane): None for step in steps for lane in step.lanes}, key=lambda lane: lane[0])
+    lanes = sorted(
+        dict.fromkeys((step.thread, lane) for step in steps for lane in step.lanes), key=lambda lane: lane[0]
+    )
     numbers = {lane: number for number, lane in enumerate(lanes)}
     found = [_name("process_name", rank, 0, f"{model}, rank {rank}")]
     for (thread, lane), number in numbers.items():
