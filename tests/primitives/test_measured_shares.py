@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from manyhands.bench.contenders import STEPS_UNTIL_FROZEN
 from manyhands.primitives.measured_shares import (
     PERIOD,
     Line,
@@ -105,7 +106,8 @@ def test_the_freeze_comes_and_no_row_is_lost(of_devices, per_replica_s, rows, no
     machine = Machine(of_devices, per_replica_s, noise)
     measured = machine.measured()
     # Three first turns, then at most eight rounds of six candidates.
-    assert until_frozen(measured, machine, rows) <= 1 + 3 * 3 + 8 * 3 * 7
+    num_steps = until_frozen(measured, machine, rows)
+    assert num_steps <= (STEPS_UNTIL_FROZEN if len(of_devices) == 2 else 1 + 3 * 3 + 8 * 3 * 7)
     assert all(sum(sizes) == rows and min(sizes) >= 0 for sizes in machine.borne)
     if not noise:
         alone = [rows] + [0] * (len(of_devices) - 1)

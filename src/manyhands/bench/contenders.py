@@ -33,6 +33,7 @@ OURS = ("threads", "processes")
 DISTRIBUTED = ("ddp", "accelerate", "fabric", "torchrun")
 CONTENDERS = ("plain", "limit", *DISTRIBUTED, *OURS)
 MEASURED = {f"{engine}, measured": engine for engine in OURS}  # with shares="measured"; benchmarks/shares.py has them
+STEPS_UNTIL_FROZEN = 130  # with shares="measured" and two replicas, at most
 
 _CPU = torch.device("cpu")
 _SEED = 0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from manyhands.bench import memory
 from manyhands.bench.contender_processes import ContenderFailedError, ContenderProcesses, close_all
-from manyhands.bench.contenders import Contender
+from manyhands.bench.contenders import MEASURED, STEPS_UNTIL_FROZEN, Contender
 from manyhands.bench.results import Line, Workload, mean_over_rows
 from manyhands.bench.serving import StepTimes
 from manyhands.console.progress import Progress, Task
@@ -78,10 +78,12 @@ class Runner:
         self.processes = ContenderProcesses(self.contender, target)
 
     def warm_up(self, seconds: float) -> None:
-        """Take steps for about one turn, and estimate the time of a step."""
+        """Take steps for about one turn, or until measured shares are frozen, and estimate the time of a step."""
         if self.processes is not None:
             self.processes.wait_until_ready()
             num_steps = min(_LONGEST_WARM_UP, math.ceil(seconds / self.step_s))
+            if self.contender.name in MEASURED:
+                self.processes.take(1, STEPS_UNTIL_FROZEN)
             self.step_s = _slowest(self.processes.take(1, num_steps)) / num_steps
 
     def take_turn(self, seconds: float) -> None:

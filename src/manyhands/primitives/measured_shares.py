@@ -12,9 +12,9 @@
 The lines leave out what a replica costs the others: sums of gradients, the caller's thread, cores and memory that they
 share. So they only propose, and the times of whole steps decide.
 
-Other programs make steps slower, never faster. So a turn counts as its fastest step, and candidates are compared by the
-medians of their turns. A candidate that is slower is dropped, unless noise may be why: where its fastest step is faster
-than the slowest one of the best candidate, both get further turns.
+Other programs make steps slower, never faster. So candidates are compared by the lower quartiles of their steps. A
+candidate that is slower is dropped, unless noise may be why: where its fastest step is faster than the slowest one of
+the best candidate, both get further turns.
 
 This file knows no clock and no module. Times may be in any unit, and are compared by row, so that batches may differ a
 little in size; batches of quite another size are not counted.
@@ -24,7 +24,6 @@ import math
 import statistics
 import threading
 from collections.abc import Generator, Sequence
-from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 from manyhands.primitives.split_sizes import split_rows
@@ -38,7 +37,7 @@ _NUM_TIMED = 2  # steps of each turn, after one that is not counted
 _SIMILAR_ROWS = 1.25  # batches whose rows differ by no more than this factor are compared
 _OTHER_ROWS = 2.0  # batches whose rows differ by more than this factor need shares of their own
 _MOST_UNCOUNTED = 16  # steps in a row, while measuring, before their size becomes the one that is measured
-_DROPPED = (1.5, 1.2, 1.1)  # after round 1, 2, 3 and later: candidates that are slower by this factor
+_DROPPED = (2.2, 1.2, 1.1)  # after round 1, 2, 3 and later: candidates that are slower by this factor
 _MOST_ROUNDS = 8  # of candidates that are about equal, or that noise hides
 _EQUAL = 1.02  # candidates within this factor are equal, and the one with the fewest devices is chosen
 _WORTH_A_TRIAL = 1.05  # what other shares must gain, by the lines, to become one more candidate
@@ -210,7 +209,7 @@ class MeasuredShares:
     def _begin(self, rows: int) -> None:
         """Begin to measure with batches of `rows` rows; 0: with those of the next step."""
         self._rows, self._uncounted, self._strikes = rows, 0, 0
-        self._times: dict[Weights, list[list[float]]] = {}  # of whole steps, by row, in each turn
+        self._times: dict[Weights, list[float]] = {}  # of whole steps, by row
         self._points: list[list[tuple[int, float]]] = [[] for _ in self._devices]
         self._most_rows: list[float] = [math.inf] * len(self._devices)
         self.skip = 0
@@ -287,15 +286,13 @@ class MeasuredShares:
 
     def _turn(self, weights: Weights) -> Generator[Weights, StepTime, None]:
         yield weights  # not counted: other shapes than before
-        turn: list[float] = []
         for _ in range(_NUM_TIMED):
             step = yield weights
-            turn.append(step.seconds / sum(step.sizes))
+            self._times.setdefault(weights, []).append(step.seconds / sum(step.sizes))
             self._most_rows = list(map(min, self._most_rows, step.most_rows))
             for points, size, seconds in zip(self._points, step.sizes, step.replica_s, strict=bool(step.replica_s)):
                 if size and seconds:
                     points.append((size, seconds))
-        self._times.setdefault(weights, []).append(turn)
 
     def _even(self) -> Weights:
         return (1,) * len(self._devices)
@@ -376,11 +373,12 @@ class MeasuredShares:
         return join_single_rows(split_rows(rows, len(weights), weights))
 
     def _row_s(self, weights: Weights) -> float:
-        return statistics.median(map(min, self._times[weights]))
+        times = sorted(self._times[weights])
+        return times[(len(times) - 1) // 4]
 
     def _is_slower(self, weights: Weights, best: Weights, factor: float) -> bool:
         """Return whether weights are slower than the best ones by a factor, and noise is not why."""
-        if min(chain(*self._times[weights])) < max(chain(*self._times[best])):
+        if min(self._times[weights]) < max(self._times[best]):
             factor = _DROPPED[0]
         return self._row_s(weights) > self._row_s(best) * factor
 
