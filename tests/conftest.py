@@ -72,6 +72,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _ignore_older_objects() -> None:
+    """Have the garbage collector look at what the tests of a file make, not at what earlier ones have imported."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _nothing_logged_yet() -> None:
     """Let each test see the messages that are logged once in a process."""

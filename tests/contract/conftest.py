@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.contract import ENGINE_ARGUMENTS, ENGINES, ON_CPU, Wrap, in_turn, on_first_device
+from helpers.contract import ENGINE_ARGUMENTS, ENGINES, ON_CPU, EngineFor, Wrap, in_turn, on_first_device
+from helpers.kept_workers import KeptWorkers
 from manyhands import DataParallel
 
 ON_THE_CPU_ONLY = ["compile", "memory", "nn_sweep", "properties", "scripted", "tensor_devices", "training_features"]
@@ -28,12 +29,27 @@ def engine(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.fixture(scope="module")
+def workers_of_this_file() -> Iterator[KeptWorkers]:
+    workers = KeptWorkers()
+    yield workers
+    workers.end()
+
+
 @pytest.fixture
-def wrap(engine: str, numerics: None, monkeypatch: pytest.MonkeyPatch) -> Wrap:
+def engine_for(workers_of_this_file: KeptWorkers, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineFor]:
+    """Return the argument `engine` of DataParallel for the name of an engine and a number of replicas."""
+
+    yield lambda name, num_replicas: ENGINE_ARGUMENTS[name](num_replicas, workers_of_this_file, monkeypatch)
+    workers_of_this_file.take_back()
+
+
+@pytest.fixture
+def wrap(engine: str, numerics: None, engine_for: EngineFor) -> Wrap:
     """Wrap a module for some replicas on the engine under test."""
 
     def wrap(module: nn.Module, num_replicas: int = 2, **options: Any) -> DataParallel:
-        return DataParallel(module, in_turn(num_replicas), engine=ENGINE_ARGUMENTS[engine](monkeypatch), **options)
+        return DataParallel(module, in_turn(num_replicas), engine=engine_for(engine, num_replicas), **options)
 
     return wrap
 

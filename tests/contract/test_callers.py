@@ -80,13 +80,7 @@ def test_sys_exit_inside_a_replica_ends_the_program(engine: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what a process holds is read from /proc")
-@pytest.mark.parametrize(
-    ("engine", "number"),
-    [
-        *[("threads", 20), ("processes", 8)],
-        *[pytest.param(engine, 200, marks=pytest.mark.slow) for engine in ("threads", "processes")],
-    ],
-)
+@pytest.mark.parametrize(("engine", "number"), [("threads", 20), ("processes", 8)])
 def test_wrappers_that_come_and_go_leave_nothing(engine: str, number: int) -> None:
     """F5, N10: no thread, process, descriptor or mapping: a forward, a backward and a map each, then closed."""
     done = run_script(f"""

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -161,6 +161,7 @@ def test_a_million_rows(wrap: Wrap) -> None:
 
 
 @given(st.integers(1, 3), st.lists(st.integers(0, 5), max_size=12), st.integers(1, 7))
+@settings(max_examples=50)
 def test_each_row_exactly_once(num_replicas: int, sizes: list[int], batch_size: int) -> None:
     """I1, I2: batches of any sizes, and samples in batches of any size."""
     model = DataParallel(Fn(lambda x: x + 0.5), ["cpu"] * num_replicas)

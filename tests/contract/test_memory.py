@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from helpers.contract import EngineFor
 from helpers.garbage import collected
 from helpers.modules import Calls
 from manyhands import DataParallel
@@ -24,13 +25,6 @@ from manyhands import DataParallel
 FEW, MANY = 5, 30
 WIDTH = 64  # a batch of 32 rows is 8 KiB
 SMALLEST_LEAK = 8 * 1024 * (MANY - FEW) // 4  # bytes; a quarter of a batch in each step
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _ignore_older_objects() -> None:
-    """Count and collect only what is made from here on, not what other tests have left."""
-    gc.collect()
-    gc.freeze()
 
 
 # Tensors this small gain nothing from more, and on a busy machine more would wait for each other.
@@ -190,10 +184,15 @@ def grown(model: nn.Module, step: Callable[[nn.Module, torch.Tensor], None]) -> 
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_nothing_grows(
-    engine: str, collector_off: None, name: str, step: Callable[[nn.Module, torch.Tensor], None]
+    engine: str,
+    engine_for: EngineFor,
+    collector_off: None,
+    name: str,
+    step: Callable[[nn.Module, torch.Tensor], None],
 ) -> None:
     """N10: tensors, bytes, and cycles for the garbage collector beyond those that the plain module leaves."""
-    wrapped = DataParallel(MODELS[name](), ["cpu"] * 3, engine=engine, sync_batch_norm=name == "synchronised")
+    synchronised = {"sync_batch_norm": name == "synchronised"}
+    wrapped = DataParallel(MODELS[name](), ["cpu"] * 3, engine=engine_for(engine, 3), **synchronised)
     tensors, allocated, cycles = grown(wrapped, step)
     if allocated >= SMALLEST_LEAK:  # Python and malloc may still be setting things up; a leak goes on
         tensors, allocated, cycles = grown(wrapped, step)

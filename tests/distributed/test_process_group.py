@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import manyhands
 from helpers.modules import Calls
+from helpers.programs import Program
 from helpers.ranks import Ended, end_ranks, free_port, run_ranks
 from manyhands.distributed import environment, process_group
 from manyhands.distributed.process_group import Communicator, communicator_for
@@ -362,34 +363,17 @@ print("done", rank, flush=True)
 """
 
 
-def run_program(tmp_path: Path, body: str, *flags: str) -> list[subprocess.CompletedProcess]:
+def run_program(body: str) -> list[subprocess.CompletedProcess[str]]:
     """Run a program in two processes that connect at a port, as torchrun's do; return how each has ended."""
-    path = tmp_path / "program.py"
-    path.write_text(PROGRAM.format(body=textwrap.dedent(body)))
+    script = PROGRAM.format(body=textwrap.dedent(body))
     own = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *flags, str(path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **own, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    ended = []
-    try:
-        for process in processes:
-            out, err = process.communicate(timeout=90)
-            ended.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return ended
+    with contextlib.ExitStack() as stack:
+        ranks = [{**own, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+        programs = [stack.enter_context(Program(script, env)) for env in ranks]
+        return [program.end() for program in programs]
 
 
-def test_a_program_ends_without_messages(tmp_path):
+def test_a_program_ends_without_messages():
     """With warnings as errors, loaders with workers, and ranks that end at different times."""
     body = """
     data = torch.utils.data.TensorDataset(torch.ones(6, 4))
@@ -409,11 +393,11 @@ def test_a_program_ends_without_messages(tmp_path):
         sys.exit(0)
     torch.distributed.destroy_process_group()
     """
-    ended = run_program(tmp_path, body, "-W", "error")
+    ended = run_program(body)
     assert [(end.returncode, end.stderr) for end in ended] == [(0, "")] * 2
 
 
-def test_a_program_that_fails_in_the_first_process(tmp_path):
+def test_a_program_that_fails_in_the_first_process():
     """C12: that process hosts the store. An excepthook of the program's own runs too."""
     body = """
     hook = sys.excepthook
@@ -423,7 +407,7 @@ def test_a_program_that_fails_in_the_first_process(tmp_path):
         raise ValueError("bad line in the file")
     step()
     """
-    ended = run_program(tmp_path, body)
+    ended = run_program(body)
     # Some releases of torch print before that the processes are connected.
     assert [(end.returncode, end.stdout.splitlines()[-1]) for end in ended] == [(1, "mine")] * 2
     assert "ValueError: bad line in the file" in ended[0].stderr
@@ -432,14 +416,14 @@ def test_a_program_that_fails_in_the_first_process(tmp_path):
     assert "ended" in last or "bad line in the file" in last
 
 
-def test_a_first_process_that_is_killed(tmp_path):
+def test_a_first_process_that_is_killed():
     """C12: the store ends with it."""
-    ended = run_program(tmp_path, "step()\nif rank == 0:\n    os.kill(os.getpid(), 9)\nstep()")
+    ended = run_program("step()\nif rank == 0:\n    os.kill(os.getpid(), 9)\nstep()")
     assert [end.returncode for end in ended] == [-9, 1]
     assert "RuntimeError: rank 0 has ended while this one was at summing gradients" in ended[1].stderr
 
 
-def test_ctrl_c_while_waiting(tmp_path):
+def test_ctrl_c_while_waiting():
     """C12: it ends the wait at once, and is reported to the other rank."""
     body = """
     step()
@@ -449,7 +433,7 @@ def test_ctrl_c_while_waiting(tmp_path):
         time.sleep(2)
     step()
     """
-    ended = run_program(tmp_path, body)
+    ended = run_program(body)
     assert "KeyboardInterrupt" in ended[0].stderr
     assert "KeyboardInterrupt" in ended[1].stderr.strip().splitlines()[-1] or "rank 0 has ended" in ended[1].stderr
 

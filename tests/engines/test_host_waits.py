@@ -67,7 +67,7 @@ def test_a_training_step_waits_for_no_device(
         module = copy.deepcopy(plain).to(sim[0])
         model = DataParallel(module, sim[:num_devices], sync_batch_norm=sync_batch_norm, scalars="mean")
         optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9, foreach=True) for each in (plain, model)]
-        for step in range(4):
+        for step in range(3):
             x = torch.randn(8, 2, 4, 4)
             x_there = x.to(sim[0])
             with noted_on_simulated_devices() as noted:

@@ -4,6 +4,7 @@ The oracle of a step that is run again is the same step undisturbed, bit for bit
 module.
 """
 
+import contextlib
 import copy
 import hashlib
 import logging
@@ -460,23 +461,24 @@ def test_a_batch_of_a_map_goes_to_another_replica(wrap: Wrap, tmp_path: Path, ca
         assert any("Another replica computes its batch" in record.getMessage() for record in caplog.records)
 
 
-def rank_with_deaths(rank: int, folder: Path, deaths: dict[int, str]) -> tuple[list[float], dict[str, bytes]]:
-    """Train as one of two ranks; return the losses, and a digest of each tensor of the state."""
+def rank_with_deaths(rank: int, folder: Path, deaths: dict[int, str]) -> list[tuple[list[float], dict[str, bytes]]]:
+    """Train as one of two ranks, without deaths and with them; return the losses, and a digest of each tensor."""
     torch.set_num_threads(1)
-    model = DataParallel(module_in(folder / str(rank)), ["cpu"] * 2, engine="processes", on_worker_loss="retry")
-    losses, state = train(model, deaths if rank == 1 else {}, steps=5)
-    model.close()
-    return losses, {name: hashlib.sha256(t.numpy().tobytes()).digest() for name, t in state.items()}
+    found = []
+    for name, dying in (("none", {}), ("some", deaths if rank == 1 else {})):
+        module = module_in(folder / f"{name} {rank}")
+        with contextlib.closing(DataParallel(module, ["cpu"] * 2, engine="processes", on_worker_loss="retry")) as model:
+            losses, state = train(model, dying, steps=5)
+        found.append((losses, {key: hashlib.sha256(t.numpy().tobytes()).digest() for key, t in state.items()}))
+    return found
 
 
 @pytest.mark.slow
 def test_a_worker_of_a_rank_dies(tmp_path: Path) -> None:
     """F10, K1: the other rank waits, and every number is that of an undisturbed run."""
-    for name in ("none", "some"):
-        (tmp_path / name).mkdir()
-    expected = run_ranks(2, rank_with_deaths, tmp_path / "none", {})
     deaths = {1: "forward", 2: "backward", 3: "between"}
-    assert run_ranks(2, rank_with_deaths, tmp_path / "some", deaths) == expected
+    for undisturbed, disturbed in run_ranks(2, rank_with_deaths, tmp_path, deaths):
+        assert disturbed == undisturbed
 
 
 # ---- out of memory -------------------------------------------------------------------------------

@@ -15,16 +15,17 @@ from torch import nn
 
 from helpers.in_time import WAIT_S
 from helpers.in_time import in_time as _in_time
+from helpers.kept_workers import KeptWorkers
 from helpers.late_copies import send_late
 from helpers.twins import assert_same_gradients as _assert_same_gradients
 from manyhands import DataParallel
 from manyhands.autograd import broadcast
-from manyhands.engines.processes.engine import ProcessesEngine
 from manyhands.engines.threads import ThreadsEngine
 from manyhands.primitives import pytree
 from manyhands.runtime.buckets import buckets_of
 
 Wrap = Callable[..., DataParallel]
+EngineFor = Callable[[str, int], Any]  # the argument `engine` for its name and a number of replicas
 
 # Replica i is on DEVICES[i % len(DEVICES)].
 DEVICES = os.environ.get("MANYHANDS_TEST_DEVICES", "cpu").split(",")
@@ -43,17 +44,13 @@ def threads_with_separate_memory(monkeypatch: pytest.MonkeyPatch) -> Any:
     return ThreadsEngine(separate_memory=True)
 
 
-def processes_over_gloo(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """As on several GPUs: parameters are sent to the processes, and gradients are all-reduced by gloo."""
-    return ProcessesEngine(share_memory=False)
-
-
-# Name of an engine -> a function that returns the argument `engine` of DataParallel.
-ENGINE_ARGUMENTS: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
-    "threads": lambda monkeypatch: "threads",
-    "threads with separate memory": threads_with_separate_memory,
-    "processes": lambda monkeypatch: "processes",
-    "processes over gloo": processes_over_gloo,
+# Name of an engine -> the argument `engine` of DataParallel, for a number of replicas.
+ENGINE_ARGUMENTS: dict[str, Callable[[int, KeptWorkers, pytest.MonkeyPatch], Any]] = {
+    "threads": lambda *_: "threads",
+    "threads with separate memory": lambda _, workers, monkeypatch: threads_with_separate_memory(monkeypatch),
+    "processes": lambda num_replicas, workers, _: workers.engine(num_replicas),
+    # As on several GPUs: parameters are sent to the processes, and gradients are all-reduced by gloo.
+    "processes over gloo": lambda num_replicas, workers, _: workers.engine(num_replicas, share_memory=False),
 }
 # The two engines that imitate several GPUs are for `make test-all`, and in `make test` where a test asks for them.
 ENGINES: list[Any] = [

@@ -115,7 +115,7 @@ def test_the_freeze_comes_and_no_row_is_lost(of_devices, per_replica_s, rows, no
 
 
 @given(st.lists(st.tuples(st.integers(0, 300), st.floats(0, 10)), min_size=60, max_size=120), st.integers(2, 5))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_any_rows_and_any_times(steps, count):
     """S16: batches of any sizes in any order, with any times: every row has its replica."""
     measured = MeasuredShares(range(count), "training")

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from helpers.batch_norm_kernels import use_kernels
 from helpers.batch_norms import BATCH_NORMS, CheckpointedBatchNorm
 from helpers.in_time import in_time
+from helpers.kept_workers import KeptWorkers
 from helpers.modules import Calls, Composed
 from helpers.one_graph import simulated_accelerators_with_one_graph
 from manyhands import DataParallel
@@ -33,31 +34,33 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 
 @pytest.fixture(scope="module")
-def processes_have_started() -> None:
-    """The process that workers are forked from has imported torch, and what checkpoints import in older releases.
+def workers() -> Iterator[KeptWorkers]:
+    """The process that they are forked from has imported torch, and what checkpoints import in older releases.
 
     On a busy machine that takes longer than `in_time` waits for what may hang.
     """
     importlib.import_module("torch._dynamo")
-    with contextlib.closing(DataParallel(nn.Identity(), ["cpu"] * 2, engine="processes")) as model:
-        model(torch.ones(2, 1))
+    workers = KeptWorkers()
+    DataParallel(nn.Identity(), ["cpu"] * 2, engine=workers.engine(2))(torch.ones(2, 1))
+    workers.take_back()
+    yield workers
+    workers.end()
 
 
 @pytest.fixture(params=["threads", "processes"])
 def over_replicas(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
     """Call a function as a replica's forward, on its rows and a batch norm; return what is gathered of two replicas."""
-    if request.param == "processes":
-        request.getfixturevalue("processes_have_started")
-    models = []
+    workers = request.getfixturevalue("workers") if request.param == "processes" else None
 
     def call(function: Callable[..., Any], x: torch.Tensor) -> Any:
         module = Calls(lambda module, x: function(x, module.norm), norm=nn.BatchNorm1d(3))
-        models.append(DataParallel(module, ["cpu"] * 2, engine=request.param, sync_batch_norm=True))
-        return in_time(lambda: models[-1](x))
+        engine = workers.engine(2) if workers else "threads"
+        model = DataParallel(module, ["cpu"] * 2, engine=engine, sync_batch_norm=True)
+        return in_time(lambda: model(x))
 
     yield call
-    for model in models:
-        model.close()
+    if workers:
+        workers.take_back()
 
 
 OverReplicas = Callable[..., Any]

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from helpers.deaths import workers_of
 from helpers.in_time import in_time
 from helpers.modules import Calls
-from helpers.programs import have_ended, until
+from helpers.programs import Program, have_ended, run_script, until
 from manyhands import DataParallel
 from manyhands.engines import replica
 from manyhands.engines.processes import fork_server, worker, worker_group
@@ -891,24 +891,6 @@ def test_simulated_devices_are_refused(sim):
 # ---- whole programs ------------------------------------------------------------------------------
 
 
-def python(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
-    )
-
-
-def run(script: str, *arguments: str) -> tuple[int, str, str]:
-    """Run a program from standard input; return its status and what it wrote."""
-    with python(*arguments) as process:
-        out, err = process.communicate(textwrap.dedent(script), timeout=WAIT_S * 2)
-    return process.returncode, out, err
-
-
 def test_a_fork_does_not_wait_for_threads_that_its_child_lacks():
     """F5: as a DataLoader forks its workers. OpenMP's threads, which copy large tensors, are not forked with it."""
     script = """
@@ -926,18 +908,22 @@ def test_a_fork_does_not_wait_for_threads_that_its_child_lacks():
             os._exit(0 if model.module.weight.flatten()[:5].tolist() == before else 1)
         print(os.waitpid(pid, 0)[1])
         """
-    assert run(script) == (0, "0\n", "")
+    done = run_script(script)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
 
 
-def test_a_script_on_standard_input_runs_once():
-    """No `__main__` guard; classes of `__main__`; two models at once; printed lines arrive whole."""
-    status, out, err = run(
-        """
-        import os, torch, manyhands
+def test_a_script_on_standard_input():
+    """R7, F6: classes of `__main__`, and what they hold that pickle looks up by name: cached functions, also recursive
+    ones, and properties; weak proxies; objects that replace modules.
+
+    It runs once, without a `__main__` guard; two models at once; printed lines arrive whole.
+    """
+    script = """
+        import functools, weakref, torch, manyhands
 
         print("the script runs")
 
-        class Model(torch.nn.Module):
+        class Prints(torch.nn.Module):
             def __init__(self):
                 super().__init__()
                 self.layer = torch.nn.Linear(2, 2)
@@ -947,23 +933,10 @@ def test_a_script_on_standard_input_runs_once():
                     print("replica", len(x), "says", i)
                 return self.layer(x)
 
-        models = [manyhands.DataParallel(Model(), ["cpu"] * 3, engine="processes") for _ in range(2)]
+        models = [manyhands.DataParallel(Prints(), ["cpu"] * 3, engine="processes") for _ in range(2)]
         for step in range(2):
             for model in models:
                 model(torch.zeros(6, 2)).sum().backward()
-    """,
-        "-",
-    )
-    assert (status, err) == (0, "")
-    lines = out.splitlines()
-    assert lines.count("the script runs") == 1
-    assert sorted(lines) == sorted(["the script runs", *[f"replica 2 says {i}" for i in range(50)] * 12])
-
-
-def test_what_a_class_of_main_holds_that_pickle_looks_up_by_name():
-    """R7, F6: cached functions, also recursive ones, and properties; weak proxies; objects that replace modules."""
-    script = """
-        import functools, weakref, torch, manyhands
 
         settings, operators = torch.backends.cudnn, torch.ops.aten
 
@@ -1006,7 +979,18 @@ def test_what_a_class_of_main_holds_that_pickle_looks_up_by_name():
         grads = [torch.autograd.grad(each(x).square().sum(), model.layer.weight) for each in (wrapped, model)]
         torch.testing.assert_close(*grads)
     """
-    assert run(script, "-") == (0, "", "")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-"],
+        input=textwrap.dedent(script),
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S * 2,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = ["the script runs", *[f"replica 2 says {i}" for i in range(50)] * 12]
+    assert sorted(done.stdout.splitlines()) == sorted(lines)
 
 
 _ENDLESS = """
@@ -1054,14 +1038,10 @@ _ENDLESS = """
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_process_outlives_a_program_that_is_ended_in_a_step(busy, in_backward, how):
     """F3, F5, N5: whichever replica computes and whichever waits at a batch norm."""
-    script = textwrap.dedent(_ENDLESS).replace("BUSY", repr(busy)).replace("IN_BACKWARD", repr(in_backward))
-    with python("-c", script) as process:
-        assert process.stdout is not None
-        lines = [process.stdout.readline().strip() for _ in range(3 + len(busy))]
-        pids = [int(line) for line in lines if line != "busy"]
+    with Program(_ENDLESS.replace("BUSY", repr(busy)).replace("IN_BACKWARD", repr(in_backward))) as program:
+        pids = [int(line) for line in program.lines(3 + len(busy)) if line != "busy"]
         assert len(pids) == 3
-        assert process.pid in pids
-        process.send_signal(how)
-        process.communicate(timeout=WAIT_S)
+        assert program.pid in pids
+        os.kill(program.pid, how)
+        assert program.end(WAIT_S).returncode == -how
     assert have_ended(pids)
-    assert process.returncode == -how

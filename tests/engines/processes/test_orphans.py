@@ -4,9 +4,6 @@ import contextlib
 import gc
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import psutil
@@ -17,7 +14,7 @@ from torch import nn
 from helpers import leftovers
 from helpers.leftovers import end_workers_of_earlier_tests
 from helpers.modules import Calls
-from helpers.programs import have_ended, until
+from helpers.programs import Program, have_ended, until
 from manyhands import DataParallel
 from manyhands.engines.processes import fork_server
 
@@ -63,21 +60,16 @@ _PROGRAM = """
 @pytest.mark.parametrize("busy", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_workers_end_with_a_caller_whose_channels_another_process_has(busy):
     """F9: killed while its workers are idle, or in the middle of a forward."""
-    program = textwrap.dedent(_PROGRAM).replace("{busy}", str(busy))
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    sibling, *started = map(int, process.stdout.readline().split())
-    try:
-        assert len(started) == 2, "a fork server and a worker"
-        assert process.stdout.readline() == "ready\n"
-        process.kill()
-        process.wait()
-        assert have_ended(started)
-        assert psutil.pid_exists(sibling)
-    finally:
-        os.kill(sibling, signal.SIGKILL)
-        process.kill()
-        process.stdout.close()
+    with Program(_PROGRAM.replace("{busy}", str(busy))) as program:
+        sibling, *started = map(int, program.lines(1)[0].split())
+        try:
+            assert len(started) == 2, "a fork server and a worker"
+            assert program.lines(2)[1] == "ready"
+            os.kill(program.pid, signal.SIGKILL)
+            assert have_ended([program.pid, *started])
+            assert psutil.pid_exists(sibling)
+        finally:
+            os.kill(sibling, signal.SIGKILL)
 
 
 def test_workers_of_a_closed_model_end_though_another_process_has_their_channels():

@@ -4,7 +4,6 @@ import ctypes
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from helpers.modules import Calls
-from helpers.programs import have_ended, until
+from helpers.programs import Program, have_ended, until
 from manyhands import DataParallel, ReplicaDied
 from manyhands.engines.processes import fork_server, post_mortem
 from manyhands.engines.processes.post_mortem import StackFile, how_it_ended, is_stopped, oom_kills
@@ -208,27 +207,26 @@ def test_a_signal_without_a_name():
 def test_the_stack_of_a_process_that_waits_and_of_one_that_is_stopped():
     """F4: one that is stopped writes it, too, and is known as stopped."""
     stacks = StackFile()
-    code = (
-        "import sys, time\n"
-        "from manyhands.engines.processes.post_mortem import write_stacks_to\n"
-        f"write_stacks_to({stacks.fd})\n"
-        "def waits():\n    print('ready', flush=True)\n    time.sleep(600)\n"
-        "waits()"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[stacks.fd], stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        process.stdout.readline()
+    script = f"""
+        import os, time
+        from manyhands.engines.processes.post_mortem import write_stacks_to
+
+        write_stacks_to(os.open("/proc/{os.getpid()}/fd/{stacks.fd}", os.O_RDWR))
+
+        def waits():
+            print("ready", flush=True)
+            time.sleep(600)
+
+        waits()
+    """
+    with Program(script) as program:
+        assert program.lines(1) == ["ready"]
         for _ in range(2):  # the second does not come behind the first
-            text = stacks.ask(process.pid)
+            text = stacks.ask(program.pid)
             assert text.count("in waits") == 1
-        assert not is_stopped(process.pid)
-        process.send_signal(signal.SIGSTOP)
-        assert until(lambda: is_stopped(process.pid))
-        assert "in waits" in stacks.ask(process.pid)
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-    assert not is_stopped(process.pid)
-    assert stacks.ask(process.pid) == ""
+        assert not is_stopped(program.pid)
+        os.kill(program.pid, signal.SIGSTOP)
+        assert until(lambda: is_stopped(program.pid))
+        assert "in waits" in stacks.ask(program.pid)
+    assert not is_stopped(program.pid)
+    assert stacks.ask(program.pid) == ""
