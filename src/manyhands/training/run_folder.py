@@ -120,8 +120,12 @@ class RunFolder:
         return None
 
     def events(self) -> list[Path]:
-        """Return TensorBoard's event files, which it names itself."""
-        return sorted(self.tensorboard.glob("events.out.tfevents.*"))
+        """Return the event files that runs in this folder have written; there may be files of other programs too."""
+        return sorted(self.tensorboard.glob("events.out.tfevents.*.manyhands"))
+
+    def new_events(self) -> Path:
+        """Return the path of a new event file, which TensorBoard reads after the earlier ones."""
+        return self.tensorboard / f"events.out.tfevents.{time.time():.6f}.manyhands"
 
     def has_checkpoint(self) -> bool:
         """Return whether there is a checkpoint."""
