@@ -1,6 +1,7 @@
 import gc
 import os
 import random
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -202,3 +203,15 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
         assert path.read_text() == "old"
     assert path.read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_commands_to_copy_have_quotes_where_a_shell_needs_them(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "my run")
+    folder.path.mkdir()
+    with pytest.raises(FolderError) as raised:
+        RunFolder.reopen(folder.path)
+    assert shlex.split(str(raised.value).split("(")[-1].rstrip(")")) == ["--output", str(folder.path)]
+    folder.checkpoint.touch()
+    with pytest.raises(OSError, match=f"manyhands train --resume {folder} goes on"), replaced(folder.config):
+        raise OSError
+    assert shlex.split(str(folder)) == [str(folder.path)]

@@ -59,7 +59,8 @@ class RunFolder:
         self._claim: weakref.finalize[Any, Any] | None = None  # unlocks, at the latest when this object is collected
 
     def __str__(self) -> str:
-        return str(self.path)
+        """Return the path as it is typed on a command line."""
+        return files.as_typed(self.path)
 
     @classmethod
     def for_new_run(cls, path: Path | None, *, overwrite: bool = False) -> "RunFolder":
@@ -252,7 +253,7 @@ def replaced(path: Path, *, keep_as: Path | None = None) -> Iterator[Path]:
         with files.replaced(path, keep_as=keep_as) as unfinished:
             yield unfinished
     except OSError as error:
-        saved = "nothing had been saved before"
-        if RunFolder(path.parent).has_checkpoint():
-            saved = f"what was saved before stays, and manyhands train --resume {path.parent} goes on from there"
+        saved, folder = "nothing had been saved before", RunFolder(path.parent)
+        if folder.has_checkpoint():
+            saved = f"what was saved before stays, and manyhands train --resume {folder} goes on from there"
         raise OSError(f"{path} cannot be written ({error.strerror or error}); {saved}") from error
