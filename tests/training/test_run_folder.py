@@ -96,6 +96,27 @@ input()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no locks of this kind")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_process_that_was_forked_meanwhile_does_not_keep_the_folder(tmp_path: Path) -> None:
+    """As an observer may leave one, which shares the lock."""
+    folder = RunFolder(tmp_path)
+    folder.claim()
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    try:
+        folder.release()
+        RunFolder(tmp_path).claim()
+    finally:
+        os.close(writing)
+        os.waitpid(pid, 0)
+        os.close(reading)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no locks of this kind")
 def test_a_run_that_could_not_begin_leaves_its_folder_to_others(tmp_path: Path) -> None:
     folder = RunFolder.for_new_run(tmp_path)
     folder.make_empty()

@@ -171,8 +171,10 @@ class RunFolder:
         self._claim = claim
 
     def release(self) -> None:
-        """Release the lock."""
-        if self._claim is not None:
+        """Release the lock, also where a process that an observer has forked in the meantime still has it open."""
+        if self._claim is not None and (claim := self._claim.peek()):
+            (lock,) = claim[2]
+            fcntl.flock(lock, fcntl.LOCK_UN)
             self._claim()
 
     def make_empty(self) -> None:
