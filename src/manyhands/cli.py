@@ -7,6 +7,7 @@ what was on the command line. A module with `split(words)` says which of its wor
 """
 
 import argparse
+import io
 import os
 import re
 import signal
@@ -79,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command, given = ranks.together(lambda: _parse(argv))
         if command is None:
             return MISUSED
+        if command is not run:  # whose output is that of a script
+            _escape_what_cannot_be_encoded()
         status: int = command.run(given, ranks) if command is train else command.run(given)
         return status
     except KeyboardInterrupt:
@@ -89,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CommandError as error:
         if isinstance(error.__cause__, BrokenPipeError):
             _discard_output()
-        return fail(error, error.exit_status)
+        return fail(" ".join(str(error).splitlines()), error.exit_status)  # a word of the command line may have two
     except BrokenPipeError:  # the reader of our output has ended
         _discard_output()
         return FAILED
@@ -116,6 +119,12 @@ def _open_closed_streams() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.open(os.devnull, os.O_WRONLY), "w", closefd=False))  # noqa: SIM115
+
+
+def _escape_what_cannot_be_encoded() -> None:
+    """Let standard output show `\\U0001f680` for what its encoding lacks, as standard error does: no error."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _parse(argv: Sequence[str]) -> tuple[ModuleType | None, dict[str, Any]]:

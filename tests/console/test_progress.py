@@ -55,12 +55,12 @@ def test_the_bar_shows_loss_speed_and_each_replica(terminal: Terminal) -> None:
     display.download("images.gz", 1_000_000, 2_500_000)
     display.begin("compiling the model")
     display.step(report(7))
-    display.say("epoch 1/3: [done]")
+    display.say("epoch 1/3: [done] :rocket:")
     display.close()
     shown = terminal.getvalue()
     assert "step 7/12: loss 0.5432, 1,200 rows/s" in shown
     assert "cpu 60 rows 50 ms, cpu 60 rows 60 ms" in shown
-    assert "epoch 1/3: [done]\n" in shown
+    assert "epoch 1/3: [done] :rocket:\n" in shown
 
 
 def test_a_terminal_gets_a_bar_and_a_pipe_lines(monkeypatch: pytest.MonkeyPatch, terminal: Terminal) -> None:

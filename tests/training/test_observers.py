@@ -1,5 +1,6 @@
 """Observers of small trainings. The oracles are metrics.jsonl, and the weights of a run that nobody observes."""
 
+import asyncio
 import contextlib
 import io
 import json
@@ -23,7 +24,7 @@ from manyhands.training import observers
 from manyhands.training.display import Display
 from manyhands.training.loop import train
 from manyhands.training.metrics import EpochRecord, Record, StepRecord
-from manyhands.training.observers import Observer
+from manyhands.training.observers import Observer, Observers
 from manyhands.training.options import Options
 from manyhands.training.run import Run
 from manyhands.training.run_folder import RunFolder
@@ -32,6 +33,8 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SMALL = Options(model="mlp", devices="cpu*2", epochs=2)  # 12 steps an epoch
 TRAIN = ["train", "--model", "mlp", "--devices", "cpu*2", "--epochs", "1", "--output", "out"]
+
+RECORD = StepRecord(step=1, epoch=1, loss=2.0, learning_rate=0.1, rows=120, seconds=0.1)
 
 
 class Notebook(Observer):
@@ -155,6 +158,68 @@ class Good(Observer):
     assert Path("out/model.safetensors").read_bytes() == unobserved
 
 
+class Bad(Observer):
+    """Changes the configuration that it is given, and raises an error at every step and at the end."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def started(self, folder: Path, config: Any, earlier: Sequence[Record]) -> None:
+        config["options"].clear()
+
+    def step(self, record: StepRecord) -> None:
+        raise self.error
+
+    def ended(self, error: BaseException | None) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [asyncio.CancelledError("gone"), GeneratorExit("gone"), SystemExit("gone"), BrokenPipeError("gone")],
+    ids=repr,
+)
+def test_no_exception_of_an_observer_reaches_the_training(error: BaseException) -> None:
+    """T7: also those that are no Exception, as asyncio and others raise."""
+    notebook, lines = Notebook(), list[str]()
+    told = Observers({"bad": Bad(error), "notebook": notebook}, lines.append)
+    told.started(Path("run"), {"options": {"seed": 0}}, ())
+    assert notebook.config == {"options": {"seed": 0}}
+    with told:
+        told.step(RECORD)
+        told.step(RECORD)
+    (line,) = lines
+    assert line.startswith(f"bad: step() raised {type(error).__name__}: gone (")
+    assert (notebook.told, notebook.endings) == ([RECORD, RECORD], [None])
+
+
+def test_all_are_told_of_the_end_though_nothing_reads_what_one_raised() -> None:
+    """T7: as with `| head -1`."""
+
+    def say(line: str) -> None:
+        raise BrokenPipeError
+
+    notebook = Notebook()
+    with pytest.raises(BrokenPipeError), Observers({"bad": Bad(OSError()), "notebook": notebook}, say):
+        pass
+    assert notebook.endings == [None]
+
+
+def test_what_the_output_cannot_encode_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """T7: an error that has such a letter costs no training."""
+    trackers(
+        """
+class Bad(Observer):
+    def step(self, record):
+        raise ValueError("\N{ROCKET} is gone")
+"""
+    )
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main([*TRAIN, "--observer", "trackers:Bad"]) == 0
+    assert b"step() raised ValueError: \\U0001f680 is gone (" in out.buffer.getvalue()
+
+
 def test_ctrl_c_twice_ends_a_run_whose_observer_hangs(capsys: pytest.CaptureFixture[str]) -> None:
     """T7: the second one is raised in the observer, which is not called again."""
     trackers(
@@ -186,6 +251,7 @@ class Hanging(Observer):
         ("nowhere:Tracker", "--observer nowhere:Tracker: there is no module nowhere in "),
         ("trackers:Nobody", "--observer trackers:Nobody: there is no Nobody in trackers"),
         ("trackers", "--observer trackers: expected package.module:Class, a class derived from"),
+        ("track\ners:Tracker", "--observer track ers:Tracker: expected package.module:Class, a class derived from"),
         ("", "--observer : expected package.module:Class, a class derived from"),
         (
             "trackers:Other",
@@ -246,7 +312,8 @@ class Printer(Observer):
 """
     )
     first, second = run_ranks(2, observed_rank, tmp_path, "--observer", "trackers:Nobody")
-    assert first == (2, "manyhands train: error: --observer trackers:Nobody: there is no Nobody in trackers\n")
+    error = f"--observer trackers:Nobody: there is no Nobody in trackers ({tmp_path}/trackers.py)"
+    assert first == (2, f"manyhands train: error: {error}\n")
     assert second == (2, "")
     first, second = run_ranks(2, observed_rank, tmp_path, "--observer", "trackers:Printer")
     assert (first[0], second) == (0, (0, ""))

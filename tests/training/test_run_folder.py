@@ -1,6 +1,7 @@
 import gc
 import os
 import random
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,27 @@ input()
         finally:
             other.kill()
     RunFolder.for_new_run(tmp_path).make_empty()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no locks of this kind")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_process_that_was_forked_meanwhile_does_not_keep_the_folder(tmp_path: Path) -> None:
+    """As an observer may leave one, which shares the lock."""
+    folder = RunFolder(tmp_path)
+    folder.claim()
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    try:
+        folder.release()
+        RunFolder(tmp_path).claim()
+    finally:
+        os.close(writing)
+        os.waitpid(pid, 0)
+        os.close(reading)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no locks of this kind")
@@ -202,3 +224,15 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
         assert path.read_text() == "old"
     assert path.read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_commands_to_copy_have_quotes_where_a_shell_needs_them(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "my run")
+    folder.path.mkdir()
+    with pytest.raises(FolderError) as raised:
+        RunFolder.reopen(folder.path)
+    assert shlex.split(str(raised.value).split("(")[-1].rstrip(")")) == ["--output", str(folder.path)]
+    folder.checkpoint.touch()
+    with pytest.raises(OSError, match=f"manyhands train --resume {folder} goes on"), replaced(folder.config):
+        raise OSError
+    assert shlex.split(str(folder)) == [str(folder.path)]

@@ -21,6 +21,8 @@ from helpers.commands import assert_misused
 from helpers.killed_runs import KilledRuns
 from helpers.programs import run_script
 from manyhands.cli import main
+from manyhands.training.metrics import StepRecord
+from manyhands.training.tensorboard import TensorBoard
 
 TRAIN = ["train", "--model", "mlp", "--devices", "cpu*2", "--output", "out"]  # 12 steps an epoch
 EPOCH = ("train_loss", "test_loss", "test_accuracy", "train_seconds", "test_seconds")
@@ -115,6 +117,53 @@ def test_what_cannot_be_written_costs_the_events_and_not_the_run(capsys: pytest.
     assert line.startswith("--tensorboard: started() raised FileExistsError: ")
     assert captured.err == ""
     assert Path("out/model.safetensors").exists()
+
+
+def test_event_files_that_are_deleted_are_missed_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """T8: not written on, without what was in them."""
+    Path("cleaners.py").write_text(
+        """
+import shutil
+from manyhands.training.observers import Observer
+
+class Cleaner(Observer):
+    def started(self, folder, config, earlier):
+        shutil.rmtree(folder / "tensorboard")
+"""
+    )
+    assert main([*TRAIN, "--epochs", "1", "--tensorboard", "--observer", "cleaners:Cleaner"]) == 0
+    captured = capsys.readouterr()
+    (line,) = [line for line in captured.out.splitlines() if "observer" in line]
+    assert line.startswith("--tensorboard: step() raised FileNotFoundError: ")
+    assert captured.err == ""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such limit")
+def test_a_full_disk_is_known_at_once(tmp_path: Path) -> None:
+    """T8: the call that cannot write a record raises."""
+    import resource
+
+    board, record = TensorBoard(), StepRecord(1, 1, loss=2.0, learning_rate=0.1, rows=120, seconds=0.1)
+    board.started(tmp_path, {"options": {}}, ())
+    (path,) = event_files(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, hard))
+    try:
+        with pytest.raises(OSError):
+            board.step(record)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_event_files_of_other_programs_stay(tmp_path: Path) -> None:
+    """T8: where a run is resumed or replaced."""
+    (tmp_path / "tensorboard").mkdir()
+    other = tmp_path / "tensorboard" / "events.out.tfevents.1.host.2.0"
+    other.touch()
+    for _ in range(2):
+        TensorBoard().started(tmp_path, {"options": {}}, ())
+        assert other in event_files(tmp_path)
+        assert len(event_files(tmp_path)) == 2
 
 
 @pytest.fixture(scope="module")

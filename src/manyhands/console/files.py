@@ -4,6 +4,8 @@ import contextlib
 import errno
 import math
 import os
+import shlex
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -54,6 +56,11 @@ def replaced(path: Path, *, keep_as: Path | None = None) -> Iterator[Path]:
             os.fsync(entries)
         finally:
             os.close(entries)
+
+
+def as_typed(path: Path) -> str:
+    """Return a path as it is typed on a command line: in quotes, where a shell needs them."""
+    return subprocess.list2cmdline([path]) if sys.platform == "win32" else shlex.quote(str(path))
 
 
 def contents(path: Path, *, max_bytes: float = math.inf) -> bytes:

@@ -111,7 +111,7 @@ class Bar:
 
     def say(self, line: str) -> None:
         """Write a line above the bar."""
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def begin(self, task: str, total: int | None = None) -> None:
         """Begin the bar anew; without a total it moves to and fro."""

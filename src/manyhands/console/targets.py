@@ -40,26 +40,55 @@ def find(target: str, expected: str) -> Any:
         TargetError: it is of another form, does not exist, or its module cannot be imported.
     """
     module_name, colon, path = target.partition(":")
-    if not colon or not path or not all(part.isidentifier() for part in (*module_name.split("."), *path.split("."))):
+    names = path.split(".")
+    if not (colon and all(map(str.isidentifier, [*module_name.split("."), *names]))) or module_name.endswith(".py"):
         raise TargetError(f"{target}: expected {expected}")
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+    with explained(f"{target}: importing {module_name}"):
+        try:
+            found: Any = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise
             raise TargetError(f"{target}: there is no module {error.name} in {sys.path[0]} or installed") from error
-        raise TargetError(f"{target}: importing {module_name} raised {one_line(error)}") from error
-    except (Exception, SystemExit) as error:
-        raise TargetError(f"{target}: importing {module_name} raised {one_line(error)}") from error
-    for name in path.split("."):
-        if not hasattr(found, name):
-            raise TargetError(f"{target}: there is no {name} in {getattr(found, '__name__', path)}")
-        found = getattr(found, name)
+    for name in names:
+        with explained(f"{target}: looking up {name}"):
+            try:
+                found = getattr(found, name)
+            except AttributeError as error:
+                raise TargetError(f"{target}: there is no {name} in {_described(found)}") from error
     return found
+
+
+@contextlib.contextmanager
+def explained(doing: str) -> Iterator[None]:
+    """Turn what the caller's code raises in the block into one line, whatever it is; but let Ctrl-C through.
+
+    Args:
+        doing: what the block does, for the message.
+
+    Raises:
+        TargetError: the block has raised something.
+    """
+    try:
+        yield
+    except (TargetError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise TargetError(f"{doing} raised {one_line(error)}") from error
+
+
+def _described(found: Any) -> str:
+    """Return the name of a module or class; of a module also its file, which may not be the one that was meant."""
+    file = getattr(found, "__file__", None)
+    return f"{getattr(found, '__name__', found)}{f' ({file})' if file else ''}"
 
 
 def one_line(error: BaseException) -> str:
     """Return one line for an exception: its type, what it says, and where it was raised."""
-    text = (str(error).strip().splitlines() or [""])[0]
+    try:
+        text = (str(error).strip().splitlines() or [""])[0]
+    except Exception:  # noqa: BLE001  an exception of the caller's may fail at this, too
+        text = ""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}{f': {text}' if text else ''}{where}"

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from manyhands import __version__, keep_freed_memory
-from manyhands.console import progress
+from manyhands.console import files, progress
 from manyhands.console.device_option import choose_devices, describe
 from manyhands.console.errors import DONE, OptionError, OutputClosedError
 from manyhands.console.options import flag, folder
@@ -239,7 +239,7 @@ def _train(
     if ranks.is_first:
         print(f"manyhands {__version__}: {options}; results in {run_folder}", flush=True)
         if _TENSORBOARD in observers:
-            print(f"to see it: tensorboard --logdir {run_folder.tensorboard}", flush=True)
+            print(f"to see it: tensorboard --logdir {files.as_typed(run_folder.tensorboard)}", flush=True)
 
     from manyhands.training.loop import train
 

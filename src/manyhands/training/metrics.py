@@ -20,7 +20,7 @@ from typing import BinaryIO, TypeAlias
 
 from manyhands.console import files
 from manyhands.console.errors import FolderError
-from manyhands.training.run_folder import replaced
+from manyhands.training.run_folder import RunFolder, replaced
 
 _MAX_LINE_BYTES = 10_000
 _MAX_NUMBER = 1e30  # sums of such numbers are finite, and curves can be drawn of them
@@ -115,7 +115,7 @@ class Metrics:
             reason = (error.strerror if isinstance(error, OSError) else None) or error
             raise FolderError(
                 f"{path} cannot be used ({reason}); the run cannot go on without its history: put the file back, or "
-                f"start again (--output {path.parent} --overwrite)"
+                f"start again (--output {RunFolder(path.parent)} --overwrite)"
             ) from error
         return records
 

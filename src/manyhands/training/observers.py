@@ -7,20 +7,23 @@ observer may fail, and the training goes on.
 Guarantees
     - A step is told when its loss is known, so no step waits for an accelerator because it is observed. An epoch is
       told after its checkpoint, weights and picture have been written.
-    - Observers are called in the process that writes (rank 0), in its main thread, in the order of the command line.
+    - Observers are called in the process that writes (rank 0), in its main thread: TensorBoard first, the others in the
+      order of the command line.
     - What was recorded before a run is resumed is told first, by `started`: it and the records told later are
       metrics.jsonl, each record once.
-    - An observer that raises is reported in one line and called no more. Ctrl-C passes through: twice stops at once.
+    - An observer that raises is reported in one line and called no more. KeyboardInterrupt passes through: Ctrl-C twice
+      stops at once.
 
 Assumes that a call returns soon: the next step waits for it.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
-from manyhands.console.targets import TargetError, find, one_line
+from manyhands.console.targets import TargetError, explained, find, one_line
 from manyhands.training.metrics import EpochRecord, Record, StepRecord
 
 
@@ -47,7 +50,8 @@ class Observer:
 
         Args:
             folder: of the run, where an observer may write files of its own.
-            config: what config.json has; `config["options"]` are the options of the command line.
+            config: what config.json has, a copy of the observer's own; `config["options"]` are the options of the
+                command line.
             earlier: the records of a run that is resumed, up to its checkpoint; empty for a new run. Steps after the
                 checkpoint are taken, and told, again: drop what was stored of them elsewhere.
         """
@@ -59,7 +63,7 @@ class Observer:
         """Called after each epoch."""
 
     def ended(self, error: BaseException | None) -> None:
-        """Called once, after everything has been saved, but not after a second Ctrl-C.
+        """Called once, after everything has been saved; not after a Ctrl-C that stops at once.
 
         Args:
             error: None if the run is finished; `manyhands.console.errors.Interrupted` if a signal has stopped it; else
@@ -81,15 +85,15 @@ class Observers:
 
     def started(self, folder: Path, config: Mapping[str, Any], earlier: Sequence[Record]) -> None:
         """Tell them that the run begins, or goes on after the earlier records."""
-        self._tell("started", folder, config, earlier)
+        self._tell("started", lambda observer: observer.started(folder, copy.deepcopy(config), earlier))
 
     def step(self, record: StepRecord) -> None:
         """Tell them of a step."""
-        self._tell("step", record)
+        self._tell("step", lambda observer: observer.step(record))
 
     def epoch(self, record: EpochRecord) -> None:
         """Tell them of an epoch."""
-        self._tell("epoch", record)
+        self._tell("epoch", lambda observer: observer.epoch(record))
 
     def __enter__(self) -> "Observers":
         return self
@@ -98,15 +102,20 @@ class Observers:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if not isinstance(error, KeyboardInterrupt):  # which is to stop the program at once
-            self._tell("ended", error)
+            self._tell("ended", lambda observer: observer.ended(error))
 
-    def _tell(self, what: Literal["started", "step", "epoch", "ended"], *about: object) -> None:
+    def _tell(self, what: str, tell: Callable[[Observer], None]) -> None:
+        lines = []
         for name, observer in list(self._observers.items()):
             try:
-                getattr(observer, what)(*about)
-            except (Exception, SystemExit) as error:  # noqa: BLE001  whatever it is, the training must not be lost
+                tell(observer)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # noqa: BLE001  such as SystemExit: the training must not be lost
                 del self._observers[name]
-                self._say(f"{name}: {what}() raised {one_line(error)}; the training goes on without this observer")
+                lines.append(f"{name}: {what}() raised {one_line(error)}; the training goes on without this observer")
+        for line in lines:  # last, because this fails where nothing reads the output any more
+            self._say(line)
 
 
 def load(target: str) -> Observer:
@@ -120,7 +129,5 @@ def load(target: str) -> Observer:
     if not (isinstance(found, type) and issubclass(found, Observer)):
         given = "another class" if isinstance(found, type) else f"a value of type {type(found).__name__}"
         raise TargetError(f"{target} is {given}: expected {expected}")
-    try:
+    with explained(target):
         return found()
-    except (Exception, SystemExit) as error:
-        raise TargetError(f"{target} raised {one_line(error)}") from error

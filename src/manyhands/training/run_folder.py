@@ -59,7 +59,8 @@ class RunFolder:
         self._claim: weakref.finalize[Any, Any] | None = None  # unlocks, at the latest when this object is collected
 
     def __str__(self) -> str:
-        return str(self.path)
+        """Return the path as it is typed on a command line."""
+        return files.as_typed(self.path)
 
     @classmethod
     def for_new_run(cls, path: Path | None, *, overwrite: bool = False) -> "RunFolder":
@@ -120,8 +121,12 @@ class RunFolder:
         return None
 
     def events(self) -> list[Path]:
-        """Return TensorBoard's event files, which it names itself."""
-        return sorted(self.tensorboard.glob("events.out.tfevents.*"))
+        """Return the event files that runs in this folder have written; there may be files of other programs too."""
+        return sorted(self.tensorboard.glob("events.out.tfevents.*.manyhands"))
+
+    def new_events(self) -> Path:
+        """Return the path of a new event file, which TensorBoard reads after the earlier ones."""
+        return self.tensorboard / f"events.out.tfevents.{time.time():.6f}.manyhands"
 
     def has_checkpoint(self) -> bool:
         """Return whether there is a checkpoint."""
@@ -166,8 +171,10 @@ class RunFolder:
         self._claim = claim
 
     def release(self) -> None:
-        """Release the lock."""
-        if self._claim is not None:
+        """Release the lock, also where a process that an observer has forked in the meantime still has it open."""
+        if self._claim is not None and (claim := self._claim.peek()):
+            (lock,) = claim[2]
+            fcntl.flock(lock, fcntl.LOCK_UN)
             self._claim()
 
     def make_empty(self) -> None:
@@ -248,7 +255,7 @@ def replaced(path: Path, *, keep_as: Path | None = None) -> Iterator[Path]:
         with files.replaced(path, keep_as=keep_as) as unfinished:
             yield unfinished
     except OSError as error:
-        saved = "nothing had been saved before"
-        if RunFolder(path.parent).has_checkpoint():
-            saved = f"what was saved before stays, and manyhands train --resume {path.parent} goes on from there"
+        saved, folder = "nothing had been saved before", RunFolder(path.parent)
+        if folder.has_checkpoint():
+            saved = f"what was saved before stays, and manyhands train --resume {folder} goes on from there"
         raise OSError(f"{path} cannot be written ({error.strerror or error}); {saved}") from error

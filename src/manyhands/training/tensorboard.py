@@ -4,11 +4,15 @@ The tags are the kinds and fields of metrics.jsonl: `step/loss`, `step/learning_
 `epoch/train_loss`, `epoch/test_accuracy` and so on by epoch. Numbers are float32, which is what TensorBoard keeps. The
 options are hyper-parameters of the run, for the tab HPARAMS.
 
+Each record is one event, which is in the file when the call returns. torch's `SummaryWriter` writes in a thread
+instead: an error, such as a full disk, would be a traceback from that thread, and be raised some steps later.
+
 A run that is resumed writes its events anew, from the records up to the checkpoint, and deletes the earlier files. To
 purge the earlier events from a step on, as `SummaryWriter` can, would not do: some events are counted in steps, others
 in epochs; a killed process had written only some of its events; and only TensorBoard heeds a purge.
 """
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -19,11 +23,9 @@ from manyhands.training.metrics import EpochRecord, Record, StepRecord
 from manyhands.training.observers import Observer
 from manyhands.training.run_folder import RunFolder
 
-_FLUSH_S = 5  # how late TensorBoard may show a step
-
 
 class TensorBoard(Observer):
-    """Writes event files in the folder of the run.
+    """Writes an event file in the folder of the run.
 
     Raises:
         ImportError: TensorBoard is not installed, or does not work here.
@@ -34,57 +36,77 @@ class TensorBoard(Observer):
 
     def started(self, folder: Path, config: Mapping[str, Any], earlier: Sequence[Record]) -> None:
         """Write the options and the earlier records."""
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto.event_pb2 import SessionLog
         from torch.utils.tensorboard.summary import hparams
 
         run_folder = RunFolder(folder)
+        run_folder.tensorboard.mkdir(exist_ok=True)
         for path in run_folder.events():
             path.unlink()
-        # A TensorBoard that has read the earlier files forgets what it knows from step 0 on.
-        self._writer = SummaryWriter(run_folder.tensorboard, purge_step=0, flush_secs=_FLUSH_S)
+        self._path = run_folder.new_events()
+        self._path.touch(exist_ok=False)
+
         shown = ("epoch/train_loss", "epoch/test_loss", "epoch/test_accuracy")
         *begin, self._end = hparams(dict(config["options"]), dict.fromkeys(shown))  # type: ignore[no-untyped-call]
-        for summary in begin:
-            self._add(summary)
+        events = [
+            _event(file_version="brain.Event:2"),
+            # A TensorBoard that has read the earlier files forgets what it knows from step 0 on, which is this event's.
+            _event(session_log=SessionLog(status=SessionLog.START)),
+            *(_event(summary=summary) for summary in begin),
+        ]
         # Records have no date. Earlier ones are dated as if the run had gone on without a pause until now.
         dated = time.time() - sum(map(_seconds, earlier))
         for record in earlier:
             dated += _seconds(record)
-            self._write(record, dated)
-        self._writer.flush()
+            events.append(_event_of(record, wall_time=dated))
+        self._write(events)
 
     def step(self, record: StepRecord) -> None:
         """Write a step."""
-        self._write(record)
+        self._write([_event_of(record)])
 
     def epoch(self, record: EpochRecord) -> None:
         """Write an epoch."""
-        self._write(record)
-        self._writer.flush()
+        self._write([_event_of(record)])
 
     def ended(self, error: BaseException | None) -> None:
-        """Close the file; a run that is finished is marked as a success."""
+        """Mark a run that is finished as a success."""
         if error is None:
-            self._add(self._end)
-        self._writer.close()
+            self._write([_event(summary=self._end)])
 
-    def _write(self, record: Record, dated: float | None = None) -> None:
-        if isinstance(record, StepRecord):
-            kind, number = "step", record.step
-            values = {
-                "loss": record.loss,
-                "learning_rate": record.learning_rate,
-                "rows_per_second": record.rows_per_second,
-            }
-        else:
-            kind, number = "epoch", record.epoch
-            values = {name: value for name, value in asdict(record).items() if name not in ("epoch", "step")}
-        for name, value in values.items():
-            self._writer.add_scalar(f"{kind}/{name}", value, number, dated)
+    def _write(self, events: Sequence[Any]) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-    def _add(self, summary: Any) -> None:
-        assert self._writer.file_writer is not None
-        self._writer.file_writer.add_summary(summary)
+        with self._path.open("rb+") as file:  # not "ab", which would make the file anew where someone has deleted it
+            file.seek(0, os.SEEK_END)
+            writer = RecordWriter(file)
+            for event in events:
+                writer.write(event.SerializeToString())
+
+
+def _event_of(record: Record, **dated: float) -> Any:
+    """Return the event that has the numbers of a record."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    if isinstance(record, StepRecord):
+        kind, number = "step", record.step
+        values = {
+            "loss": record.loss,
+            "learning_rate": record.learning_rate,
+            "rows_per_second": record.rows_per_second,
+        }
+    else:
+        kind, number = "epoch", record.epoch
+        values = {name: value for name, value in asdict(record).items() if name not in ("epoch", "step")}
+    scalars = [Summary.Value(tag=f"{kind}/{name}", simple_value=value) for name, value in values.items()]
+    return _event(summary=Summary(value=scalars), step=number, **dated)
+
+
+def _event(**fields: Any) -> Any:
+    """Return an event of now, unless its `wall_time` is given."""
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    return Event(**{"wall_time": time.time(), **fields})
 
 
 def _seconds(record: Record) -> float:

@@ -3,7 +3,7 @@
 import inspect
 from typing import Any
 
-from manyhands.console.targets import TargetError, find, one_line
+from manyhands.console.targets import TargetError, explained, find
 from manyhands.data_parallel import DataParallel
 from manyhands.verification.verify import verify
 
@@ -22,10 +22,8 @@ def build_arguments(target: str) -> dict[str, Any]:
     build = find(target, f"package.module:build, a function that returns {_RETURNS}")
     if not callable(build):
         raise TargetError(f"{target}: expected a function without arguments, got a {type(build).__name__}")
-    try:
+    with explained(target):
         built = build()
-    except (Exception, SystemExit) as error:
-        raise TargetError(f"{target} raised {one_line(error)}") from error
     if isinstance(built, dict):
         known = _known_arguments()
         unknown = [name for name in built if name not in known]

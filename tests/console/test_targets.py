@@ -1,0 +1,50 @@
+"""`package.module:name` on a command line: whatever the caller's code does is one line."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from manyhands.console.targets import TargetError, find, one_line
+
+EXPECTED = "package.module:name"
+
+
+@pytest.mark.parametrize(
+    ("code", "target", "error"),
+    [
+        ("", "targeted.py:Tracker", "targeted.py:Tracker: expected package.module:name"),
+        ("", "targeted:Tracker", "targeted:Tracker: there is no Tracker in targeted ({folder}/targeted.py)"),
+        ("class A: pass", "targeted:A.B", "targeted:A.B: there is no B in A"),
+        (
+            "import asyncio\nraise asyncio.CancelledError('gone')",
+            "targeted:Tracker",
+            "targeted:Tracker: importing targeted raised CancelledError: gone ({folder}/targeted.py, line 2)",
+        ),
+        (
+            "def __getattr__(name):\n    raise ImportError('install the extra')",
+            "targeted:Tracker",
+            "targeted:Tracker: looking up Tracker raised ImportError: install the extra ({folder}/targeted.py, line 2)",
+        ),
+    ],
+    ids=["a file", "a name that is not there", "an attribute that is not there", "cancelled", "an extra"],
+)
+def test_a_target_that_cannot_be_had_is_one_line(
+    code: str, target: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.delitem(sys.modules, "targeted", raising=False)
+    (tmp_path / "targeted.py").write_text(code)
+    with pytest.raises(TargetError) as raised:
+        find(target, EXPECTED)
+    assert str(raised.value) == error.format(folder=tmp_path)
+    sys.modules.pop("targeted", None)
+
+
+def test_an_exception_that_cannot_say_anything_is_named() -> None:
+    class UnprintableError(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    assert one_line(UnprintableError()) == "UnprintableError"
