@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,19 @@ def test_each_record_is_told_once(tmp_path: Path, steps_ahead: int, monkeypatch:
     assert (third.told, third.endings) == (second.told, [None])
 
 
+class StoppedAtOnce(Notebook):
+    def started(self, folder: Path, config: Mapping[str, Any], earlier: Sequence[Record]) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_run_that_is_stopped_while_it_is_announced_is_told_the_end(tmp_path: Path) -> None:
+    """T7: Ctrl-C in `started` stops the run as later ones do, before its first step."""
+    notebook = StoppedAtOnce()
+    with pytest.raises(Interrupted) as stopped:
+        train(SMALL, RunFolder(tmp_path / "run"), Display(), observers={"notebook": notebook})
+    assert (notebook.told, notebook.endings) == ([], [stopped.value])
+
+
 def test_a_loss_that_is_no_number_is_told_as_the_end(tmp_path: Path) -> None:
     """T7."""
     notebook, options = Notebook(), Options(model="mlp", devices="1", lr=1e20)
@@ -182,10 +195,9 @@ class Bad(Observer):
 def test_no_exception_of_an_observer_reaches_the_training(error: BaseException) -> None:
     """T7: also those that are no Exception, as asyncio and others raise."""
     notebook, lines = Notebook(), list[str]()
-    told = Observers({"bad": Bad(error), "notebook": notebook}, lines.append)
-    told.started(Path("run"), {"options": {"seed": 0}}, ())
-    assert notebook.config == {"options": {"seed": 0}}
-    with told:
+    observers = {"bad": Bad(error), "notebook": notebook}
+    with Observers(observers, lines.append, Path("run"), {"options": {"seed": 0}}, ()) as told:
+        assert notebook.config == {"options": {"seed": 0}}
         told.step(RECORD)
         told.step(RECORD)
     (line,) = lines
@@ -200,7 +212,8 @@ def test_all_are_told_of_the_end_though_nothing_reads_what_one_raised() -> None:
         raise BrokenPipeError
 
     notebook = Notebook()
-    with pytest.raises(BrokenPipeError), Observers({"bad": Bad(OSError()), "notebook": notebook}, say):
+    observers = {"bad": Bad(OSError()), "notebook": notebook}
+    with pytest.raises(BrokenPipeError), Observers(observers, say, Path("run"), {"options": {}}, ()):
         pass
     assert notebook.endings == [None]
 

@@ -72,20 +72,25 @@ class Observer:
 
 
 class Observers:
-    """The observers of a run, each until it fails. While entered, the run goes on; then they are told how it ended.
+    """The observers of a run, each until it fails. Entered, they are told that it starts; then, how it ended.
 
     Args:
         observers: by the names to report them under.
         say: shows a line.
+        folder, config, earlier: as `Observer.started` gets them.
     """
 
-    def __init__(self, observers: Mapping[str, Observer], say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        observers: Mapping[str, Observer],
+        say: Callable[[str], None],
+        folder: Path,
+        config: Mapping[str, Any],
+        earlier: Sequence[Record],
+    ) -> None:
         self._observers = dict(observers)
         self._say = say
-
-    def started(self, folder: Path, config: Mapping[str, Any], earlier: Sequence[Record]) -> None:
-        """Tell them that the run begins, or goes on after the earlier records."""
-        self._tell("started", lambda observer: observer.started(folder, copy.deepcopy(config), earlier))
+        self._folder, self._config, self._earlier = folder, config, tuple(earlier)
 
     def step(self, record: StepRecord) -> None:
         """Tell them of a step."""
@@ -96,6 +101,12 @@ class Observers:
         self._tell("epoch", lambda observer: observer.epoch(record))
 
     def __enter__(self) -> "Observers":
+        folder, config, earlier = self._folder, self._config, self._earlier
+        try:
+            self._tell("started", lambda observer: observer.started(folder, copy.deepcopy(config), earlier))
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
         return self
 
     def __exit__(

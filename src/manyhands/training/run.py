@@ -156,14 +156,13 @@ class Run:
             weights=weights,
             computation=Computation(model, weights, autocast="bf16" in options.precision, whole=whole),
             metrics=Metrics(folder.metrics if ranks.is_first else None, records),
-            observers=Observers(observers if ranks.is_first else {}, display.say),
+            observers=Observers(observers if ranks.is_first else {}, display.say, folder.path, config, records),
             progress=progress,
             saved=None if saved is None else progress,
             is_profiled=profile and ranks.is_first,
         )
         if ranks.is_first:
             run._describe(display.say, num_parameters, resume=resume)
-            run.observers.started(folder.path, config, tuple(records))
         return run
 
     @property
