@@ -103,8 +103,7 @@ def dry_groups() -> list[Group]:
     """Return a few checks of each kind on the CPU, to show that this program works."""
     suite = ["tests/contract/test_gradients.py", "-m", "not slow", "-k", "accumulate and threads"]
     return [
-        Group("GPU tests", "tests", ["tests/gpu/test_processes.py", "-k", "sparse"], 60),
-        Group("mended defects", "tests", [MENDED, "-k", "checkpoints"], 60),
+        Group("GPU tests", "tests", ["tests/gpu/test_processes.py", MENDED, "-k", "sparse or checkpoints"], 60),
         Group("engine contract", "tests", suite, 60, {"MANYHANDS_TEST_DEVICES": "cpu"}),
         Group("figures", "figures", ["cpu", "--dry"], 120),
     ]

@@ -58,7 +58,7 @@ class Figure(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The sizes of the measurements."""
+    """What is measured: the model of the epochs, and the sizes."""
 
     num_pictures: int = 60_000
     side: int = 28
@@ -73,9 +73,10 @@ class Sizes(NamedTuple):
     num_blocks: int = 20
     steps_a_block: int = 20
     max_added_us: float | None = 20.0
+    model: str = "resnet18"
 
 
-DRY = Sizes(4, 8, 2, 1, 1, 1, 1, 32, 2, 5, 1, 1, None)
+DRY = Sizes(4, 8, 2, 1, 1, 1, 1, 32, 2, 5, 1, 1, None, "mlp")  # torch.compile takes seconds for a ResNet
 
 
 class Bench(NamedTuple):
@@ -153,15 +154,11 @@ def tflops_per_s(bench: Bench, precision: str) -> float:
 
 def tflop_of_an_epoch(sizes: Sizes) -> float:
     """Return the TFLOP of forward and backward over all pictures, as torch counts them."""
-    model, rows = resnet18(sizes), 2
+    model, rows = models.build(sizes.model, num_classes=NUM_CLASSES, image_shape=(1, sizes.side, sizes.side)), 2
     counter = FlopCounterMode(display=False)
     with counter:
         model(torch.zeros(rows, 1, sizes.side, sizes.side)).sum().backward()
     return counter.get_total_flops() / rows * sizes.num_pictures / 1e12
-
-
-def resnet18(sizes: Sizes) -> nn.Module:
-    return models.build("resnet18", num_classes=NUM_CLASSES, image_shape=(1, sizes.side, sizes.side))
 
 
 def epoch_tf32(bench: Bench) -> Iterator[Figure]:
@@ -203,7 +200,8 @@ def _epochs(bench: Bench, options: Options, goal_s: float, mode: str = "") -> It
         yield Figure(name, None, "s", f"not run: {reason}")
         return
     num_epochs = sizes.num_epochs + 2  # the first is a warm-up, and the last is profiled
-    options = replace(options, batch_size=sizes.batch_rows, epochs=num_epochs, lr=1e-4, schedule="constant")
+    options = replace(options, model=sizes.model, batch_size=sizes.batch_rows, epochs=num_epochs)
+    options = replace(options, lr=1e-4, schedule="constant")
     look = KernelTime(bench.device, num_epochs, sizes.profiled_steps)
     with generated_pictures(sizes) as folder:
         epochs = trained(bench, replace(options, data=str(folder)), look)
@@ -231,6 +229,7 @@ def epoch_on_every_gpu(bench: Bench) -> Iterator[Figure]:
         return
     devices = ",".join("cpu" if bench.dry else f"{bench.device.type}:{index}" for index in range(count))
     options = Options(
+        model=sizes.model,
         devices=devices,
         precision="tf32",
         batch_size=sizes.batch_rows * count,
@@ -323,7 +322,9 @@ def accuracy_bf16_compiled(bench: Bench) -> Iterator[Figure]:
         yield Figure(name, None, "points", f"not run: {reason}")
         return
     with generated_pictures(DRY) if bench.dry else contextlib.nullcontext(bench.data) as folder:
-        options = Options(data=str(folder), batch_size=sizes.batch_rows, epochs=sizes.accuracy_epochs)
+        options = Options(
+            data=str(folder), model=sizes.model, batch_size=sizes.batch_rows, epochs=sizes.accuracy_epochs
+        )
         if bench.dry:
             options = replace(options, lr=1e-4)  # two rows a step would diverge
         differences = []

@@ -11,6 +11,7 @@ do not depend on the clock, so the figures repeat exactly; calls of functions th
 import argparse
 import cProfile
 import functools
+import gc
 import pstats
 from collections.abc import Callable
 from typing import NamedTuple
@@ -29,7 +30,7 @@ ENGINES: dict[str, Callable[[], Engine]] = {
     "processes": ProcessesEngine,
 }
 REPLICAS = (1, 2, 4, 8)
-_NUM_LAYERS = (20, 120)
+_NUM_LAYERS = (20, 60)
 _ROWS, _WIDTH = 16, 4
 _WARM_UP, _COUNTED = 4, 15
 _WAITING = ("poll", "sched_yield", "perf_counter", "monotonic", "sleep")  # how often they are called depends on time
@@ -66,7 +67,7 @@ def cost(engine: str, replicas: int, *, batch_norm: bool) -> Cost:
     """Return what `replicas` replicas on the CPU with one of `ENGINES` cost."""
     differences = []
     for num_layers in _NUM_LAYERS:
-        plain = calls_of(layers(num_layers, batch_norm=batch_norm))
+        plain = plain_calls(num_layers, batch_norm=batch_norm)
         wrapped = manyhands.DataParallel(
             layers(num_layers, batch_norm=batch_norm), ["cpu"] * replicas, engine=ENGINES[engine]()
         )
@@ -80,6 +81,12 @@ def cost(engine: str, replicas: int, *, batch_norm: bool) -> Cost:
     return Cost(slope, short.calls - slope * short.parameters)
 
 
+@functools.cache
+def plain_calls(num_layers: int, *, batch_norm: bool) -> Calls:
+    """Return the calls of a steady step without a wrapper."""
+    return calls_of(layers(num_layers, batch_norm=batch_norm))
+
+
 def layers(number: int, *, batch_norm: bool) -> nn.Sequential:
     """Return a model of small layers."""
     torch.manual_seed(0)
@@ -90,7 +97,7 @@ def layers(number: int, *, batch_norm: bool) -> nn.Sequential:
 def calls_of(model: nn.Module) -> Calls:
     """Return the calls of a steady step of a model."""
     calls_of_steps(model, _WARM_UP)
-    # The fewest of several steps: in the others the garbage collector may call finalizers, or a wait be long.
+    # The fewest of several steps: in the others a wait may be long.
     return Calls(min(calls_of_steps(model, 1) for _ in range(_COUNTED)), sum(1 for _ in model.parameters()))
 
 
@@ -98,10 +105,12 @@ def calls_of_steps(model: nn.Module, number: int) -> int:
     """Return the calls of the next steps of a model."""
     step = training_step(model)
     profile = cProfile.Profile()
+    gc.disable()  # what it finalizes is not the step's
     profile.enable()
     for _ in range(number):
         step()
     profile.disable()
+    gc.enable()
     entries = pstats.Stats(profile).stats.items()  # type: ignore[attr-defined]
     return sum(num_calls for (_, _, name), (_, num_calls, *_) in entries if not _waits(name))
 

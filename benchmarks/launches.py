@@ -42,15 +42,18 @@ def main() -> None:
         parser.error("start it with a launcher: torchrun --nproc-per-node 2 benchmarks/launches.py")
     dist.init_process_group("gloo")
     try:
-        counts = {
-            name: [operations(wrap(layers(n, batch_norm=False))) for n in NUM_LAYERS] for name, wrap in WAYS.items()
-        }
+        found = counts()
     finally:
         dist.destroy_process_group()
     if os.environ["RANK"] == "0":
         print(f"{'':<12}" + "".join(f"{n:>7} layers" for n in NUM_LAYERS))
-        for name, found in counts.items():
-            print(f"{name:<12}" + "".join(f"{count:>14}" for count in found), flush=True)
+        for name, row in found.items():
+            print(f"{name:<12}" + "".join(f"{count:>14}" for count in row), flush=True)
+
+
+def counts() -> dict[str, list[int]]:
+    """Return the operations of each way to train in this process, one of a process group: for each of NUM_LAYERS."""
+    return {name: [operations(wrap(layers(n, batch_norm=False))) for n in NUM_LAYERS] for name, wrap in WAYS.items()}
 
 
 def operations(model: nn.Module) -> int:

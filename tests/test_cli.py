@@ -1,11 +1,10 @@
-import contextlib
 import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 import manyhands
 from helpers.commands import assert_misused, metrics_of, status_of, write_idx
+from helpers.forked import Program, forked
 from helpers.programs import have_ended
 from manyhands.cli import main
 
@@ -40,23 +40,6 @@ def run_program(command: list[str], cwd: Path, **environment: str) -> "subproces
     return subprocess.run(
         command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300, check=False
     )
-
-
-@contextlib.contextmanager
-def started(*arguments: str, cwd: Path) -> Iterator["subprocess.Popen[str]"]:
-    """Run the command in a process of its own, which does not outlive the block."""
-    process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-m", "manyhands", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=cwd,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def test_a_run_tells_its_story(capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,7 +129,7 @@ def test_missing_packages_are_named_with_the_remedy(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell's way to close them")
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", ["<&- >&-", "<&- >&- 2>&-"])
 def test_standard_streams_that_are_closed(closed: str, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", "-m", "manyhands", *SMALL, "--output", "out"]
     done = run_program(["sh", "-c", f'exec "$0" "$@" {closed}', *command], tmp_path)
@@ -157,20 +140,21 @@ def test_standard_streams_that_are_closed(closed: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="no limit on the size of files there")
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     """A limit on the size of files, which the checkpoint is the first to reach."""
-    script = f"""
-import resource, signal, sys
-from manyhands.cli import main
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (200_000,) * 2)
-sys.exit(main({[*SMALL, "--output", "out"]}))
-"""
-    done = run_program([sys.executable, "-c", script], tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.startswith(
-        "manyhands train: error: out/checkpoint.safetensors cannot be written (File too large)"
-    )
-    assert done.stderr.endswith("; nothing had been saved before\n")
-    assert done.stderr.count("\n") == 1
+
+    def limited() -> int:
+        import resource
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000,) * 2)
+        return main([*SMALL, "--output", "out"])
+
+    with forked(limited, cwd=tmp_path) as program:
+        assert program.wait() == 1
+        assert program.err.startswith(
+            "manyhands train: error: out/checkpoint.safetensors cannot be written (File too large)"
+        )
+        assert program.err.endswith("; nothing had been saved before\n")
+        assert program.err.count("\n") == 1
     assert not (tmp_path / "out" / "checkpoint.safetensors").exists()
 
 
@@ -254,12 +238,10 @@ def test_without_a_command_it_says_what_there_is(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err == error
 
 
-def wait_for_a_step(process: "subprocess.Popen[str]") -> set[int]:
+def wait_for_a_step(program: Program) -> set[int]:
     """Return the processes that a run has started by its first step, and those that they have started."""
-    assert process.stdout is not None
-    while "step 1/" not in process.stdout.readline():
-        assert process.poll() is None
-    return {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
+    program.wait_for("step 1/")
+    return {child.pid for child in psutil.Process(program.pid).children(recursive=True)}
 
 
 @pytest.mark.parametrize(
@@ -271,14 +253,13 @@ def test_a_run_that_is_stopped_saves_and_says_how_to_go_on(
 ) -> None:
     """T3: a scheduler sends SIGTERM to every process of a job. It ended the workers, and with them the step."""
     arguments = ["train", "--model", "mlp", "--devices", "cpu*2", "--epochs", "10000", "--output", "out"]
-    with started(*arguments, "--engine", engine, cwd=tmp_path) as process:
-        others = wait_for_a_step(process)
+    with forked(main, [*arguments, "--engine", engine], cwd=tmp_path) as program:
+        others = wait_for_a_step(program)
         assert len(others) >= 2 or engine == "threads" or sys.platform != "linux"
-        for pid in others:
+        for pid in (*others, program.pid):
             os.kill(pid, number)
-        process.send_signal(number)
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == status
+        assert program.wait() == status
+        out, err = program.out, program.err
     assert have_ended(others)
     again = " again" if number == signal.SIGINT else ""
     assert err == f"\nfinishing the step in flight, then stopping (Ctrl-C{again}: at once, without saving)\n"
@@ -295,27 +276,24 @@ def test_a_run_that_is_stopped_saves_and_says_how_to_go_on(
 def test_ctrl_c_twice_leaves_no_process_behind(tmp_path: Path) -> None:
     """In the middle of a step, whose replicas wait for each other at every batch norm."""
     arguments = ["train", "--devices", "cpu*2", "--engine", "processes", "--batch-size", "32", "--output", "out"]
-    with started(*arguments, cwd=tmp_path) as process:
-        others = wait_for_a_step(process)
-        assert process.stderr is not None
-        process.send_signal(signal.SIGINT)
-        while "finishing the step" not in process.stderr.readline():
-            assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
-    assert process.returncode == 130
+    with forked(main, arguments, cwd=tmp_path) as program:
+        others = wait_for_a_step(program)
+        os.kill(program.pid, signal.SIGINT)
+        program.wait_for("finishing the step")
+        os.kill(program.pid, signal.SIGINT)
+        assert program.wait() == 130
     assert len(others) >= 2
     assert have_ended(others)
 
 
 def test_a_reader_who_has_gone_stops_the_training_with_a_word(tmp_path: Path) -> None:
     """As in `manyhands train | head -1`."""
-    with started(*SMALL, "--output", "out", cwd=tmp_path) as process:
-        assert process.stdout is not None
-        process.stdout.close()
-        process.stdout = None
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    (line,) = err.splitlines()
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-W", "error", "-m", "manyhands", *SMALL, "--output", "out"]
+    done = subprocess.run(command, cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
     assert line.startswith("manyhands train: error: nothing reads the output any more, so the training has stopped: ")
     assert "nothing had been saved yet in out" in line

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.forked import forked
 from helpers.rounding import rounding_bound
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -180,15 +181,17 @@ def in_order(output: str) -> str:
 
 
 @functools.cache
-def run_program(name: str, *, use_gpus: bool = False) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if not use_gpus:
-        environment.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
-    # -u: nothing is buffered, so pieces of lines written by several threads would mix if there were any.
-    command = [sys.executable, "-W", "error", "-u", f"examples/{name}", *CHECKS[name][0]]
-    return subprocess.run(
-        command, cwd=EXAMPLES.parent, env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
+def output_of(name: str, *, use_gpus: bool = False) -> str:
+    """Run an example as a program; nothing it writes is buffered, so pieces of lines would mix if there were any."""
+
+    def run(*arguments: str) -> None:
+        sys.argv = list(arguments)
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+    environment = {} if use_gpus else {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    with forked(run, name, *CHECKS[name][0], cwd=EXAMPLES.parent, env=environment) as program:
+        assert (program.wait(), program.err) == (0, "")
+        return program.out
 
 
 class RecordedStdout(io.StringIO):
@@ -239,9 +242,7 @@ def test_every_example_has_a_test_a_row_in_the_index_and_its_command() -> None:
 @pytest.mark.parametrize("name", CHECKS)
 def test_runs_as_a_program(name: str) -> None:
     expect_installed(name)
-    done = run_program(name)
-    assert (done.returncode, done.stderr) == (0, "")
-    CHECKS[name][1](done.stdout, ("cpu",))
+    CHECKS[name][1](output_of(name), ("cpu",))
 
 
 @pytest.mark.parametrize("name", sorted(WITH_ANY_DEVICE))
@@ -261,9 +262,9 @@ def test_on_accelerators_too(name: str, two_accelerators: tuple[str, ...], monke
 
 
 def test_several_processes_print_what_one_prints() -> None:
-    one = run_program("several_processes.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    three = subprocess.run(
+    one = losses_of_several_processes(output_of("several_processes.py"), 1)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    two = subprocess.run(
         [*command, "examples/several_processes.py"],
         cwd=EXAMPLES.parent,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -272,7 +273,7 @@ def test_several_processes_print_what_one_prints() -> None:
         timeout=100,
         check=True,
     )
-    assert losses_of_several_processes(three.stdout, 3) == within_rounding(losses_of_several_processes(one.stdout, 1))
+    assert losses_of_several_processes(two.stdout, 2) == within_rounding(one)
 
 
 @pytest.mark.parametrize(
@@ -305,6 +306,4 @@ def test_help_has_an_example(name: str, monkeypatch: pytest.MonkeyPatch, capsys:
 @pytest.mark.parametrize("name", CHECKS)
 def test_runs_on_gpus(name: str) -> None:
     expect_installed(name)
-    done = run_program(name, use_gpus=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    CHECKS[name][1](done.stdout, tuple(f"cuda:{i}" for i in range(torch.cuda.device_count())))
+    CHECKS[name][1](output_of(name, use_gpus=True), tuple(f"cuda:{i}" for i in range(torch.cuda.device_count())))

@@ -24,12 +24,12 @@ def module() -> Any:
 def test_training_under_faults(tmp_path: Path) -> None:
     """F10, F3, F1: some of each kind; no step, row or process is lost, and all weights are equal bit for bit."""
     report = tmp_path / "chaos.md"
-    run = chaos("--steps", "70", "--faults", "30", "--seed", "5", "--output", str(report))
+    run = chaos("--steps", "45", "--faults", "20", "--seed", "5", "--output", str(report))
     assert run.returncode == 0, run.stdout + run.stderr
     text = report.read_text()
     assert text.strip() in run.stdout
     injected, survived = re.findall(r"\| all \| (\d+) \| (\d+) \|", text)[0]
-    assert int(injected) == int(survived) >= 20, text
+    assert int(injected) == int(survived) >= 14, text
     for kind in ("SIGKILL in backward", "segmentation fault", "an exception in a replica", "Ctrl-C at any moment"):
         assert f"| {kind} |" in text
     for what in ("lost steps (another loss than undisturbed)", "lost rows", "orphans (processes that are left)"):
@@ -70,9 +70,8 @@ def test_a_seed_decides_all_faults(module: Any) -> None:
         (["--steps", "10", "--faults", "6"], "--faults 6: expected 0 to 5, half of the steps"),
     ],
 )
-def test_bad_arguments(arguments: list[str], message: str) -> None:
+def test_bad_arguments(module: Any, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     """One line, no traceback."""
-    run = chaos(*arguments)
-    assert run.returncode == 2
-    assert message in run.stderr
-    assert "Traceback" not in run.stderr
+    with pytest.raises(SystemExit, match=r"^2$"):
+        module.main(arguments)
+    assert message in capsys.readouterr().err

@@ -1,8 +1,8 @@
 """`manyhands bench`: what it prints and saves, and how it ends."""
 
 import json
+import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,10 +10,12 @@ import psutil
 import pytest
 
 from helpers.commands import assert_misused, status_of
+from helpers.forked import forked
 from manyhands.bench import command
 from manyhands.bench import measure as measure_module
 from manyhands.bench.contenders import Contender
 from manyhands.bench.results import Line, Workload
+from manyhands.cli import main
 
 SCRIPT = """\
 import torch
@@ -22,8 +24,6 @@ from torch import nn
 def build():
     return nn.Linear(5, 4), torch.randn(8, 5)
 """
-
-COMMAND = [sys.executable, "-W", "error", "-c", "import sys; from manyhands.cli import main; sys.exit(main())", "bench"]
 
 
 @pytest.fixture(autouse=True)
@@ -124,11 +124,10 @@ def test_a_mistake_is_one_line(arguments: list[str], error: str, measured: list,
 
 
 @pytest.mark.slow
-def test_as_a_program():
+def test_with_programs_of_its_own(capsys: pytest.CaptureFixture[str]):
     arguments = ["own:build", "--contenders", "plain,threads", "--rounds", "1", "--seconds-per-turn", "0.01"]
-    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=300, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "One device is fastest here" in done.stdout
+    assert run(*arguments) == 0
+    assert "One device is fastest here" in capsys.readouterr().out
     saved = json.loads(Path("runs/bench/results.json").read_text())
     assert [line["differs"] or line["failure"] for line in saved["workloads"][0]["lines"]] == ["", ""]
 
@@ -136,17 +135,12 @@ def test_as_a_program():
 @pytest.mark.slow
 def test_ctrl_c_ends_everything():
     """In the middle of the turns, when all contenders are there."""
-    arguments = ["own:build", "--contenders", "ddp,processes", "--rounds", "100000", "--seconds-per-turn", "0.1"]
-    with subprocess.Popen(
-        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
-        for line in process.stdout:
-            if "round " in line:
-                break
-        started = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=100)
-    assert process.returncode == 130
-    assert err == "manyhands bench: error: stopped at once; what had been saved stays\n"
-    assert len(started) == 5  # two of DDP; ours, its fork server, its worker
+    arguments = ["own:build", "--contenders", "plain,processes", "--rounds", "100000", "--seconds-per-turn", "0.1"]
+    with forked(main, ["bench", *arguments], cwd=Path()) as program:
+        program.wait_for("round ")
+        started = psutil.Process(program.pid).children(recursive=True)
+        os.kill(program.pid, signal.SIGINT)
+        assert program.wait() == 130
+        assert program.err == "manyhands bench: error: stopped at once; what had been saved stays\n"
+    assert len(started) == 4  # plain; ours, its fork server, its worker
     assert psutil.wait_procs(started, timeout=30)[1] == []

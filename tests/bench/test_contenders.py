@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.ranks import run_ranks
 from manyhands.bench import contenders
 from manyhands.bench.contenders import Contender, Task, step_of
 from manyhands.bench.results import mean_over_rows
@@ -73,6 +74,8 @@ def losses_of(contender: Contender, target: str, folder: Path, num_steps: int = 
         ("bench_script:build", "threads"),
         ("bench_script:by_name", "threads"),
         ("manyhands.bench.workloads:tiny", "processes"),
+        pytest.param("manyhands.bench.workloads:mlp", "processes", marks=pytest.mark.slow),
+        pytest.param("manyhands.bench.workloads:gpt", "threads", marks=pytest.mark.slow),
     ],
 )
 def test_the_losses_agree(target: str, engine: str, tmp_path: Path):
@@ -81,6 +84,19 @@ def test_the_losses_agree(target: str, engine: str, tmp_path: Path):
     assert len(set(plain)) == 3  # something is learnt
     assert losses_of(Contender(engine, 2), target, tmp_path) == pytest.approx(plain, rel=1e-5)
     assert losses_of(Contender("limit", 2), target, tmp_path)[0] == pytest.approx(plain[0], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_ours_agree_with_ddp_with_batch_norm(tmp_path: Path):
+    target = "manyhands.bench.workloads:resnet"
+
+    def of_ddp(rank: int) -> list[float]:
+        step = step_of(Contender("ddp", 2), rank, Task.of_target(target).shard(rank, 2), tmp_path)
+        return [step().item() for _ in range(3)]
+
+    expected = mean_over_rows(run_ranks(2, of_ddp, init=False), [16, 16])
+    for engine in contenders.OURS:
+        assert losses_of(Contender(engine, 2), target, tmp_path) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.usefixtures("_script")

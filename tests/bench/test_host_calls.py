@@ -1,10 +1,6 @@
 """How many Python calls a step makes: bounds that hold exactly, because calls do not depend on the clock."""
 
 import ast
-import os
-import re
-import subprocess
-import sys
 from types import ModuleType
 
 import pytest
@@ -12,6 +8,7 @@ import torch
 
 from helpers.benchmarks import BENCHMARKS, benchmark
 from helpers.programs import run_script
+from helpers.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -78,17 +75,13 @@ def test_a_change_of_the_module_is_paid_for_once(host_calls: ModuleType) -> None
 
 def test_a_rank_launches_no_operation_for_each_parameter() -> None:
     """Under a launcher, beyond the plain module's. DDP runs some for each."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(BENCHMARKS / "launches.py")],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    counts = {name: (int(short), int(long)) for name, short, long in re.findall(r"(\w+) +(\d+) +(\d+)\n", done.stdout)}
+
+    def counted(rank: int) -> dict[str, list[int]]:
+        benchmark("host_calls")  # which the other imports
+        found: dict[str, list[int]] = benchmark("launches").counts()
+        return found
+
+    counts, _ = run_ranks(2, counted)
     beyond = {name: [own - plain for own, plain in zip(counts[name], counts["plain"], strict=True)] for name in counts}
     assert beyond["manyhands"][0] == beyond["manyhands"][1] <= 11
     assert beyond["ddp"][1] > beyond["ddp"][0] > beyond["manyhands"][0]

@@ -5,7 +5,6 @@ raises is raised here, with its traceback; a rank that is still running at the l
 """
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import socket
@@ -22,14 +21,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 import torch
 
-LIMIT_S = 300  # for what hangs: on a machine that does other things too, a rank may take minutes
-
-_context = multiprocessing.get_context("forkserver")
-# Backward and the first optimizer import these, which takes a second and more in each rank.
-_LATE_IMPORTS = ["torch.fx.experimental.symbolic_shapes", "torch._dynamo"]
-# And what loading digits imports: the other ranks wait while the first does it.
-_LATE_IMPORTS += ["sklearn.datasets"]
-_context.set_forkserver_preload(["torch", "torch.distributed", "cloudpickle", "manyhands", *_LATE_IMPORTS])
+from helpers.forked import LIMIT_S, context
 
 
 class Ended(NamedTuple):
@@ -70,10 +62,10 @@ def end_ranks(
         job = cloudpickle.dumps((function, args), protocol=pickle.HIGHEST_PROTOCOL)
         processes, pipes = [], []
         for rank in range(world_size):
-            receiver, sender = _context.Pipe(duplex=False)
+            receiver, sender = context.Pipe(duplex=False)
             store = str(Path(folder, "store")) if init else None
             own = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)} if not init else {}
-            process = _context.Process(
+            process = context.Process(
                 target=_run, args=(sender, job, rank, world_size, store, timeout_s, {**own, **env}, sys.path)
             )
             process.start()

@@ -1,35 +1,24 @@
 """Runs that are killed with SIGKILL and resumed. The oracle is a run that was never killed."""
 
 import random
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from helpers.commands import metrics_of
-from helpers.killed_runs import ALL, WRITING, KilledRuns
+from helpers.killed_runs import ALL, WRITING, run_killed
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forks, and SIGKILL")
 
-TRAIN = ["train", "--model", "mlp", "--devices", "cpu*2", "--epochs", "2", "--batch-size", "250"]  # 6 steps an epoch
-KILLED = -signal.SIGKILL
+TRAIN = ["train", "--model", "mlp", "--devices", "cpu*2", "--epochs", "2", "--batch-size", "500"]  # 3 steps an epoch
 
 
 @pytest.fixture(scope="module")
-def runs() -> Iterator[KilledRuns]:
-    with KilledRuns() as runs:
-        yield runs
-
-
-@pytest.fixture(scope="module")
-def undisturbed(runs: KilledRuns, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     """A run that was never killed, and the number of its lines."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    status, num_lines = runs.run([*TRAIN, "--output", "out"], folder)
-    assert status == 0, (folder / "log").read_text()
-    return folder / "out", num_lines
+    return folder / "out", run_killed([*TRAIN, "--output", "out"], folder)
 
 
 def files_of(folder: Path) -> list[str]:
@@ -40,7 +29,7 @@ def files_of(folder: Path) -> list[str]:
     "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))], ids="seed {}".format
 )
 def test_a_run_that_was_killed_anywhere_ends_in_the_same_weights(
-    runs: KilledRuns, undisturbed: tuple[Path, int], tmp_path: Path, seed: int
+    undisturbed: tuple[Path, int], tmp_path: Path, seed: int
 ) -> None:
     """T1, T2: killed up to four times, at lines drawn from all lines or from those that write files."""
     oracle, num_lines = undisturbed
@@ -50,9 +39,8 @@ def test_a_run_that_was_killed_anywhere_ends_in_the_same_weights(
         # Where no run has begun, there is nothing to resume.
         arguments = ["train", "--resume", "out"] if (out / "config.json").exists() else [*TRAIN, "--output", "out"]
         kill_at, each_step = draw.randint(1, lines_of[within]), draw.random() < 0.5
-        status, _ = runs.run(arguments, tmp_path, kill_at=kill_at, within=within, save_each_step=each_step)
-        assert status in (KILLED, 0), (tmp_path / "log").read_text()
-    assert runs.run(["train", "--resume", "out"], tmp_path)[0] == 0, (tmp_path / "log").read_text()
+        run_killed(arguments, tmp_path, kill_at=kill_at, within=within, save_each_step=each_step)
+    run_killed(["train", "--resume", "out"], tmp_path)
     assert (out / "model.safetensors").read_bytes() == (oracle / "model.safetensors").read_bytes()
     assert metrics_of(out / "metrics.jsonl") == metrics_of(oracle / "metrics.jsonl")
     assert files_of(out) == files_of(oracle)

@@ -6,10 +6,8 @@ import json
 import os
 import random
 import shutil
-import signal
 import struct
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from helpers.commands import assert_misused
-from helpers.killed_runs import KilledRuns
-from helpers.programs import run_script
+from helpers.forked import run_script
+from helpers.killed_runs import run_killed
 from manyhands.cli import main
 from manyhands.training.metrics import StepRecord
 from manyhands.training.tensorboard import TensorBoard
@@ -166,26 +164,18 @@ def test_event_files_of_other_programs_stay(tmp_path: Path) -> None:
         assert len(event_files(tmp_path)) == 2
 
 
-@pytest.fixture(scope="module")
-def runs() -> Iterator[KilledRuns]:
-    with KilledRuns() as runs:
-        yield runs
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="forks, and SIGKILL")
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
-def test_a_run_that_was_killed_anywhere_has_each_record_once(runs: KilledRuns, tmp_path: Path, seed: int) -> None:
+def test_a_run_that_was_killed_anywhere_has_each_record_once(tmp_path: Path, seed: int) -> None:
     """T8: killed three times, at lines of the training code and of the observers, and resumed."""
     draw, out = random.Random(seed), Path("out")
     arguments = [*TRAIN, "--epochs", "2", "--batch-size", "250"]
-    status, num_lines = runs.run([*arguments, "--output", "whole", "--tensorboard"], tmp_path)
-    assert status == 0, Path("log").read_text()
+    num_lines = run_killed([*arguments, "--output", "whole", "--tensorboard"], tmp_path)
     for _ in range(3):
         options = ["train", "--resume", "out"] if (out / "config.json").exists() else arguments
         kill_at = draw.randint(num_lines // 2, num_lines)
-        status, _ = runs.run([*options, "--tensorboard"], tmp_path, kill_at=kill_at, save_each_step=draw.random() < 0.5)
-        assert status in (-signal.SIGKILL, 0), Path("log").read_text()
-    assert runs.run(["train", "--resume", "out", "--tensorboard"], tmp_path)[0] == 0, Path("log").read_text()
+        run_killed([*options, "--tensorboard"], tmp_path, kill_at=kill_at, save_each_step=draw.random() < 0.5)
+    run_killed(["train", "--resume", "out", "--tensorboard"], tmp_path)
     assert scalars(read(out / "tensorboard")) == scalars_expected(out)
     assert [step for step, _ in scalars_expected(out)["step/loss"]] == list(range(1, 13))
     assert len(event_files(out)) == 1

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from helpers.commands import assert_same_metrics, metrics_of, steps_of
+from helpers.ranks import run_ranks
 from manyhands.cli import main
 
 LIMIT_S = 240
@@ -54,19 +55,17 @@ def wait_for_steps(folder: Path, number: int, process: subprocess.Popen[str]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rank", "how"),
-    [(0, ["--standalone"]), (1, ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"])],
-)
-def test_a_killed_process_and_the_numbers_of_an_undisturbed_run(tmp_path: Path, rank: int, how: list[str]) -> None:
-    """No folder is named, nor, the second time, the launch: the processes that are started anew find their run."""
-    with torchrun(tmp_path, *how, "--max-restarts", "2", "-m", "manyhands", "train", *TRAIN) as process:
-        run = wait_for_steps(tmp_path, 30, process)  # two epochs and some steps
-        children = psutil.Process(process.pid).children()
-        next(child for child in children if child.environ().get("RANK") == str(rank)).kill()
+def test_killed_processes_and_the_numbers_of_an_undisturbed_run(tmp_path: Path) -> None:
+    """No folder is named, nor, when they are started again, the launch: the new processes find their run."""
+    how = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", "2"]
+    with torchrun(tmp_path, *how, "-m", "manyhands", "train", *TRAIN) as process:
+        for rank, records in (("0", 30), ("1", 60)):  # two epochs and some steps; then four
+            run = wait_for_steps(tmp_path, records, process)
+            children = psutil.Process(process.pid).children()
+            next(child for child in children if child.environ().get("RANK") == rank).kill()
         assert process.wait(LIMIT_S) == 0, (tmp_path / "log").read_text()
     log = (tmp_path / "log").read_text()
-    assert log.count("going on after step") == 1
+    assert log.count("going on after step") == 2
     assert list((tmp_path / "runs").iterdir()) == [run]
 
     assert main(["train", *TRAIN, "--output", str(tmp_path / "alone")]) == 0
@@ -89,15 +88,20 @@ def test_ctrl_c(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_job_that_is_ended_and_then_killed_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     """T1, T3: as a scheduler does it, that signals every process. So the ranks get SIGTERM twice, from torchrun too."""
-    for name in ("whole", "parts"):
-        (tmp_path / name).mkdir()
     train = ["--standalone", "-m", "manyhands", "train"]
-    begin = [*train, *TRAIN, "--epochs", "4", "--output", "runs/one"]
-    with torchrun(tmp_path / "whole", *begin) as process:
-        assert process.wait(LIMIT_S) == 0, (tmp_path / "whole" / "log").read_text()
-    parts = tmp_path / "parts"
-    for arguments, records, how in ((begin, 5, signal.SIGTERM), ([*train, "--resume", "runs/one"], 20, signal.SIGKILL)):
-        with torchrun(parts, *arguments) as process:
+    resume = ["--resume", "runs/one"]
+    options = [*TRAIN, "--epochs", "4", "--output", "runs/one"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+
+    def undisturbed(rank: int) -> int:
+        with contextlib.chdir(whole):
+            return main(["train", *options])
+
+    assert run_ranks(2, undisturbed) == [0, 0]
+    for arguments, records, how in ((options, 5, signal.SIGTERM), (resume, 20, signal.SIGKILL)):
+        with torchrun(parts, *train, *arguments) as process:
             wait_for_steps(parts, records, process)
             job = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
             for pid in job:
@@ -107,9 +111,9 @@ def test_a_job_that_is_ended_and_then_killed_goes_on_to_the_same_weights(tmp_pat
             log = (parts / "log").read_text()
             steps = len(steps_of(parts / "runs" / "one" / "metrics.jsonl"))
             assert f"stopped after step {steps}; to go on: manyhands train --resume runs/one" in log
-    with torchrun(parts, *train, "--resume", "runs/one") as process:
+    with torchrun(parts, *train, *resume) as process:
         assert process.wait(LIMIT_S) == 0, (parts / "log").read_text()
     assert "going on after step" in (parts / "log").read_text()
-    one, other = (tmp_path / name / "runs" / "one" for name in ("whole", "parts"))
+    one, other = (folder / "runs" / "one" for folder in (whole, parts))
     assert one.joinpath("model.safetensors").read_bytes() == other.joinpath("model.safetensors").read_bytes()
     assert metrics_of(one / "metrics.jsonl") == metrics_of(other / "metrics.jsonl")

@@ -1,0 +1,123 @@
+"""Programs that are forked from a process that has imported torch, so that they start in milliseconds.
+
+What tests how an interpreter starts or ends has one of its own (helpers/programs.py).
+"""
+
+import contextlib
+import io
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+import torch
+
+LIMIT_S = 300  # for what hangs: on a machine that does other things too, a program may take minutes
+
+context = multiprocessing.get_context("forkserver")
+# Backward and the first optimizer import these, which takes a second and more in each process.
+_LATE_IMPORTS = ["torch.fx.experimental.symbolic_shapes", "torch._dynamo"]
+# And these are what `manyhands train` imports.
+_LATE_IMPORTS += ["manyhands.cli", "matplotlib.figure", "matplotlib.backends.backend_agg", "safetensors.torch"]
+_LATE_IMPORTS += ["sklearn.datasets"]
+context.set_forkserver_preload(["torch", "torch.distributed", "cloudpickle", "manyhands", *_LATE_IMPORTS])
+
+
+class Program:
+    """A program that runs, or has ended.
+
+    Attributes:
+        pid: of its process.
+        out, err: what it has written so far to standard output and standard error.
+    """
+
+    def __init__(self, process: Any, streams: Path) -> None:
+        self._process, self._streams = process, streams
+        self.pid: int = process.pid
+
+    @property
+    def out(self) -> str:
+        return self._written("stdout")
+
+    @property
+    def err(self) -> str:
+        return self._written("stderr")
+
+    def wait_for(self, text: str) -> None:
+        """Wait until it has written this."""
+        deadline = time.monotonic() + LIMIT_S
+        while text not in self.out + self.err:
+            assert self._process.is_alive(), f"it has ended without {text!r}: {self.out}{self.err}"
+            assert time.monotonic() < deadline, f"no {text!r} after {LIMIT_S} s: {self.out}{self.err}"
+            self._process.join(0.02)
+
+    def wait(self) -> int:
+        """Wait for its end; return its exit status, negative for a signal."""
+        self._process.join(LIMIT_S)
+        assert self._process.exitcode is not None, f"no end after {LIMIT_S} s: {self.out}{self.err}"
+        return int(self._process.exitcode)
+
+    def _written(self, name: str) -> str:
+        path = self._streams / name
+        return path.read_text() if path.exists() else ""
+
+
+@contextlib.contextmanager
+def forked(function: Callable[..., Any], *args: Any, cwd: Path, env: Mapping[str, str] = {}) -> Iterator[Program]:
+    """Run `sys.exit(function(*args))` as a program, which does not outlive the block; warnings are errors.
+
+    Example:
+        with forked(main, ["train", "--output", "out"], cwd=tmp_path) as program:
+            assert program.wait() == 0, program.err
+
+    Args:
+        function, args: what it does.
+        cwd: the folder to run in.
+        env: variables of its environment.
+    """
+    with tempfile.TemporaryDirectory() as streams:
+        job = cloudpickle.dumps((function, args))
+        process = context.Process(target=_begin, args=(job, str(cwd.resolve()), dict(env), streams, sys.path))
+        process.start()
+        try:
+            yield Program(process, Path(streams))
+        finally:
+            process.kill()
+            process.join()
+
+
+def run_script(script: str) -> subprocess.CompletedProcess[str]:
+    """Run a script as `helpers.programs.run_script` does; torch and much of manyhands has been imported."""
+    with forked(_as_main, textwrap.dedent(script), cwd=Path()) as program:
+        return subprocess.CompletedProcess("script", program.wait(), program.out, program.err)
+
+
+def _as_main(script: str) -> None:
+    main = ModuleType("__main__")
+    sys.modules["__main__"] = main
+    exec(compile(script, "<script>", "exec"), main.__dict__)
+
+
+def _begin(job: bytes, cwd: str, env: Mapping[str, str], streams: str, path: list[str]) -> None:
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        file = os.open(Path(streams, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+        # As with python -u: nothing is buffered.
+        setattr(sys, name, io.TextIOWrapper(io.FileIO(number, "w", closefd=False), "utf-8", write_through=True))
+    os.environ.update(env)
+    os.chdir(cwd)
+    sys.path[:] = path
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    function, args = cloudpickle.loads(job)
+    sys.exit(function(*args))
