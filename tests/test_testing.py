@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from helpers.forked import run_script
 from helpers.garbage import no_garbage
+from helpers.programs import run_script
 from manyhands.runtime import devices
 from manyhands.testing import SimulatedTensor, simulated_accelerators
 

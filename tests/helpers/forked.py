@@ -1,21 +1,19 @@
-"""Programs that are forked from a process that has imported torch, so that they start in milliseconds.
+"""Functions that run as programs, forked from a process that has imported torch and much of manyhands.
 
-What tests how an interpreter starts or ends has one of its own (helpers/programs.py).
+They start in milliseconds, and end as multiprocessing's processes do, without the end of an interpreter. Scripts that
+end as Python ends them are those of helpers/programs.py.
 """
 
 import contextlib
 import io
 import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -93,18 +91,6 @@ def forked(function: Callable[..., Any], *args: Any, cwd: Path, env: Mapping[str
         finally:
             process.kill()
             process.join()
-
-
-def run_script(script: str) -> subprocess.CompletedProcess[str]:
-    """Run a script as `helpers.programs.run_script` does; torch and much of manyhands has been imported."""
-    with forked(_as_main, textwrap.dedent(script), cwd=Path()) as program:
-        return subprocess.CompletedProcess("script", program.wait(), program.out, program.err)
-
-
-def _as_main(script: str) -> None:
-    main = ModuleType("__main__")
-    sys.modules["__main__"] = main
-    exec(compile(script, "<script>", "exec"), main.__dict__)
 
 
 def _begin(job: bytes, cwd: str, env: Mapping[str, str], streams: str, path: list[str]) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from helpers.forked import run_script
+from helpers.programs import run_script
 from manyhands.console.errors import FolderError
 from manyhands.training import checkpoint
 from manyhands.training.checkpoint import StepCount

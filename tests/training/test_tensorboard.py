@@ -16,8 +16,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from helpers.commands import assert_misused
-from helpers.forked import run_script
 from helpers.killed_runs import run_killed
+from helpers.programs import run_script
 from manyhands.cli import main
 from manyhands.training.metrics import StepRecord
 from manyhands.training.tensorboard import TensorBoard
