@@ -38,9 +38,8 @@ def workers_of_this_file() -> Iterator[KeptWorkers]:
 
 @pytest.fixture
 def engine_for(workers_of_this_file: KeptWorkers, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineFor]:
-    """Return the argument `engine` of DataParallel for the name of an engine and a number of replicas."""
-
-    yield lambda name, num_replicas: ENGINE_ARGUMENTS[name](num_replicas, workers_of_this_file, monkeypatch)
+    """Return the argument `engine` of DataParallel for the name of an engine and the devices of the replicas."""
+    yield lambda name, devices: ENGINE_ARGUMENTS[name](devices, workers_of_this_file, monkeypatch)
     workers_of_this_file.take_back()
 
 
@@ -49,7 +48,8 @@ def wrap(engine: str, numerics: None, engine_for: EngineFor) -> Wrap:
     """Wrap a module for some replicas on the engine under test."""
 
     def wrap(module: nn.Module, num_replicas: int = 2, **options: Any) -> DataParallel:
-        return DataParallel(module, in_turn(num_replicas), engine=engine_for(engine, num_replicas), **options)
+        devices = in_turn(num_replicas)
+        return DataParallel(module, devices, engine=engine_for(engine, devices), **options)
 
     return wrap
 

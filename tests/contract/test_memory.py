@@ -192,7 +192,8 @@ def test_nothing_grows(
 ) -> None:
     """N10: tensors, bytes, and cycles for the garbage collector beyond those that the plain module leaves."""
     synchronised = {"sync_batch_norm": name == "synchronised"}
-    wrapped = DataParallel(MODELS[name](), ["cpu"] * 3, engine=engine_for(engine, 3), **synchronised)
+    devices = ["cpu"] * 3
+    wrapped = DataParallel(MODELS[name](), devices, engine=engine_for(engine, devices), **synchronised)
     tensors, allocated, cycles = grown(wrapped, step)
     if allocated >= SMALLEST_LEAK:  # Python and malloc may still be setting things up; a leak goes on
         tensors, allocated, cycles = grown(wrapped, step)

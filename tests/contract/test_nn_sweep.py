@@ -517,7 +517,8 @@ def test_one_that_draws_is_the_plain_one(
     """N12: with the random numbers of one device."""
     recipe = replace(recipe, options={**recipe.options, "randomness": "one_device"})
     for num_replicas, rows in splits:
-        compare(engine_for(engine, num_replicas), recipe, ["cpu"] * num_replicas, rows)
+        devices = ["cpu"] * num_replicas
+        compare(engine_for(engine, devices), recipe, devices, rows)
 
 
 for_every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=str)
@@ -537,7 +538,8 @@ def test_a_wrapped_module_is_the_plain_one(
 ) -> None:
     """R10, R2, S10, G6, N1, N2, N5: outputs, all gradients, and the state afterwards, in training and eval."""
     for num_replicas, rows in splits:
-        compare(engine_for(engine, num_replicas), recipe, ["cpu"] * num_replicas, rows)
+        devices = ["cpu"] * num_replicas
+        compare(engine_for(engine, devices), recipe, devices, rows)
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from manyhands.primitives import pytree
 from manyhands.runtime.buckets import buckets_of
 
 Wrap = Callable[..., DataParallel]
-EngineFor = Callable[[str, int], Any]  # the argument `engine` for its name and a number of replicas
+EngineFor = Callable[[str, list[str]], Any]  # the argument `engine` for its name and the replicas' devices
 
 # Replica i is on DEVICES[i % len(DEVICES)].
 DEVICES = os.environ.get("MANYHANDS_TEST_DEVICES", "cpu").split(",")
@@ -44,13 +44,13 @@ def threads_with_separate_memory(monkeypatch: pytest.MonkeyPatch) -> Any:
     return ThreadsEngine(separate_memory=True)
 
 
-# Name of an engine -> the argument `engine` of DataParallel, for a number of replicas.
-ENGINE_ARGUMENTS: dict[str, Callable[[int, KeptWorkers, pytest.MonkeyPatch], Any]] = {
+# Name of an engine -> the argument `engine` of DataParallel, for replicas on these devices.
+ENGINE_ARGUMENTS: dict[str, Callable[[list[str], KeptWorkers, pytest.MonkeyPatch], Any]] = {
     "threads": lambda *_: "threads",
     "threads with separate memory": lambda _, workers, monkeypatch: threads_with_separate_memory(monkeypatch),
-    "processes": lambda num_replicas, workers, _: workers.engine(num_replicas),
+    "processes": lambda devices, workers, _: workers.engine(devices),
     # As on several GPUs: parameters are sent to the processes, and gradients are all-reduced by gloo.
-    "processes over gloo": lambda num_replicas, workers, _: workers.engine(num_replicas, share_memory=False),
+    "processes over gloo": lambda devices, workers, _: workers.engine(devices, share_memory=False),
 }
 # The two engines that imitate several GPUs are for `make test-all`, and in `make test` where a test asks for them.
 ENGINES: list[Any] = [

@@ -6,6 +6,7 @@ as long as no test has ended them.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 
@@ -15,13 +16,13 @@ from manyhands.engines.processes.worker_group import WorkerGroup
 
 class KeptWorkers:
     def __init__(self) -> None:
-        self._idle: dict[tuple[int, bool], list[WorkerGroup]] = defaultdict(list)
+        self._idle: dict[tuple[tuple[str, ...], bool], list[WorkerGroup]] = defaultdict(list)
         self._lent: list[tuple[WorkerGroup, list[WorkerGroup]]] = []
 
-    def engine(self, num_replicas: int, share_memory: bool = True) -> ProcessesEngine:
-        """Return a new engine for so many replicas on the CPU, with workers that are idle, or new ones."""
-        idle = self._idle[num_replicas, share_memory]
-        group = idle.pop() if idle else WorkerGroup([torch.device("cpu")] * num_replicas, share_memory)
+    def engine(self, devices: Sequence[str], share_memory: bool = True) -> ProcessesEngine:
+        """Return a new engine for replicas on these devices, with workers that are idle, or new ones."""
+        idle = self._idle[tuple(devices), share_memory]
+        group = idle.pop() if idle else WorkerGroup([*map(torch.device, devices)], share_memory)
         self._lent.append((group, idle))
         engine = ProcessesEngine(share_memory=share_memory)
         engine._worker_group, group.num_in_sync = group, 0

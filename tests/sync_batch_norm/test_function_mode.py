@@ -29,6 +29,8 @@ from manyhands.sync_batch_norm.function_mode import BackwardMode, BatchNormOverR
 
 pytestmark = pytest.mark.usefixtures("float64")
 
+CPUS = ["cpu"] * 2
+
 
 # ---- which calls are replaced --------------------------------------------------------------------
 
@@ -41,7 +43,7 @@ def workers() -> Iterator[KeptWorkers]:
     """
     importlib.import_module("torch._dynamo")
     workers = KeptWorkers()
-    DataParallel(nn.Identity(), ["cpu"] * 2, engine=workers.engine(2))(torch.ones(2, 1))
+    DataParallel(nn.Identity(), CPUS, engine=workers.engine(CPUS))(torch.ones(2, 1))
     workers.take_back()
     yield workers
     workers.end()
@@ -54,8 +56,8 @@ def over_replicas(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]
 
     def call(function: Callable[..., Any], x: torch.Tensor) -> Any:
         module = Calls(lambda module, x: function(x, module.norm), norm=nn.BatchNorm1d(3))
-        engine = workers.engine(2) if workers else "threads"
-        model = DataParallel(module, ["cpu"] * 2, engine=engine, sync_batch_norm=True)
+        engine = workers.engine(CPUS) if workers else "threads"
+        model = DataParallel(module, CPUS, engine=engine, sync_batch_norm=True)
         return in_time(lambda: model(x))
 
     yield call
