@@ -10,6 +10,7 @@ from torch import nn
 from helpers.one_graph import simulated_accelerators_with_one_graph
 from manyhands import DataParallel
 from manyhands.engines import compile_lock
+from manyhands.engines.base import LaneCall
 from manyhands.engines.compile_lock import CompileLock
 from manyhands.runtime import torch_private
 from manyhands.runtime.thread_pool import PassContext, ReplicaContext, one_pass, run_together
@@ -106,4 +107,17 @@ def test_code_is_kept_for_each_accelerator(sim: Any, monkeypatch: pytest.MonkeyP
     model = DataParallel(torch.compile(nn.Linear(2, 2).to(sim[0])), sim[:3])
     with simulated_accelerators_with_one_graph(monkeypatch), torch.compiler.set_stance("force_eager"):
         model(torch.ones(6, 2, device=sim[0]))
-    assert kept == [3]
+        assert kept == [3]
+        model._engine.open_lanes(model.module, LaneCall(sim[:2], sim[0], sim[0])).close()
+    assert kept == [3, 2]
+
+
+def test_a_map_with_cuda_graphs_is_refused(sim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R13, I1: on one device too; its lane is in a thread of its own, and ahead of the caller."""
+    compiled = torch.compile(nn.Linear(2, 2).to(sim[0]), mode="reduce-overhead")
+    model = DataParallel(compiled, sim[:1])
+    with (
+        simulated_accelerators_with_one_graph(monkeypatch),
+        pytest.raises(RuntimeError, match="map and evaluate of a module that is compiled with CUDA graphs"),
+    ):
+        list(model.map([torch.ones(4, 2)]))

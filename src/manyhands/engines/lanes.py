@@ -24,10 +24,17 @@ from manyhands.engines.replica import ReplicaPool
 from manyhands.primitives import pytree
 from manyhands.primitives.blueprint import Blueprint, collector_paused
 from manyhands.runtime import devices as _devices
+from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import is_plain
 from manyhands.runtime.interrupts import critical, interruptibly
 from manyhands.runtime.rng import SeededDraws
 from manyhands.runtime.streams import Copies
+
+_CUDA_GRAPHS = (
+    'map and evaluate of a module that is compiled with CUDA graphs (torch.compile(mode="reduce-overhead" or '
+    '"max-autotune")): a graph writes every output in one place, and lanes go on to the next batch before an output is '
+    'used. Compile it in another mode (mode="max-autotune-no-cudagraphs", or none), or call the model batch by batch.'
+)
 
 
 def open_local_lanes(
@@ -43,7 +50,14 @@ def open_local_lanes(
         blueprint: of the live module.
         compile_lock: of the wrapper.
         separate_memory: as in `ThreadsEngine`.
+
+    Raises:
+        RuntimeError: the module replays CUDA graphs.
     """
+    if blueprint.compiled and not _devices.all_on_host(call.devices):
+        if blueprint.replays_cuda_graphs:
+            raise RuntimeError(_CUDA_GRAPHS)
+        torch_private.keep_code_for_devices(len({*call.devices}))
     with torch.no_grad(), collector_paused, Copies(call.devices) as copies:
         replicas = ReplicaPool(blueprint, call.source).take(
             call.devices, tracked=False, copies=copies, with_live_buffers=False, separate_memory=separate_memory
