@@ -340,3 +340,20 @@ def test_a_map_compiles_once_for_all_lanes() -> None:
         for output, plain in zip(model.map(some), expected, strict=True):
             torch.testing.assert_close(output, plain)
     assert counter.frame_count == 1
+
+
+def test_batch_norm_over_all_replicas_inside_what_is_compiled() -> None:
+    """R13, N5: torch.compile does not follow the exchange; what is between two batch norms is compiled."""
+    plain = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    compiled: Any = torch.compile(copy.deepcopy(plain), backend="aot_eager")
+    model = DataParallel(compiled, ["cpu"] * 2, sync_batch_norm=True)
+    for _ in range(2):
+        x = torch.randn(8, 5)
+        outputs = [each(x) for each in (model, plain)]
+        torch.testing.assert_close(*outputs)
+        for output in outputs:
+            output.pow(3).sum().backward()
+    for own, expected in zip(compiled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, expected.grad)
+    for own, expected in zip(compiled.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(own, expected)

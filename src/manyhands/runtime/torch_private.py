@@ -495,6 +495,20 @@ def keep_metrics_of_compiling_by_thread() -> None:
         utils._METRICS_CONTEXT = by_thread(on_exit=context._on_exit)
 
 
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that torch.compile runs as it is written, with all that it calls, between two of its graphs.
+
+    It is the same one where torch.compile has not been imported: nothing is compiled there, and to import it is slow.
+    """
+    return _disabled(function) if "torch._dynamo" in sys.modules else function
+
+
+@functools.cache
+def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    disabled: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
+
+
 def mark_static(tensors: Iterable[torch.Tensor]) -> None:
     """Tell torch.compile that tensors keep their addresses: CUDA graphs need no copies of them, and may change them.
 

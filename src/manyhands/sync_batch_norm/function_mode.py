@@ -465,10 +465,11 @@ class _BatchNormMode(TorchFunctionMode):
     def __init__(self, replica_pass_of: Callable[[Tensors], "_ReplicaPass | _Recomputation | None"]) -> None:
         super().__init__()
         self._replica_pass_of = replica_pass_of
+        self._run_batch_norm = torch_private.uncompiled(_BatchNormMode._batch_norm)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.batch_norm:
-            output = self._batch_norm(*args, **(kwargs or {}))
+            output = self._run_batch_norm(self, *args, **(kwargs or {}))
             deliver()
             return output
         if func in _BACKWARD:
