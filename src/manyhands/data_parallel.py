@@ -577,7 +577,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         """
         gradient_sync = self._gradient_sync()
         communicator = gradient_sync.communicator if gradient_sync is not None else None
-        return even_batches(communicator, loader, self.dim)
+        return even_batches(communicator, loader, self.dim, next(iter(self.devices), torch.device("cpu")))
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Have `hook` sum the buckets of gradients over the processes, in the place of a plain sum.

@@ -1,7 +1,10 @@
 """Every process takes the same number of steps, and every row counts once."""
 
 import itertools
+import pickle
 import sys
+from typing import Any
+from unittest.mock import Mock
 
 import cloudpickle
 import pytest
@@ -141,4 +144,29 @@ def test_packed_sequences_cannot_be_empty():
     packed = nn.utils.rnn.pack_sequence([torch.zeros(3, 2), torch.zeros(1, 2)])
     with pytest.raises(ValueError, match=r"a PackedSequence cannot be cut to no rows .* give every process as many"):
         empty_batch(packed, 0)
-    assert list(even_batches(None, [packed], 0)) == [packed]
+    assert list(even_batches(None, [packed], 0, torch.device("cpu"))) == [packed]
+
+
+def test_an_empty_batch_is_on_the_receivers_accelerator(sim: Any) -> None:
+    """C2: the sender's may be one that the receiver should leave alone, or does not see."""
+    batch = {"x": torch.ones(3, 2, device=sim[1]), "y": torch.ones(3)}
+    sent: list[bytes] = []
+
+    def gathered(value: Any, doing: str) -> list[Any]:
+        sent.append(pickle.dumps(value))
+        return [None, value]
+
+    def has_batch(*of_ranks: int) -> Mock:
+        return Mock(wait=lambda: [[has] for has in of_ranks])
+
+    sender = Mock(rank=1, all_gather=lambda mine, doing: has_batch(0, *mine), all_gather_object=gathered)
+    assert next(even_batches(sender, [batch], 0, sim[1])) is batch
+    assert b"SimulatedTensor" not in sent[0]
+    receiver = Mock(
+        rank=0,
+        all_gather=lambda mine, doing: has_batch(*mine, 1),
+        all_gather_object=lambda value, doing: [value, pickle.loads(sent[0])],
+    )
+    empty = next(even_batches(receiver, [], 0, sim[0]))
+    assert (empty["x"].shape, empty["x"].device) == ((0, 2), sim[0])
+    assert (empty["y"].shape, empty["y"].device) == ((0,), torch.device("cpu"))

@@ -13,17 +13,21 @@ import torch
 from manyhands.distributed.process_group import Communicator
 from manyhands.primitives import pytree
 from manyhands.primitives.batch_types import batch_type_of
+from manyhands.runtime import devices as _devices
 
 _DOING = "taking the next batch"
 
 
-def even_batches(communicator: Communicator | None, loader: Iterable[Any], dim: int) -> Iterator[Any]:
+def even_batches(
+    communicator: Communicator | None, loader: Iterable[Any], dim: int, device: torch.device
+) -> Iterator[Any]:
     """Yield the batches of this process's loader; then batches without rows, until no process has a batch left.
 
     Args:
         communicator: the processes; None: there is only this one.
         loader: this process's batches.
         dim: the axis of the rows.
+        device: of this process, for what another process has on an accelerator of its own.
     """
     if communicator is None:
         yield from loader
@@ -40,9 +44,9 @@ def even_batches(communicator: Communicator | None, loader: Iterable[Any], dim: 
             return
         if is_first and not all(has_batch):  # a rank that never had a batch needs one to make an empty one from
             sender = has_batch.index(True)
-            empty = empty_batch(batch[0], dim) if communicator.rank == sender else None
+            empty = _to_send(empty_batch(batch[0], dim)) if communicator.rank == sender else None
             empty = communicator.all_gather_object(empty, _DOING)[sender]
-            latest = batch[0] if batch else empty
+            latest = batch[0] if batch else _received(empty, device)
         is_first = False
         if batch:
             latest = batch[0]
@@ -82,3 +86,21 @@ def empty_batch(batch: Any, dim: int) -> Any:
         return leaf.narrow(dim, 0, 0).clone() if leaf.size(dim) == rows else leaf
 
     return pytree.map_leaves(cut, batch)
+
+
+class _OnAccelerator:
+    """A tensor that the sender has on an accelerator, which another process should not use: here it is on the CPU."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.cpu()
+
+
+def _to_send(batch: Any) -> Any:
+    def wrapped(leaf: Any) -> Any:
+        return _OnAccelerator(leaf) if isinstance(leaf, torch.Tensor) and not _devices.is_cpu(leaf.device) else leaf
+
+    return pytree.map_leaves(wrapped, batch)
+
+
+def _received(batch: Any, device: torch.device) -> Any:
+    return pytree.map_leaves(lambda leaf: leaf.tensor.to(device) if isinstance(leaf, _OnAccelerator) else leaf, batch)
