@@ -458,6 +458,20 @@ def test_rows_for_a_device(sim, monkeypatch, numbers, rows):
     assert torch.equal(into, numbers[rows])
 
 
+def test_numbers_are_pinned_whatever_the_default_device_is(monkeypatch):
+    """Only the host's memory can be pinned; torch refuses it for a default device of the user's."""
+    asked = []
+
+    def tensor(values, *, dtype, device, pin_memory):
+        asked.append((device, pin_memory))
+        return torch.ones(len(values), dtype=dtype, device=device)
+
+    monkeypatch.setattr(devices, "has_streams", lambda device: True)
+    monkeypatch.setattr(devices.torch, "tensor", tensor)
+    assert devices.numbers([1.0, 1.0], torch.float64, CPU).tolist() == [1.0, 1.0]
+    assert asked == [("cpu", True)]
+
+
 @pytest.mark.parametrize(
     ("kind", "capability", "hip", "expected"),
     [

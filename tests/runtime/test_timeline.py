@@ -139,6 +139,20 @@ def test_on_an_accelerator_time_is_the_devices(clock: SimpleNamespace) -> None:
 
 
 @pytest.mark.usefixtures("events", "clock")
+def test_times_of_an_accelerator_stay_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P4: torch has the time between two events in single precision."""
+    rounded = FakeEvent.elapsed_time
+    monkeypatch.setattr(FakeEvent, "elapsed_time", lambda self, end: torch.tensor(float(rounded(self, end))).item())
+    track = Track(DeviceClock(torch.device("cuda", 1)))
+    monkeypatch.setattr(FakeEvent, "recorded", 7_200_000)  # milliseconds: two hours later
+    for _ in range(3):
+        track.enter("forward")
+        monkeypatch.setattr(FakeEvent, "recorded", FakeEvent.recorded - 1 + 0.1)
+        track.leave()
+    assert [span.ended - span.began for span in track.spans()] == pytest.approx([1e-4] * 3, abs=2e-6)
+
+
+@pytest.mark.usefixtures("events", "clock")
 def test_one_accelerator_has_its_own_times() -> None:
     """P4: where no engine runs, too: the host only queues the work."""
     step = Step(DeviceClock, torch.device("cuda", 0))

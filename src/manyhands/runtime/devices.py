@@ -36,6 +36,7 @@ _SEED_STEP = 0x9E3779B97F4A7C15
 _CPU = torch.device("cpu")
 _NUM_TRIED = 1 << 20  # numbers of 4 bytes that a test copy has
 _NUM_TIMED = 6  # copies of which the fastest counts
+_NEAR_S = 10.0  # within which the time between two events is exact to a microsecond
 
 
 def accelerators() -> list[torch.device]:
@@ -326,23 +327,30 @@ class DeviceClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._start = device, None
+        self._device = device
+        # A moment, and its seconds: others are measured from it, and it follows them, because torch has the time
+        # between two events in single precision, which after an hour has steps of a quarter of a millisecond.
+        self._near: tuple[torch.Event, float] | None = None
         if has_streams(device):
-            self._start = self._event()
-            self._start.synchronize()
-            self._started = time.perf_counter()
+            start = self._event()
+            start.synchronize()
+            self._near = start, time.perf_counter()
 
     def now(self) -> Moment:
         """Return the moment at which the device will have done what the calling thread has queued so far."""
-        return time.perf_counter() if self._start is None else self._event()
+        return time.perf_counter() if self._near is None else self._event()
 
     def seconds(self, moment: Moment) -> float:
         """Return the time of a moment; waits until it is over."""
         if isinstance(moment, float):
             return moment
-        assert self._start is not None
+        assert self._near is not None
         moment.synchronize()
-        return self._started + self._start.elapsed_time(moment) / 1000  # which is in milliseconds
+        near, near_s = self._near
+        elapsed_s = near.elapsed_time(moment) / 1000  # which is in milliseconds
+        if abs(elapsed_s) > _NEAR_S:
+            self._near = moment, near_s + elapsed_s
+        return near_s + elapsed_s
 
     def _event(self) -> torch.Event:
         event = torch.Event(self._device, enable_timing=True)
@@ -357,7 +365,8 @@ def numbers(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> 
     """
     if not has_streams(device):
         return torch.tensor(values, dtype=dtype, device=device)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    # "cpu", because a default device of the user's holds here too, and only the host's memory can be pinned.
+    return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True).to(device, non_blocking=True)
 
 
 def has_batch_norm_kernels(device: torch.device) -> bool:
