@@ -98,6 +98,15 @@ def test_numbers_memory_links_and_shares_of_gpus(
     assert any(line.startswith("driver 550.54") for line in shown)
 
 
+def test_the_free_memory_of_a_slice_is_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """M1, M2: a slice (MIG) has the address of its GPU, whose figures are not the slice's."""
+    say_torch_has(monkeypatch, buses=[1], memory=[4], cores=[20])
+    install(monkeypatch, nvml([{"bus": 1, "used": 2}]))
+    assert "memory: 4.0 GiB, 4.0 GiB of it free" in lines(capsys)
+
+
 def test_damaged_copies_and_a_link_that_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

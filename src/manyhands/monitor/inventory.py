@@ -14,6 +14,7 @@ from manyhands.runtime import devices
 
 _COPIED_BYTES = 64 << 20
 _MOST_FREE_LOAD = 0.1
+_MOST_OF_GPU = 0.9
 _MOST_USED = 0.1  # of the memory; a free GPU may have a desktop on it
 _MOST_USED_BYTES = 1 << 30  # a context takes half a gigabyte, which is much of a small GPU
 
@@ -145,8 +146,8 @@ def _look_at(device: torch.device, gpus: Sequence[Gpu]) -> Accelerator:
     try:
         facts = devices.facts(device)
         gpu = next((each for each in gpus if facts.pci is not None and each.pci == facts.pci), None)
-        if gpu is not None and gpu.memory_bytes is not None and gpu.used_bytes is not None:
-            free_bytes: int | None = gpu.memory_bytes - gpu.used_bytes
+        if gpu is not None and gpu.used_bytes is not None and _is_all_of(facts, gpu):
+            free_bytes: int | None = (gpu.memory_bytes or 0) - gpu.used_bytes
         else:
             free_bytes = devices.free_memory_bytes(device)
     except (RuntimeError, AssertionError) as error:  # a GPU that has fallen off the bus, or has no memory left
@@ -164,6 +165,13 @@ def _look_at(device: torch.device, gpus: Sequence[Gpu]) -> Accelerator:
         pids=gpu.pids if gpu is not None else (),
         is_free=_is_free(facts.memory_bytes, free_bytes, load),
     )
+
+
+def _is_all_of(facts: devices.Facts, gpu: Gpu) -> bool:
+    """Return whether a device is a GPU, not a slice (MIG) of one; the driver's total is a little more than torch's."""
+    if facts.memory_bytes is None or gpu.memory_bytes is None:
+        return gpu.memory_bytes is not None
+    return facts.memory_bytes > _MOST_OF_GPU * gpu.memory_bytes
 
 
 def _is_free(memory_bytes: int | None, free_bytes: int | None, load: float | None) -> bool | None:
