@@ -138,6 +138,31 @@ def test_process_groups():
     run_ranks(3, groups)
 
 
+def bound(rank: int) -> tuple[list[torch.device | None], bool]:
+    default = torch.distributed.group.WORLD
+    pair = torch.distributed.new_group([1, 2])
+    default.bound_device_id = device = torch.device("cuda", rank)
+    new_group, seen = torch.distributed.new_group, []
+
+    def noted(*args, **options):
+        seen.append(default.bound_device_id)
+        return new_group(*args, **options)
+
+    torch.distributed.new_group = noted
+    if rank:
+        manyhands.DataParallel(nn.Linear(1, 1), process_group=pair)
+    return seen, default.bound_device_id == device
+
+
+def test_a_group_of_some_processes_is_not_split_off_a_bound_default_group():
+    """C7: init_process_group(device_id=...). NCCL splits with all ranks only, and rank 0 is not there."""
+    (none, _), (first, first_restored), (second, second_restored) = run_ranks(3, bound)
+    assert not none
+    assert set(first) == set(second) == {None}
+    assert first_restored
+    assert second_restored
+
+
 def test_arguments_that_cannot_be_used():
     """A13"""
     module = nn.Linear(2, 2)

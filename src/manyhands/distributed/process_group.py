@@ -305,14 +305,18 @@ class Communicator:
     def _new_group(self, backend: str, purpose: str) -> Any:
         # Longer than `_wait_until` waits, whose error names the missing ranks.
         timeout = datetime.timedelta(seconds=self.timeout_s + _MARGIN_S)
+        of_some: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if not self.is_world:
+            of_some = torch_private.default_group_unbound()
         try:
-            return distributed.new_group(
-                self._ranks,
-                timeout=timeout,
-                backend=backend,
-                use_local_synchronization=True,
-                group_desc=f"manyhands: {purpose}",
-            )
+            with of_some:
+                return distributed.new_group(
+                    self._ranks,
+                    timeout=timeout,
+                    backend=backend,
+                    use_local_synchronization=True,
+                    group_desc=f"manyhands: {purpose}",
+                )
         except RuntimeError as error:
             raise self._failure(f"the processes could not be connected: {_brief(error)}") from error
 

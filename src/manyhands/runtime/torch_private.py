@@ -952,6 +952,27 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+@contextlib.contextmanager
+def default_group_unbound() -> Iterator[None]:
+    """Around the making of a process group by its own ranks alone, some of those of the default group.
+
+    Where the default group is bound to a device (`init_process_group(device_id=...)`), torch splits a new communicator
+    of NCCL's off that of the default group. To split takes all of its ranks: the others are not there, and those of the
+    new group would wait for ever. Unbound, the new group connects by itself when it is first used. Fallback: nothing.
+    """
+    distributed: Any = torch.distributed
+    default = distributed.group.WORLD
+    device = getattr(default, "bound_device_id", None)
+    if device is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
+
+
 def abort_group(group: Any) -> None:
     """End the collectives of a group of torch.distributed that wait on an accelerator; gloo's end by themselves.
 
