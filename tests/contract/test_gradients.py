@@ -335,6 +335,26 @@ def test_tensors_from_outside_that_change_from_step_to_step(wrap: Wrap) -> None:
         assert table["now"].grad.tolist() == [5.0] * 3
 
 
+@over_gloo_too
+def test_large_gradients_that_are_sparse_in_some_replicas(wrap: Wrap) -> None:
+    """S15, N1: torch adds a sparse gradient to a dense one, but no dense one to a sparse one."""
+
+    def forward(net: nn.Module, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        embedded = net.embedding(tokens)
+        return embedded @ net.embedding.weight.t() if target.any() else embedded.repeat(1, 3000)
+
+    plain, model = twins(wrap, Calls(forward, embedding=nn.Embedding(6000, 2, sparse=True).double()), 3)
+    tokens = torch.tensor([2, 1, 2, 5, 0, 1])
+    for replica in range(3):
+        target = torch.arange(6) // 2 == replica
+        for module in (plain, model):
+            module.zero_grad()
+        loss_of(model(tokens, target)).backward()
+        loss_of(torch.cat([plain(*part) for part in zip(tokens.split(2), target.split(2), strict=True)])).backward()
+        mine, expected = model.module.embedding.weight.grad, plain.embedding.weight.grad
+        assert_same(mine, expected)
+
+
 # ---- how backward is asked for -------------------------------------------------------------------
 
 

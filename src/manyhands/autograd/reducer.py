@@ -168,6 +168,8 @@ def sum_in_place(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     for gradient in others:
         # A leaf's gradient can be a view of what the caller gave to backward, or of another leaf's gradient:
         # (a.view(-1) + b.view(-1)).backward(g) leaves a.grad and b.grad in the memory of g.
+        if total.is_sparse and not gradient.is_sparse:  # torch adds a sparse tensor to a dense one only
+            total, gradient = gradient, total
         total = total.add_(gradient) if torch_private.owns_its_memory(total) else total + gradient
     return total
 
