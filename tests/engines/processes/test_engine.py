@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from helpers.deaths import workers_of
@@ -554,6 +555,24 @@ def test_an_update_that_is_lost_because_an_input_cannot_be_sent_is_sent_later(wr
     with pytest.raises(TypeError, match="it stays here"):
         model(torch.arange(6.0).view(6, 1), Sendable())
     assert returned(model, 6) == [6.0, 6.0]
+
+
+def test_a_function_that_is_differentiable_once(wrap):
+    """R7, N1: defined here, it goes by value, and refers to a module of torch that cannot be imported by itself."""
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * 2
+
+    x = torch.randn(4, 3, requires_grad=True)
+    wrap(Calls(lambda module, x: Doubled.apply(module.linear(x)), linear=nn.Linear(3, 3)))(x).sum().backward()
+    assert x.grad is not None
 
 
 # ---- the life of workers -------------------------------------------------------------------------

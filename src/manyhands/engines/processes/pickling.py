@@ -14,6 +14,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Set
+from importlib.machinery import ExtensionFileLoader
 from typing import Any
 
 import cloudpickle
@@ -66,8 +67,10 @@ class _ModulePickler(cloudpickle.Pickler):  # type: ignore[misc]
             # A class method, by name: cloudpickle may take its function apart, and in older releases of torch that of
             # an autograd.Function's `apply` refers to what cannot be pickled.
             return getattr, (value.__self__, value.__name__)
-        if isinstance(value, types.ModuleType) and type(value) is not types.ModuleType:
-            # An object in place of a module: torch.backends.cudnn, torch.ops, torch.ops.aten.
+        if isinstance(value, types.ModuleType) and (
+            type(value) is not types.ModuleType or _is_part_of_extension(value)
+        ):
+            # An object in place of a module (torch.backends.cudnn, torch.ops, torch.ops.aten), or torch._C._functions.
             parent, _, name = value.__name__.rpartition(".")
             if sys.modules.get(value.__name__) is value:
                 return importlib.import_module, (value.__name__,)
@@ -220,6 +223,12 @@ def _goes_by_value(function: Any) -> bool:
     """Return whether pickle would not find a function by its name in the other process."""
     found = cloudpickle.cloudpickle._lookup_module_and_qualname(function)
     return found is None or cloudpickle.cloudpickle._is_registered_pickle_by_value(found[0])
+
+
+def _is_part_of_extension(module: types.ModuleType) -> bool:
+    """Return whether an extension in C has made a module, which is in its parent and cannot be imported by itself."""
+    parent = sys.modules.get(module.__name__.rpartition(".")[0])
+    return module.__name__ not in sys.modules and isinstance(getattr(parent, "__loader__", None), ExtensionFileLoader)
 
 
 def _can_be_imported(module: types.ModuleType) -> bool:
