@@ -14,6 +14,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -555,6 +556,35 @@ def test_an_update_that_is_lost_because_an_input_cannot_be_sent_is_sent_later(wr
     with pytest.raises(TypeError, match="it stays here"):
         model(torch.arange(6.0).view(6, 1), Sendable())
     assert returned(model, 6) == [6.0, 6.0]
+
+
+def fail_once(failed: Path) -> Path:
+    """Unpickle what can be unpickled at the second attempt only."""
+    if not failed.exists():
+        failed.touch()
+        raise OSError("not yet")
+    return failed
+
+
+class UnpickledAtTheSecondAttempt:
+    def __init__(self, failed: Path) -> None:
+        self.failed = failed
+
+    def __reduce__(self) -> Any:
+        return fail_once, (self.failed,)
+
+
+@both_transports
+@pytest.mark.parametrize("at", ["first", "later"])
+def test_an_update_that_a_worker_could_not_take_is_sent_again(wrap, tmp_path, at):
+    """R8, F8: the worker had no module, and the next forward failed with an AssertionError that said nothing."""
+    model = wrap(Returns(lambda module, *inputs: module.factor, factor=1.0))
+    if at == "later":
+        assert returned(model) == [1.0, 1.0]
+    model.module.unpickled_late, model.module.factor = UnpickledAtTheSecondAttempt(tmp_path / "failed"), 2.0
+    with pytest.raises(OSError, match="not yet"):
+        returned(model)
+    assert returned(model) == [2.0, 2.0]
 
 
 def test_a_function_that_is_differentiable_once(wrap):

@@ -156,6 +156,7 @@ class Reply:
         log_messages: to be logged once.
         spans: what it did when, if that was to be recorded.
         missed_collective: whether it failed before its part in a collective, for which the others would wait for ever.
+        missed_update: whether it failed before it had the module as it is.
     """
 
     value: bytes | None = None
@@ -170,6 +171,7 @@ class Reply:
     log_messages: list[str] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     missed_collective: bool = False
+    missed_update: bool = False
 
 
 @dataclass(slots=True)

@@ -98,6 +98,7 @@ class Worker:
         self._parameter_buckets: Sequence[Bucket] = ()
         self._gradient_buckets: Sequence[Bucket] = ()
         self._in_collective = False  # whether the other replicas wait for this one's part in a collective
+        self._in_update = False  # whether the module is not as it is in the caller, yet
         self._checked_signature: tuple[Any, ...] = ()  # of the module whose replicas' graphs have been checked
         self._num_checks = 0
         self._outside_leaves: list[weakref.ref[torch.Tensor]] = []  # leaves in those graphs that are not the module's
@@ -162,6 +163,7 @@ class Worker:
         reply = Reply()
         collective = message.rendezvous if isinstance(message, Forward) else message.reducer_config
         self._in_collective = collective is not None
+        self._in_update = isinstance(message, Forward)
         try:
             if torch.get_num_threads() != message.num_threads:
                 torch.set_num_threads(message.num_threads)
@@ -182,7 +184,7 @@ class Worker:
             self._send_buffer.clear()
             reply.value, reply.gradients, reply.all_placed = None, [], False
             reply.error = self._remote_error(error)
-            reply.missed_collective = self._in_collective
+            reply.missed_collective, reply.missed_update = self._in_collective, self._in_update
             traceback.clear_frames(error.__traceback__)
         return reply
 
@@ -203,6 +205,7 @@ class Worker:
         assert self._module is not None
         self._module.apply(update)
         self._module.load_parameters(buckets, flats)
+        self._in_update = False
         del flats
         if message.shard is None:
             return

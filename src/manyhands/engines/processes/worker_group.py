@@ -367,6 +367,8 @@ class WorkerGroup:
             self._awaited.remove(index)
             self._replies[index] = received
             self._has_urgent = self._has_urgent or _is_urgent(received)
+            if received.missed_update:
+                self.num_in_sync = min(self.num_in_sync, index)
             if received.missed_collective:
                 self._missed_collective.add(index + 1)
             failed = received.error is not None
