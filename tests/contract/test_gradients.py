@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -333,6 +334,29 @@ def test_tensors_from_outside_that_change_from_step_to_step(wrap: Wrap) -> None:
         wrapped.refresh()
         wrapped(x).sum().backward()
         assert table["now"].grad.tolist() == [5.0] * 3
+
+
+@in_one_memory
+@pytest.mark.parametrize("how", ["argument", "attribute"])
+def test_a_tensor_from_outside_that_only_later_steps_use(wrap: Wrap, how: str) -> None:
+    """N1: an argument or an attribute leads to it; `torch.autograd.grad` returned None, and the tensor got a `grad`."""
+    outside = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    holder = SimpleNamespace(tensor=outside)  # in which no attribute is looked for
+
+    def forward(net: nn.Module, x: torch.Tensor, used: bool = False) -> torch.Tensor:
+        return net.linear(x) * holder.tensor if used or net.used else net.linear(x)
+
+    plain, model = twins(wrap, Calls(forward, linear=nn.Linear(3, 3).double(), used=False))
+    x = torch.randn(5, 3, dtype=torch.float64)
+    for used in (False, False, False, True, False, True):
+        gradients = []
+        for module, root in ((plain, plain), (model, model.module)):
+            root.used = used and how == "attribute"
+            loss = loss_of(module(x, used=used and how == "argument"))
+            gradients.append(torch.autograd.grad(loss, [root.linear.weight, outside], allow_unused=True))
+        assert outside.grad is None, used
+        assert (gradients[1][1] is not None) is used
+        assert_all_same(gradients[1], gradients[0])
 
 
 @over_gloo_too

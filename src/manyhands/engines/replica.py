@@ -354,12 +354,12 @@ class GraphSearch:
         Args:
             with_objects: whether the inputs carry objects: then the next call may find other leaves.
         """
-        structure = call.method, pool.blueprint.signature
+        structure = call.method, call.arguments.flags, pool.blueprint.signature
         if not with_objects and structure in self._self_contained:
             return []
         outside = look_for_live_tensors(pool.blueprint, groups, where, own_leaves)
         if not outside and not with_objects:
-            if len(self._self_contained) >= _MOST_STRUCTURES:
+            if len(self._self_contained) >= MOST_STRUCTURES:
                 self.clear()
             self._self_contained.add(structure)
         return outside
@@ -379,7 +379,7 @@ def carries_objects(call: Call) -> bool:
     return bool([leaf for leaf in others if not isinstance(leaf, torch.Tensor) and batch_type_of(leaf) is None])
 
 
-_MOST_STRUCTURES = 64
+MOST_STRUCTURES = 64
 _CARRIES_NOTHING = INERT | {torch.Tensor}
 
 

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -14,6 +14,18 @@ from manyhands.runtime import devices as _devices
 
 # Makes each replica's part from a tensor and its placement.
 Place = Callable[[torch.Tensor, Placement], Sequence[Any]]
+
+Flags: TypeAlias = tuple[tuple[Any, ...], tuple[str, ...]]  # of all inputs; and the names of the keyword inputs
+_FLAGS = frozenset({bool, str, type(None)})
+
+
+def flags_of(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Flags:
+    """Return what can lead a forward another way: the flags, words and Nones among its inputs, and other ones' types.
+
+    >>> flags_of((3, None), {"training": True})
+    ((<class 'int'>, None, True), ('training',))
+    """
+    return tuple([value if type(value) in _FLAGS else type(value) for value in (*inputs, *kwargs.values())]), (*kwargs,)
 
 
 class Arguments:
@@ -71,6 +83,11 @@ class Arguments:
         if counts and counts.count(counts[0]) < len(counts):
             raise self._different_rows()
         self.rows = counts[0] if counts else None
+
+    @property
+    def flags(self) -> Flags:
+        """What `flags_of` returns for these inputs."""
+        return flags_of(self._inputs, self._kwargs)
 
     def _named(self) -> list[tuple[str, Any]]:
         return [*pytree.leaves(self._inputs, "inputs"), *pytree.leaves(self._kwargs, "kwargs")]

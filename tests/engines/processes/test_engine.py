@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.deaths import workers_of
 from helpers.in_time import in_time
-from helpers.modules import Calls
+from helpers.modules import Calls, UsesGlobal
 from helpers.programs import Program, have_ended, run_script, until
 from manyhands import DataParallel
 from manyhands.engines import replica
@@ -585,6 +585,16 @@ def test_an_update_that_a_worker_could_not_take_is_sent_again(wrap, tmp_path, at
     with pytest.raises(OSError, match="not yet"):
         returned(model)
     assert returned(model) == [2.0, 2.0]
+
+
+def test_a_global_of_an_imported_module_that_only_later_forwards_use(wrap):
+    """N1: its gradient cannot reach the original. In forwards with other flags nothing was looked for any more."""
+    model, x = wrap(UsesGlobal()), torch.randn(4, 3)
+    for used in (False, True, False, False):
+        model(x, used=used).sum().backward()
+    with pytest.raises(RuntimeError, match=r"replica 1 .* used a tensor of shape \(3,\) that needs a gradient"):
+        model(x, used=True)
+    assert torch.equal(model(x), model.module(x))
 
 
 def test_a_function_that_is_differentiable_once(wrap):

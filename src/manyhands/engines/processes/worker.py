@@ -41,7 +41,9 @@ from manyhands.engines.processes.remote_exchange import RemoteExchange
 from manyhands.engines.processes.shared_memory import Segment, SendBuffer
 from manyhands.engines.processes.worker_module import WorkerModule
 from manyhands.engines.replay import run_in_parts
-from manyhands.engines.replica import Replicas, look_for_live_tensors
+from manyhands.engines.replica import MOST_STRUCTURES, Replicas, look_for_live_tensors
+from manyhands.primitives.blueprint import Blueprint
+from manyhands.primitives.inputs import Flags, flags_of
 from manyhands.primitives.outputs import Group
 from manyhands.primitives.placements import Single
 from manyhands.runtime import devices as _devices
@@ -99,8 +101,9 @@ class Worker:
         self._gradient_buckets: Sequence[Bucket] = ()
         self._in_collective = False  # whether the other replicas wait for this one's part in a collective
         self._in_update = False  # whether the module is not as it is in the caller, yet
-        self._checked_signature: tuple[Any, ...] = ()  # of the module whose replicas' graphs have been checked
-        self._num_checks = 0
+        # How often replicas' graphs have been checked, by the method and its flags; of the module as it is.
+        self._num_checks: dict[tuple[Any, ...], int] = {}
+        self._checked_blueprint: Blueprint | None = None
         self._outside_leaves: list[weakref.ref[torch.Tensor]] = []  # leaves in those graphs that are not the module's
         self._log_messages: list[str] = []
         self._clocks = cache(_devices.DeviceClock)
@@ -200,7 +203,7 @@ class Worker:
         if update.module is not None:
             sys.path[:] = update.path
             importlib.invalidate_caches()
-            self._module, self._checked_signature = None, ()
+            self._module, self._checked_blueprint = None, None
             self._module = WorkerModule(update.module, self._segments, self._device)
         assert self._module is not None
         self._module.apply(update)
@@ -216,6 +219,7 @@ class Worker:
             leaves: dict[int, torch.Tensor] = {}  # of the inputs, and of tensors from outside the module
             timeline.mark(timeline.SCATTER)
             call = [self._shard(message, leaves)]
+            flags = flags_of(*call[0])
             leaves.update(enumerate(module.outside if tracked else (), len(replicas.leaves[0])))
             replica_context = self._replica_context(message, root)
 
@@ -252,7 +256,7 @@ class Worker:
             self._idle = replicas
             return
         replica = replicas.each[0]
-        self._check_for_outside_leaves(message, outputs, [*leaves.values(), *replica.leaves])
+        self._check_for_outside_leaves(message, flags, outputs, [*leaves.values(), *replica.leaves])
         graph = ReplicaGraph(list(leaves.values()), replica.leaves, outputs, [replica.hooks])
         kept = Graph(graph, list(leaves), replica_context, replicas)
         self._graphs[message.graph] = kept
@@ -281,23 +285,24 @@ class Worker:
         return one_pass_of_replica
 
     def _check_for_outside_leaves(
-        self, message: Forward, outputs: list[torch.Tensor], leaves: list[torch.Tensor]
+        self, message: Forward, flags: Flags, outputs: list[torch.Tensor], leaves: list[torch.Tensor]
     ) -> None:
         """Check that no gradient is lost in a leaf that is not the module's.
 
         A leaf that forward itself made is gone with its graph; a leaf that two forwards reach is a global.
         """
         assert self._module is not None
-        signature = (message.method, self._module.blueprint)
-        if self._checked_signature != signature:
-            self._checked_signature, self._num_checks = signature, 0
-        if self._num_checks == 2:
+        if self._checked_blueprint is not self._module.blueprint or len(self._num_checks) > MOST_STRUCTURES:
+            self._checked_blueprint, self._num_checks = self._module.blueprint, {}
+        structure = message.method, flags
+        num_checks = self._num_checks.get(structure, 0)
+        if num_checks == 2:
             return
-        self._num_checks += 1
+        self._num_checks[structure] = num_checks + 1
         groups = [Group((tensor,), Single(0)) for tensor in outputs]
-        known = self._outside_leaves
+        known = [reference for reference in self._outside_leaves if reference() is not None]
         outside = look_for_live_tensors(self._module.blueprint, groups, [message.where], leaves)
-        self._outside_leaves = [weakref.ref(tensor) for tensor in outside]
+        self._outside_leaves = [*known, *map(weakref.ref, outside)]
         for tensor in outside:
             if any(reference() is tensor for reference in known):
                 raise RuntimeError(
