@@ -216,10 +216,16 @@ class Blueprint:
         return (
             *self.need_gradients(),
             *map(id, self.modules),
+            *[module.training for module in self.modules],
             # One number, because a tuple is hashed as a whole each time that it is looked up.
-            hash(tuple([v for module in self.modules for v in module.__dict__.values() if type(v) in _MODES])),
+            hash(tuple([value for value in self._other_attributes() if type(value) in _MODES])),
             *[(module, name, id(value)) for module, name, value in self._referring_attributes()],
         )
+
+    def _other_attributes(self) -> Iterator[Any]:
+        """Return the values of the attributes that are not nn.Module's own, which nearly always come first."""
+        values = [module.__dict__.values() for module in self.modules]
+        return chain.from_iterable([islice(of_module, _NUM_BEFORE_LAST + 1, None) for of_module in values])
 
     @cached_property
     def attribute_dicts(self) -> list[dict[str, Any]]:
