@@ -257,6 +257,29 @@ def test_sparse_gradients(rank: int, options: dict) -> None:
         compare(rank, model, oracle, run)
 
 
+@case(ONE, TWO, PROCESSES)
+def test_gradients_that_are_sparse_in_some_backwards(rank: int, options: dict) -> None:
+    """C6, S15: those of no_sync() are dense, and the last ones sparse. The dense ones were lost, or could not be added:
+    torch adds a sparse tensor to a dense one only."""
+
+    def forward(module: nn.Module, index: torch.Tensor, tied: bool) -> torch.Tensor:
+        words = module.words(index)
+        return words @ module.words.weight.t() if tied else words.repeat(1, 5)
+
+    model, oracle = twins(lambda: Calls(forward, words=nn.Embedding(20, 4, sparse=True)).double(), **options)
+    index = torch.arange(13) % 6
+    mine = [index[:4], index[4:]][rank]
+    for last in (False, True, False):
+
+        def run(module: nn.Module, x: torch.Tensor, y: torch.Tensor, last: bool = last) -> None:
+            rows = mine if module is model else index
+            with without_sync(module):
+                module(rows, True).square().mean().backward()
+            module(rows, last).square().mean().backward()
+
+        compare(rank, model, oracle, run)
+
+
 # ---- how backward is called
 
 

@@ -141,7 +141,7 @@ class BucketedAllReduce:
             b = self._plan.bucket_of.get(number)
             if b is None or number in self._placed or gradient.is_sparse:
                 before = self._late.get(number)
-                self._late[number] = gradient if before is None else before + gradient
+                self._late[number] = gradient if before is None else _added(before, gradient)
                 return
             self._placed.add(number)
             filling = self._bucket(b)
@@ -274,12 +274,14 @@ class BucketedAllReduce:
         """Return flags for what this rank has for each tensor; scale the late gradients."""
         scale = self._wait_for_scale()
         scaled = {} if scale is None else {number: part * scale for number, part in self._late.items()}
+        placed: set[int] = set()
         for number, local in self._local_grads.items():
-            if number not in self._plan.bucket_of or local.is_sparse:
+            if number in self._plan.bucket_of and not local.is_sparse:
+                placed.add(number)  # `_send_full` adds it there; the rest of this gradient may be late
+            else:
                 part = local / self._communicator.world_size
-                scaled[number] = scaled[number] + part if number in scaled else part
+                scaled[number] = _added(scaled[number], part) if number in scaled else part
         self._late = scaled
-        placed = {number for number in self._local_grads if number not in scaled}
         if scale is not None:
             placed |= self._placed
         flags = torch.zeros(3, len(self._tensors), dtype=torch.int32)
@@ -306,6 +308,11 @@ class BucketedAllReduce:
             indices = torch.empty(1, 0, dtype=torch.int64, device=tensor.device)
             part = torch.sparse_coo_tensor(indices, tensor.new_empty(0, *tensor.shape[1:]), tensor.shape)
         return self._communicator.all_reduce_sparse(part.coalesce(), self._group, DOING)
+
+
+def _added(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return a sum of dense or sparse gradients: torch adds a sparse one to a dense one only."""
+    return second + first if first.is_sparse else first + second
 
 
 def _of_size(result: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
