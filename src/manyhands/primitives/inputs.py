@@ -35,6 +35,7 @@ class Arguments:
         rows: how many rows the call has; None if nothing has rows (no tensors, 0-dim ones, or ones that are not split).
         axes: of each leaf, the axis that holds its rows; None: it has none.
         leaves: every leaf of the inputs, positional ones first.
+        flags: as of `flags_of`, with those inside lists and dicts.
 
     Raises:
         ValueError: tensors with different numbers of rows, or one without its axis; names each.
@@ -56,6 +57,8 @@ class Arguments:
             self.leaves = [*inputs, *kwargs.values()]
         else:
             self.leaves = [leaf for _, leaf in self._named()]
+        # Not by `flags_of`: this is in every step, whose calls are counted.
+        self.flags: Flags = tuple([each if type(each) in _FLAGS else type(each) for each in self.leaves]), (*kwargs,)
         if axes is not None:
             self.axes = [*axes]
         elif in_dims is ... and self._is_flat:
@@ -83,11 +86,6 @@ class Arguments:
         if counts and counts.count(counts[0]) < len(counts):
             raise self._different_rows()
         self.rows = counts[0] if counts else None
-
-    @property
-    def flags(self) -> Flags:
-        """What `flags_of` returns for these inputs."""
-        return flags_of(self._inputs, self._kwargs)
 
     def _named(self) -> list[tuple[str, Any]]:
         return [*pytree.leaves(self._inputs, "inputs"), *pytree.leaves(self._kwargs, "kwargs")]
