@@ -73,8 +73,9 @@ def end_ranks(
             processes.append(process)
             pipes.append(receiver)
         deadline = time.monotonic() + LIMIT_S
-        while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
-            wait([p.sentinel for p in processes if p.is_alive()], timeout=deadline - time.monotonic())
+        # Asked once a turn: of no process at all, wait() would wait until the deadline.
+        while (alive := [p.sentinel for p in processes if p.is_alive()]) and time.monotonic() < deadline:
+            wait(alive, timeout=deadline - time.monotonic())
         late = [rank for rank, process in enumerate(processes) if process.is_alive()]
         for process in processes:
             if process.is_alive():
