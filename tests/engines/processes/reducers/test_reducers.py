@@ -84,6 +84,20 @@ def test_memory_is_reused_only_when_no_tensor_refers_to_it():
     assert len(transport.segments) < num_segments, "memory that is no longer needed is freed"
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_gradient_that_the_caller_has_moved_to_other_memory(is_kept):
+    """`share_memory_()` moves a tensor's storage, and so does a queue of torch.multiprocessing that it is put into."""
+    transport = SharedMemoryTransport()
+    first = backward(transport, {0: torch.full((LARGE,), 1.0)})
+    moved = first.pop(0).share_memory_()
+    if not is_kept:
+        del moved
+    for value in (2.0, 3.0):
+        assert torch.equal(backward(transport, {0: torch.full((LARGE,), value)})[0], torch.full((LARGE,), value))
+    if is_kept:
+        assert torch.equal(moved, torch.ones(LARGE))
+
+
 def test_buckets_follow_the_order_of_the_first_backward():
     transport = CollectiveTransport([CPU])
     leaves = {number: torch.empty(300) for number in range(4)}

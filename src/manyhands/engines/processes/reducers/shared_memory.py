@@ -194,9 +194,14 @@ class _Slot:
 
     def __init__(self, segment: Segment, spec: TensorSpec) -> None:
         self.spec = spec._replace(segment=segment.number)
+        self._segment = segment
         self._storage = segment.storage(spec.offset, num_bytes(spec))
 
     def is_free(self) -> bool:
+        if self._storage.data_ptr() != self._segment.address + self.spec.offset:
+            # `share_memory_()` moves a storage to other memory, and so does a queue of torch.multiprocessing that the
+            # caller puts the gradient into. Then nothing refers to the old place.
+            self._storage = self._segment.storage(self.spec.offset, num_bytes(self.spec))
         return torch_private.num_references(self._storage) == 1
 
     def tensor(self) -> torch.Tensor:
