@@ -19,6 +19,7 @@ import torch
 
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import timeline, torch_private
+from manyhands.runtime.buckets import dense_first
 from manyhands.runtime.interrupts import uninterruptible
 from manyhands.runtime.streams import current_stream, queued_on
 
@@ -166,10 +167,9 @@ def sum_in_place(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of gradients in the order given, in the memory of the first one if it owns its memory."""
     total, *others = gradients
     for gradient in others:
+        total, gradient = dense_first(total, gradient)
         # A leaf's gradient can be a view of what the caller gave to backward, or of another leaf's gradient:
         # (a.view(-1) + b.view(-1)).backward(g) leaves a.grad and b.grad in the memory of g.
-        if total.is_sparse and not gradient.is_sparse:  # torch adds a sparse tensor to a dense one only
-            total, gradient = gradient, total
         total = total.add_(gradient) if torch_private.owns_its_memory(total) else total + gradient
     return total
 
@@ -201,7 +201,7 @@ def sums_of(gradients: Sequence[list[torch.Tensor | None]]) -> list[torch.Tensor
             for k, grad in enumerate(of_replica):
                 total = totals[k]
                 if grad is not None:
-                    totals[k] = grad if total is None else grad + total if total.is_sparse else total + grad
+                    totals[k] = grad if total is None else torch.add(*dense_first(total, grad))
         of_replica.clear()
     return totals
 

@@ -28,7 +28,7 @@ from manyhands.distributed.comm_hooks import CommHook, GradBucket
 from manyhands.distributed.consistency import description_of
 from manyhands.distributed.process_group import Communicator, digest_of
 from manyhands.runtime import torch_private
-from manyhands.runtime.buckets import BUCKET_BYTES, Bucket, Form, buckets_of
+from manyhands.runtime.buckets import BUCKET_BYTES, Bucket, Form, buckets_of, dense_first
 
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that it is sent early; as in torch's DistributedDataParallel
 DOING = "summing gradients over the processes"
@@ -141,7 +141,7 @@ class BucketedAllReduce:
             b = self._plan.bucket_of.get(number)
             if b is None or number in self._placed or gradient.is_sparse:
                 before = self._late.get(number)
-                self._late[number] = gradient if before is None else _added(before, gradient)
+                self._late[number] = gradient if before is None else torch.add(*dense_first(before, gradient))
                 return
             self._placed.add(number)
             filling = self._bucket(b)
@@ -280,7 +280,7 @@ class BucketedAllReduce:
                 placed.add(number)  # `_send_full` adds it there; the rest of this gradient may be late
             else:
                 part = local / self._communicator.world_size
-                scaled[number] = _added(scaled[number], part) if number in scaled else part
+                scaled[number] = torch.add(*dense_first(scaled[number], part)) if number in scaled else part
         self._late = scaled
         if scale is not None:
             placed |= self._placed
@@ -308,11 +308,6 @@ class BucketedAllReduce:
             indices = torch.empty(1, 0, dtype=torch.int64, device=tensor.device)
             part = torch.sparse_coo_tensor(indices, tensor.new_empty(0, *tensor.shape[1:]), tensor.shape)
         return self._communicator.all_reduce_sparse(part.coalesce(), self._group, DOING)
-
-
-def _added(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Return a sum of dense or sparse gradients: torch adds a sparse one to a dense one only."""
-    return second + first if first.is_sparse else first + second
 
 
 def _of_size(result: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:

@@ -305,11 +305,8 @@ class Communicator:
     def _new_group(self, backend: str, purpose: str) -> Any:
         # Longer than `_wait_until` waits, whose error names the missing ranks.
         timeout = datetime.timedelta(seconds=self.timeout_s + _MARGIN_S)
-        of_some: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if not self.is_world:
-            of_some = torch_private.default_group_unbound()
         try:
-            with of_some:
+            with contextlib.nullcontext() if self.is_world else torch_private.default_group_unbound():
                 return distributed.new_group(
                     self._ranks,
                     timeout=timeout,

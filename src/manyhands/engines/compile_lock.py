@@ -12,17 +12,37 @@ changed, say) costs time; its numbers are right.
 
 import contextlib
 import threading
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from manyhands.primitives import pytree
+from manyhands.primitives.blueprint import Blueprint
+from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.interrupts import acquire
 from manyhands.runtime.thread_pool import PassContext, ReplicaContext
 
 _MOST_KINDS = 32  # torch keeps 8 versions of a function: for training and eval, with and without gradients
 _PATIENCE_S = 60.0
+
+
+def prepare_accelerators(blueprint: Blueprint, devices: Sequence[torch.device], refusal: str | None) -> None:
+    """Have torch keep the code of a compiled module for each accelerator.
+
+    Args:
+        refusal: why a module that replays CUDA graphs cannot run there; None: it can.
+
+    Raises:
+        RuntimeError: the refusal.
+    """
+    if _devices.all_on_host(devices):
+        return
+    if refusal is not None and blueprint.replays_cuda_graphs:
+        raise RuntimeError(refusal)
+    torch_private.keep_code_for_devices(len({*devices}))
 
 
 class CompileLock:

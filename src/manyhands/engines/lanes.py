@@ -19,12 +19,11 @@ from typing import Any
 import torch
 
 from manyhands.engines.base import Lane, LaneCall, LaneOutput, called
-from manyhands.engines.compile_lock import CompileLock, kind_of
+from manyhands.engines.compile_lock import CompileLock, kind_of, prepare_accelerators
 from manyhands.engines.replica import ReplicaPool
 from manyhands.primitives import pytree
 from manyhands.primitives.blueprint import Blueprint, collector_paused
 from manyhands.runtime import devices as _devices
-from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import is_plain
 from manyhands.runtime.interrupts import critical, interruptibly
 from manyhands.runtime.rng import SeededDraws
@@ -54,10 +53,8 @@ def open_local_lanes(
     Raises:
         RuntimeError: the module replays CUDA graphs.
     """
-    if blueprint.compiled and not _devices.all_on_host(call.devices):
-        if blueprint.replays_cuda_graphs:
-            raise RuntimeError(_CUDA_GRAPHS)
-        torch_private.keep_code_for_devices(len({*call.devices}))
+    if blueprint.compiled:
+        prepare_accelerators(blueprint, call.devices, _CUDA_GRAPHS)
     with torch.no_grad(), collector_paused, Copies(call.devices) as copies:
         replicas = ReplicaPool(blueprint, call.source).take(
             call.devices, tracked=False, copies=copies, with_live_buffers=False, separate_memory=separate_memory

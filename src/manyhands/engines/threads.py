@@ -28,7 +28,7 @@ from torch import nn
 from manyhands.autograd.boundary import join
 from manyhands.autograd.replica_graph import BackwardContext, BoundaryTensor, ReplicaGraphs
 from manyhands.engines.base import Call, Engine, LaneCall, Lanes, check_flag
-from manyhands.engines.compile_lock import CompileLock, kind_of
+from manyhands.engines.compile_lock import CompileLock, kind_of, prepare_accelerators
 from manyhands.engines.lanes import open_local_lanes
 from manyhands.engines.replay import Replay, run_recovering
 from manyhands.engines.replica import GraphSearch, Inputs, ReplicaPool, call_replica, carries_objects
@@ -38,7 +38,7 @@ from manyhands.primitives.parallel_apply import values_or_raise
 from manyhands.primitives.placements import Replicate
 from manyhands.primitives.replicate import check_device, unchanged_on_failure
 from manyhands.runtime import devices as _devices
-from manyhands.runtime import timeline, torch_private
+from manyhands.runtime import timeline
 from manyhands.runtime.exchange import Exchange, LocalExchange, exchanging
 from manyhands.runtime.rng import own_streams
 from manyhands.runtime.streams import Copies
@@ -98,10 +98,8 @@ class ThreadsEngine(Engine):
                 timeline.mark(timeline.REPLICATE)
             replicas = pool.take(call.devices, tracked, copies, separate_memory=self._separate_memory)
         blueprint, roots = pool.blueprint, replicas.roots
-        if blueprint.compiled and not _devices.all_on_host(call.devices):
-            if blueprint.replays_cuda_graphs and len(call.devices) > 1:
-                raise RuntimeError(_CUDA_GRAPHS)
-            torch_private.keep_code_for_devices(len({*call.devices}))
+        if blueprint.compiled:
+            prepare_accelerators(blueprint, call.devices, _CUDA_GRAPHS if len(call.devices) > 1 else None)
         if not inside_replica():
             self._timings = timings
 

@@ -14,7 +14,7 @@ from manyhands.runtime import devices
 
 _COPIED_BYTES = 64 << 20
 _MOST_FREE_LOAD = 0.1
-_MOST_OF_GPU = 0.9
+_WHOLE_GPU = 0.9  # of the GPU's memory: a device that has less is a slice
 _MOST_USED = 0.1  # of the memory; a free GPU may have a desktop on it
 _MOST_USED_BYTES = 1 << 30  # a context takes half a gigabyte, which is much of a small GPU
 
@@ -146,9 +146,8 @@ def _look_at(device: torch.device, gpus: Sequence[Gpu]) -> Accelerator:
     try:
         facts = devices.facts(device)
         gpu = next((each for each in gpus if facts.pci is not None and each.pci == facts.pci), None)
-        if gpu is not None and gpu.used_bytes is not None and _is_all_of(facts, gpu):
-            free_bytes: int | None = (gpu.memory_bytes or 0) - gpu.used_bytes
-        else:
+        free_bytes = _free_of_whole_gpu(facts.memory_bytes, gpu)
+        if free_bytes is None:
             free_bytes = devices.free_memory_bytes(device)
     except (RuntimeError, AssertionError) as error:  # a GPU that has fallen off the bus, or has no memory left
         return Accelerator(str(device), problem=_first_line(error))
@@ -167,11 +166,17 @@ def _look_at(device: torch.device, gpus: Sequence[Gpu]) -> Accelerator:
     )
 
 
-def _is_all_of(facts: devices.Facts, gpu: Gpu) -> bool:
-    """Return whether a device is a GPU, not a slice (MIG) of one; the driver's total is a little more than torch's."""
-    if facts.memory_bytes is None or gpu.memory_bytes is None:
-        return gpu.memory_bytes is not None
-    return facts.memory_bytes > _MOST_OF_GPU * gpu.memory_bytes
+def _free_of_whole_gpu(memory_bytes: int | None, gpu: Gpu | None) -> int | None:
+    """Return the free memory of a GPU; None if the driver does not say, or if the device is a slice (MIG) of the GPU.
+
+    Args:
+        memory_bytes: of the device; of a whole GPU, a little less than the driver's figure.
+    """
+    if gpu is None or gpu.memory_bytes is None or gpu.used_bytes is None:
+        return None
+    if memory_bytes is not None and memory_bytes <= _WHOLE_GPU * gpu.memory_bytes:
+        return None
+    return gpu.memory_bytes - gpu.used_bytes
 
 
 def _is_free(memory_bytes: int | None, free_bytes: int | None, load: float | None) -> bool | None:

@@ -25,7 +25,7 @@ from torch import nn
 
 from manyhands.primitives.change_tracking import ChangeTracker, TensorSnapshot, attribute_dicts
 from manyhands.primitives.object_state import slot_names
-from manyhands.primitives.references import is_inert, may_refer_later, rebind, references
+from manyhands.primitives.references import MODES, is_inert, may_refer_later, rebind, references
 from manyhands.runtime import devices as _devices
 from manyhands.runtime import torch_private
 from manyhands.runtime.buckets import is_plain
@@ -36,7 +36,6 @@ _OWN_ATTRIBUTES = list(nn.Module().__dict__)
 _FIRST_OWN, _LAST_OWN = _OWN_ATTRIBUTES[0], _OWN_ATTRIBUTES[-1]
 _NUM_BEFORE_LAST = len(_OWN_ATTRIBUTES) - 1
 _UNINITIALIZED = {nn.UninitializedParameter, nn.UninitializedBuffer}
-_MODES = frozenset({bool, str, type(None)})
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _is_tracked = gc.is_tracked
 _new: Any = object.__new__  # of any class, whatever its own __new__ asks for
@@ -211,14 +210,14 @@ class Blueprint:
         """What is equal for two blueprints of one root if they have the same structure.
 
         That is: no module and no attribute that refers to one was replaced, no mode was switched, and the same
-        parameters need gradients. Modes are attributes that are flags, words or None, as `training` is.
+        parameters need gradients. Modes are attributes that are bools, strings or None, as `training` is.
         """
         return (
             *self.need_gradients(),
             *map(id, self.modules),
             *[module.training for module in self.modules],
             # One number, because a tuple is hashed as a whole each time that it is looked up.
-            hash(tuple([value for value in self._other_attributes() if type(value) in _MODES])),
+            hash(tuple([value for value in self._other_attributes() if type(value) in MODES])),
             *[(module, name, id(value)) for module, name, value in self._referring_attributes()],
         )
 

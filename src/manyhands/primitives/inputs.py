@@ -10,22 +10,22 @@ from manyhands.primitives import pytree
 from manyhands.primitives.batch_types import batch_type_of
 from manyhands.primitives.dims import spread_inputs
 from manyhands.primitives.placements import Placement, Replicate, Shard, Single, can_be_placed, cannot_be_placed
+from manyhands.primitives.references import MODES
 from manyhands.runtime import devices as _devices
 
 # Makes each replica's part from a tensor and its placement.
 Place = Callable[[torch.Tensor, Placement], Sequence[Any]]
 
 Flags: TypeAlias = tuple[tuple[Any, ...], tuple[str, ...]]  # of all inputs; and the names of the keyword inputs
-_FLAGS = frozenset({bool, str, type(None)})
 
 
 def flags_of(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Flags:
-    """Return what can lead a forward another way: the flags, words and Nones among its inputs, and other ones' types.
+    """Return what can lead a forward another way: inputs that are bools, strings or None, and the others' types.
 
     >>> flags_of((3, None), {"training": True})
     ((<class 'int'>, None, True), ('training',))
     """
-    return tuple([value if type(value) in _FLAGS else type(value) for value in (*inputs, *kwargs.values())]), (*kwargs,)
+    return tuple([value if type(value) in MODES else type(value) for value in (*inputs, *kwargs.values())]), (*kwargs,)
 
 
 class Arguments:
@@ -35,7 +35,7 @@ class Arguments:
         rows: how many rows the call has; None if nothing has rows (no tensors, 0-dim ones, or ones that are not split).
         axes: of each leaf, the axis that holds its rows; None: it has none.
         leaves: every leaf of the inputs, positional ones first.
-        flags: as of `flags_of`, with those inside lists and dicts.
+        flags: what `flags_of` returns, but of every leaf: inputs inside lists and dicts are in it too.
 
     Raises:
         ValueError: tensors with different numbers of rows, or one without its axis; names each.
@@ -57,8 +57,8 @@ class Arguments:
             self.leaves = [*inputs, *kwargs.values()]
         else:
             self.leaves = [leaf for _, leaf in self._named()]
-        # Not by `flags_of`: this is in every step, whose calls are counted.
-        self.flags: Flags = tuple([each if type(each) in _FLAGS else type(each) for each in self.leaves]), (*kwargs,)
+        # Written out, because a call of `flags_of` would be one more Python call in every step.
+        self.flags: Flags = tuple([each if type(each) in MODES else type(each) for each in self.leaves]), (*kwargs,)
         if axes is not None:
             self.axes = [*axes]
         elif in_dims is ... and self._is_flat:

@@ -39,6 +39,9 @@ INERT = frozenset(
     | {types.BuiltinFunctionType, types.ModuleType}
 )
 
+# Values of exactly these types tell code which way to go, as `training` does.
+MODES = frozenset({bool, str, type(None)})
+
 # Containers of exactly these types are compared with what they held (change_tracking.py).
 TRACKED = (dict, OrderedDict, defaultdict, list, set, deque)
 PROXIES = frozenset({weakref.ProxyType, weakref.CallableProxyType})

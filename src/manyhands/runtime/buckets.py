@@ -198,6 +198,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return no_subclass and tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
+def dense_first(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two gradients in an order in which torch can add them: it adds a sparse one to a dense one only."""
+    return (other, one) if one.is_sparse else (one, other)
+
+
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of a copy without gaps: the tensor's own where it has none, else in the same order of axes."""
     if tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)):

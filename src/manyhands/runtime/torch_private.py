@@ -954,11 +954,12 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def default_group_unbound() -> Iterator[None]:
-    """Around the making of a process group by its own ranks alone, some of those of the default group.
+    """Let some ranks of the default group make a process group of their own, without the others.
 
-    Where the default group is bound to a device (`init_process_group(device_id=...)`), torch splits a new communicator
-    of NCCL's off that of the default group. To split takes all of its ranks: the others are not there, and those of the
-    new group would wait for ever. Unbound, the new group connects by itself when it is first used. Fallback: nothing.
+    Where the default group is bound to a device (`init_process_group(device_id=...)`), torch splits the new group's
+    NCCL communicator off that of the default group. All ranks of the default group have to take part in the split, so
+    those of the new group would wait for ever. Unbound, the new group connects when it is first used.
+    Fallback: nothing.
     """
     distributed: Any = torch.distributed
     default = distributed.group.WORLD
