@@ -155,6 +155,9 @@ def test_a_fork_while_another_thread_is_in_a_step(engine: str) -> None:
             model(torch.ones(6, 4)).sum().backward()
             return bool((model.module.weight.grad == 6).all())
 
+        # torch sets up each operation in its first call, behind a C++ lock. A child that is forked meanwhile by another
+        # thread finds it locked for ever; here replica 1 may be in that call.
+        torch.nn.Linear(4, 2)(torch.ones(6, 4))
         another = threading.Thread(target=step, name="another")
         another.start()
         builtins.inside.wait(60)
