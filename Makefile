@@ -10,7 +10,7 @@ help:  ## list the targets
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "manyhands needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1). Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	  { echo "unisono needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1). Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@echo "Setting up .venv (once; the largest part is torch)"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'torch==2.13.0'
@@ -19,7 +19,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)  ## train ResNet-18 on real pictures, on every device, and show the result
-	$(BIN)/manyhands train --output runs/demo --overwrite
+	$(BIN)/unisono train --output runs/demo --overwrite
 
 test: $(READY)  ## run the test suite
 	$(BIN)/python -m pytest -n auto --dist worksteal
@@ -28,7 +28,7 @@ test-all: $(READY)  ## what `make test` leaves out because it takes longer: slow
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow or property" --hypothesis-profile=thorough
 
 # Each release of torch has an environment of its own: up to 6 GB, because most releases come with CUDA. pip is told to
-# keep no copies of what it downloads. manyhands itself is installed without its requirements, so that a torch below the
+# keep no copies of what it downloads. unisono itself is installed without its requirements, so that a torch below the
 # one that pyproject.toml asks for can be tried. OPTIONS is for pytest: make compat TORCH=2.9.1 OPTIONS="tests/runtime"
 COMPAT = .venv-compat-$(TORCH)
 
@@ -40,7 +40,7 @@ compat:  ## run the test suite with another release of torch, in an environment 
 
 .venv-compat-%/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "manyhands needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1). Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	  { echo "unisono needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1). Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@echo "Setting up $(@D) (once; the largest part is torch)"
 	$(PYTHON) -m venv $(@D)
 	grep -v '^torch==' constraints.txt > $(@D)/constraints.txt
@@ -67,7 +67,7 @@ format: $(READY)  ## let ruff mend and format the code
 	$(BIN)/ruff format .
 
 bench: $(READY)  ## measure, side by side, on a machine that does nothing else; writes benchmarks/results.md
-	$(BIN)/manyhands bench --output benchmarks
+	$(BIN)/unisono bench --output benchmarks
 	$(BIN)/python benchmarks/replicate.py
 	$(BIN)/python benchmarks/map.py
 	$(BIN)/python benchmarks/shares.py
@@ -82,7 +82,7 @@ GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(firstword $(wildcard $(BIN)/
 
 gpu-check:  ## prove the accelerator paths on this machine's GPU, in ten minutes; writes gpu-results.md
 	@$(GPU_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "manyhands needs Python 3.11 or newer, and $(GPU_PYTHON) is $$($(GPU_PYTHON) --version 2>&1). Name another one: make gpu-check PYTHON=..." >&2; exit 1; }
+	  { echo "unisono needs Python 3.11 or newer, and $(GPU_PYTHON) is $$($(GPU_PYTHON) --version 2>&1). Name another one: make gpu-check PYTHON=..." >&2; exit 1; }
 	@PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_check.py $(OPTIONS)
 
 clean:  ## remove the environments and what runs leave behind

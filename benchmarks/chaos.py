@@ -40,15 +40,15 @@ from typing import Any
 import torch
 from torch import nn
 
-import manyhands
-from manyhands.console.progress import for_stderr
-from manyhands.engines.processes import fork_server
-from manyhands.engines.processes.engine import ProcessesEngine
+import unisono
+from unisono.console.progress import for_stderr
+from unisono.engines.processes import fork_server
+from unisono.engines.processes.engine import ProcessesEngine
 
 NUM_REPLICAS, ROWS, WIDTH = 3, 17, 200
 HANG_S = 60.0
 STUCK_S = 5.0  # without progress, a stopped worker is given up
-TOKEN = "MANYHANDS_CHAOS"
+TOKEN = "UNISONO_CHAOS"
 
 # Kinds of faults, and how many of them there are in the full run.
 KILLS = {
@@ -155,7 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a segmentation fault would write gigabytes
     os.environ[TOKEN] = secrets.token_hex(8)
     torch.set_num_threads(1)
-    logging.getLogger("manyhands").setLevel(logging.ERROR)  # each fault that is survived is a warning
+    logging.getLogger("unisono").setLevel(logging.ERROR)  # each fault that is survived is a warning
     schedule = schedule_of(options.steps, options.faults, options.seed)
     with tempfile.TemporaryDirectory() as folder:
         calm = train(Path(folder), options.steps, {}, options.seed, "undisturbed")
@@ -210,7 +210,7 @@ def train(
 ) -> Run:
     torch.manual_seed(seed)
     module = Faulty(folder / "armed")
-    model = manyhands.DataParallel(
+    model = unisono.DataParallel(
         module,
         ["cpu"] * NUM_REPLICAS,
         engine="processes",

@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python benchmarks/epoch_time.py     writes benchmarks/epoch_time.md; a minute on a CPU
 
-It computes from the model, and measures nothing. One training step of `manyhands train` is traced, and torch counts the
+It computes from the model, and measures nothing. One training step of `unisono train` is traced, and torch counts the
 operations of its products. Bytes are those of the tensors that a kernel reads and writes. A step that is not compiled
 launches a kernel for each operation. For a compiled one, operations between products are fused as the rule of `fused`
 says. The speeds are a data sheet's; what is assumed beside them has a name and a line in the table.
@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from manyhands.training import models
-from manyhands.training.schedule import num_steps
-from manyhands.training.weights import Weights
+from unisono.training import models
+from unisono.training.schedule import num_steps
+from unisono.training.weights import Weights
 
 HERE = Path(__file__).resolve().parent
 NUM_PICTURES, SIDE, BATCH_SIZE = 60_000, 28, 256
@@ -208,7 +208,7 @@ def render(gpu: Gpu, estimates: Sequence[Estimate], step: Step, rows: int, steps
     lines = [
         "# The time to expect of an epoch",
         "",
-        "**Computed by `benchmarks/epoch_time.py`; nothing here has been measured.** ResNet-18 of `manyhands train",
+        "**Computed by `benchmarks/epoch_time.py`; nothing here has been measured.** ResNet-18 of `unisono train",
         f"--precision bf16`, {NUM_PICTURES:,} pictures of {SIDE} x {SIDE}, on one {gpu.name}: "
         f"{steps} steps of {rows} rows.",
         "The first run on a GPU (`make gpu-check`) is to be held against it.",

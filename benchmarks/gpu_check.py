@@ -86,14 +86,12 @@ def groups_for(kind: str, count: int) -> list[Group]:
     groups = [
         Group("GPU tests", "tests", [*GPU_TESTS, "-m", "gpu"], 170, check_limit_s=150),  # torch.compile is slow
         Group("mended defects", "tests", [MENDED], 60, check_limit_s=60),
-        Group("engine contract, replicas on one GPU", "tests", suite, 130, {"MANYHANDS_TEST_DEVICES": f"{kind}:0"}),
+        Group("engine contract, replicas on one GPU", "tests", suite, 130, {"UNISONO_TEST_DEVICES": f"{kind}:0"}),
         Group("figures", "figures", [f"{kind}:0"], 220, check_limit_s=150),
         Group("examples", "tests", ["tests/test_examples.py", "-m", "gpu"], 30),
     ]
     if count > 1:
-        several = Group(
-            "engine contract, a replica on each GPU", "tests", suite, 100, {"MANYHANDS_TEST_DEVICES": every}
-        )
+        several = Group("engine contract, a replica on each GPU", "tests", suite, 100, {"UNISONO_TEST_DEVICES": every})
         groups.insert(3, several)
     budget_s = sum(group.budget_s for group in groups)
     return [replace(group, budget_s=group.budget_s * min(1.0, BUDGET_S / budget_s)) for group in groups]
@@ -104,7 +102,7 @@ def dry_groups() -> list[Group]:
     suite = ["tests/contract/test_gradients.py", "-m", "not slow", "-k", "accumulate and threads"]
     return [
         Group("GPU tests", "tests", ["tests/gpu/test_processes.py", MENDED, "-k", "sparse or checkpoints"], 60),
-        Group("engine contract", "tests", suite, 60, {"MANYHANDS_TEST_DEVICES": "cpu"}),
+        Group("engine contract", "tests", suite, 60, {"UNISONO_TEST_DEVICES": "cpu"}),
         Group("figures", "figures", ["cpu", "--dry"], 120),
     ]
 
@@ -262,7 +260,7 @@ def _tail(text: str, num_lines: int = 60) -> str:
 
 @contextlib.contextmanager
 def wheels_on_path(folder: Path) -> Iterator[dict[str, str]]:
-    """Unpack the wheels of a folder; yield the environment in which their packages and manyhands can be imported."""
+    """Unpack the wheels of a folder; yield the environment in which their packages and unisono can be imported."""
     with tempfile.TemporaryDirectory() as unpacked:
         for wheel in sorted(folder.glob("*.whl")):
             with zipfile.ZipFile(wheel) as archive:

@@ -188,9 +188,9 @@ def machine() -> dict[str, Any]:
     with contextlib.suppress(OSError):
         versions["driver"] = Path("/proc/driver/nvidia/version").read_text().splitlines()[0].split("  ")[1].strip()
     with contextlib.suppress(ImportError):
-        import manyhands
+        import unisono
 
-        versions["manyhands"] = manyhands.__version__
+        versions["unisono"] = unisono.__version__
     return {
         "kind": kind.type if kind else None,
         "accelerators": found,

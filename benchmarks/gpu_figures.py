@@ -1,4 +1,4 @@
-"""Figures on one GPU: the wrapper's cost, the floor, epochs of `manyhands train`, and a module with little to compute.
+"""Figures on one GPU: the wrapper's cost, the floor, epochs of `unisono train`, and a module with little to compute.
 
     PYTHONPATH=src python benchmarks/gpu_figures.py                                on the first GPU
     PYTHONPATH=src python benchmarks/gpu_figures.py --data path/to/fashion-mnist   with the accuracy on real pictures
@@ -30,17 +30,17 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from manyhands import DataParallel
-from manyhands.bench import one_device
-from manyhands.console.errors import OptionError
-from manyhands.runtime.devices import float32_products
-from manyhands.training import compiling, data, loop, models, schedule
-from manyhands.training.compiling import expect_compiler
-from manyhands.training.display import Display
-from manyhands.training.options import Options
-from manyhands.training.run import Run
-from manyhands.training.run_folder import RunFolder
-from manyhands.training.work import StepReport
+from unisono import DataParallel
+from unisono.bench import one_device
+from unisono.console.errors import OptionError
+from unisono.runtime.devices import float32_products
+from unisono.training import compiling, data, loop, models, schedule
+from unisono.training.compiling import expect_compiler
+from unisono.training.display import Display
+from unisono.training.options import Options
+from unisono.training.run import Run
+from unisono.training.run_folder import RunFolder
+from unisono.training.work import StepReport
 
 TUTORIALS_S = {"1 GPU": 14.0, "2 GPUs": 9.3}  # an epoch in the tutorials that the project starts from
 NUM_CLASSES = 10
@@ -96,7 +96,7 @@ class Bench(NamedTuple):
 
     @property
     def compiler(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context of `manyhands train --compile`: in a dry run the compiler does nothing."""
+        """Return the context of `unisono train --compile`: in a dry run the compiler does nothing."""
         does_nothing = functools.partial(torch.compile, backend="eager")
         return mock.patch.object(torch, "compile", does_nothing) if self.dry else contextlib.nullcontext()
 
@@ -162,17 +162,17 @@ def tflop_of_an_epoch(sizes: Sizes) -> float:
 
 
 def epoch_tf32(bench: Bench) -> Iterator[Figure]:
-    """Epochs of `manyhands train --precision tf32`."""
+    """Epochs of `unisono train --precision tf32`."""
     return _epochs(bench, Options(precision="tf32"), goal_s=2.5)
 
 
 def epoch_bf16_compiled(bench: Bench) -> Iterator[Figure]:
-    """Epochs of `manyhands train --precision bf16 --compile`."""
+    """Epochs of `unisono train --precision bf16 --compile`."""
     return _epochs(bench, Options(precision="bf16", compile=True), goal_s=0.55)
 
 
 def epoch_bf16_weights(bench: Bench) -> Iterator[Figure]:
-    """Epochs of `manyhands train --precision bf16-weights --compile`."""
+    """Epochs of `unisono train --precision bf16-weights --compile`."""
     return _epochs(bench, Options(precision="bf16-weights", compile=True), goal_s=0.55)
 
 
@@ -195,7 +195,7 @@ def _epochs(bench: Bench, options: Options, goal_s: float, mode: str = "") -> It
     """Train the tutorials' model on as many pictures as theirs: some timed epochs, and a profiled one."""
     sizes = bench.sizes
     how = f"--precision {options.precision}{' --compile' if options.compile else ''}{mode}"
-    name = f"an epoch of manyhands train {how}"
+    name = f"an epoch of unisono train {how}"
     if options.compile and (reason := bench.no_compiler()) is not None:
         yield Figure(name, None, "s", f"not run: {reason}")
         return
@@ -220,12 +220,12 @@ def _epochs(bench: Bench, options: Options, goal_s: float, mode: str = "") -> It
 
 
 def epoch_on_every_gpu(bench: Bench) -> Iterator[Figure]:
-    """Epochs of `manyhands train --precision tf32` on all GPUs of the machine, batch norm synchronised."""
+    """Epochs of `unisono train --precision tf32` on all GPUs of the machine, batch norm synchronised."""
     sizes = bench.sizes
     count = 2 if bench.dry else torch.accelerator.device_count()
-    name = f"an epoch of manyhands train --precision tf32 on {count} devices"
+    name = f"an epoch of unisono train --precision tf32 on {count} devices"
     if count < 2:
-        yield Figure("an epoch of manyhands train --precision tf32 on several GPUs", None, "s", "not run: there is one")
+        yield Figure("an epoch of unisono train --precision tf32 on several GPUs", None, "s", "not run: there is one")
         return
     devices = ",".join("cpu" if bench.dry else f"{bench.device.type}:{index}" for index in range(count))
     options = Options(
@@ -245,7 +245,7 @@ def epoch_on_every_gpu(bench: Bench) -> Iterator[Figure]:
 
 
 def trained(bench: Bench, options: Options, look: Display | None = None) -> list[dict[str, float]]:
-    """Run `manyhands train` on the device, if the options name no other; return the records of its epochs.
+    """Run `unisono train` on the device, if the options name no other; return the records of its epochs.
 
     Its weights and pictures are not saved.
     """
@@ -312,8 +312,8 @@ class KernelTime(Display):
 
 
 def accuracy_bf16_compiled(bench: Bench) -> Iterator[Figure]:
-    """The test accuracy of `manyhands train --precision bf16 --compile`, less that of a plain float32 loop."""
-    name = "test accuracy of manyhands train --precision bf16 --compile, less that of a plain float32 loop"
+    """The test accuracy of `unisono train --precision bf16 --compile`, less that of a plain float32 loop."""
+    name = "test accuracy of unisono train --precision bf16 --compile, less that of a plain float32 loop"
     sizes = bench.sizes
     if bench.data is None and not bench.dry:
         yield Figure(name, None, "points", f"not run: no data; --data DIR names a folder such as {SUBSET}")

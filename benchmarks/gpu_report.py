@@ -75,7 +75,7 @@ def machine_table(machine: dict[str, Any]) -> str:
     rows += [(name, value) for name, value in machine["versions"].items()]
     torch = machine["versions"].get("torch", "")
     if not torch.startswith(_TESTED_WITH):
-        rows.append(("note", f"the test suite of manyhands runs against torch {_TESTED_WITH}, not {torch}"))
+        rows.append(("note", f"the test suite of unisono runs against torch {_TESTED_WITH}, not {torch}"))
     return table(("", ""), rows)
 
 

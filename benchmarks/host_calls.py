@@ -19,10 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-import manyhands
-from manyhands.engines.base import Engine
-from manyhands.engines.processes.engine import ProcessesEngine
-from manyhands.engines.threads import ThreadsEngine
+import unisono
+from unisono.engines.base import Engine
+from unisono.engines.processes.engine import ProcessesEngine
+from unisono.engines.threads import ThreadsEngine
 
 ENGINES: dict[str, Callable[[], Engine]] = {
     "threads": ThreadsEngine,
@@ -68,7 +68,7 @@ def cost(engine: str, replicas: int, *, batch_norm: bool) -> Cost:
     differences = []
     for num_layers in _NUM_LAYERS:
         plain = plain_calls(num_layers, batch_norm=batch_norm)
-        wrapped = manyhands.DataParallel(
+        wrapped = unisono.DataParallel(
             layers(num_layers, batch_norm=batch_norm), ["cpu"] * replicas, engine=ENGINES[engine]()
         )
         try:

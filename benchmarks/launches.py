@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-import manyhands
+import unisono
 
 NUM_LAYERS = (20, 120)
 _WARM_UP = 5
@@ -31,7 +31,7 @@ _QUEUE_NOTHING = {
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "plain": lambda model: model,
     "ddp": DistributedDataParallel,
-    "manyhands": lambda model: manyhands.DataParallel(model, ["cpu"]),
+    "unisono": lambda model: unisono.DataParallel(model, ["cpu"]),
 }
 
 

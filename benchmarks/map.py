@@ -18,8 +18,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-import manyhands
-from manyhands.training import models
+import unisono
+from unisono.training import models
 
 WORKERS = 2
 BATCHES = 24
@@ -30,7 +30,7 @@ _model: nn.Module | None = None  # that of a process of the pool
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    manyhands.keep_freed_memory()
+    unisono.keep_freed_memory()
     print(
         f"torch {torch.__version__}, {torch.get_num_threads()} intra-op threads, {WORKERS} workers, {BATCHES} batches"
     )
@@ -78,8 +78,8 @@ def contenders(model: nn.Module, batches: list[torch.Tensor]) -> Iterator[Runs]:
     """Yield the contenders; each runs the model over all batches and returns how many outputs there were."""
     each = max(1, torch.get_num_threads() // WORKERS)
     devices = ["cpu"] * WORKERS
-    threads = manyhands.DataParallel(model, devices)
-    processes = manyhands.DataParallel(model, devices, engine="processes")
+    threads = unisono.DataParallel(model, devices)
+    processes = unisono.DataParallel(model, devices, engine="processes")
 
     def loop() -> int:
         with torch.no_grad():

@@ -103,7 +103,7 @@ def median(runs: list[dict[str, Any]], figure: str) -> float | None:
 def measure_peak(kind: str, options: argparse.Namespace) -> dict[str, int | None]:
     import torch
 
-    from manyhands.training import models
+    from unisono.training import models
 
     step = training_step(small_network(), kind, options.replicas, torch.randn(4, 1, 8, 8))
     step()  # imports, threads
@@ -145,10 +145,10 @@ def small_network() -> Any:
 def training_step(model: Any, kind: str, num_replicas: int, images: Any) -> Callable[[], None]:
     import torch
 
-    import manyhands
+    import unisono
 
     if kind == "wrapped":
-        model = manyhands.DataParallel(model, ["cpu"] * num_replicas)
+        model = unisono.DataParallel(model, ["cpu"] * num_replicas)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     labels = torch.randint(0, 10, (len(images),))
 

@@ -1,4 +1,4 @@
-"""How fast replicas are made: `manyhands.replicate` against `torch.nn.parallel.replicate`, in one run.
+"""How fast replicas are made: `unisono.replicate` against `torch.nn.parallel.replicate`, in one run.
 
     python benchmarks/replicate.py
 
@@ -15,8 +15,8 @@ from unittest import mock
 import torch
 from torch import nn
 
-import manyhands
-from manyhands.training import models
+import unisono
+from unisono.training import models
 
 REPEATS = 40
 
@@ -25,13 +25,13 @@ torch_replicate = importlib.import_module("torch.nn.parallel.replicate")  # the 
 
 def main() -> None:
     print(f"torch {torch.__version__}, 2 replicas, medians of {REPEATS} interleaved runs, milliseconds")
-    print(f"{'model':<32}{'torch':>10}{'manyhands':>12}{'ratio':>8}")
+    print(f"{'model':<32}{'torch':>10}{'unisono':>12}{'ratio':>8}")
     for name, model in (
         ("ResNet-18", models.build("resnet18", num_classes=10, image_shape=(1, 28, 28))),
         ("500 blocks of Linear+ReLU", nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(500)))),
     ):
         theirs, ours = measured_in_turn(
-            lambda model=model: torch_replicas(model), lambda model=model: manyhands_replicas(model)
+            lambda model=model: torch_replicas(model), lambda model=model: unisono_replicas(model)
         )
         print(f"{name:<32}{theirs * 1e3:>10.2f}{ours * 1e3:>12.2f}{theirs / ours:>8.1f}")
 
@@ -47,8 +47,8 @@ def torch_replicas(model: nn.Module) -> object:
         return torch_replicate.replicate(model, [0, 1])
 
 
-def manyhands_replicas(model: nn.Module) -> object:
-    return manyhands.replicate(model, ["cpu", "cpu"])
+def unisono_replicas(model: nn.Module) -> object:
+    return unisono.replicate(model, ["cpu", "cpu"])
 
 
 def measured_in_turn(first: Callable[[], object], second: Callable[[], object]) -> tuple[float, float]:

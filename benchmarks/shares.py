@@ -2,7 +2,7 @@
 
     python benchmarks/shares.py [--workloads tiny,mlp] [--rounds 5] [--seconds-per-turn 2]
 
-The four models of `manyhands bench`, with both engines. The contenders take turns as there, and a speed is a ratio
+The four models of `unisono bench`, with both engines. The contenders take turns as there, and a speed is a ratio
 within a round. The warm-up is long enough for the shares to be frozen. The goal: at least 0.97 of the faster of the
 plain module and equal shares, which are the best fixed ones for equal replicas.
 
@@ -19,10 +19,10 @@ import time
 import torch
 from torch import nn
 
-import manyhands
-from manyhands.bench.contenders import MEASURED, OURS, Contender
-from manyhands.bench.measure import measure
-from manyhands.console import progress
+import unisono
+from unisono.bench.contenders import MEASURED, OURS, Contender
+from unisono.bench.measure import measure
+from unisono.console import progress
 
 WORKLOADS = ("resnet", "mlp", "gpt", "tiny")
 GOAL, GOAL_SLOWED = 0.97, 1.15
@@ -48,7 +48,7 @@ def compare(name: str, rounds: int, seconds: float) -> None:
     contenders = [Contender("plain", 1), *(Contender(each, 2) for each in (*OURS, *MEASURED))]
     shown = progress.for_stdout()
     try:
-        found = measure(name, f"manyhands.bench.workloads:{name}", contenders, rounds, seconds, shown)
+        found = measure(name, f"unisono.bench.workloads:{name}", contenders, rounds, seconds, shown)
     finally:
         shown.close()
     plain = found.line("plain")
@@ -95,7 +95,7 @@ def slowed(engine: str) -> None:
 
 def steps_s(engine: str, shares: str | list[int], number: int) -> list[float]:
     """Return how long each of the first steps of a new wrapper takes."""
-    model = manyhands.DataParallel(Sleeper(), ["cpu"] * 2, engine=engine, shares=shares)
+    model = unisono.DataParallel(Sleeper(), ["cpu"] * 2, engine=engine, shares=shares)
     x, seconds = torch.randn(ROWS, 8), []
     for _ in range(number):
         started = time.perf_counter()

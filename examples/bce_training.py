@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-import manyhands
+import unisono
 
 INPUT_SIZE, NUM_ROWS, BATCH_ROWS = 5, 100, 30
 LEARNING_RATE, SEED = 0.5, 0
@@ -67,7 +67,7 @@ def main() -> None:
     device_ids = pick_devices(options.devices)
     dataset = RandomDataset(NUM_ROWS, INPUT_SIZE)
     plain = nn.Sequential(nn.Linear(INPUT_SIZE, 1), nn.Sigmoid()).to(device_ids[0])
-    model = manyhands.DataParallel(copy.deepcopy(plain), device_ids)
+    model = unisono.DataParallel(copy.deepcopy(plain), device_ids)
 
     print(f"Wrapped, replicas: {options.devices}")
     losses = train(model, dataset, device_ids[0], options.epochs)

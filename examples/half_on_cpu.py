@@ -15,7 +15,7 @@ import sys
 import torch
 from torch import nn
 
-import manyhands
+import unisono
 
 NUM_WORDS, BATCH_ROWS, NUM_REPLICAS = 1000, 30, 2
 
@@ -50,7 +50,7 @@ def main() -> None:
     print(f"Halves: embedding on {model.embedding.weight.device}, rest on {model.rest.weight.device}")
     one_device = step(model, words)
 
-    model.rest = manyhands.DataParallel(model.rest, devices)
+    model.rest = unisono.DataParallel(model.rest, devices)
     print(f"Halves: embedding on {model.embedding.weight.device}, rest on {', '.join(map(str, devices))}")
     several_devices = step(model, words)
 
@@ -74,7 +74,7 @@ def pick_devices(num: int) -> list[torch.device]:
     """Return `num` devices: accelerators, in turn if there are fewer than that; without any, simulated ones."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None:
-        import manyhands.testing  # noqa: F401  the import registers the simulated devices with torch
+        import unisono.testing  # noqa: F401  the import registers the simulated devices with torch
 
         return [torch.device("sim", i) for i in range(num)]
     return [torch.device(kind.type, i % torch.accelerator.device_count()) for i in range(num)]

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-import manyhands
+import unisono
 
 NUM_REPLICAS, BATCH_ROWS = 2, 30
 
@@ -39,7 +39,7 @@ def main() -> None:
 
     for name, block in model.named_children():
         block.register_forward_hook(report(name))  # replicas have the hooks of the original
-    model.block2 = manyhands.DataParallel(model.block2, device_ids)
+    model.block2 = unisono.DataParallel(model.block2, device_ids)
 
     output, expected = model(batch), plain(batch)
     print(f"Outside: input {list(batch.shape)} output {list(output.shape)}")

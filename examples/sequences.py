@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-import manyhands
+import unisono
 
 NUM_REPLICAS, LENGTHS, WIDTH = 2, [6, 2, 3, 1, 5], 4
 
@@ -52,12 +52,12 @@ def main() -> None:
     padded = torch.randn(len(LENGTHS), max(LENGTHS), WIDTH).to(device_ids[0])
 
     plain = Padded(use_total_length=True).to(device_ids[0])
-    model = manyhands.DataParallel(plain, device_ids, out_dims=(0, 1))
+    model = unisono.DataParallel(plain, device_ids, out_dims=(0, 1))
     output, hidden = model(padded, lengths)
     torch.testing.assert_close((output, hidden), plain(padded, lengths))
     print(f"Padded: output {list(output.shape)} hidden state {list(hidden.shape)}, as without the wrapper")
 
-    forgetful = manyhands.DataParallel(Padded(use_total_length=False).to(device_ids[0]), device_ids, out_dims=(0, 1))
+    forgetful = unisono.DataParallel(Padded(use_total_length=False).to(device_ids[0]), device_ids, out_dims=(0, 1))
     try:
         forgetful(padded, lengths)
     except ValueError as error:
@@ -65,7 +65,7 @@ def main() -> None:
 
     plain_packed = Packed().to(device_ids[0])
     packed = pack_padded_sequence(padded, lengths, batch_first=True, enforce_sorted=False)
-    joined = manyhands.DataParallel(plain_packed, device_ids)(packed)
+    joined = unisono.DataParallel(plain_packed, device_ids)(packed)
     torch.testing.assert_close(joined.data, plain_packed(packed).data)
     print(f"Packed: {list(joined.data.shape)} in {len(joined.batch_sizes)} steps, as without the wrapper")
 

@@ -12,7 +12,7 @@ import os
 import torch
 from torch import nn
 
-import manyhands
+import unisono
 
 INPUT_SIZE, NUM_ROWS, BATCH_ROWS, EPOCHS = 5, 100, 30, 5
 LEARNING_RATE, SEED = 0.5, 0
@@ -25,7 +25,7 @@ def main() -> None:
     targets = (rows.sum(1, keepdim=True) > 0).float()
 
     torch.manual_seed(rank)  # processes may begin with different weights: all get those of rank 0
-    model = manyhands.DataParallel(nn.Sequential(nn.Linear(INPUT_SIZE, 8), nn.Tanh(), nn.Linear(8, 1)), ["cpu"])
+    model = unisono.DataParallel(nn.Sequential(nn.Linear(INPUT_SIZE, 8), nn.Tanh(), nn.Linear(8, 1)), ["cpu"])
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     criterion = nn.BCEWithLogitsLoss()
 

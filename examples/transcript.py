@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-import manyhands
+import unisono
 
 INPUT_SIZE, OUTPUT_SIZE = 5, 2
 NUM_ROWS, BATCH_ROWS = 100, 30
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--devices", type=positive, default=2, metavar="N", help="number of replicas (default: 2)")
     device_ids = pick_devices(parser.parse_args().devices)
 
-    model = manyhands.DataParallel(Model().to(device_ids[0]), device_ids)  # the one new line
+    model = unisono.DataParallel(Model().to(device_ids[0]), device_ids)  # the one new line
     print(f"Replicas: {len(device_ids)}")
     for batch in DataLoader(RandomDataset(NUM_ROWS, INPUT_SIZE), batch_size=BATCH_ROWS, shuffle=True):
         output = model(batch)  # the batch may be on any device: each replica's rows are copied to its device

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-import manyhands
+import unisono
 
 NUM_WORDS, NUM_SEQUENCES, LONGEST, BATCH_ROWS, EPOCHS = 30, 45, 12, 16, 4
 IGNORED = -100  # in labels: padding, which no loss counts
@@ -67,7 +67,7 @@ def train(model: nn.Module, wrap: bool, folder: str) -> None:
         # every replica num_items_in_batch, the number of tokens in the whole batch (with gradient accumulation, in all
         # batches of the step), and the model divides its sum of losses by that. So the sum of the replicas' losses is
         # the mean over all tokens, however they are split.
-        trainer.model_wrapped = manyhands.DataParallel(model, None if on_gpus else ["cpu"] * 2, scalars={"loss": "sum"})
+        trainer.model_wrapped = unisono.DataParallel(model, None if on_gpus else ["cpu"] * 2, scalars={"loss": "sum"})
         # Trainer evaluates trainer.model, the plain one, on one device.
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(PrintLosses())

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-import manyhands
+import unisono
 
 NUM_REPLICAS, BATCH_ROWS = 3, 31
 
@@ -28,12 +28,12 @@ class Reported(nn.Linear):
 
 def data_parallel(module: nn.Module, batch: torch.Tensor, device_ids: Sequence[int] | Sequence[str]) -> torch.Tensor:
     """Run `module` on `batch`, a share of the rows on each device; return the output on the first device."""
-    shards = manyhands.scatter(batch, device_ids)  # a list of tensors: shard i on device i
+    shards = unisono.scatter(batch, device_ids)  # a list of tensors: shard i on device i
     device_ids = device_ids[: len(shards)]  # a small batch may have fewer shards than there are devices
-    replicas = manyhands.replicate(module, device_ids)  # a list of modules: replica i on device i
-    outputs = manyhands.parallel_apply(replicas, shards)  # replica i to shard i, in threads
+    replicas = unisono.replicate(module, device_ids)  # a list of modules: replica i on device i
+    outputs = unisono.parallel_apply(replicas, shards)  # replica i to shard i, in threads
     print(f"Shards: {[len(shard) for shard in shards]} rows, replicas: {len(replicas)}, outputs: {len(outputs)}")
-    return manyhands.gather(outputs, device_ids[0])  # the rows in their original order
+    return unisono.gather(outputs, device_ids[0])  # the rows in their original order
 
 
 def main() -> None:

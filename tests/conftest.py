@@ -17,14 +17,14 @@ import pytest
 if num_processes := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
     if num_processes > 1:
-        os.environ.setdefault("MANYHANDS_BIND_CORES", "0")
+        os.environ.setdefault("UNISONO_BIND_CORES", "0")
 
 import torch
 
 from helpers.rows import find_tests_by_row, rows_named, rows_of_behaviour
-from manyhands.runtime import errors
+from unisono.runtime import errors
 
-# A shell that runs a script starts what goes to the background with Ctrl-C ignored, and manyhands leaves an ignored
+# A shell that runs a script starts what goes to the background with Ctrl-C ignored, and unisono leaves an ignored
 # signal ignored. Tests that send themselves one expect it to act.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -98,13 +98,13 @@ def float64() -> Iterator[None]:
 @pytest.fixture
 def no_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without accelerators, whatever this one has."""
-    monkeypatch.setattr("manyhands.runtime.devices.accelerators", list)
+    monkeypatch.setattr("unisono.runtime.devices.accelerators", list)
 
 
 @pytest.fixture
 def simulated_accelerators() -> Callable[[int], contextlib.AbstractContextManager[list[torch.device]]]:
-    """`manyhands.testing.simulated_accelerators`, imported only where it is used: it cannot be undone."""
-    from manyhands import testing
+    """`unisono.testing.simulated_accelerators`, imported only where it is used: it cannot be undone."""
+    from unisono import testing
 
     return testing.simulated_accelerators
 

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import manyhands
+import unisono
 from helpers.programs import run_script
 from helpers.rows import find_tests_by_row, rows_of_behaviour
 
-PACKAGE = Path(manyhands.__file__).parent
+PACKAGE = Path(unisono.__file__).parent
 
-# The packages, lowest first: each imports only from those before it. `manyhands` is what a user imports.
+# The packages, lowest first: each imports only from those before it. `unisono` is what a user imports.
 PACKAGES = [
     "runtime",
     "primitives",
@@ -36,7 +36,7 @@ PACKAGES = [
     "data_parallel",
     "scripts",
     "verification",
-    "manyhands",
+    "unisono",
     "testing",
     "training",
     "bench",
@@ -56,13 +56,13 @@ SOURCES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def package_of(module: str) -> str:
-    """Return the package or the file at the root that a module belongs to: `manyhands.runtime.rng` -> "runtime"."""
+    """Return the package or the file at the root that a module belongs to: `unisono.runtime.rng` -> "runtime"."""
     return module.split(".")[min(1, module.count("."))]
 
 
-# What `import manyhands` can lead to; the commands need more than torch.
+# What `import unisono` can lead to; the commands need more than torch.
 COMMANDS = ("console", "training", "bench", "plan", "monitor", "cli", "__main__")
-OF_COMMANDS = ("manyhands.verification.command", "manyhands.profiling.picture")  # the latter needs matplotlib
+OF_COMMANDS = ("unisono.verification.command", "unisono.profiling.picture")  # the latter needs matplotlib
 LIBRARY = [name for name in SOURCES if package_of(name) not in COMMANDS and name not in OF_COMMANDS]
 
 
@@ -83,7 +83,7 @@ def imported_by(module: str) -> Iterator[tuple[str, int]]:
     for node in ast.walk(tree_of(module)):
         assert not getattr(node, "level", 0), f"{module}:{node.lineno}: a relative import"
         for name in names_imported(node):
-            if name.split(".")[0] == "manyhands":
+            if name.split(".")[0] == "unisono":
                 yield (name if name in SOURCES else name.rpartition(".")[0]), node.lineno
 
 
@@ -98,7 +98,7 @@ def dotted(node: ast.AST) -> str:
 
 
 def test_public_names():
-    assert manyhands.__all__ == [
+    assert unisono.__all__ == [
         "DataParallel",
         "ReplicaDied",
         "ReplicaTimeout",
@@ -114,11 +114,11 @@ def test_public_names():
         "scatter_kwargs",
         "verify",
     ]
-    assert all(hasattr(manyhands, name) for name in manyhands.__all__)
+    assert all(hasattr(unisono, name) for name in unisono.__all__)
 
 
 def test_version_is_that_of_the_distribution():
-    assert manyhands.__version__ == importlib.metadata.version("manyhands")
+    assert unisono.__version__ == importlib.metadata.version("unisono")
 
 
 def run_examples(found: list[doctest.DocTest]) -> int:
@@ -132,27 +132,27 @@ def run_examples(found: list[doctest.DocTest]) -> int:
     return runner.tries
 
 
-@pytest.mark.parametrize("name", manyhands.__all__)
+@pytest.mark.parametrize("name", unisono.__all__)
 def test_every_public_name_has_an_example_that_runs(name):
-    """With nothing imported but torch and manyhands, as a reader would try it."""
-    globs = {"torch": torch, "manyhands": manyhands}
-    found = doctest.DocTestFinder(recurse=False).find(getattr(manyhands, name), name, globs=globs)
+    """With nothing imported but torch and unisono, as a reader would try it."""
+    globs = {"torch": torch, "unisono": unisono}
+    found = doctest.DocTestFinder(recurse=False).find(getattr(unisono, name), name, globs=globs)
     assert run_examples(found) > 0
 
 
-PUBLIC = [name for name in vars(manyhands.DataParallel) if not name.startswith("_")]
+PUBLIC = [name for name in vars(unisono.DataParallel) if not name.startswith("_")]
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_everything_public_on_a_wrapper_has_an_example(name):
     """It runs with those of its file."""
-    assert ">>>" in (vars(manyhands.DataParallel)[name].__doc__ or "")
+    assert ">>>" in (vars(unisono.DataParallel)[name].__doc__ or "")
 
 
 @pytest.mark.parametrize("module", [name for name in SOURCES if ">>>" in SOURCES[name].read_text(encoding="utf-8")])
 def test_examples_in_the_sources_run(module):
     found = doctest.DocTestFinder().find(
-        importlib.import_module(module), extraglobs={"torch": torch, "manyhands": manyhands}
+        importlib.import_module(module), extraglobs={"torch": torch, "unisono": unisono}
     )
     assert run_examples(found) > 0
 
@@ -169,8 +169,8 @@ def test_packages_import_from_lower_packages():
 
 
 def test_the_engine_contract_imports_no_engine_batch_norm_or_reducer():
-    above = ("manyhands.engines", "manyhands.sync_batch_norm", "manyhands.distributed")
-    imported = {name for name, _ in imported_by("manyhands.engines.base")}
+    above = ("unisono.engines", "unisono.sync_batch_norm", "unisono.distributed")
+    imported = {name for name, _ in imported_by("unisono.engines.base")}
     assert [name for name in imported if f"{name}.".startswith(tuple(f"{package}." for package in above))] == []
 
 
@@ -194,19 +194,19 @@ def test_the_library_needs_nothing_but_what_pip_install_brings():
         for node in ast.walk(tree_of(module)):
             names = names_imported(node)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "numpy":
-                names = ["numpy"] * (module != "manyhands.testing")  # there it is the tensor's own method
-            other = {name.split(".")[0] for name in names} - set(sys.stdlib_module_names) - NEEDED - {"manyhands"}
+                names = ["numpy"] * (module != "unisono.testing")  # there it is the tensor's own method
+            other = {name.split(".")[0] for name in names} - set(sys.stdlib_module_names) - NEEDED - {"unisono"}
             assert not other, f"{module}:{node.lineno} needs {other}"
 
 
 def test_what_the_library_needs_is_what_the_package_asks_for():
-    required = [r for r in importlib.metadata.requires("manyhands") if "extra ==" not in r]
+    required = [r for r in importlib.metadata.requires("unisono") if "extra ==" not in r]
     assert {re.split(r"[^\w.-]", requirement)[0] for requirement in required} == NEEDED
 
 
 def test_private_calls_of_torch_are_in_one_file():
     """But those of testing.py: a device of its own needs torch's device registry, which is private in parts."""
-    for module in SOURCES.keys() - {"manyhands.runtime.torch_private", "manyhands.testing"}:
+    for module in SOURCES.keys() - {"unisono.runtime.torch_private", "unisono.testing"}:
         for node in ast.walk(tree_of(module)):
             names = [dotted(node)] if isinstance(node, ast.Attribute) else names_imported(node)
             private = [name for name in names if f"{name}.".startswith("torch._C.")]
@@ -218,10 +218,10 @@ def test_nothing_of_torchs_data_parallel_is_used_but_its_name():
 
     The benchmark is left out: it measures torch's beside this one.
     """
-    for module in SOURCES.keys() - {"manyhands.bench.contenders"}:
+    for module in SOURCES.keys() - {"unisono.bench.contenders"}:
         bases = []
         for node in ast.walk(tree_of(module)):
-            torchs = [name for name in names_imported(node) if "manyhands" not in name]
+            torchs = [name for name in names_imported(node) if "unisono" not in name]
             assert not any("nn.parallel" in name or "DataParallel" in name for name in torchs), module
             if isinstance(node, ast.ClassDef):
                 bases += [part for base in node.bases for part in ast.walk(base)]
@@ -229,15 +229,15 @@ def test_nothing_of_torchs_data_parallel_is_used_but_its_name():
                 name = dotted(node)
                 assert not name.endswith("nn.parallel"), f"{module}:{node.lineno}: {name}"
                 if name.endswith("nn.DataParallel"):
-                    assert module == "manyhands.data_parallel"
+                    assert module == "unisono.data_parallel"
                     assert node in bases, f"{module}:{node.lineno}: {name} is used otherwise than as a base class"
 
 
 def test_nothing_is_inherited_from_torchs_data_parallel():
     defined = {name for name, value in vars(torch.nn.DataParallel).items() if callable(value)}
     assert defined >= {"__init__", "forward", "scatter", "replicate", "parallel_apply", "gather"}
-    assert defined - vars(manyhands.DataParallel).keys() == set()
-    supers = [node for node in ast.walk(tree_of("manyhands.data_parallel")) if dotted(node) == "super"]
+    assert defined - vars(unisono.DataParallel).keys() == set()
+    supers = [node for node in ast.walk(tree_of("unisono.data_parallel")) if dotted(node) == "super"]
     assert supers == []
 
 
@@ -246,7 +246,7 @@ def test_import_loads_torch_and_nothing_slow():
     code = """
 import sys, threading, torch
 before, threads = set(sys.modules), torch.get_num_threads()
-import manyhands
+import unisono
 assert threading.active_count() == 1
 assert torch.get_num_threads() == threads
 assert not torch.cuda.is_initialized()
@@ -255,9 +255,9 @@ print(*sorted(set(sys.modules) - before))
     done = run_script(code)
     assert done.returncode == 0, done.stderr
     loaded = done.stdout.split()
-    assert {name.split(".")[0] for name in loaded} - set(sys.stdlib_module_names) == {"manyhands"}
-    own = [name for name in loaded if name.startswith("manyhands")]
-    assert {package_of(name) for name in own} <= set(PACKAGES[: PACKAGES.index("manyhands") + 1])
+    assert {name.split(".")[0] for name in loaded} - set(sys.stdlib_module_names) == {"unisono"}
+    own = [name for name in loaded if name.startswith("unisono")]
+    assert {package_of(name) for name in own} <= set(PACKAGES[: PACKAGES.index("unisono") + 1])
 
 
 def test_import_changes_no_setting_of_the_process():
@@ -295,10 +295,10 @@ def test_import_changes_no_setting_of_the_process():
             }
 
         before = settings()
-        import manyhands
+        import unisono
         after = settings()
         assert {name for name in before if before[name] != after[name]} == set()
-        assert not logging.getLogger("manyhands").handlers
+        assert not logging.getLogger("unisono").handlers
     """)
     assert run.returncode == 0, run.stderr
 

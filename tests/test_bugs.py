@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-import manyhands
+import unisono
 from helpers.modules import Calls, Composed, Fn
 from helpers.programs import run_script
 
@@ -35,7 +35,7 @@ def test_a_dict_whose_items_are_attributes() -> None:
         return AttributeDict(y=net.linear(batch.x), z=batch["extra"])
 
     net, x = Calls(forward, linear=nn.Linear(4, 1)), torch.randn(8, 4)
-    output = manyhands.DataParallel(net, TWO)(AttributeDict(x=x))
+    output = unisono.DataParallel(net, TWO)(AttributeDict(x=x))
     expected = net(AttributeDict(x=x))
     torch.testing.assert_close(output["y"], expected["y"])
     assert output.y is output["y"]
@@ -49,7 +49,7 @@ def test_an_attribute_that_is_such_a_dict() -> None:
     linear, x = nn.Linear(4, 1), torch.randn(8, 4)
     parts = AttributeDict(linear=linear)
     net = Calls(lambda net, x: net.parts.linear(x) + net.parts["linear"](x), linear=linear, parts=parts)
-    loss(manyhands.DataParallel(net, TWO)(x)).backward()
+    loss(unisono.DataParallel(net, TWO)(x)).backward()
     mine = net.linear.weight.grad
     net.linear.weight.grad = None
     loss(net(x)).backward()
@@ -65,7 +65,7 @@ def test_backward_inside_forward() -> None:
 
     net, x = Calls(forward, linear=nn.Linear(4, 1)), torch.randn(7, 4)
     grads = []
-    for model in (net, manyhands.DataParallel(net, TWO)):
+    for model in (net, unisono.DataParallel(net, TWO)):
         net.zero_grad()
         loss(model(x)).backward()
         grads.append([parameter.grad for parameter in net.parameters()])
@@ -78,7 +78,7 @@ def test_a_parameter_that_is_not_the_modules() -> None:
     outside = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
     net = Calls(lambda net, x: net.linear(torch.tanh(x @ outside)), linear=nn.Linear(4, 1, dtype=torch.float64))
     x = torch.randn(7, 4, dtype=torch.float64)
-    wrapped = manyhands.DataParallel(net, TWO)
+    wrapped = unisono.DataParallel(net, TWO)
     for _ in range(2):
         first = [torch.autograd.grad(loss(model(x)), outside, create_graph=True)[0] for model in (net, wrapped)]
         torch.testing.assert_close(first[1], first[0])
@@ -95,7 +95,7 @@ def test_a_parameter_that_is_not_the_modules() -> None:
 
 def test_an_output_added_to_its_own_input() -> None:
     """N10: `h += model(h)` made a cycle through the boundary, which kept h itself; no collector sees through it."""
-    model = manyhands.DataParallel(nn.ReLU(), TWO)
+    model = unisono.DataParallel(nn.ReLU(), TWO)
     before = nn.Linear(4, 4)
     gone: list[weakref.ref[torch.Tensor]] = []
     for _ in range(3):
@@ -110,7 +110,7 @@ def test_an_output_added_to_its_own_input() -> None:
 def test_an_input_written_into_before_a_second_derivative() -> None:
     """N3: what the boundary is linked to is the input as it was."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
-    model = manyhands.DataParallel(net, TWO)
+    model = unisono.DataParallel(net, TWO)
     x = torch.randn(6, 4, dtype=torch.float64)
     results = []
     for write in (False, True):
@@ -135,7 +135,7 @@ def test_a_failed_plain_composition_changes_no_buffer() -> None:
 
     net = Calls(forward, norm=nn.BatchNorm1d(2))
     x = torch.tensor([[-1.0, 1.0], [-2.0, 2.0], [1.0, 1.0], [2.0, 2.0]])
-    for call in (Composed(net, TWO), lambda x: manyhands.data_parallel(net, x, TWO)):
+    for call in (Composed(net, TWO), lambda x: unisono.data_parallel(net, x, TWO)):
         with pytest.raises(ValueError, match="this one fails"):
             call(x)
         assert net.norm.num_batches_tracked == 0
@@ -154,8 +154,8 @@ def test_ctrl_c_in_the_first_backward(seconds: float) -> None:
     """
     done = run_script(f"""
         import os, signal, threading
-        import torch, manyhands
-        model, x = manyhands.DataParallel(torch.nn.Linear(4, 4), ["cpu"] * 3), torch.randn(6, 4)
+        import torch, unisono
+        model, x = unisono.DataParallel(torch.nn.Linear(4, 4), ["cpu"] * 3), torch.randn(6, 4)
         output = model(x).sum()
         timer = threading.Timer({seconds}, lambda: os.kill(os.getpid(), signal.SIGINT))
         try:
@@ -182,13 +182,13 @@ def test_rows_that_several_replicas_shorten(kind: Any) -> None:
         plain = kind(50, 64, max_norm=1.0).double()
         ours = copy.deepcopy(plain)
         x = torch.randint(0, 50, (64, 50))
-        torch.testing.assert_close(manyhands.DataParallel(ours, ["cpu"] * 4)(x), plain(x), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(unisono.DataParallel(ours, ["cpu"] * 4)(x), plain(x), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(ours.weight, plain.weight, rtol=1e-12, atol=1e-12)
 
 
 def test_a_single_functional_call_says_nothing_of_idle_devices(caplog: pytest.LogCaptureFixture) -> None:
     """S0: it had advised `shares="even"`, which the function does not have, also for a short last batch."""
-    manyhands.data_parallel(nn.Linear(5, 2), torch.zeros(5, 5), ["cpu"] * 4)
+    unisono.data_parallel(nn.Linear(5, 2), torch.zeros(5, 5), ["cpu"] * 4)
     assert caplog.messages == []
 
 
@@ -199,5 +199,5 @@ def test_the_plain_composition_knows_the_devices_of_calls_without_tensors(sim: l
         raise ValueError(text)
 
     with pytest.raises(ValueError, match="no tensor") as raised:
-        manyhands.data_parallel(Fn(fail), "no tensor", sim[:2])
+        unisono.data_parallel(Fn(fail), "no tensor", sim[:2])
     assert f"replica 0 on {sim[0]}" in raised.value.__notes__[0]

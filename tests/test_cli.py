@@ -12,11 +12,11 @@ import psutil
 import pytest
 import torch
 
-import manyhands
+import unisono
 from helpers.commands import assert_misused, metrics_of, status_of, write_idx
 from helpers.forked import Program, forked
 from helpers.programs import have_ended
-from manyhands.cli import main
+from unisono.cli import main
 
 SMALL = ["train", "--model", "mlp", "--devices", "cpu*2", "--epochs", "1"]
 
@@ -45,7 +45,7 @@ def run_program(command: list[str], cwd: Path, **environment: str) -> "subproces
 def test_a_run_tells_its_story(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--output", "out"]) == 0
     first, about, step, epoch, summary, files = capsys.readouterr().out.splitlines()
-    assert first == f"manyhands {manyhands.__version__}: mlp on digits; results in out"
+    assert first == f"unisono {unisono.__version__}: mlp on digits; results in out"
     assert about == "85,002 parameters on 2 replicas (2 x cpu); 1,437 pictures to train on, 360 to test on"
     assert step.startswith("  epoch 1/1, step 1/12: loss 2.")
     assert epoch.startswith("epoch 1/1: train loss ")
@@ -62,7 +62,7 @@ def test_by_default_a_run_has_a_folder_of_its_own(capsys: pytest.CaptureFixture[
     (folder,) = Path("runs").iterdir()
     assert (folder / "model.safetensors").exists()
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(f"manyhands {manyhands.__version__}: mlp on digits, in tf32; results in ")
+    assert lines[0].startswith(f"unisono {unisono.__version__}: mlp on digits, in tf32; results in ")
     assert lines[2] == "cpu has no TF32: float32 stays exact, as with --precision fp32"
 
 
@@ -115,7 +115,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing_behind(
 def test_a_loss_that_is_no_number_is_a_failure_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--lr", "1e20", "--output", "out"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("manyhands train: error: the t")
+    assert line.startswith("unisono train: error: the t")
     assert "start again with a lower rate (--lr 5e+19)" in line
 
 
@@ -125,13 +125,13 @@ def test_missing_packages_are_named_with_the_remedy(
 ) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
-    assert_misused(command, "matplotlib not installed: pip install 'manyhands[train]'", capsys)
+    assert_misused(command, "matplotlib not installed: pip install 'unisono[train]'", capsys)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell's way to close them")
 @pytest.mark.parametrize("closed", ["<&- >&-", "<&- >&- 2>&-"])
 def test_standard_streams_that_are_closed(closed: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", "-m", "manyhands", *SMALL, "--output", "out"]
+    command = [sys.executable, "-W", "error", "-m", "unisono", *SMALL, "--output", "out"]
     done = run_program(["sh", "-c", f'exec "$0" "$@" {closed}', *command], tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "out" / "checkpoint.safetensors").exists()
@@ -151,7 +151,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     with forked(limited, cwd=tmp_path) as program:
         assert program.wait() == 1
         assert program.err.startswith(
-            "manyhands train: error: out/checkpoint.safetensors cannot be written (File too large)"
+            "unisono train: error: out/checkpoint.safetensors cannot be written (File too large)"
         )
         assert program.err.endswith("; nothing had been saved before\n")
         assert program.err.count("\n") == 1
@@ -160,7 +160,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_missing_compiler_is_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "manyhands", "train", "--model", "mlp", "--devices", "1", "--compile"]
+    command = [sys.executable, "-m", "unisono", "train", "--model", "mlp", "--devices", "1", "--compile"]
     cache = str(tmp_path / "cache")
     done = run_program(command, tmp_path, CXX=str(tmp_path / "g++"), TORCHINDUCTOR_CACHE_DIR=cache)
     assert done.returncode == 2
@@ -212,14 +212,14 @@ def test_damaged_files_are_no_traceback(damage: Callable[[Path], object], capsys
 @pytest.mark.parametrize(
     ("arguments", "texts"),
     [
-        (["--version"], [f"manyhands {manyhands.__version__}\n"]),
-        (["--help"], ["examples:\n  manyhands train"]),
-        (["train", "--help"], ["examples:\n  manyhands train"]),
-        (["verify", "--help"], ["examples:\n  manyhands verify train:build", "exit status:"]),
-        (["bench", "--help"], ["examples:\n  manyhands bench "]),
-        (["plan", "--help"], ["examples:\n  manyhands plan ", "  25gbe     9.6 µs, 3.125 GB/s\n"]),
-        (["devices", "--help"], ["examples:\n  manyhands devices", "exit status:"]),
-        (["watch", "--help"], ["examples:\n  manyhands watch", "exit status:"]),
+        (["--version"], [f"unisono {unisono.__version__}\n"]),
+        (["--help"], ["examples:\n  unisono train"]),
+        (["train", "--help"], ["examples:\n  unisono train"]),
+        (["verify", "--help"], ["examples:\n  unisono verify train:build", "exit status:"]),
+        (["bench", "--help"], ["examples:\n  unisono bench "]),
+        (["plan", "--help"], ["examples:\n  unisono plan ", "  25gbe     9.6 µs, 3.125 GB/s\n"]),
+        (["devices", "--help"], ["examples:\n  unisono devices", "exit status:"]),
+        (["watch", "--help"], ["examples:\n  unisono watch", "exit status:"]),
     ],
 )
 def test_help_and_version(arguments: list[str], texts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,7 +234,7 @@ def test_without_a_command_it_says_what_there_is(capsys: pytest.CaptureFixture[s
     assert "train an image classifier on every device" in out
     assert "compare a model of yours on one device and on several" in out
     assert main(["--quiet"]) == 2
-    error = "manyhands: error: there is no option --quiet (manyhands --help lists the options)\n"
+    error = "unisono: error: there is no option --quiet (unisono --help lists the options)\n"
     assert capsys.readouterr().err == error
 
 
@@ -265,7 +265,7 @@ def test_a_run_that_is_stopped_saves_and_says_how_to_go_on(
     assert err == f"\nfinishing the step in flight, then stopping (Ctrl-C{again}: at once, without saving)\n"
     last = out.splitlines()[-1]
     assert last.startswith("stopped after step ")
-    assert last.endswith("; to go on: manyhands train --resume out")
+    assert last.endswith("; to go on: unisono train --resume out")
 
     steps = int(last.split()[3].rstrip(";"))
     assert main(["train", "--resume", "out", "--epochs", str(steps // 12 + 1)]) == 0
@@ -287,13 +287,13 @@ def test_ctrl_c_twice_leaves_no_process_behind(tmp_path: Path) -> None:
 
 
 def test_a_reader_who_has_gone_stops_the_training_with_a_word(tmp_path: Path) -> None:
-    """As in `manyhands train | head -1`."""
+    """As in `unisono train | head -1`."""
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-W", "error", "-m", "manyhands", *SMALL, "--output", "out"]
+    command = [sys.executable, "-W", "error", "-m", "unisono", *SMALL, "--output", "out"]
     done = subprocess.run(command, cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writing)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert line.startswith("manyhands train: error: nothing reads the output any more, so the training has stopped: ")
+    assert line.startswith("unisono train: error: nothing reads the output any more, so the training has stopped: ")
     assert "nothing had been saved yet in out" in line

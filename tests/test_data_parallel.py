@@ -1,6 +1,6 @@
 """DataParallel: how it is made and reached, what goes in and what comes out. Each test cites its row of the behaviour.
 
-The oracles are the plain module on the whole batch, and `manyhands.data_parallel`.
+The oracles are the plain module on the whole batch, and `unisono.data_parallel`.
 """
 
 import copy
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from helpers.modules import Calls, Composed, Fn
-from manyhands import DataParallel, data_parallel
+from unisono import DataParallel, data_parallel
 
 CPU = torch.device("cpu")
 
@@ -233,7 +233,7 @@ def test_unequal_devices_are_warned_about(sim, monkeypatch):
     smaller = SimpleNamespace(total_memory=4, multi_processor_count=8)
     module = SimpleNamespace(get_device_properties=lambda device: properties.get(device.index, smaller))
     monkeypatch.setattr(torch, "get_device_module", lambda device=None: module)
-    monkeypatch.setattr("manyhands.runtime.devices.computes_on_host", lambda device: device.type == "cpu")
+    monkeypatch.setattr("unisono.runtime.devices.computes_on_host", lambda device: device.type == "cpu")
     layer = mlp().to("sim:0")
     with pytest.warns(UserWarning, match=r"less than 75 % of the memory of sim:0.*shares=\[1.0, 0.25\]") as warned:
         DataParallel(layer, [0, 1])

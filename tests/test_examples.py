@@ -67,7 +67,7 @@ Without total_length: ValueError: cannot gather output[0]: replicas returned dif
 (replica 0: (3, 6, 4); replica 1: (2, 5, 4)). Every replica's output must have the same structure; only the number of \
 rows may differ.
     If the module pads its sequences (pad_packed_sequence), each replica pads to the longest of its own: give \
-total_length=, or have the outputs padded: DataParallel(..., out_dims=manyhands.pad(axis)). If the rows are on another \
+total_length=, or have the outputs padded: DataParallel(..., out_dims=unisono.pad(axis)). If the rows are on another \
 axis, say so: DataParallel(..., out_dims=...).
 Packed: [17, 4] in 6 steps, as without the wrapper
 """
@@ -225,7 +225,7 @@ def run_here(
 def two_accelerators(
     simulated_accelerators: Callable[[int], contextlib.AbstractContextManager[list[torch.device]]],
 ) -> Iterator[tuple[str, ...]]:
-    """The names of two simulated devices, which manyhands takes for the machine's accelerators."""
+    """The names of two simulated devices, which unisono takes for the machine's accelerators."""
     with simulated_accelerators(2) as devices:
         yield tuple(map(str, devices))
 

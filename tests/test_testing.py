@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.garbage import no_garbage
 from helpers.programs import run_script
-from manyhands.runtime import devices
-from manyhands.testing import SimulatedTensor, simulated_accelerators
+from unisono.runtime import devices
+from unisono.testing import SimulatedTensor, simulated_accelerators
 
 SIM0, SIM1 = torch.device("sim:0"), torch.device("sim:1")
 MIXED = (
@@ -373,7 +373,7 @@ def test_import_is_refused_where_the_name_is_taken():
     done = run_script("""
         import torch
         torch.utils.rename_privateuse1_backend("mine")
-        import manyhands.testing
+        import unisono.testing
     """)
     assert re.search(r"ImportError: .*another backend of this process has taken.*mine", done.stderr), done.stderr
 
@@ -387,10 +387,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 torch.ones(2, requires_grad=True).sum().backward()
-import manyhands
+import unisono
 
 assert not hasattr(torch, "sim")
-import manyhands.testing
+import unisono.testing
 
 assert not torch.accelerator.is_available()
 try:

@@ -14,12 +14,12 @@ from torch import nn
 from helpers.late_copies import send_late
 from helpers.modules import Calls
 from helpers.twins import assert_same_gradients
-from manyhands import DataParallel
-from manyhands.autograd import broadcast
-from manyhands.autograd.reducer import LeafHooks
-from manyhands.engines.threads import ThreadsEngine
-from manyhands.runtime.buckets import buckets_of
-from manyhands.runtime.streams import Copies
+from unisono import DataParallel
+from unisono.autograd import broadcast
+from unisono.autograd.reducer import LeafHooks
+from unisono.engines.threads import ThreadsEngine
+from unisono.runtime.buckets import buckets_of
+from unisono.runtime.streams import Copies
 
 CPU = torch.device("cpu")
 

@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from helpers.modules import Calls
-from manyhands import DataParallel
-from manyhands.autograd import broadcast
-from manyhands.autograd.reducer import LeafHooks, Reducer, RunningSums, sums_of
-from manyhands.runtime.buckets import buckets_of
+from unisono import DataParallel
+from unisono.autograd import broadcast
+from unisono.autograd.reducer import LeafHooks, Reducer, RunningSums, sums_of
+from unisono.runtime.buckets import buckets_of
 
 LARGE = 1 << 14  # this many float32 numbers are worth summing early
 CPU = torch.device("cpu")
@@ -254,8 +254,8 @@ def test_gradients_of_branches_on_other_streams(monkeypatch: pytest.MonkeyPatch)
             seen.append((current[0], list(main.waited_for)))
             return True
 
-    monkeypatch.setattr("manyhands.runtime.devices.has_streams", lambda device: True)
-    monkeypatch.setattr("manyhands.runtime.devices.using", using)
+    monkeypatch.setattr("unisono.runtime.devices.has_streams", lambda device: True)
+    monkeypatch.setattr("unisono.runtime.devices.using", using)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: current[0])
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(stream))
     of_main, of_side = leaves(2, size=3)

@@ -1,4 +1,4 @@
-"""`manyhands bench`: what it prints and saves, and how it ends."""
+"""`unisono bench`: what it prints and saves, and how it ends."""
 
 import json
 import os
@@ -11,11 +11,11 @@ import pytest
 
 from helpers.commands import assert_misused, status_of
 from helpers.forked import forked
-from manyhands.bench import command
-from manyhands.bench import measure as measure_module
-from manyhands.bench.contenders import Contender
-from manyhands.bench.results import Line, Workload
-from manyhands.cli import main
+from unisono.bench import command
+from unisono.bench import measure as measure_module
+from unisono.bench.contenders import Contender
+from unisono.bench.results import Line, Workload
+from unisono.cli import main
 
 SCRIPT = """\
 import torch
@@ -49,7 +49,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, list[Conte
         return Workload(name, lines, 8, 24)
 
     monkeypatch.setattr(measure_module, "measure", measure)
-    monkeypatch.setattr("manyhands.bench.one_device.measure", lambda progress: {"one Linear": 12.0})
+    monkeypatch.setattr("unisono.bench.one_device.measure", lambda progress: {"one Linear": 12.0})
     monkeypatch.setattr(command, "is_installed", lambda name: name not in ("accelerate", "fabric"))
     return calls
 
@@ -57,7 +57,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, list[Conte
 def test_everything_of_ours(measured: list, capsys: pytest.CaptureFixture[str]):
     assert run() == 0
     assert [(name, target) for name, target, *_ in measured] == [
-        (name, f"manyhands.bench.workloads:{name}") for name in ("resnet", "mlp", "gpt", "tiny", "tiny")
+        (name, f"unisono.bench.workloads:{name}") for name in ("resnet", "mlp", "gpt", "tiny", "tiny")
     ]
     _, _, contenders, rounds, seconds = measured[0]
     assert list(map(str, contenders)) == [
@@ -77,7 +77,7 @@ def test_everything_of_ours(measured: list, capsys: pytest.CaptureFixture[str]):
 
 
 def test_a_model_of_the_callers(measured: list, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr("manyhands.bench.machine.num_cores", lambda: 6)
+    monkeypatch.setattr("unisono.bench.machine.num_cores", lambda: 6)
     Path("notes.md").write_text("What I think of it.")
     assert run("own:build", "--contenders", "processes,plain", "--rounds", "2", "--output", ".") == 0
     ((name, target, contenders, *_),) = measured
@@ -141,6 +141,6 @@ def test_ctrl_c_ends_everything():
         started = psutil.Process(program.pid).children(recursive=True)
         os.kill(program.pid, signal.SIGINT)
         assert program.wait() == 130
-        assert program.err == "manyhands bench: error: stopped at once; what had been saved stays\n"
+        assert program.err == "unisono bench: error: stopped at once; what had been saved stays\n"
     assert len(started) == 4  # plain; ours, its fork server, its worker
     assert psutil.wait_procs(started, timeout=30)[1] == []

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from helpers.ranks import run_ranks
-from manyhands.bench import contenders
-from manyhands.bench.contenders import Contender, Task, step_of
-from manyhands.bench.results import mean_over_rows
-from manyhands.console.targets import TargetError
+from unisono.bench import contenders
+from unisono.bench.contenders import Contender, Task, step_of
+from unisono.bench.results import mean_over_rows
+from unisono.console.targets import TargetError
 
 SCRIPT = """\
 import torch
@@ -73,9 +73,9 @@ def losses_of(contender: Contender, target: str, folder: Path, num_steps: int = 
     [
         ("bench_script:build", "threads"),
         ("bench_script:by_name", "threads"),
-        ("manyhands.bench.workloads:tiny", "processes"),
-        pytest.param("manyhands.bench.workloads:mlp", "processes", marks=pytest.mark.slow),
-        pytest.param("manyhands.bench.workloads:gpt", "threads", marks=pytest.mark.slow),
+        ("unisono.bench.workloads:tiny", "processes"),
+        pytest.param("unisono.bench.workloads:mlp", "processes", marks=pytest.mark.slow),
+        pytest.param("unisono.bench.workloads:gpt", "threads", marks=pytest.mark.slow),
     ],
 )
 def test_the_losses_agree(target: str, engine: str, tmp_path: Path):
@@ -88,7 +88,7 @@ def test_the_losses_agree(target: str, engine: str, tmp_path: Path):
 
 @pytest.mark.slow
 def test_ours_agree_with_ddp_with_batch_norm(tmp_path: Path):
-    target = "manyhands.bench.workloads:resnet"
+    target = "unisono.bench.workloads:resnet"
 
     def of_ddp(rank: int) -> list[float]:
         step = step_of(Contender("ddp", 2), rank, Task.of_target(target).shard(rank, 2), tmp_path)

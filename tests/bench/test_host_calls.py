@@ -59,10 +59,10 @@ def test_a_steady_step_makes_few_calls(
 
 def test_a_change_of_the_module_is_paid_for_once(host_calls: ModuleType) -> None:
     """The count sees what it should: a step after a change makes calls for each parameter, the next one none."""
-    import manyhands
+    import unisono
 
     def calls(number: int) -> list[int]:
-        model = manyhands.DataParallel(host_calls.layers(number, batch_norm=False), ["cpu"] * 2)
+        model = unisono.DataParallel(host_calls.layers(number, batch_norm=False), ["cpu"] * 2)
         host_calls.calls_of(model)
         model.module[0].bias.requires_grad_(False)
         return [host_calls.calls_of_steps(model, 1) for _ in range(3)]
@@ -83,5 +83,5 @@ def test_a_rank_launches_no_operation_for_each_parameter() -> None:
 
     counts, _ = run_ranks(2, counted)
     beyond = {name: [own - plain for own, plain in zip(counts[name], counts["plain"], strict=True)] for name in counts}
-    assert beyond["manyhands"][0] == beyond["manyhands"][1] <= 11
-    assert beyond["ddp"][1] > beyond["ddp"][0] > beyond["manyhands"][0]
+    assert beyond["unisono"][0] == beyond["unisono"][1] <= 11
+    assert beyond["ddp"][1] > beyond["ddp"][0] > beyond["unisono"][0]

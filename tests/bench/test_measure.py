@@ -9,14 +9,14 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from manyhands.bench import measure, memory
-from manyhands.bench.contender_processes import ContenderFailedError, ContenderProcesses
-from manyhands.bench.contenders import CONTENDERS, Contender, is_installed
-from manyhands.bench.results import Line, Workload
-from manyhands.bench.serving import Ready, StepTimes
-from manyhands.console.progress import Silent
+from unisono.bench import measure, memory
+from unisono.bench.contender_processes import ContenderFailedError, ContenderProcesses
+from unisono.bench.contenders import CONTENDERS, Contender, is_installed
+from unisono.bench.results import Line, Workload
+from unisono.bench.serving import Ready, StepTimes
+from unisono.console.progress import Silent
 
-TINY = "manyhands.bench.workloads:tiny"
+TINY = "unisono.bench.workloads:tiny"
 
 
 class Imagined(contextlib.nullcontext["Imagined"]):
@@ -117,8 +117,8 @@ def test_programs_take_steps_and_end():
 
 def test_a_target_that_cannot_be_built():
     with (
-        ContenderProcesses(Contender("plain", 1), "manyhands.bench.workloads:nothing") as started,
-        pytest.raises(ContenderFailedError, match=r"there is no nothing in manyhands\.bench\.workloads"),
+        ContenderProcesses(Contender("plain", 1), "unisono.bench.workloads:nothing") as started,
+        pytest.raises(ContenderFailedError, match=r"there is no nothing in unisono\.bench\.workloads"),
     ):
         started.wait_until_ready()
 

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.bench import chart, goals, tables
-from manyhands.bench.advice import advice
-from manyhands.bench.results import Line, Results, Workload, mean_over_rows
+from unisono.bench import chart, goals, tables
+from unisono.bench.advice import advice
+from unisono.bench.results import Line, Results, Workload, mean_over_rows
 
 MACHINE = {
     "processor": "Some $ Processor", "cores": 2, "memory_gib": 8, "system": "Linux x86_64", "python": "3.11.0",
-    "torch": "2.13.0", "manyhands": "0.1.0",
+    "torch": "2.13.0", "unisono": "0.1.0",
 }  # fmt: skip
 
 
@@ -98,7 +98,7 @@ ONE = "**One device is fastest here**: the plain module takes 100.0 ms a step"
             [line("plain", 100), line("limit", 50), line("ddp", 70), line("threads", 80), line("processes", 52)],
             2,
             [
-                '**`manyhands.DataParallel(model, ["cpu"] * 2, engine="processes")` is fastest here**: 52.00 ms a step',
+                '**`unisono.DataParallel(model, ["cpu"] * 2, engine="processes")` is fastest here**: 52.00 ms a step',
                 "1.92 times as fast as the plain module",
                 "Threads take 80.00 ms",
                 "96 % of the speed of 2 processes",
@@ -109,7 +109,7 @@ ONE = "**One device is fastest here**: the plain module takes 100.0 ms a step"
             [line("plain", 90), line("limit", 20, 4), *(line("threads", ms, n) for ms, n in MORE)],
             8,
             [
-                '**`manyhands.DataParallel(model, ["cpu"] * 4)` is fastest here**',  # 8 replicas gain 1 %: not worth it
+                '**`unisono.DataParallel(model, ["cpu"] * 4)` is fastest here**',  # 8 replicas gain 1 %: not worth it
                 "Other numbers of replicas, with threads: 2 replicas 60.00 ms, 8 replicas 39.00 ms",
                 "the rest is the cost of splitting each step",
             ],

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from manyhands.console.device_option import choose_devices
-from manyhands.console.errors import OptionError
-from manyhands.runtime import devices
+from unisono.console.device_option import choose_devices
+from unisono.console.errors import OptionError
+from unisono.runtime import devices
 
 
 def with_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:

@@ -6,11 +6,11 @@ import sys
 import pytest
 import torch
 
-from manyhands.console import progress
-from manyhands.console.progress import Bar, Lines, Task
-from manyhands.training.display import Display
-from manyhands.training.metrics import StepRecord
-from manyhands.training.work import Share, StepReport
+from unisono.console import progress
+from unisono.console.progress import Bar, Lines, Task
+from unisono.training.display import Display
+from unisono.training.metrics import StepRecord
+from unisono.training.work import Share, StepReport
 
 CPU = torch.device("cpu")
 

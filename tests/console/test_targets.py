@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.console.targets import TargetError, find, one_line
+from unisono.console.targets import TargetError, find, one_line
 
 EXPECTED = "package.module:name"
 

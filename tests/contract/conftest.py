@@ -3,7 +3,7 @@
 The oracle is the plain module on the whole batch, in float64; where rows interact (batch normalisation in training) it
 is `data_parallel`, the plain composition. A new engine is added to ENGINE_ARGUMENTS in tests/helpers/contract.py.
 
-The replicas are on the CPU, or on the devices that MANYHANDS_TEST_DEVICES names, in turn: "cuda:0" has them all on one
+The replicas are on the CPU, or on the devices that UNISONO_TEST_DEVICES names, in turn: "cuda:0" has them all on one
 GPU, "cuda:0,cuda:1" on two. Models and batches are made on the first. That is how `make gpu-check` runs this folder.
 """
 
@@ -17,7 +17,7 @@ from torch import nn
 
 from helpers.contract import ENGINE_ARGUMENTS, ENGINES, ON_CPU, EngineFor, Wrap, in_turn, on_first_device
 from helpers.kept_workers import KeptWorkers
-from manyhands import DataParallel
+from unisono import DataParallel
 
 ON_THE_CPU_ONLY = ["compile", "memory", "nn_sweep", "properties", "scripted", "tensor_devices", "training_features"]
 collect_ignore = [] if ON_CPU else [f"test_{name}.py" for name in ON_THE_CPU_ONLY]

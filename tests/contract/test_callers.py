@@ -47,11 +47,11 @@ def test_the_interpreter_exits_cleanly_after_training(engine: str) -> None:
         import atexit, threading
 
         def report():  # registered first, so it runs last
-            print([thread.name for thread in threading.enumerate() if thread.name == "manyhands-worker"])
+            print([thread.name for thread in threading.enumerate() if thread.name == "unisono-worker"])
 
         atexit.register(report)
-        import torch, manyhands
-        model = manyhands.DataParallel(torch.nn.Linear(5, 3), ["cpu"] * 3, engine={engine!r})
+        import torch, unisono
+        model = unisono.DataParallel(torch.nn.Linear(5, 3), ["cpu"] * 3, engine={engine!r})
         for _ in range(3):
             output = model(torch.randn(7, 5))
             output.sum().backward()
@@ -65,7 +65,7 @@ def test_the_interpreter_exits_cleanly_after_training(engine: str) -> None:
 def test_sys_exit_inside_a_replica_ends_the_program(engine: str) -> None:
     """F3, F5: with its status, and with other replicas at work."""
     done = run_script(f"""
-        import sys, torch, manyhands
+        import sys, torch, unisono
 
         class Exits(torch.nn.Module):
             def forward(self, x):
@@ -74,7 +74,7 @@ def test_sys_exit_inside_a_replica_ends_the_program(engine: str) -> None:
                 while True:
                     torch.ones(100).sum()
 
-        manyhands.DataParallel(Exits(), ["cpu"] * 2, engine={engine!r})(torch.arange(4.0))
+        unisono.DataParallel(Exits(), ["cpu"] * 2, engine={engine!r})(torch.arange(4.0))
     """)
     assert (done.returncode, done.stderr) == (5, "")
 
@@ -86,11 +86,11 @@ def test_wrappers_that_come_and_go_leave_nothing(engine: str, number: int) -> No
     done = run_script(f"""
         import gc, os, threading, time
         from pathlib import Path
-        import torch, manyhands
+        import torch, unisono
 
         def once():
             module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-            model = manyhands.DataParallel(module, ["cpu"] * 2, engine={engine!r})
+            model = unisono.DataParallel(module, ["cpu"] * 2, engine={engine!r})
             model(torch.randn(6, 4)).sum().backward()
             list(model.map([torch.randn(6, 4)] * 2))
             model.close()
@@ -112,7 +112,7 @@ def test_wrappers_that_come_and_go_leave_nothing(engine: str, number: int) -> No
         def held():
             gc.collect()
             files = [os.readlink(link) for link in map(str, Path("/proc/self/fd").iterdir()) if os.path.lexists(link)]
-            shared = [line for line in Path("/proc/self/maps").read_text().splitlines() if "manyhands" in line]
+            shared = [line for line in Path("/proc/self/maps").read_text().splitlines() if "unisono" in line]
             return {{"threads": threading.active_count(), "descriptors": len(files), "mappings": len(shared)}}
 
         for _ in range(3):
@@ -134,7 +134,7 @@ def test_a_fork_while_another_thread_is_in_a_step(engine: str) -> None:
     """F5: the child's first forward waited for that thread's step for ever: the thread does not exist there."""
     done = run_script(f"""
         import builtins, os, signal, threading, warnings
-        import torch, manyhands
+        import torch, unisono
 
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks in a process with threads
         builtins.inside, builtins.go_on = threading.Event(), threading.Event()
@@ -148,7 +148,7 @@ def test_a_fork_while_another_thread_is_in_a_step(engine: str) -> None:
                     builtins.go_on.wait(60)
                 return super().forward(x)
 
-        model = manyhands.DataParallel(Waits(4, 2), ["cpu"] * 2, engine={engine!r})
+        model = unisono.DataParallel(Waits(4, 2), ["cpu"] * 2, engine={engine!r})
 
         def step():
             model.zero_grad()
@@ -178,7 +178,7 @@ def test_the_program_ends_quietly_with_a_step_in_flight(engine: str) -> None:
     """F5: in a thread of its own, with workers that compute: status 0, nothing on stderr."""
     done = run_script(f"""
         import builtins, sys, threading
-        import torch, manyhands
+        import torch, unisono
 
         builtins.outside_of_torch = threading.Event()
 
@@ -194,7 +194,7 @@ def test_the_program_ends_quietly_with_a_step_in_flight(engine: str) -> None:
         def run():
             model(torch.arange(6.0).unsqueeze(1).expand(6, 4))
 
-        model = manyhands.DataParallel(Computes(4, 4), ["cpu"] * 2, engine={engine!r})
+        model = unisono.DataParallel(Computes(4, 4), ["cpu"] * 2, engine={engine!r})
         threading.Thread(target=run, daemon=True).start()
         builtins.outside_of_torch.wait(60)
         sys.exit(4)

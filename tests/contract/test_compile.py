@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from helpers.contract import Wrap, train_both
 from helpers.modules import Calls
-from manyhands import DataParallel, data_parallel, replicate
+from unisono import DataParallel, data_parallel, replicate
 
 
 @pytest.fixture

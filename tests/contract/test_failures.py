@@ -28,7 +28,7 @@ from helpers.contract import (
     twins,
 )
 from helpers.modules import Calls, Fn
-from manyhands import data_parallel
+from unisono import data_parallel
 
 
 @over_engines(

@@ -34,7 +34,7 @@ from helpers.contract import (
     twins,
 )
 from helpers.modules import Calls, Fn
-from manyhands import data_parallel
+from unisono import data_parallel
 
 SPLITS = [(2, 7), (4, 6), (2, 1)]  # replicas, rows; (4, 6) leaves one idle, (2, 1) runs one replica
 

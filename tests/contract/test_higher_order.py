@@ -24,7 +24,7 @@ from helpers.contract import (
     twins,
 )
 from helpers.modules import Calls
-from manyhands import data_parallel
+from unisono import data_parallel
 
 
 @over_engines("num_replicas", [(2,), (3,)], processes=[(2,)], gloo=[(2,)])

@@ -22,9 +22,9 @@ from helpers.contract import (
     same_results,
 )
 from helpers.modules import Calls, Fn
-from manyhands import pad
-from manyhands.primitives.object_state import state_of
-from manyhands.runtime.buckets import LARGE_BYTES
+from unisono import pad
+from unisono.primitives.object_state import state_of
+from unisono.runtime.buckets import LARGE_BYTES
 
 # ---- rows on other axes --------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ def test_padding_that_is_refused(wrap: Wrap) -> None:
             wrap(Fn(ragged(make)), 2, out_dims={"y": padding})(torch.arange(2))
     with pytest.raises(ValueError, match="sizes off the joined axis 0") as raised:
         wrap(Fn(ragged(lambda n: torch.zeros(1, n))), 2)(torch.arange(2))
-    assert "out_dims=manyhands.pad(axis)" in raised.value.__notes__[0]
+    assert "out_dims=unisono.pad(axis)" in raised.value.__notes__[0]
     for arguments, says in (
         (("1",), "'1' is no axis"),
         (((),), "dim is empty"),

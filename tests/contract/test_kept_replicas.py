@@ -9,8 +9,8 @@ from torch import nn
 
 from helpers.contract import Wrap, assert_all_same, assert_same, in_processes, loss_of, on_engines, twins
 from helpers.modules import Calls
-from manyhands.engines import replica
-from manyhands.runtime import torch_private
+from unisono.engines import replica
+from unisono.runtime import torch_private
 
 # The other engines' replicas are in other processes.
 in_this_process = on_engines(["threads", "threads with separate memory"])

@@ -37,7 +37,7 @@ from helpers.contract import (
 )
 from helpers.modules import Calls, Composed, Fn
 from helpers.programs import run_script, until
-from manyhands import DataParallel, ReplicaDied, pad
+from unisono import DataParallel, ReplicaDied, pad
 
 AHEAD = 2  # batches a device that are pulled before they are needed
 
@@ -80,7 +80,7 @@ class Counted:
 
 
 def num_lane_threads() -> int:
-    return sum(thread.name == "manyhands-worker" for thread in threading.enumerate())
+    return sum(thread.name == "unisono-worker" for thread in threading.enumerate())
 
 
 @over_gloo_too
@@ -602,8 +602,8 @@ def test_ctrl_c_while_waiting(wrap: Wrap, tmp_path: Path) -> None:
 def test_a_program_may_end_while_a_map_is_open(engine: str) -> None:
     """I7, F5: status 0, and nothing on stderr."""
     done = run_script(f"""
-        import torch, manyhands
-        model = manyhands.DataParallel(torch.nn.Linear(5, 3), ["cpu"] * 2, engine={engine!r})
+        import torch, unisono
+        model = unisono.DataParallel(torch.nn.Linear(5, 3), ["cpu"] * 2, engine={engine!r})
         outputs = model.map([torch.ones(4, 5)] * 20)
         print(next(outputs).shape)
         kept = [outputs]
@@ -630,10 +630,10 @@ def test_a_fork_does_not_wait_for_its_parents_devices() -> None:
     done = run_script("""
         import os, warnings
         import torch
-        import manyhands
+        import unisono
 
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks in a process with threads
-        model = manyhands.DataParallel(torch.nn.Linear(4, 2), ["cpu"] * 2)
+        model = unisono.DataParallel(torch.nn.Linear(4, 2), ["cpu"] * 2)
         outputs = model.map([torch.ones(6, 4)] * 20)
         next(outputs)
         child = os.fork()
@@ -836,7 +836,7 @@ def test_outputs_without_rows_cannot_be_written(wrap: Wrap) -> None:
 
 @on_threads
 def test_ragged_outputs_are_padded_in_out(wrap: Wrap) -> None:
-    """I11, G10: those of `manyhands.pad`, up to the size of `out`; a longer one does not fit."""
+    """I11, G10: those of `unisono.pad`, up to the size of `out`; a longer one does not fit."""
     model = wrap(Fn(lambda x: {"y": x[:, : len(x)]}), out_dims={"y": pad(-1, value=-1)})
     some = [torch.ones(2, 5), torch.ones(3, 5)]
     out = model.map(some, out={"y": torch.empty(5, 4)})["y"]
@@ -955,8 +955,8 @@ def test_a_bar_is_shown_on_a_terminal_only(wrap: Wrap, capsys: pytest.CaptureFix
             shown.append("closed")
 
     seconds = SimpleNamespace(monotonic=itertools.count().__next__)
-    monkeypatch.setattr("manyhands.inference.with_progress.time", seconds)
-    monkeypatch.setattr("manyhands.console.progress.for_stderr", Notes)
+    monkeypatch.setattr("unisono.inference.with_progress.time", seconds)
+    monkeypatch.setattr("unisono.console.progress.for_stderr", Notes)
     outputs = model.map(numbered(4), progress=True)
     assert shown == []
     outcomes_of(outputs)

@@ -21,8 +21,8 @@ from helpers.contract import (
     on_the_cpu,
     twins,
 )
-from manyhands import DataParallel
-from manyhands.primitives.measured_shares import PERIOD, MeasuredShares
+from unisono import DataParallel
+from unisono.primitives.measured_shares import PERIOD, MeasuredShares
 
 ROWS = 16
 Sizes = Sequence[int]

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from helpers.contract import EngineFor
 from helpers.garbage import collected
 from helpers.modules import Calls
-from manyhands import DataParallel
+from unisono import DataParallel
 
 FEW, MANY = 5, 30
 WIDTH = 64  # a batch of 32 rows is 8 KiB

@@ -24,7 +24,7 @@ from torch.nn.utils import parametrizations
 
 from helpers.contract import EngineFor, loss_of, tensors_in
 from helpers.modules import Calls
-from manyhands import DataParallel, data_parallel
+from unisono import DataParallel, data_parallel
 
 SPLITS = [(2, 6), (3, 7)]  # replicas, rows: they divide, and they do not, and one row is left for the last replica
 MORE_SPLITS = [(4, 2), (8, 17)]  # fewer rows than replicas; replicas that have none, because the others round up

@@ -36,7 +36,7 @@ from helpers.contract import (
 from helpers.in_time import WAIT_S
 from helpers.modules import Calls, Composed, Fn, WithBackward
 from helpers.random_layers import RandomLayers, recomputed, with_dropout
-from manyhands import DataParallel, verify
+from unisono import DataParallel, verify
 
 pytestmark = on_the_cpu
 
@@ -393,7 +393,7 @@ def test_wrong_arguments() -> None:
 @on_threads
 def test_accelerators_are_refused(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
     """A13, N12: as yet."""
-    monkeypatch.setattr("manyhands.runtime.devices.computes_on_host", lambda device: False)
+    monkeypatch.setattr("unisono.runtime.devices.computes_on_host", lambda device: False)
     with pytest.raises(ValueError, match=r"on cpu, cpu: .* on the CPU only, as yet"):
         wrap(nn.Dropout(), 2, **ONE_DEVICE)
 
@@ -401,7 +401,7 @@ def test_accelerators_are_refused(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -
 @on_threads
 def test_several_processes_are_refused(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
     """A13, N12: a process does not know the rows of the others."""
-    module = importlib.import_module("manyhands.data_parallel")  # the attribute is the function of that name
+    module = importlib.import_module("unisono.data_parallel")  # the attribute is the function of that name
     monkeypatch.setattr(module, "communicator_for", lambda process_group: object())
     with pytest.raises(ValueError, match=r"in one of several processes: .* process_group=False\."):
         wrap(nn.Dropout(), 2, **ONE_DEVICE)

@@ -19,11 +19,11 @@ from torch import nn
 from helpers.contract import ON_CPU, FailsOn, Wrap, in_threads, in_time, mlp, on_the_cpu, on_threads
 from helpers.deaths import workers_of
 from helpers.modules import Calls
-from manyhands import DataParallel
-from manyhands.profiling.profile import Profile
-from manyhands.profiling.steps import OUTSIDE, PHASES, ProfiledStep
-from manyhands.runtime import timeline
-from manyhands.runtime.buckets import LARGE_BYTES
+from unisono import DataParallel
+from unisono.profiling.profile import Profile
+from unisono.profiling.steps import OUTSIDE, PHASES, ProfiledStep
+from unisono.runtime import timeline
+from unisono.runtime.buckets import LARGE_BYTES
 
 
 def train(model: nn.Module, x: torch.Tensor) -> list[Any]:

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
-import manyhands
+import unisono
 from helpers.contract import loss_of
 from helpers.modules import Composed
 
@@ -266,10 +266,10 @@ def assert_gathered(given: Any, expected: Any, num_outputs: int, axis: int | Non
 
 # ---- the properties ------------------------------------------------------------------------------
 
-wrappers = st.sampled_from([manyhands.DataParallel, Composed])
+wrappers = st.sampled_from([unisono.DataParallel, Composed])
 
 
-def wrapped(wrapper: type[manyhands.DataParallel], module: nn.Module, call: Call, out_dims: Any) -> Any:
+def wrapped(wrapper: type[unisono.DataParallel], module: nn.Module, call: Call, out_dims: Any) -> Any:
     axes = {"dim": call.dim}
     if any(axis != call.dim for axis in call.axes.values()):
         axes |= {"in_dims": call.axes, "out_dims": out_dims}
@@ -291,7 +291,7 @@ class Witness(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:gathering 0-dim outputs:UserWarning")
 @given(wrappers, calls())
-def test_each_row_goes_to_one_replica_and_comes_back(wrapper: type[manyhands.DataParallel], call: Call) -> None:
+def test_each_row_goes_to_one_replica_and_comes_back(wrapper: type[unisono.DataParallel], call: Call) -> None:
     """S1, S2, S3, S4, S6, S7, S9, S10, S13, S15, G1, G3, G4, G6: by every `shares`, and on any axis."""
     model = wrapped(wrapper, Witness(), call, call.axes)
     row_numbers = torch.arange(call.rows)
@@ -299,7 +299,7 @@ def test_each_row_goes_to_one_replica_and_comes_back(wrapper: type[manyhands.Dat
     sizes = call.sizes()
     seen = [shard for _, shard in sorted(model.module.seen.items())]
     assert len(seen) == len(sizes)
-    if call.num_replicas > 1 and wrapper is manyhands.DataParallel:
+    if call.num_replicas > 1 and wrapper is unisono.DataParallel:
         assert [timing.rows for timing in model.replica_timings] == sizes
     for key, value in by_key(call.inputs, call.kwargs).items():
         assert_dealt([shard[key] for shard in seen], value, sizes, call.axes[key])
@@ -359,7 +359,7 @@ def gradients(module: nn.Module, *values: Any) -> list[torch.Tensor | None]:
 
 
 @given(wrappers, calls())
-def test_a_rowwise_module_is_the_plain_one(wrapper: type[manyhands.DataParallel], call: Call) -> None:
+def test_a_rowwise_module_is_the_plain_one(wrapper: type[unisono.DataParallel], call: Call) -> None:
     """N1, N2, N8, S6, S10, S12, S13: outputs, and gradients of parameters and inputs, in float64."""
     plain = Rowwise(call.axes)
     model = wrapped(wrapper, copy.deepcopy(plain), call, call.axes)

@@ -30,7 +30,7 @@ from helpers.contract import (
 from helpers.in_time import WAIT_S
 from helpers.modules import Fn, WithBackward
 from helpers.random_layers import RandomLayers, recomputed, with_dropout
-from manyhands import data_parallel
+from unisono import data_parallel
 
 pytestmark = on_the_cpu
 

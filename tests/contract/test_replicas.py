@@ -210,14 +210,14 @@ def test_another_method_is_called_in_parallel(wrap: Wrap, engine: str) -> None:
 
 
 class Holder:
-    """An object of a class that manyhands does not know."""
+    """An object of a class that unisono does not know."""
 
     def __init__(self, held: Any) -> None:
         self.held = held
 
 
 class Hidden(nn.Module):
-    """Reaches its own layer through an object into which manyhands cannot look."""
+    """Reaches its own layer through an object into which unisono cannot look."""
 
     def __init__(self, hide: Callable[["Hidden"], Any], *, in_training_only: bool = False) -> None:
         super().__init__()

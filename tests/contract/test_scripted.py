@@ -11,8 +11,8 @@ from torch import nn
 from helpers.contract import Wrap, train_both
 from helpers.garbage import no_garbage
 from helpers.modules import Calls
-from manyhands import DataParallel, data_parallel, replicate
-from manyhands.runtime import torch_private
+from unisono import DataParallel, data_parallel, replicate
+from unisono.runtime import torch_private
 
 
 @pytest.fixture

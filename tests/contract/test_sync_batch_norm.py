@@ -36,7 +36,7 @@ from helpers.contract import (
 )
 from helpers.modules import Calls
 from helpers.rounding import assert_as_accurate
-from manyhands import DataParallel
+from unisono import DataParallel
 
 # What replicas exchange differs in these: the number and the order of the exchanges, and backwards within backwards.
 EXCHANGES = [

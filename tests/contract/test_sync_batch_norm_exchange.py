@@ -32,7 +32,7 @@ from helpers.contract import (
     twins,
 )
 from helpers.modules import Calls
-from manyhands import data_parallel
+from unisono import data_parallel
 
 
 @in_one_memory

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from helpers.modules import Calls
-from manyhands import DataParallel
-from manyhands.testing import simulated_accelerators
+from unisono import DataParallel
+from unisono.testing import simulated_accelerators
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -22,7 +22,7 @@ from torch.optim import swa_utils
 
 from helpers.contract import mlp
 from helpers.modules import Calls
-from manyhands import DataParallel
+from unisono import DataParallel
 
 SIZES = (7, 8, 9, 5, 1)  # rows of the five batches: shares are uneven, and the last batch leaves replicas idle
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-12}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-import manyhands
+import unisono
 from helpers.contract import Wrap, on_engines, on_threads
 
 os.environ.update(TRANSFORMERS_OFFLINE="1", HF_HUB_OFFLINE="1")  # read when it is imported
@@ -173,7 +173,7 @@ def test_sampled_sequences_are_those_of_one_device(wrap: Wrap) -> None:
     """N12: each replica samples for the whole batch, from the probabilities of all replicas."""
     plain, x = gpt2().eval(), tokens()
     options = {"do_sample": True, "min_new_tokens": 6, "max_new_tokens": 6, "pad_token_id": 0}
-    model = wrap(plain, 2, out_dims=manyhands.pad(1, value=0), randomness="one_device")
+    model = wrap(plain, 2, out_dims=unisono.pad(1, value=0), randomness="one_device")
     results = []
     for generate in (plain.generate, lambda *args, **kwargs: model.call("generate", *args, **kwargs)):
         torch.manual_seed(1)

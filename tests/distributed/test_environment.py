@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-import manyhands
+import unisono
 from helpers.ranks import free_port, run_ranks
-from manyhands.distributed import environment
-from manyhands.distributed.environment import local_device, start_default_group, started_by_launcher
+from unisono.distributed import environment
+from unisono.distributed.environment import local_device, start_default_group, started_by_launcher
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -37,7 +37,7 @@ def environment_of(monkeypatch):
 def test_without_variables_there_is_no_launcher(environment_of):
     assert not started_by_launcher()
     assert not start_default_group()
-    assert not manyhands.DataParallel(nn.Linear(2, 2), ["cpu"]).spans_processes
+    assert not unisono.DataParallel(nn.Linear(2, 2), ["cpu"]).spans_processes
     environment_of(COMPLETE)
     assert started_by_launcher()
 
@@ -62,8 +62,8 @@ def test_variables_that_are_missing_or_wrong(environment_of, variables, message)
     """C14: one line that names them."""
     environment_of(variables)
     with pytest.raises(RuntimeError, match=message):
-        manyhands.DataParallel(nn.Linear(2, 2))
-    local = manyhands.DataParallel(nn.Linear(2, 2), ["cpu", "cpu"], process_group=False)
+        unisono.DataParallel(nn.Linear(2, 2))
+    local = unisono.DataParallel(nn.Linear(2, 2), ["cpu", "cpu"], process_group=False)
     local(torch.zeros(3, 2)).sum().backward()
 
 
@@ -84,15 +84,15 @@ def test_the_device_of_a_process(environment_of, sim, monkeypatch, local_rank):
     with pytest.raises(ValueError, match=r"LOCAL_RANK=4, and this machine has 4 accelerators: start at most 4"):
         local_device()
     # As with Slurm's --gpus-per-task: each process sees its own, as number 0.
-    monkeypatch.setattr("manyhands.runtime.devices.accelerators", lambda: sim[:1])
+    monkeypatch.setattr("unisono.runtime.devices.accelerators", lambda: sim[:1])
     assert local_device() == sim[0]
-    monkeypatch.setattr("manyhands.runtime.devices.accelerators", list)
+    monkeypatch.setattr("unisono.runtime.devices.accelerators", list)
     assert local_device() == torch.device("cpu")
 
 
 def joins(rank: int, world_size: int, port: int) -> tuple:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    model = manyhands.DataParallel(nn.Linear(2, 2))
+    model = unisono.DataParallel(nn.Linear(2, 2))
     assert torch.distributed.is_initialized()
     model(torch.ones(1 + rank, 2)).sum(1).mean().backward()
     return model.spans_processes, [str(device) for device in model.devices], model.module.weight.grad.tolist()
@@ -106,20 +106,20 @@ def test_one_line_joins_what_a_launcher_has_started(world_size):
 
 
 def groups(rank: int) -> None:
-    model = manyhands.DataParallel(nn.Linear(2, 2))  # of a default group that the program has made
+    model = unisono.DataParallel(nn.Linear(2, 2))  # of a default group that the program has made
     assert model.spans_processes
     pair = torch.distributed.new_group([1, 2])
     values = torch.tensor(float(rank))
     for options in ({}, {"device_ids": ["cpu"] * 2}):
         if rank == 0:
             with pytest.raises(ValueError, match="process_group: this process does not belong to it"):
-                manyhands.DataParallel(nn.Linear(1, 1), process_group=pair)
-            local = manyhands.DataParallel(nn.Linear(1, 1), process_group=False, **options)
+                unisono.DataParallel(nn.Linear(1, 1), process_group=pair)
+            local = unisono.DataParallel(nn.Linear(1, 1), process_group=False, **options)
             assert not local.spans_processes
             local(torch.ones(2, 1)).sum().backward()
             continue
         module = nn.Linear(1, 1)
-        of_two = manyhands.DataParallel(module, process_group=pair, **options)
+        of_two = unisono.DataParallel(module, process_group=pair, **options)
         for buffers in (True, False):
             module.register_buffer("mine", values.clone()) if buffers else None
             module.zero_grad()
@@ -150,7 +150,7 @@ def bound(rank: int) -> tuple[list[torch.device | None], bool]:
 
     torch.distributed.new_group = noted
     if rank:
-        manyhands.DataParallel(nn.Linear(1, 1), process_group=pair)
+        unisono.DataParallel(nn.Linear(1, 1), process_group=pair)
     return seen, default.bound_device_id == device
 
 
@@ -168,11 +168,11 @@ def test_arguments_that_cannot_be_used():
     module = nn.Linear(2, 2)
     for loss, error in (("max", ValueError), (None, TypeError), (3, TypeError)):
         with pytest.raises(error, match=r"loss=.*: expected one of \['mean', 'sum'\]"):
-            manyhands.DataParallel(module, ["cpu"], loss=loss)
+            unisono.DataParallel(module, ["cpu"], loss=loss)
     for group in (3, "nccl", True, [0, 1]):
         with pytest.raises(TypeError, match=r"process_group=.*: expected a ProcessGroup, None or False"):
-            manyhands.DataParallel(module, ["cpu"], process_group=group)
-    model = manyhands.DataParallel(module, ["cpu"])
+            unisono.DataParallel(module, ["cpu"], process_group=group)
+    model = unisono.DataParallel(module, ["cpu"])
     for weight in (-1, float("nan"), float("inf"), torch.tensor(-2.0), "many", None, torch.ones(3), [1]):
         with pytest.raises((ValueError, TypeError), match=r"weight=.*: expected a number from 0"):
             model.set_batch_weight(weight)
@@ -183,12 +183,12 @@ def test_arguments_that_cannot_be_used():
 def test_an_only_process_has_its_own_device(monkeypatch, environment_of, sim):
     """C14: LOCAL_RANK selects the device also if the launcher has started no other process."""
     environment_of({**COMPLETE, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "2"})
-    monkeypatch.setattr("manyhands.distributed.process_group.start_default_group", bool)
+    monkeypatch.setattr("unisono.distributed.process_group.start_default_group", bool)
     current = []
-    monkeypatch.setattr("manyhands.runtime.devices.make_current", current.append)
-    assert manyhands.DataParallel(nn.Linear(2, 2)).devices == [sim[2]]
+    monkeypatch.setattr("unisono.runtime.devices.make_current", current.append)
+    assert unisono.DataParallel(nn.Linear(2, 2)).devices == [sim[2]]
     assert current == [sim[2]], 'NCCL, and "cuda" without an index, would take memory on another GPU'
-    assert len(manyhands.DataParallel(nn.Linear(2, 2).to(sim[0]), process_group=False).devices) == 4
+    assert len(unisono.DataParallel(nn.Linear(2, 2).to(sim[0]), process_group=False).devices) == 4
 
 
 # ---- torchrun's store, which outlives the processes that it starts; a TCPStore here stands for it ----

@@ -18,13 +18,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
-import manyhands
+import unisono
 from helpers.garbage import no_garbage
 from helpers.modules import Calls
 from helpers.ranks import run_ranks
 from helpers.twins import assert_same_gradients, rows_of, twins
-from manyhands.distributed.process_group import communicator_for
-from manyhands.primitives.measured_shares import MeasuredShares
+from unisono.distributed.process_group import communicator_for
+from unisono.primitives.measured_shares import MeasuredShares
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -73,7 +73,7 @@ def compare(
 
 
 def inner(module: nn.Module) -> nn.Module:
-    return module.module if isinstance(module, manyhands.DataParallel) else module
+    return module.module if isinstance(module, unisono.DataParallel) else module
 
 
 def without_sync(module: nn.Module, wanted: bool = True) -> contextlib.AbstractContextManager[None]:
@@ -374,7 +374,7 @@ def test_a_wrapper_inside_a_wrapped_module(rank: int, options: dict) -> None:
 
     def outer(wraps: bool) -> nn.Module:
         layer = nn.Linear(5, 5).double()
-        layer = manyhands.DataParallel(layer, **options) if wraps else layer
+        layer = unisono.DataParallel(layer, **options) if wraps else layer
         return Calls(lambda m, x: m.last(torch.relu(m.inner(x))), inner=layer, last=nn.Linear(5, 3).double())
 
     def copy_of(module: nn.Module) -> nn.Module:
@@ -383,7 +383,7 @@ def test_a_wrapper_inside_a_wrapped_module(rank: int, options: dict) -> None:
         return plain
 
     for loss in ("mean", "sum"):
-        model = manyhands.DataParallel(outer(True), loss=loss, **options)
+        model = unisono.DataParallel(outer(True), loss=loss, **options)
         for context in (contextlib.nullcontext, torch.autograd.graph.save_on_cpu):
             with context():
                 compare(rank, model, copy_of(model.module), lambda module, x, y, loss=loss: step(module, x, y, loss))
@@ -495,7 +495,7 @@ def test_activation_checkpoints(rank: int, options: dict) -> None:
 def test_compiled_modules(rank: int, options: dict) -> None:
     """R13, C1"""
     module = perceptron()
-    model = manyhands.DataParallel(torch.compile(module, backend="aot_eager"), **options)
+    model = unisono.DataParallel(torch.compile(module, backend="aot_eager"), **options)
     oracle = perceptron()
     oracle.load_state_dict(module.state_dict())
     for seed in range(2):
@@ -580,7 +580,7 @@ def test_buffers_are_those_of_the_first_process(rank: int, options: dict) -> Non
 
     module = Calls(lambda m, x: m.last(m.norm(x)) * m.mask, norm=nn.BatchNorm1d(5), last=nn.Linear(5, 3)).double()
     module.register_buffer("mask", torch.full((3,), 2.0).double())
-    model = manyhands.DataParallel(module, **options)
+    model = unisono.DataParallel(module, **options)
     for sizes, first in (((4, 8), 0), ((0, 8), 1)):
         plain = copy.deepcopy(module)
         x, _, all_x, _ = data(rank, 0, sizes)
@@ -601,7 +601,7 @@ def test_buffers_are_those_of_the_first_process(rank: int, options: dict) -> Non
 def test_one_process_evaluates_between_forward_and_backward(rank: int, options: dict) -> None:
     """C8: whether buffers are sent is decided by the mode of the forward, which was the same everywhere."""
     module = nn.Sequential(nn.BatchNorm1d(5), perceptron()).double()
-    model = manyhands.DataParallel(module, **options)
+    model = unisono.DataParallel(module, **options)
     x, *_ = data(rank)
     output = model(x)
     if rank == 0:
@@ -618,7 +618,7 @@ def test_copies_and_files(rank: int, options: dict) -> None:
     module = perceptron()
     with torch.no_grad():
         module[0].weight.fill_(rank)  # unequal, and then rank 0's
-    model = manyhands.DataParallel(module, **options)
+    model = unisono.DataParallel(module, **options)
     assert not module[0].weight.any()
     assert list(model.module.state_dict()) == list(module.state_dict())
     with torch.no_grad():
@@ -647,7 +647,7 @@ def test_copies_and_files(rank: int, options: dict) -> None:
         plain.load_state_dict(each.module.state_dict())
         compare(rank, each, plain)
     assert loaded.spans_processes
-    local = manyhands.DataParallel(perceptron(), process_group=False, **options)
+    local = unisono.DataParallel(perceptron(), process_group=False, **options)
     torch.save(local, saved := io.BytesIO())
     saved.seek(0)
     local = torch.load(saved, weights_only=False)
@@ -660,7 +660,7 @@ def test_a_file_of_several_processes_is_loaded_by_one(tmp_path):
     path = tmp_path / "model"
 
     def save(rank: int) -> None:
-        model = manyhands.DataParallel(perceptron())
+        model = unisono.DataParallel(perceptron())
         if rank == 0:
             torch.save(model, path)
 
@@ -719,7 +719,7 @@ def test_cases_over_processes():
 
 
 def many_buckets(rank: int, world_size: int, options: dict) -> object:
-    from manyhands.distributed import bucketed_all_reduce
+    from unisono.distributed import bucketed_all_reduce
 
     bucketed_all_reduce.FIRST_BUCKET_BYTES, bucketed_all_reduce.BUCKET_BYTES = 200, 700
     widths = torch.randint(1, 20, (30,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -762,7 +762,7 @@ def test_many_buckets_in_flight(world_size, options):
 
 @case(ONE)
 def test_gradients_lie_in_the_buckets_and_nowhere_else(rank: int, options: dict) -> None:
-    model = manyhands.DataParallel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(20))), **options)
+    model = unisono.DataParallel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(20))), **options)
     model(torch.randn(3, 64)).sum().backward()
     storages = {p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage().nbytes() for p in model.parameters()}
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 0
@@ -779,7 +779,7 @@ def test_gradients_lie_in_the_buckets_and_nowhere_else(rank: int, options: dict)
 def test_a_steady_step_makes_no_calls_for_each_parameter(rank: int, options: dict) -> None:
     counts = []
     for num_layers in (20, 60):
-        model = manyhands.DataParallel(nn.Sequential(*(nn.Linear(3, 3) for _ in range(num_layers))), **options)
+        model = unisono.DataParallel(nn.Sequential(*(nn.Linear(3, 3) for _ in range(num_layers))), **options)
         gradient_sync = model._gradient_sync()
         parameters = list(model.parameters())
         each = []

@@ -19,12 +19,12 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-import manyhands
+import unisono
 from helpers.modules import Calls
 from helpers.programs import Program
 from helpers.ranks import Ended, end_ranks, free_port, run_ranks
-from manyhands.distributed import environment, process_group
-from manyhands.distributed.process_group import Communicator, communicator_for
+from unisono.distributed import environment, process_group
+from unisono.distributed.process_group import Communicator, communicator_for
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -35,8 +35,8 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
 
 
-def wrapped(module: nn.Module | None = None, **options) -> manyhands.DataParallel:
-    return manyhands.DataParallel(module or net(), **options)
+def wrapped(module: nn.Module | None = None, **options) -> unisono.DataParallel:
+    return unisono.DataParallel(module or net(), **options)
 
 
 def step(model: nn.Module) -> None:
@@ -353,9 +353,9 @@ def test_a_process_that_fails_before_it_wraps():
 
 
 PROGRAM = """
-import signal, sys, os, threading, time, torch, manyhands
+import signal, sys, os, threading, time, torch, unisono
 rank = int(os.environ["RANK"])
-model = manyhands.DataParallel(torch.nn.Linear(4, 2))
+model = unisono.DataParallel(torch.nn.Linear(4, 2))
 def step():
     model(torch.ones(2, 4)).sum().backward()
 {body}

@@ -27,7 +27,7 @@ from pathlib import Path
 import pytest
 
 from helpers.commands import assert_same_metrics, metrics_of
-from manyhands.cli import main
+from unisono.cli import main
 
 TOOLS = ("ip", "tc", "unshare", "mount")
 
@@ -58,7 +58,7 @@ class Host:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
-        self.namespace = f"manyhands-{os.getpid()}-{name}"
+        self.namespace = f"unisono-{os.getpid()}-{name}"
         self.device = f"mh{os.getpid()}{name}"  # 15 letters at most
         self.folder = folder
         self._started: list[subprocess.Popen] = []
@@ -69,13 +69,13 @@ class Host:
         command("ip", "-n", self.namespace, "link", "set", self.device, "up")
 
     def torchrun(self, *arguments: str) -> subprocess.Popen:
-        """Start `manyhands train` in so many processes here, and in others on the other host."""
+        """Start `unisono train` in so many processes here, and in others on the other host."""
         launch = [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"),
             *("--nproc-per-node", str(PROCESSES[self.name])),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES['a']}:29400", "--rdzv-id", "two-hosts"),
             *("--local-addr", ADDRESSES[self.name], "--max-restarts", "3"),
-            *("-m", "manyhands", "train", *arguments),
+            *("-m", "unisono", "train", *arguments),
         ]
         hosts = self.folder / "hosts"
         hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{at} host-{name}\n" for name, at in ADDRESSES.items()))

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-import manyhands
+import unisono
 from helpers.modules import Calls
 from helpers.ranks import end_ranks, run_ranks
 from helpers.twins import assert_same_gradients, twins
-from manyhands.distributed.uneven_inputs import empty_batch, even_batches
+from unisono.distributed.uneven_inputs import empty_batch, even_batches
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -67,7 +67,7 @@ class StartsOver:
 
 
 def rows_of_one_epoch(rank: int) -> list[int]:
-    model = manyhands.DataParallel(nn.Linear(4, 2))
+    model = unisono.DataParallel(nn.Linear(4, 2))
     return [len(batch) for batch in itertools.islice(model.batches(StartsOver(2 + 2 * rank)), 9)]
 
 
@@ -77,7 +77,7 @@ def test_an_exhausted_loader_is_not_asked_again():
 
 
 def leave_early(rank: int) -> str:
-    model = manyhands.DataParallel(nn.Linear(4, 2).double())
+    model = unisono.DataParallel(nn.Linear(4, 2).double())
     for batch in model.batches(batches_of(rank, 2)):
         if rank:
             break
@@ -100,7 +100,7 @@ def test_a_process_that_leaves_the_loop_is_noticed():
 
 
 def test_one_process_gets_the_loaders_batches():
-    model = manyhands.DataParallel(nn.Linear(4, 2), ["cpu"])
+    model = unisono.DataParallel(nn.Linear(4, 2), ["cpu"])
     batches = [torch.zeros(2, 4), torch.zeros(1, 4)]
     assert all(a is b for a, b in zip(model.batches(batches), batches, strict=True))
 
@@ -122,7 +122,7 @@ def refuses_zeros(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def train_picky(rank: int, lengths: list[int]) -> int:
-    model = manyhands.DataParallel(Calls(refuses_zeros, layer=nn.Linear(4, 2).double()))
+    model = unisono.DataParallel(Calls(refuses_zeros, layer=nn.Linear(4, 2).double()))
     steps = [model(batch["x"]).square().mean().backward() for batch in model.batches(batches_of(rank, lengths[rank]))]
     return len(steps)
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands import DataParallel
-from manyhands.engines.distributed import DistributedEngine
-from manyhands.engines.processes.engine import ProcessesEngine
-from manyhands.engines.threads import ThreadsEngine
+from unisono import DataParallel
+from unisono.engines.distributed import DistributedEngine
+from unisono.engines.processes.engine import ProcessesEngine
+from unisono.engines.threads import ThreadsEngine
 
 
 @pytest.mark.parametrize("make", [ThreadsEngine, ProcessesEngine])

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from helpers.one_graph import simulated_accelerators_with_one_graph
-from manyhands import DataParallel
-from manyhands.engines import compile_lock
-from manyhands.engines.base import LaneCall
-from manyhands.engines.compile_lock import CompileLock
-from manyhands.runtime import torch_private
-from manyhands.runtime.thread_pool import PassContext, ReplicaContext, one_pass, run_together
+from unisono import DataParallel
+from unisono.engines import compile_lock
+from unisono.engines.base import LaneCall
+from unisono.engines.compile_lock import CompileLock
+from unisono.runtime import torch_private
+from unisono.runtime.thread_pool import PassContext, ReplicaContext, one_pass, run_together
 
 CPU = [torch.device("cpu")] * 3
 

@@ -12,7 +12,7 @@ from helpers.batch_norm_kernels import use_kernels
 from helpers.host_waits import noted_on_simulated_devices
 from helpers.modules import Calls
 from helpers.one_graph import simulated_accelerators_with_one_graph
-from manyhands import DataParallel
+from unisono import DataParallel
 
 pytestmark = pytest.mark.usefixtures("float64")
 

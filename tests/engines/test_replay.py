@@ -23,10 +23,10 @@ from helpers.deaths import PLACES, Dies, differences, train, workers_of
 from helpers.modules import Calls, Fn, WithBackward
 from helpers.programs import have_ended
 from helpers.ranks import run_ranks
-from manyhands import DataParallel, ReplicaDied
-from manyhands.engines.processes import fork_server
-from manyhands.engines.processes.engine import ProcessesEngine
-from manyhands.runtime import devices
+from unisono import DataParallel, ReplicaDied
+from unisono.engines.processes import fork_server
+from unisono.engines.processes.engine import ProcessesEngine
+from unisono.runtime import devices
 
 Wrap = Callable[..., DataParallel]
 
@@ -71,7 +71,7 @@ def test_a_death_at_any_place_changes_no_number(wrap: Wrap, tmp_path: Path, opti
     """F10: losses, parameters, gradients, buffers and torch's random state are those of an undisturbed run."""
     deaths = dict(enumerate(PLACES, 1))
     expected = train(wrap(module_in(tmp_path / "none"), **OPTIONS[options]), {}, steps=8)
-    with caplog.at_level(logging.WARNING, logger="manyhands"):
+    with caplog.at_level(logging.WARNING, logger="unisono"):
         losses, state = train(wrap(module_in(tmp_path / "some"), **OPTIONS[options]), deaths, steps=8)
     assert losses == expected[0]
     assert not differences(state, expected[1])
@@ -454,7 +454,7 @@ def test_a_batch_of_a_map_goes_to_another_replica(wrap: Wrap, tmp_path: Path, ca
     model.module.place = "forward"
     model.refresh()
     (tmp_path / "deaths" / "0").touch()
-    with caplog.at_level(logging.WARNING, logger="manyhands"):
+    with caplog.at_level(logging.WARNING, logger="unisono"):
         found = list(model.map(batches))
     assert_equal(found, expected)
     if not list((tmp_path / "deaths").iterdir()):  # a worker had a batch before this process had done all
@@ -522,7 +522,7 @@ def test_a_shard_that_does_not_fit_is_run_in_parts(engine: str, in_backward: boo
     for step in range(2):
         x = torch.randn(34, 20)
         mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-        with caplog.at_level(logging.WARNING, logger="manyhands"):
+        with caplog.at_level(logging.WARNING, logger="unisono"):
             output = model(mine)
             (output["loss"] * 3 + output["y"].abs().sum()).backward()
         expected = plain(theirs)

@@ -15,10 +15,10 @@ from torch import nn
 
 from helpers.in_time import in_time
 from helpers.programs import have_ended, run_script, until
-from manyhands import DataParallel, ReplicaTimeout
-from manyhands.engines.processes import fork_server
-from manyhands.engines.processes.engine import ProcessesEngine
-from manyhands.engines.processes.post_mortem import is_stopped
+from unisono import DataParallel, ReplicaTimeout
+from unisono.engines.processes import fork_server
+from unisono.engines.processes.engine import ProcessesEngine
+from unisono.engines.processes.post_mortem import is_stopped
 
 both_engines = pytest.mark.parametrize("engine", ["threads", "processes"])
 TIMEOUT_S = 0.4
@@ -268,7 +268,7 @@ def test_the_first_replica_is_stuck_and_others_wait_for_it(wrap, caplog):
     model(x)
     before = state_of(model)
     model.module.actor, model.timeout = 0, TIMEOUT_S
-    with caplog.at_level("ERROR", "manyhands"):
+    with caplog.at_level("ERROR", "unisono"):
         threading.Thread(target=lambda: until(lambda: "logged.wait(100)" in caplog.text) and logged.set()).start()
         with pytest.raises(ReplicaTimeout, match="replica 0 on cpu, rows 0 to 1 of 4"):
             in_time(lambda: model(x))
@@ -319,7 +319,7 @@ def test_a_program_with_an_abandoned_thread_ends():
     done = run_script("""
         import time
         import torch
-        import manyhands
+        import unisono
 
         class Stuck(torch.nn.Module):
             def forward(self, x):
@@ -327,10 +327,10 @@ def test_a_program_with_an_abandoned_thread_ends():
                     time.sleep(0.01)
                 return x
 
-        model = manyhands.DataParallel(Stuck(), ["cpu"] * 2, timeout=0.2)
+        model = unisono.DataParallel(Stuck(), ["cpu"] * 2, timeout=0.2)
         try:
             model(torch.tensor([[0.0], [1.0]]))
-        except manyhands.ReplicaTimeout as error:
+        except unisono.ReplicaTimeout as error:
             print(error.replica)
     """)
     assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")

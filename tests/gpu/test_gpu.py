@@ -2,7 +2,7 @@
 
 Run by `make gpu-check`; skipped, visibly, where there is none. It runs the engines' contract (tests/contract) on the
 same devices, too: here is what depends on streams, the host's memory, several kinds of numbers, and processes. This
-file must not import manyhands.testing, whose simulated devices hide real ones.
+file must not import unisono.testing, whose simulated devices hide real ones.
 """
 
 import copy
@@ -20,13 +20,13 @@ from torch import nn
 from helpers.contract import assert_same_gradients, penalty_loss
 from helpers.in_time import in_time as _in_time
 from helpers.modules import Calls, WithBackward
-from manyhands import DataParallel
-from manyhands.autograd import broadcast
-from manyhands.engines.processes.engine import ProcessesEngine
-from manyhands.engines.processes.reducers.collectives import CollectiveTransport
-from manyhands.engines.threads import ThreadsEngine
-from manyhands.runtime import devices
-from manyhands.runtime.buckets import buckets_of
+from unisono import DataParallel
+from unisono.autograd import broadcast
+from unisono.engines.processes.engine import ProcessesEngine
+from unisono.engines.processes.reducers.collectives import CollectiveTransport
+from unisono.engines.threads import ThreadsEngine
+from unisono.runtime import devices
+from unisono.runtime.buckets import buckets_of
 
 WAIT_S = 60.0
 NUM_STRESS_STEPS = 500
@@ -364,7 +364,7 @@ def test_cuda_graphs_on_several_replicas_are_refused(first: torch.device) -> Non
 
 
 def test_copies_between_all_devices_arrive() -> None:
-    """S11: where they do not, manyhands copies through the host, and this machine needs attention."""
+    """S11: where they do not, unisono copies through the host, and this machine needs attention."""
     present = devices.accelerators()
     assert [(a, b) for a in present for b in present if not devices.arrives(a, b)] == []
 

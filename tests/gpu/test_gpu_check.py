@@ -102,9 +102,9 @@ def test_wheels_that_were_brought_along(gpu_check: ModuleType, tmp_path: Path) -
     assert gpu_check.missing(["brought_along"]) == ["brought_along"]
     with gpu_check.wheels_on_path(tmp_path) as environment:
         assert gpu_check.missing(["brought_along"]) == []
-        code = "import brought_along, importlib.util as i; print(brought_along.value, i.find_spec('manyhands').name)"
+        code = "import brought_along, importlib.util as i; print(brought_along.value, i.find_spec('unisono').name)"
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "7 manyhands\n"
+    assert done.stdout == "7 unisono\n"
     assert gpu_check.missing(["brought_along"]) == ["brought_along"]
 
 
@@ -318,7 +318,7 @@ def test_the_groups_fit_into_ten_minutes(gpu_check: ModuleType, count: int) -> N
     groups = gpu_check.groups_for("cuda", count)
     assert gpu_check.BUDGET_S + gpu_check.OVERTIME_S < 600
     assert sum(group.budget_s for group in groups) <= gpu_check.BUDGET_S + 1e-6
-    devices = [group.environment.get("MANYHANDS_TEST_DEVICES") for group in groups]
+    devices = [group.environment.get("UNISONO_TEST_DEVICES") for group in groups]
     assert "cuda:0" in devices
     assert (",".join(f"cuda:{i}" for i in range(count)) in devices) or count == 1
     files = {argument for group in groups if group.kind == "tests" for argument in group.arguments if "/" in argument}

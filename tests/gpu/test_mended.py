@@ -15,14 +15,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import manyhands
+import unisono
 from helpers import batch_norm_kernels as reference
 from helpers.modules import Calls
 from helpers.ranks import run_ranks
 from helpers.twins import assert_same_gradients, rows_of, twins
-from manyhands import DataParallel
-from manyhands.autograd.reducer import LeafHooks, Reducer
-from manyhands.runtime import devices
+from unisono import DataParallel
+from unisono.autograd.reducer import LeafHooks, Reducer
+from unisono.runtime import devices
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -208,8 +208,8 @@ def run_alone(code: str) -> str:
 def test_a_gpu_that_is_not_named_is_left_alone() -> None:
     """A1: a CUDA context takes half a gigabyte of it."""
     code = """
-        import torch, manyhands
-        model = manyhands.DataParallel(torch.nn.Linear(4, 2).to("cuda:1"), ["cuda:1", "cuda:1"])
+        import torch, unisono
+        model = unisono.DataParallel(torch.nn.Linear(4, 2).to("cuda:1"), ["cuda:1", "cuda:1"])
         model(torch.ones(6, 4)).sum().backward()
         print([torch._C._cuda_hasPrimaryContext(index) for index in range(2)])
     """
@@ -222,7 +222,7 @@ def test_a_process_that_sees_one_gpu_takes_it(where: str) -> None:
     code = """
         import os
         os.environ.update(CUDA_VISIBLE_DEVICES="0", LOCAL_RANK="3")
-        from manyhands.distributed.environment import local_device
+        from unisono.distributed.environment import local_device
         print(local_device())
     """
     assert run_alone(code) == "cuda:0"
@@ -233,7 +233,7 @@ def test_a_process_that_sees_one_gpu_takes_it(where: str) -> None:
 
 def one_leaves(rank: int) -> str:
     device = torch.device("cuda", rank)
-    model = manyhands.DataParallel(nn.Linear(4, 4).to(device), [device])
+    model = unisono.DataParallel(nn.Linear(4, 4).to(device), [device])
     model(torch.ones(2, 4, device=device)).sum().backward()
     if rank:
         raise SystemExit(0)

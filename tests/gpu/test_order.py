@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from helpers.modules import Fn
-from manyhands import DataParallel
-from manyhands.autograd import broadcast
-from manyhands.engines.threads import ThreadsEngine
-from manyhands.runtime.buckets import buckets_of
+from unisono import DataParallel
+from unisono.autograd import broadcast
+from unisono.engines.threads import ThreadsEngine
+from unisono.runtime.buckets import buckets_of
 
 pytestmark = [
     pytest.mark.gpu,

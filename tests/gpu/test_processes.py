@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-import manyhands
+import unisono
 from helpers.ranks import run_ranks
 from helpers.twins import train_twins, twins
 
@@ -72,7 +72,7 @@ def test_two_processes_train_as_one(device: str) -> None:
 def train_sparse(rank: int, device: str) -> list[float]:
     """Train an embedding of which each process uses different rows."""
     table = nn.Embedding(20, 3, sparse=True, dtype=torch.float64).to(device)
-    model = manyhands.DataParallel(table, [device])
+    model = unisono.DataParallel(table, [device])
     tokens = torch.arange(rank * 4, rank * 4 + 6, device=device)
     model(tokens).pow(2).sum().backward()
     assert table.weight.grad.is_sparse

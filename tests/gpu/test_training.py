@@ -15,16 +15,16 @@ from torch._dynamo.utils import counters
 
 from helpers.commands import idx_bytes, steps_of
 from helpers.plain_training import train_plainly
-from manyhands.console.errors import OptionError
-from manyhands.runtime.devices import float32_products
-from manyhands.training import data
-from manyhands.training.compiling import expect_compiler
-from manyhands.training.display import Display
-from manyhands.training.loop import train
-from manyhands.training.options import Options
-from manyhands.training.run import Run
-from manyhands.training.run_folder import RunFolder
-from manyhands.training.work import StepReport
+from unisono.console.errors import OptionError
+from unisono.runtime.devices import float32_products
+from unisono.training import data
+from unisono.training.compiling import expect_compiler
+from unisono.training.display import Display
+from unisono.training.loop import train
+from unisono.training.options import Options
+from unisono.training.run import Run
+from unisono.training.run_folder import RunFolder
+from unisono.training.work import StepReport
 
 pytestmark = [
     pytest.mark.gpu,
@@ -98,7 +98,7 @@ def test_losses_are_those_of_torch_alone(
     tmp_path: Path, runs: list[Run], pictures: Path, monkeypatch: pytest.MonkeyPatch, fits: bool
 ) -> None:
     """In exact float32: neither rounded, nor read before they are there. Rows and rates are the same; nothing waits."""
-    monkeypatch.setattr("manyhands.runtime.devices.has_room_for", lambda device, num_bytes: fits)
+    monkeypatch.setattr("unisono.runtime.devices.has_room_for", lambda device, num_bytes: fits)
     options = options_for(pictures, model="mlp", lr=0.01)
     folder = RunFolder.for_new_run(tmp_path / "run")
     train(options, folder, NoWaiting())

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from manyhands.runtime import devices
+from unisono.runtime import devices
 
 KERNELS = (
     "batch_norm_stats",

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.contract import ON_CPU, ForceField, fresh, in_time, loss_of, rows_of, tensors_in
 from helpers.modules import Calls
-from manyhands import DataParallel
+from unisono import DataParallel
 
 
 class CallsSuper(nn.BatchNorm1d):

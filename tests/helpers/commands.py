@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.cli import main
-from manyhands.scripts import command
+from unisono.cli import main
+from unisono.scripts import command
 
 NAMES = ["train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"]
 
@@ -66,7 +66,7 @@ def assert_same_metrics(path: Path, other: Path, rel: float = 1e-5) -> None:
 
 
 def status_of(*arguments: str) -> int:
-    """Run `manyhands` with these arguments in this process; return its exit status."""
+    """Run `unisono` with these arguments in this process; return its exit status."""
     try:
         return main(arguments)
     except SystemExit as stopped:  # argparse ends --help this way
@@ -74,7 +74,7 @@ def status_of(*arguments: str) -> int:
 
 
 def run_to_the_end(*arguments: str) -> int:
-    """Run `manyhands run` with these arguments in this process, and what it leaves for the exit; return the status."""
+    """Run `unisono run` with these arguments in this process, and what it leaves for the exit; return the status."""
     at_exit: list[Callable[[], None]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "atexit", SimpleNamespace(register=at_exit.append, unregister=at_exit.remove))
@@ -89,6 +89,6 @@ def assert_misused(arguments: Sequence[str], error: str, capsys: pytest.CaptureF
     assert status_of(*arguments) == 2
     captured = capsys.readouterr()
     (line,) = captured.err.splitlines()
-    assert line.startswith(f"manyhands {arguments[0]}: error: ")
+    assert line.startswith(f"unisono {arguments[0]}: error: ")
     assert error in line
     return captured.out

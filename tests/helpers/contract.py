@@ -18,17 +18,17 @@ from helpers.in_time import in_time as _in_time
 from helpers.kept_workers import KeptWorkers
 from helpers.late_copies import send_late
 from helpers.twins import assert_same_gradients as _assert_same_gradients
-from manyhands import DataParallel
-from manyhands.autograd import broadcast
-from manyhands.engines.threads import ThreadsEngine
-from manyhands.primitives import pytree
-from manyhands.runtime.buckets import buckets_of
+from unisono import DataParallel
+from unisono.autograd import broadcast
+from unisono.engines.threads import ThreadsEngine
+from unisono.primitives import pytree
+from unisono.runtime.buckets import buckets_of
 
 Wrap = Callable[..., DataParallel]
 EngineFor = Callable[[str, list[str]], Any]  # the argument `engine` for its name and the replicas' devices
 
 # Replica i is on DEVICES[i % len(DEVICES)].
-DEVICES = os.environ.get("MANYHANDS_TEST_DEVICES", "cpu").split(",")
+DEVICES = os.environ.get("UNISONO_TEST_DEVICES", "cpu").split(",")
 ON_CPU = DEVICES == ["cpu"]
 on_the_cpu = pytest.mark.skipif(not ON_CPU, reason="about random numbers that are drawn on the CPU")
 in_one_memory = pytest.mark.skipif(len(set(DEVICES)) > 1, reason="several devices cannot share a tensor")

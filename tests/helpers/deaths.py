@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands import DataParallel
-from manyhands.engines.processes.engine import ProcessesEngine
+from unisono import DataParallel
+from unisono.engines.processes.engine import ProcessesEngine
 
 PLACES = ("before", "forward", "batch norm", "between", "backward", "batch norm's backward")
 

@@ -1,4 +1,4 @@
-"""Functions that run as programs, forked from a process that has imported torch and much of manyhands.
+"""Functions that run as programs, forked from a process that has imported torch and much of unisono.
 
 They start in milliseconds, and end as multiprocessing's processes do, without the end of an interpreter. Scripts that
 end as Python ends them are those of helpers/programs.py.
@@ -24,10 +24,10 @@ LIMIT_S = 300  # for what hangs: on a machine that does other things too, a prog
 context = multiprocessing.get_context("forkserver")
 # Backward and the first optimizer import these, which takes a second and more in each process.
 _LATE_IMPORTS = ["torch.fx.experimental.symbolic_shapes", "torch._dynamo"]
-# And these are what `manyhands train` imports.
-_LATE_IMPORTS += ["manyhands.cli", "matplotlib.figure", "matplotlib.backends.backend_agg", "safetensors.torch"]
+# And these are what `unisono train` imports.
+_LATE_IMPORTS += ["unisono.cli", "matplotlib.figure", "matplotlib.backends.backend_agg", "safetensors.torch"]
 _LATE_IMPORTS += ["sklearn.datasets"]
-context.set_forkserver_preload(["torch", "torch.distributed", "cloudpickle", "manyhands", *_LATE_IMPORTS])
+context.set_forkserver_preload(["torch", "torch.distributed", "cloudpickle", "unisono", *_LATE_IMPORTS])
 
 
 class Program:

@@ -37,7 +37,7 @@ class Noted:
 @contextlib.contextmanager
 def noted_on_simulated_devices() -> Iterator[Noted]:
     """Within the context, note in all threads what operations on simulated tensors would make the host wait."""
-    from manyhands import testing  # here: it cannot be undone
+    from unisono import testing  # here: it cannot be undone
 
     noted = Noted()
     run = testing.SimulatedTensor.__torch_dispatch__.__func__  # type: ignore[attr-defined]

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands import DataParallel
-from manyhands.runtime import torch_private
+from unisono import DataParallel
+from unisono.runtime import torch_private
 
 _CHECKS = {"CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD"}
 _ROWS, _WIDTH = 7, 3

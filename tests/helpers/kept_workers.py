@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from manyhands.engines.processes.engine import ProcessesEngine
-from manyhands.engines.processes.worker_group import WorkerGroup
+from unisono.engines.processes.engine import ProcessesEngine
+from unisono.engines.processes.worker_group import WorkerGroup
 
 
 class KeptWorkers:

@@ -1,4 +1,4 @@
-"""Runs of `manyhands train` that are killed with SIGKILL at a chosen line of the package's training code.
+"""Runs of `unisono train` that are killed with SIGKILL at a chosen line of the package's training code.
 
 A line is a moment that can be chosen again, which a time is not. Between two lines is at most one write, one fsync or
 one rename.
@@ -12,10 +12,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import manyhands
+import unisono
 from helpers.forked import forked
 
-_PACKAGE = Path(manyhands.__file__).parent
+_PACKAGE = Path(unisono.__file__).parent
 ALL = tuple(str(_PACKAGE / name) for name in ("training", "console", "data_parallel.py"))
 WRITING = tuple(
     str(_PACKAGE / name)
@@ -32,7 +32,7 @@ def run_killed(
     within: Sequence[str] = ALL,
     save_each_step: bool = False,
 ) -> int:
-    """Run `manyhands` with these arguments; return the number of lines, 0 if it was killed.
+    """Run `unisono` with these arguments; return the number of lines, 0 if it was killed.
 
     Args:
         arguments: of the command.
@@ -51,8 +51,8 @@ def run_killed(
 
 
 def _run(arguments: Sequence[str], kill_at: int | None, within: tuple[str, ...], save_each_step: bool) -> int:
-    from manyhands.cli import main
-    from manyhands.training import pending_steps
+    from unisono.cli import main
+    from unisono.training import pending_steps
 
     num_lines = 0
 

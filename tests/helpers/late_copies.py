@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from manyhands.autograd import broadcast
-from manyhands.engines import threads
-from manyhands.runtime.buckets import is_plain
-from manyhands.runtime.streams import Copies
+from unisono.autograd import broadcast
+from unisono.engines import threads
+from unisono.runtime.buckets import is_plain
+from unisono.runtime.streams import Copies
 
 WAIT_S = 60.0
 

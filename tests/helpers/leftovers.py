@@ -7,12 +7,12 @@ from pathlib import Path
 import psutil
 
 from helpers.programs import until
-from manyhands.engines.processes import fork_server, worker_group
+from unisono.engines.processes import fork_server, worker_group
 
 
 def of_this_process() -> tuple[int, int, int]:
     """Return how many shared mappings, descriptors and workers this process has."""
-    mappings = Path("/proc/self/maps").read_text().count("memfd:manyhands")
+    mappings = Path("/proc/self/maps").read_text().count("memfd:unisono")
     return mappings, len(os.listdir("/proc/self/fd")), num_workers()
 
 

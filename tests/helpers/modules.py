@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from manyhands import DataParallel
+from unisono import DataParallel
 
 
 class Calls(nn.Module):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from manyhands.runtime import devices
+from unisono.runtime import devices
 
 
 @contextlib.contextmanager

@@ -1,18 +1,18 @@
-"""Training with torch alone: the oracle of `manyhands train`."""
+"""Training with torch alone: the oracle of `unisono train`."""
 
 import math
 
 import torch
 import torch.nn.functional as F
 
-from manyhands.training import models
-from manyhands.training.data import Dataset
-from manyhands.training.options import Options
-from manyhands.training.schedule import epoch_batches
+from unisono.training import models
+from unisono.training.data import Dataset
+from unisono.training.options import Options
+from unisono.training.schedule import epoch_batches
 
 
 def train_plainly(options: Options, dataset: Dataset, device: str | torch.device = "cpu") -> tuple[list[float], float]:
-    """Train in float32, warming up for an epoch, without manyhands' loop, wrapper or rates.
+    """Train in float32, warming up for an epoch, without unisono' loop, wrapper or rates.
 
     Returns:
         The loss of each step, and the accuracy on the test pictures.

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
-import manyhands
+import unisono
 
 
-def twins(make: Callable[[], nn.Module], **options) -> tuple[manyhands.DataParallel, nn.Module]:
+def twins(make: Callable[[], nn.Module], **options) -> tuple[unisono.DataParallel, nn.Module]:
     """Return a wrapped module, and a plain one with the same values."""
     module = make()
-    model = manyhands.DataParallel(module, **options)
+    model = unisono.DataParallel(module, **options)
     oracle = make()
     oracle.load_state_dict(module.state_dict())
     return model, oracle
@@ -36,7 +36,7 @@ def assert_same_gradients(module: nn.Module, oracle: nn.Module, rtol: float = 1e
 
 def train_twins(
     rank: int,
-    model: manyhands.DataParallel,
+    model: unisono.DataParallel,
     oracle: nn.Module,
     batches: Iterable[tuple[Sequence[int], torch.Tensor]],
     rtol: float = 1e-11,

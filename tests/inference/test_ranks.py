@@ -8,7 +8,7 @@ from torch import nn
 
 from helpers.modules import Fn
 from helpers.ranks import end_ranks, run_ranks
-from manyhands import DataParallel
+from unisono import DataParallel
 
 NUM_BATCHES = 7
 

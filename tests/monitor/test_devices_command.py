@@ -1,4 +1,4 @@
-"""`manyhands devices`: accelerators, their numbers and links, the CPU, and the advice."""
+"""`unisono devices`: accelerators, their numbers and links, the CPU, and the advice."""
 
 import json
 import os
@@ -12,12 +12,12 @@ import torch
 
 from helpers.commands import assert_misused, status_of
 from helpers.fake_gpus import GIB, NVMLError, install, nvml, say_torch_has
-from manyhands.monitor import cpu
-from manyhands.monitor.inventory import Accelerator, advised
-from manyhands.monitor.nvml import GpuReader
-from manyhands.monitor.report import wrapped
-from manyhands.monitor.visibility import visibility
-from manyhands.runtime import devices
+from unisono.monitor import cpu
+from unisono.monitor.inventory import Accelerator, advised
+from unisono.monitor.nvml import GpuReader
+from unisono.monitor.report import wrapped
+from unisono.monitor.visibility import visibility
+from unisono.runtime import devices
 
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 
@@ -55,7 +55,7 @@ def test_simulated_accelerators_are_listed_and_copied_between(
     sim: list[torch.device], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """M1: figures that a device does not have are left out; the copies are measured."""
-    monkeypatch.setattr("manyhands.monitor.inventory._COPIED_BYTES", 1 << 16)
+    monkeypatch.setattr("unisono.monitor.inventory._COPIED_BYTES", 1 << 16)
     found = facts(capsys)
     assert [each["device"] for each in found["accelerators"]] == [str(device) for device in sim]
     assert all(each["is_free"] is None and each["problem"] is None for each in found["accelerators"])
@@ -94,7 +94,7 @@ def test_numbers_memory_links_and_shares_of_gpus(
     assert "cuda:2 has less than 75 % of the memory of cuda:0" in warning
     assert "shares=[1.0, 1.0, 0.5]" in warning
     assert "free now: cuda:0, cuda:1" in shown
-    assert "advice: model = manyhands.DataParallel(model, [0, 1])" in shown
+    assert "advice: model = unisono.DataParallel(model, [0, 1])" in shown
     assert any(line.startswith("driver 550.54") for line in shown)
 
 
@@ -125,7 +125,7 @@ def test_damaged_copies_and_a_link_that_fails(
     monkeypatch.setattr(devices, "copy_bytes_per_s", copy)
     shown = lines(capsys, status=1)
     assert "cuda:0 to cuda:1: peer access, cannot be copied: CUDA error: out of memory" in shown
-    assert any("nvidia-ml-py not installed: pip install 'manyhands[watch]'" in line for line in shown)
+    assert any("nvidia-ml-py not installed: pip install 'unisono[watch]'" in line for line in shown)
 
 
 def test_an_accelerator_that_cannot_be_asked(
@@ -144,7 +144,7 @@ def test_an_accelerator_that_cannot_be_asked(
     install(monkeypatch, None)
     found = facts(capsys, status=1)
     assert [each["problem"] for each in found["accelerators"]] == [None, "CUDA error: the GPU has fallen off the bus"]
-    assert found["advice"]["code"] == "model = manyhands.DataParallel(model, [0])"
+    assert found["advice"]["code"] == "model = unisono.DataParallel(model, [0])"
 
 
 @pytest.mark.parametrize(
@@ -293,11 +293,9 @@ def test_the_engine_that_is_advised(tmp_path: Path) -> None:
     assert advised([], one).engine is None
     busy = Accelerator("cuda:0", is_free=False)
     assert advised([busy], one).reason == "every accelerator is busy now"
-    assert (
-        advised([busy, Accelerator("cuda:1", is_free=True)], one).code == "model = manyhands.DataParallel(model, [1])"
-    )
+    assert advised([busy, Accelerator("cuda:1", is_free=True)], one).code == "model = unisono.DataParallel(model, [1])"
     both = [Accelerator("cuda:0", is_free=True), Accelerator("cuda:1")]
-    assert advised(both, one).code == "model = manyhands.DataParallel(model)"
+    assert advised(both, one).code == "model = unisono.DataParallel(model)"
 
 
 def test_more_threads_than_cores_are_warned_about(
@@ -332,7 +330,7 @@ def test_in_a_bare_environment_with_a_reader_that_ends(tmp_path: Path) -> None:
     os.close(read_end)
     with open(write_end, "wb") as closed:
         done = subprocess.run(
-            [sys.executable, "-W", "error", "-m", "manyhands", "devices"],
+            [sys.executable, "-W", "error", "-m", "unisono", "devices"],
             env=environment,
             cwd=tmp_path,
             stdout=closed,

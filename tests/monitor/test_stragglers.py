@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from manyhands.monitor.nvml import Gpu
-from manyhands.monitor.stragglers import Replica, find
+from unisono.monitor.nvml import Gpu
+from unisono.monitor.stragglers import Replica, find
 
 
 def on_host(*figures: tuple[int, float]) -> list[Replica]:

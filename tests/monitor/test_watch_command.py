@@ -1,4 +1,4 @@
-"""`manyhands watch`: one sample, a log, the table on a terminal; a training whose straggler it finds."""
+"""`unisono watch`: one sample, a log, the table on a terminal; a training whose straggler it finds."""
 
 import contextlib
 import json
@@ -18,20 +18,20 @@ import pytest
 
 from helpers.commands import assert_misused
 from helpers.fake_gpus import install, nvml
-from manyhands.cli import main
-from manyhands.monitor import sample
-from manyhands.monitor.display import fitted, styled_lines
-from manyhands.monitor.nvml import GpuReader
-from manyhands.monitor.sample import Sample, Sampler
-from manyhands.runtime.step_status import Published, ReplicaStatus
+from unisono.cli import main
+from unisono.monitor import sample
+from unisono.monitor.display import fitted, styled_lines
+from unisono.monitor.nvml import GpuReader
+from unisono.monitor.sample import Sample, Sampler
+from unisono.runtime.step_status import Published, ReplicaStatus
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="uses terminals and /proc")
 
 TRAINING = """
     import time
     import torch
-    from manyhands import DataParallel
-    from manyhands.runtime.step_status import read_all
+    from unisono import DataParallel
+    from unisono.runtime.step_status import read_all
 
     class Slow(torch.nn.Linear):
         def forward(self, x):
@@ -77,7 +77,7 @@ def training(runtime: Path) -> Iterator[int]:
 
 
 def watch(*arguments: str) -> list[str]:
-    return [sys.executable, "-W", "error", "-m", "manyhands", "watch", *arguments]
+    return [sys.executable, "-W", "error", "-m", "unisono", "watch", *arguments]
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def test_the_table_stays_in_place_on_a_terminal(
 
 
 def test_a_reader_that_ends(runtime: Path) -> None:
-    """M4: as in `manyhands watch | head -1`, in a bare environment; lines without colour before."""
+    """M4: as in `unisono watch | head -1`, in a bare environment; lines without colour before."""
     with subprocess.Popen(
         watch("--every", "0.1"), env=environment(runtime), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -194,7 +194,7 @@ def test_a_log_that_is_full(here: None, capsys: pytest.CaptureFixture[str]) -> N
     """M4: one line, exit status 1."""
     assert main(["watch", "--once", "--every", "0.1", "--log", "/dev/full"]) == 1
     error = "--log /dev/full: cannot be written any more (No space left on device)"
-    assert capsys.readouterr().err == f"manyhands watch: error: {error}\n"
+    assert capsys.readouterr().err == f"unisono watch: error: {error}\n"
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_missing_packages_are_named_with_the_extra(
     """M4: psutil and rich; nvidia-ml-py may be missing."""
     installed = SimpleNamespace(origin="somewhere")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "rich" else installed)
-    assert_misused(["watch", "--once"], "rich not installed: pip install 'manyhands[watch]'", capsys)
+    assert_misused(["watch", "--once"], "rich not installed: pip install 'unisono[watch]'", capsys)
 
 
 @pytest.fixture
@@ -315,7 +315,7 @@ def test_ctrl_c_is_the_usual_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         raise KeyboardInterrupt
 
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr("manyhands.monitor.watch_command.time.sleep", interrupted)
+    monkeypatch.setattr("unisono.monitor.watch_command.time.sleep", interrupted)
     assert main(["watch"]) == 0
     assert signal.getsignal(signal.SIGTERM) == before
     assert capsys.readouterr().err == ""

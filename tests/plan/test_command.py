@@ -1,4 +1,4 @@
-"""`manyhands plan`: what it prints and saves, and how it ends."""
+"""`unisono plan`: what it prints and saves, and how it ends."""
 
 import importlib.util
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers.commands import assert_misused, status_of
-from manyhands.plan import measure, published
+from unisono.plan import measure, published
 
 SCRIPT = """\
 import torch

@@ -1,4 +1,4 @@
-"""The model behind `manyhands plan`: its limits, a simulation of the pipeline as its oracle, and published figures."""
+"""The model behind `unisono plan`: its limits, a simulation of the pipeline as its oracle, and published figures."""
 
 import itertools
 import math
@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.plan import published
-from manyhands.plan.allreduce import ALGORITHMS, halving_doubling, ring, tree, two_level
-from manyhands.plan.links import BYTES, SECONDS, Cluster, Link, parse_link, parse_quantity
-from manyhands.plan.plans import ScalingPlan
-from manyhands.plan.prediction import BEST, COUNTS, StepCost, exposed_s, predict
+from unisono.plan import published
+from unisono.plan.allreduce import ALGORITHMS, halving_doubling, ring, tree, two_level
+from unisono.plan.links import BYTES, SECONDS, Cluster, Link, parse_link, parse_quantity
+from unisono.plan.plans import ScalingPlan
+from unisono.plan.prediction import BEST, COUNTS, StepCost, exposed_s, predict
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -197,4 +197,4 @@ def test_a_miss_is_called_one():
 
 
 def test_the_documentation_has_the_table_as_it_is():
-    assert published.document() in (DOCS / "plan.md").read_text(encoding="utf-8"), "manyhands plan --published"
+    assert published.document() in (DOCS / "plan.md").read_text(encoding="utf-8"), "unisono plan --published"

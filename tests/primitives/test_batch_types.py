@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-import manyhands
+import unisono
 from helpers.garbage import no_garbage
 from helpers.modules import Calls, Fn
-from manyhands.primitives import batch_types
-from manyhands.primitives.batch_types import batch_type_of
+from unisono.primitives import batch_types
+from unisono.primitives.batch_types import batch_type_of
 
 
 class Graphs:
@@ -52,7 +52,7 @@ def per_graph() -> nn.Module:
 @pytest.fixture
 def registered():
     before = dict(batch_types._registered)
-    manyhands.register_batch_type(Graphs, scatter=split_graphs, gather=join_graphs)
+    unisono.register_batch_type(Graphs, scatter=split_graphs, gather=join_graphs)
     yield
     batch_types._registered.clear()
     batch_types._registered.update(before)
@@ -72,7 +72,7 @@ def test_a_registered_class_is_split_and_joined(registered, n):
         return [output["means"], output["batch"].nodes, *grads], output["batch"].sizes
 
     plain, sizes = results(model)
-    for call in (manyhands.DataParallel(model, ["cpu"] * n), lambda b: manyhands.data_parallel(model, b, ["cpu"] * n)):
+    for call in (unisono.DataParallel(model, ["cpu"] * n), lambda b: unisono.data_parallel(model, b, ["cpu"] * n)):
         ours, our_sizes = results(call)
         assert our_sizes == sizes
         torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
@@ -86,7 +86,7 @@ def test_subclasses_are_included(registered):
 def test_a_batch_that_every_replica_gets_and_returns_whole(registered):
     """S5, G6: in_dims and out_dims None; its gradient is the sum of the replicas'."""
     forward = Fn(lambda x, graphs: (x + graphs.nodes.sum(), graphs))
-    model = manyhands.DataParallel(forward, ["cpu"] * 2, in_dims=(0, None), out_dims=(0, None))
+    model = unisono.DataParallel(forward, ["cpu"] * 2, in_dims=(0, None), out_dims=(0, None))
     nodes = torch.ones(3, requires_grad=True)
     output, graphs = model(torch.zeros(4), Graphs(nodes, [3]))
     assert output.tolist() == [3, 3, 3, 3]
@@ -97,35 +97,35 @@ def test_a_batch_that_every_replica_gets_and_returns_whole(registered):
 
 def test_what_does_not_fit_is_named(registered):
     """Rows that differ from other inputs'; a scatter that returns too few."""
-    model = manyhands.DataParallel(Fn(lambda x, graphs: x), ["cpu"] * 2)
+    model = unisono.DataParallel(Fn(lambda x, graphs: x), ["cpu"] * 2)
     batch = Graphs(torch.zeros(3), [1, 2])
     with pytest.raises(ValueError, match=r"inputs\[0\] has 4, inputs\[1\] has 2"):
         model(torch.zeros(4), batch)
-    manyhands.register_batch_type(Graphs, scatter=lambda batch, sizes: [batch], gather=join_graphs)
+    unisono.register_batch_type(Graphs, scatter=lambda batch, sizes: [batch], gather=join_graphs)
     with pytest.raises(ValueError, match=r"scatter of Graphs returned 1 batches for the row counts \[1, 1\]"):
-        manyhands.scatter(batch, ["cpu"] * 2)
+        unisono.scatter(batch, ["cpu"] * 2)
 
 
 @pytest.mark.parametrize(("cls", "name"), [(5, "cls=5"), (dict, "cls=<class 'dict'>"), (torch.Tensor, "cls=")])
 def test_what_cannot_be_registered(cls, name):
     with pytest.raises(TypeError, match=name):
-        manyhands.register_batch_type(cls, scatter=split_graphs, gather=join_graphs)
+        unisono.register_batch_type(cls, scatter=split_graphs, gather=join_graphs)
     with pytest.raises(TypeError, match="gather=None: expected a function"):
-        manyhands.register_batch_type(Graphs, scatter=split_graphs, gather=None)
+        unisono.register_batch_type(Graphs, scatter=split_graphs, gather=None)
 
 
 def test_a_batch_that_pickle_cannot_take_apart_says_so(registered):
     batch = Graphs(torch.zeros(3), [1, 2])
     batch.lock = iter([1]), (i for i in ())
-    manyhands.register_batch_type(Graphs, scatter=lambda b, sizes: [batch, batch], gather=join_graphs)
+    unisono.register_batch_type(Graphs, scatter=lambda b, sizes: [batch, batch], gather=join_graphs)
     with pytest.raises(TypeError, match="generator") as raised:
-        manyhands.scatter(batch, ["cpu"] * 2)
+        unisono.scatter(batch, ["cpu"] * 2)
     assert "sent to the replicas by pickle" in raised.value.__notes__[0]
 
 
 def test_nothing_keeps_a_batch_alive(registered):
     """N10."""
-    model = manyhands.DataParallel(per_graph(), ["cpu"] * 2)
+    model = unisono.DataParallel(per_graph(), ["cpu"] * 2)
     batch = Graphs(torch.randn(3, 3, requires_grad=True), [1, 2])
     output = model(batch)
     output["means"].sum().backward()
@@ -148,9 +148,9 @@ def test_a_packed_sequence_inside_a_registered_batch_keeps_its_sizes_on_the_cpu(
     def split(pair, sizes):
         return [Pair(part) for part in batch_type_of(pair.packed).scatter(pair.packed, sizes)]
 
-    manyhands.register_batch_type(Pair, scatter=split, gather=list)
+    unisono.register_batch_type(Pair, scatter=split, gather=list)
     packed = pack_sequence([torch.ones(2), torch.ones(1)])
-    second = manyhands.scatter(Pair(packed), sim[:2])[1]
+    second = unisono.scatter(Pair(packed), sim[:2])[1]
     assert second.same is second.packed
     assert (second.packed.data.device, second.packed.batch_sizes.device.type) == (sim[1], "cpu")
 
@@ -170,5 +170,5 @@ def test_an_rnn_over_packed_sequences(kind, n, is_sorted):
         loss = output.data.sin().sum() + sum(h.square().sum() for h in hidden)
         return [*output[:2], *hidden, *torch.autograd.grad(loss, [*given, *model.parameters()])]
 
-    wrapped = manyhands.DataParallel(model, ["cpu"] * n, out_dims=(0, 1))
+    wrapped = unisono.DataParallel(model, ["cpu"] * n, out_dims=(0, 1))
     torch.testing.assert_close(results(wrapped), results(model), rtol=1e-12, atol=1e-12)

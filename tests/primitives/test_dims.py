@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from manyhands.primitives.dims import check_dims, check_scalars, spread, spread_inputs
+from unisono.primitives.dims import check_dims, check_scalars, spread, spread_inputs
 
 
 class Pair(NamedTuple):

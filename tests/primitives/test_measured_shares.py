@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.bench.contenders import STEPS_UNTIL_FROZEN
-from manyhands.primitives.measured_shares import (
+from unisono.bench.contenders import STEPS_UNTIL_FROZEN
+from unisono.primitives.measured_shares import (
     PERIOD,
     Line,
     MeasuredShares,

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from manyhands.primitives.object_state import same_state, state_of
+from unisono.primitives.object_state import same_state, state_of
 
 
 class Slotted:

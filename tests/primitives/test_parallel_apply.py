@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from manyhands import parallel_apply
+from unisono import parallel_apply
 
 
 def describe(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from manyhands.primitives.placements import PaddedShard, Placement, Replicate, Shard, Single, Stack, WeightedSum
+from unisono.primitives.placements import PaddedShard, Placement, Replicate, Shard, Single, Stack, WeightedSum
 
 PLACEMENTS = [
     (Shard(0, (2, 0, 3)), (5, 4), [(2, 4), (0, 4), (3, 4)]),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from manyhands.primitives import pytree
+from unisono.primitives import pytree
 
 Point = namedtuple("Point", "x y")
 Nothing = namedtuple("Nothing", "")

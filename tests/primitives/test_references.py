@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands import DataParallel
-from manyhands.primitives.references import is_inert, rebind, references
+from unisono import DataParallel
+from unisono.primitives.references import is_inert, rebind, references
 
 Pair = namedtuple("Pair", ["first", "second"])
 

@@ -14,8 +14,8 @@ from torch.nn.utils import parametrizations
 
 from helpers.garbage import no_garbage
 from helpers.modules import Calls
-from manyhands import DataParallel, data_parallel, replicate
-from manyhands.primitives.blueprint import collector_paused
+from unisono import DataParallel, data_parallel, replicate
+from unisono.primitives.blueprint import collector_paused
 
 CPU = ["cpu", "cpu"]
 

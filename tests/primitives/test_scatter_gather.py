@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-import manyhands
+import unisono
 
 CPU = torch.device("cpu")
 
@@ -34,10 +34,10 @@ def rows_of(shards) -> list[int]:
 def test_shards_and_gathered_outputs_are_copies_also_on_the_same_device():
     """S12: in-place writes never reach the caller's batch, or a replica's output."""
     x, scalar = numbered(4), torch.tensor(1.0)
-    for shard, whole in manyhands.scatter((x, scalar), ["cpu", "cpu"]):
+    for shard, whole in unisono.scatter((x, scalar), ["cpu", "cpu"]):
         shard.zero_()
         whole.zero_()
-    manyhands.gather([x], "cpu").zero_()
+    unisono.gather([x], "cpu").zero_()
     assert x.tolist() == [0, 1, 2, 3]
     assert scalar.item() == 1
 
@@ -45,7 +45,7 @@ def test_shards_and_gathered_outputs_are_copies_also_on_the_same_device():
 def test_scatter_is_differentiable(sim):
     """S12, S6: gradients come back row by row, those of a 0-dim tensor summed; writes in place are allowed."""
     x, scalar = numbered(5).requires_grad_(), torch.tensor(2.0, requires_grad=True)
-    shards = manyhands.scatter((x, scalar), [0, 1])
+    shards = unisono.scatter((x, scalar), [0, 1])
     assert [tuple(part.device for part in shard) for shard in shards] == [(device, device) for device in sim[:2]]
     for i, (shard, factor) in enumerate(shards):
         (shard.mul_(10**i).sum() * factor).backward()
@@ -65,24 +65,24 @@ def test_scatter_is_differentiable(sim):
 def test_tensors_that_do_not_fit_together_are_named(inputs, dim, message):
     """S5: each tensor's path and rows."""
     with pytest.raises(ValueError, match=message):
-        manyhands.scatter(inputs, ["cpu", "cpu"], dim)
+        unisono.scatter(inputs, ["cpu", "cpu"], dim)
 
 
 def test_devices_to_scatter_to_are_checked(sim):
     """A13."""
     with pytest.raises(ValueError, match="no devices to scatter to"):
-        manyhands.scatter(numbered(4), [])
+        unisono.scatter(numbered(4), [])
     with pytest.raises(ValueError, match="target_gpus: there is no accelerator 9"):
-        manyhands.scatter(numbered(4), [0, 9])
+        unisono.scatter(numbered(4), [0, 9])
 
 
 def test_one_kind_of_inputs_only():
     """S8: and an only input needs no tuple."""
-    inputs, kwargs = manyhands.scatter_kwargs((), {"x": numbered(3)}, ["cpu", "cpu"])
+    inputs, kwargs = unisono.scatter_kwargs((), {"x": numbered(3)}, ["cpu", "cpu"])
     assert inputs == ((), ())
     assert rows_of(kw["x"] for kw in kwargs) == [2, 1]
     for given, keywords in (((numbered(4),), None), ((numbered(4),), {}), (numbered(4), None)):
-        inputs, kwargs = manyhands.scatter_kwargs(given, keywords, ["cpu", "cpu"])
+        inputs, kwargs = unisono.scatter_kwargs(given, keywords, ["cpu", "cpu"])
         assert [type(shard) for shard in inputs] == [tuple, tuple]
         assert rows_of(shard[0] for shard in inputs) == [2, 2]
         assert kwargs == ({}, {})
@@ -95,15 +95,15 @@ def test_tensors_are_joined_in_order_on_the_target_device(sim):
     """G1, A6, A13."""
     outputs = [numbered(3, 2).to("sim:0"), numbered(1, 2).to("sim:2")]
     for target, device in ((1, sim[1]), ("sim:0", sim[0]), ("cpu", CPU), (CPU, CPU)):
-        joined = manyhands.gather(outputs, target)
+        joined = unisono.gather(outputs, target)
         assert joined.device == device
         assert joined.tolist() == [[0, 1], [2, 3], [4, 5], [0, 1]]
     with pytest.raises(ValueError, match="there is no accelerator 7"):
-        manyhands.gather(outputs, 7)
+        unisono.gather(outputs, 7)
     with pytest.raises(TypeError, match="target_device is None"):
-        manyhands.gather(outputs, None)
+        unisono.gather(outputs, None)
     with pytest.warns(FutureWarning, match="deprecated"):
-        assert manyhands.gather(outputs, -1).device == CPU
+        assert unisono.gather(outputs, -1).device == CPU
 
 
 ROW, TABLE = torch.ones(2), torch.ones(2, 3)
@@ -127,10 +127,10 @@ def test_outputs_that_do_not_fit_together(outputs, error, message):
     """G3, G5: the path, the replicas and what each gave; test_pytree.py has structures that differ."""
     pattern = re.escape(message).replace(r"\.\*", ".*")
     with pytest.raises(error, match=pattern):
-        manyhands.gather(outputs, "cpu")
+        unisono.gather(outputs, "cpu")
 
 
 def test_an_output_without_the_axis_is_named():
     """S10, G5."""
     with pytest.raises(ValueError, match=r"cannot gather output\['y'\] of shape \(2,\) along dim=1"):
-        manyhands.gather([{"y": ROW}] * 2, "cpu", dim=1)
+        unisono.gather([{"y": ROW}] * 2, "cpu", dim=1)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from manyhands.primitives.split_sizes import check_shares, split_rows
+from unisono.primitives.split_sizes import check_shares, split_rows
 
 
 @pytest.mark.parametrize(

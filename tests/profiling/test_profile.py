@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-import manyhands.testing
+import unisono.testing
 from helpers.one_graph import simulated_accelerators_with_one_graph
-from manyhands import DataParallel
-from manyhands.profiling import profile as profile_module
-from manyhands.profiling.steps import divided, filled, lanes_of
-from manyhands.runtime import timeline
-from manyhands.runtime.devices import DeviceClock
-from manyhands.runtime.timeline import Span
+from unisono import DataParallel
+from unisono.profiling import profile as profile_module
+from unisono.profiling.steps import divided, filled, lanes_of
+from unisono.runtime import timeline
+from unisono.runtime.devices import DeviceClock
+from unisono.runtime.timeline import Span
 
 
 def train(model: nn.Module, rows: int = 8) -> None:
@@ -92,7 +92,7 @@ def test_overridden_verbs() -> None:
 
 def test_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     """P4: the host has a lane of its own, and each replica one of its device."""
-    with manyhands.testing.simulated_accelerators(2), simulated_accelerators_with_one_graph(monkeypatch):
+    with unisono.testing.simulated_accelerators(2), simulated_accelerators_with_one_graph(monkeypatch):
         model = DataParallel(nn.Linear(5, 3).to("sim:0"))
         with model.profile() as profile:
             for _ in range(2):
@@ -120,7 +120,7 @@ def test_a_device_that_is_steps_behind_the_host(monkeypatch: pytest.MonkeyPatch)
             return 1e6 + 100.0 * self._moments
 
     monkeypatch.setattr(profile_module, "DeviceClock", Late)
-    with manyhands.testing.simulated_accelerators(2), simulated_accelerators_with_one_graph(monkeypatch):
+    with unisono.testing.simulated_accelerators(2), simulated_accelerators_with_one_graph(monkeypatch):
         model = DataParallel(nn.Linear(5, 3).to("sim:0"))
         with model.profile() as profile:
             for _ in range(3):
@@ -242,8 +242,8 @@ def test_the_picture(model: DataParallel, tmp_path: Path) -> None:
 def test_without_matplotlib(model: DataParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P5: the error says what to install, and no file is left."""
     monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
-    monkeypatch.delitem(sys.modules, "manyhands.profiling.picture", raising=False)
-    monkeypatch.delattr("manyhands.profiling.picture", raising=False)
+    monkeypatch.delitem(sys.modules, "unisono.profiling.picture", raising=False)
+    monkeypatch.delattr("unisono.profiling.picture", raising=False)
     with model.profile() as profile:
         train(model)
     with pytest.raises(ImportError, match="pip install matplotlib"):

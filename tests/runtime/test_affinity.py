@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import manyhands
-from manyhands.runtime import affinity
-from manyhands.runtime.thread_pool import run_together
+import unisono
+from unisono.runtime import affinity
+from unisono.runtime.thread_pool import run_together
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not bind threads")
 _CPU = torch.device("cpu")
@@ -18,7 +18,7 @@ _CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _not_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """As users have it; conftest.py switches it off where pytest runs in several processes."""
-    monkeypatch.delenv("MANYHANDS_BIND_CORES", raising=False)
+    monkeypatch.delenv("UNISONO_BIND_CORES", raising=False)
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_worker_threads_run_on_their_part_and_the_caller_anywhere(monkeypatch: p
     caller, worker = (outcome.value for outcome in run_together([where, where], [_CPU] * 2))
     assert caller == before
     assert worker == set(affinity.cores_per_replica(2)[1]) != before
-    monkeypatch.setenv("MANYHANDS_BIND_CORES", "0")
+    monkeypatch.setenv("UNISONO_BIND_CORES", "0")
     assert affinity.cores_per_replica(2) == [tuple(sorted(before))] * 2
     _, worker = (outcome.value for outcome in run_together([where, where], [_CPU] * 2))
     assert worker == before
@@ -77,7 +77,7 @@ class _TellsItsCores(torch.nn.Module):
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_worker_processes_run_on_their_part() -> None:
-    model = manyhands.DataParallel(_TellsItsCores(), ["cpu", "cpu"], engine="processes")
+    model = unisono.DataParallel(_TellsItsCores(), ["cpu", "cpu"], engine="processes")
     of_caller, of_worker = (set(row.nonzero().flatten().tolist()) for row in model(torch.zeros(2, 1)))
     model.close()
     assert of_caller == os.sched_getaffinity(0)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from manyhands.runtime.buckets import Bucket, BucketFiller, Form, buckets_of, fingerprint, is_plain
+from unisono.runtime.buckets import Bucket, BucketFiller, Form, buckets_of, fingerprint, is_plain
 
 META = torch.device("meta")
 

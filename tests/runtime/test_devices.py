@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import manyhands
-from manyhands import DataParallel
-from manyhands.runtime import devices
+import unisono
+from unisono import DataParallel
+from unisono.runtime import devices
 
 CPU = torch.device("cpu")
 
@@ -389,7 +389,7 @@ def test_a_copy_that_cannot_be_tried_is_an_error(tried, monkeypatch):
 @pytest.mark.parametrize("engine", ["threads", "plain composition"])
 def test_where_the_link_is_bad_nothing_is_copied_directly(sim, monkeypatch, engine, sync_batch_norm):
     """S11: shards, parameters, buffers, outputs, statistics, gradients, and gradients of gradients."""
-    from manyhands import testing
+    from unisono import testing
 
     straight = []
     dispatch = testing.SimulatedTensor.__torch_dispatch__
@@ -408,7 +408,7 @@ def test_where_the_link_is_bad_nothing_is_copied_directly(sim, monkeypatch, engi
     layers = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh()).to(sim[0])
     model = DataParallel(layers, sim[:2], sync_batch_norm=sync_batch_norm)
     if engine == "plain composition":
-        model.gather = manyhands.gather  # a verb of one's own
+        model.gather = unisono.gather  # a verb of one's own
     x = torch.randn(8, 3, device=sim[0], requires_grad=True)
     (grad,) = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
     grad.pow(2).sum().backward()

@@ -3,7 +3,7 @@
 import logging
 from concurrent.futures import ThreadPoolExecutor
 
-from manyhands.runtime import errors
+from unisono.runtime import errors
 
 
 def test_log_once_logs_a_message_the_first_time_only(caplog):
@@ -12,8 +12,8 @@ def test_log_once_logs_a_message_the_first_time_only(caplog):
         list(pool.map(errors.log_once, ["100 % of %s rows"] * 100))
     errors.log_once("another")
     assert [(r.name, r.levelno, r.getMessage()) for r in caplog.records] == [
-        ("manyhands", logging.WARNING, "100 % of %s rows"),
-        ("manyhands", logging.WARNING, "another"),
+        ("unisono", logging.WARNING, "100 % of %s rows"),
+        ("unisono", logging.WARNING, "another"),
     ]
 
 

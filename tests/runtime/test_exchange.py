@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from helpers.in_time import in_time
-from manyhands.runtime.exchange import Exchange, LocalExchange, Request, Response
-from manyhands.runtime.thread_pool import run_together
+from unisono.runtime.exchange import Exchange, LocalExchange, Request, Response
+from unisono.runtime.thread_pool import run_together
 
 CPU = torch.device("cpu")
 

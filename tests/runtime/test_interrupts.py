@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from helpers.in_time import in_time
-from manyhands.runtime.interrupts import (
+from unisono.runtime.interrupts import (
     acquire,
     at_deletion,
     critical,

@@ -4,15 +4,15 @@ import json
 
 import pytest
 
-import manyhands
+import unisono
 from helpers.programs import run_script
-from manyhands.runtime import malloc
+from unisono.runtime import malloc
 
 # Prints the MiB that are resident after many large blocks have been freed, less those before they were made: in the
 # caller's process before the call, in a worker's, and in the caller's after the call; and what the call returned.
 MEASURE = """
 import json, os, sys
-import torch, manyhands
+import torch, unisono
 
 def resident():
     with open("/proc/self/statm") as file:
@@ -25,9 +25,9 @@ class Measure(torch.nn.Module):
         del blocks
         return torch.full((len(x),), resident() - before)
 
-model = manyhands.DataParallel(Measure(), ["cpu", "cpu"], engine="processes")
+model = unisono.DataParallel(Measure(), ["cpu", "cpu"], engine="processes")
 before = model(torch.zeros(2)).tolist()
-done = manyhands.keep_freed_memory()
+done = unisono.keep_freed_memory()
 print(json.dumps([done, *before, model(torch.zeros(2)).tolist()[0]]))
 """
 
@@ -49,7 +49,7 @@ def test_elsewhere_nothing_is_done(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(malloc.sys, "platform", "darwin")
     malloc._mallopt.cache_clear()
     try:
-        assert manyhands.keep_freed_memory() is False
+        assert unisono.keep_freed_memory() is False
     finally:
         malloc._mallopt.cache_clear()
 
@@ -65,5 +65,5 @@ def test_what_an_older_glibc_refuses(refused, monkeypatch: pytest.MonkeyPatch):
         return int((parameter, value) not in refused)
 
     monkeypatch.setattr(malloc, "_mallopt", lambda: mallopt)
-    assert manyhands.keep_freed_memory() is (len(refused) == 1)
+    assert unisono.keep_freed_memory() is (len(refused) == 1)
     assert given[:2] == [(-3, 2**30), (-3, 2**25)]

@@ -3,14 +3,14 @@
 import pytest
 
 from helpers.programs import run_script
-from manyhands.runtime import openmp
+from unisono.runtime import openmp
 
 gnu = pytest.mark.skipif(openmp._pause() is None, reason="needs GNU OpenMP")
 
 REGION = '''
 import os, threading, time
 import torch
-from manyhands.runtime import openmp
+from unisono.runtime import openmp
 
 torch.set_num_threads(3)
 x = torch.linspace(-3, 3, 512 * 512).view(512, 512)

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from helpers.modules import PassingMode
-from manyhands import data_parallel, parallel_apply
-from manyhands.runtime import devices, rng, torch_private
-from manyhands.runtime.rng import operations_that_draw, own_streams
+from unisono import data_parallel, parallel_apply
+from unisono.runtime import devices, rng, torch_private
+from unisono.runtime.rng import operations_that_draw, own_streams
 
 CPU = torch.device("cpu")
 WAIT_S = 15.0
@@ -47,7 +47,7 @@ def assert_streams(function: Function, same_as: Function | None = None) -> None:
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "manyhands"]
+    return [record.getMessage() for record in caplog.records if record.name == "unisono"]
 
 
 # ---- what is caught ------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from helpers.programs import run_script
-from manyhands import DataParallel, data_parallel
-from manyhands.runtime import step_status
-from manyhands.runtime.step_status import Published, read_all
+from unisono import DataParallel, data_parallel
+from unisono.runtime import step_status
+from unisono.runtime.step_status import Published, read_all
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pwrite"), reason="nothing is published on this system")
 
@@ -35,14 +35,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    return tmp_path / "runtime" / "manyhands"
+    return tmp_path / "runtime" / "unisono"
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     clock = Clock()
-    monkeypatch.setattr("manyhands.runtime.step_status.monotonic", clock)
-    monkeypatch.setattr(sys.modules["manyhands.data_parallel"], "monotonic", clock)  # the name is a function, too
+    monkeypatch.setattr("unisono.runtime.step_status.monotonic", clock)
+    monkeypatch.setattr(sys.modules["unisono.data_parallel"], "monotonic", clock)  # the name is a function, too
     return clock
 
 
@@ -144,7 +144,7 @@ def test_nothing_that_goes_wrong_reaches_the_training(
         raise OSError(28, "No space left on device")
 
     if trouble == "switched off":
-        monkeypatch.setenv("MANYHANDS_PUBLISH", "0")
+        monkeypatch.setenv("UNISONO_PUBLISH", "0")
     elif trouble == "full disk":
         monkeypatch.setattr(os, "pwrite", full)
     elif trouble == "folder for all":
@@ -169,7 +169,7 @@ def test_without_a_runtime_folder_it_is_the_one_for_temporary_files(
     model = wrapper()
     publish(model, clock)
     if not Path(f"/run/user/{os.getuid()}").is_dir():
-        assert step_status.folders() == [tmp_path / "temporary" / f"manyhands-{os.getuid()}"]
+        assert step_status.folders() == [tmp_path / "temporary" / f"unisono-{os.getuid()}"]
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder.parent))
     assert step_status.folders()[0] == folder
     assert len(own()) == 1
@@ -252,10 +252,10 @@ def test_a_forked_process_leaves_its_parents_file_alone(folder: Path, tmp_path: 
         import os, sys, tempfile
         os.environ["XDG_RUNTIME_DIR"], tempfile.tempdir = {str(folder.parent)!r}, {str(tmp_path / "temporary")!r}
         import torch
-        from manyhands import DataParallel
-        from manyhands.runtime import step_status
+        from unisono import DataParallel
+        from unisono.runtime import step_status
         now = [100.0]
-        step_status.monotonic = sys.modules["manyhands.data_parallel"].monotonic = lambda: now[0]
+        step_status.monotonic = sys.modules["unisono.data_parallel"].monotonic = lambda: now[0]
         model = DataParallel(torch.nn.Linear(3, 2), ["cpu"])
 
         def publish():

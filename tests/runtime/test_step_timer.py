@@ -6,9 +6,9 @@ import weakref
 import pytest
 import torch
 
-from manyhands import DataParallel
-from manyhands.runtime import torch_private
-from manyhands.runtime.step_timer import StepTimer
+from unisono import DataParallel
+from unisono.runtime import torch_private
+from unisono.runtime.step_timer import StepTimer
 
 CPU = [torch.device("cpu")]
 

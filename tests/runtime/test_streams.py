@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from manyhands.runtime import streams
-from manyhands.runtime.streams import Copies, queued_on, wait_for_maker, wait_for_streams
+from unisono.runtime import streams
+from unisono.runtime.streams import Copies, queued_on, wait_for_maker, wait_for_streams
 
 CPU = torch.device("cpu")
 A, B = torch.device("cuda", 0), torch.device("cuda", 1)  # names only

@@ -23,9 +23,9 @@ from helpers.garbage import no_garbage
 from helpers.in_time import WAIT_S, in_time
 from helpers.modules import PassingMode
 from helpers.programs import run_script
-from manyhands.runtime import thread_pool, torch_private
-from manyhands.runtime.thread_pool import Background, Outcome, inside_replica, replica_path, run_together
-from manyhands.runtime.thread_state import ThreadState
+from unisono.runtime import thread_pool, torch_private
+from unisono.runtime.thread_pool import Background, Outcome, inside_replica, replica_path, run_together
+from unisono.runtime.thread_state import ThreadState
 
 CPU = torch.device("cpu")
 
@@ -48,7 +48,7 @@ def raises(error: BaseException) -> Callable[[], Any]:
 
 
 def worker_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == "manyhands-worker"}
+    return {thread for thread in threading.enumerate() if thread.name == "unisono-worker"}
 
 
 def test_tasks_know_that_they_are_replicas_and_which() -> None:
@@ -417,10 +417,10 @@ def test_a_fork_has_workers_of_its_own() -> None:
     done = run_script("""
         import os, warnings
         import torch
-        import manyhands
+        import unisono
 
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks in a process with threads
-        model = manyhands.DataParallel(torch.nn.Linear(4, 2), ["cpu"] * 3)
+        model = unisono.DataParallel(torch.nn.Linear(4, 2), ["cpu"] * 3)
         model(torch.ones(6, 4)).sum().backward()
         child = os.fork()
         if child == 0:
@@ -453,7 +453,7 @@ def test_the_interpreter_exits_while_a_worker_is_busy(first: str, call: str) -> 
     done = run_script(f"""
         import signal, sys, threading
         import torch
-        from manyhands.runtime.thread_pool import run_together
+        from unisono.runtime.thread_pool import run_together
 
         busy = threading.Event()
 
@@ -484,7 +484,7 @@ def test_the_interpreter_exits_while_a_replica_sleeps(sleep: str) -> None:
     done = run_script(f"""
         import signal, sys, threading, time
         import torch
-        from manyhands.runtime import thread_pool
+        from unisono.runtime import thread_pool
 
         thread_pool._EXIT_WAIT_S = 1e6
         busy = threading.Event()
@@ -510,7 +510,7 @@ def test_ctrl_c_ends_a_program_as_python_does() -> None:
     done = run_script("""
         import signal, threading
         import torch
-        import manyhands
+        import unisono
 
         busy = threading.Barrier(2)
 
@@ -522,7 +522,7 @@ def test_ctrl_c_ends_a_program_as_python_does() -> None:
                 while True:
                     x = x * 1.0
 
-        manyhands.DataParallel(Endless(), ["cpu"] * 2)(torch.arange(4.0))
+        unisono.DataParallel(Endless(), ["cpu"] * 2)(torch.arange(4.0))
     """)
     assert done.returncode in (-signal.SIGINT, 130, 1)
     assert done.stderr.rstrip().endswith("KeyboardInterrupt"), done.stderr

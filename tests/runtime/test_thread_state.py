@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.modules import Calls
-from manyhands import DataParallel, parallel_apply
+from unisono import DataParallel, parallel_apply
 
 variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="nothing")
 
@@ -65,7 +65,7 @@ def set_for_good(setter: Callable[[Any], object], value: Any, before: Any) -> It
 
 
 def simulated_default_device() -> torch.device:
-    import manyhands.testing  # noqa: F401 - it makes sim:1 known
+    import unisono.testing  # noqa: F401 - it makes sim:1 known
 
     return torch.device("sim:1")
 

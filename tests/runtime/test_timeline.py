@@ -7,9 +7,9 @@ from typing import ClassVar
 import pytest
 import torch
 
-from manyhands.runtime import devices, timeline
-from manyhands.runtime.devices import DeviceClock
-from manyhands.runtime.timeline import Span, Step, Track
+from unisono.runtime import devices, timeline
+from unisono.runtime.devices import DeviceClock
+from unisono.runtime.timeline import Span, Step, Track
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from torch.utils import _python_dispatch
 
 from helpers.modules import PassingMode
 from helpers.programs import run_script
-from manyhands.runtime import torch_private
+from unisono.runtime import torch_private
 
 
 class FunctionMode(TorchFunctionMode):
@@ -277,7 +277,7 @@ def test_a_step_imports_no_sympy() -> None:
     run = run_script("""
         import sys
         import torch
-        import manyhands
+        import unisono
 
         class Imported(torch.nn.Linear):
             def forward(self, x):
@@ -285,7 +285,7 @@ def test_a_step_imports_no_sympy() -> None:
 
         for engine, sync_batch_norm in [(e, s) for e in ("threads", "processes") for s in (False, True)]:
             module = torch.nn.Sequential(torch.nn.BatchNorm1d(2), Imported(2, 2))
-            model = manyhands.DataParallel(module, ["cpu"] * 2, engine=engine, sync_batch_norm=sync_batch_norm)
+            model = unisono.DataParallel(module, ["cpu"] * 2, engine=engine, sync_batch_norm=sync_batch_norm)
             for _ in range(2):
                 output, imported = model(torch.ones(4, 2))
                 output.sum().backward()
@@ -305,7 +305,7 @@ def test_catch_operations() -> None:
         import torch
         from torch.nn import functional as F
         from torch.nn.attention.flex_attention import flex_attention
-        from manyhands.runtime.torch_private import catch_operations
+        from unisono.runtime.torch_private import catch_operations
 
         warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
         caught = []

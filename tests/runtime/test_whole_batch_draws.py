@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.in_time import WAIT_S
 from helpers.modules import Fn
-from manyhands import DataParallel
-from manyhands.primitives.split_sizes import unequal
-from manyhands.runtime.rng import operations_that_draw
+from unisono import DataParallel
+from unisono.primitives.split_sizes import unequal
+from unisono.runtime.rng import operations_that_draw
 
 Function = Callable[[torch.Tensor], Any]
 

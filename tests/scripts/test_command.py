@@ -1,4 +1,4 @@
-"""`manyhands run`: what the script sees of its program, how it ends, the closing line, errors."""
+"""`unisono run`: what the script sees of its program, how it ends, the closing line, errors."""
 
 import json
 import signal
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from helpers.commands import assert_misused, run_to_the_end, status_of
-from manyhands.scripts.command import split
+from unisono.scripts.command import split
 
 SOURCES = str(Path(__file__).parents[2] / "src")
 WRAPPED = """
@@ -90,7 +90,7 @@ def test_a_module_runs_as_with_python_m(capsys: pytest.CaptureFixture[str]) -> N
 def test_the_end_is_the_scripts(text: str, status: int, error: str, capsys: pytest.CaptureFixture[str]) -> None:
     """X7: exit status and traceback, in which no frame is of the command."""
     assert run_to_the_end(script(text)) == status
-    before, _, closing = capsys.readouterr().err.rpartition("manyhands run: ")
+    before, _, closing = capsys.readouterr().err.rpartition("unisono run: ")
     assert before.endswith(error)
     assert "main_program" not in before
     assert "importlib" not in before
@@ -105,7 +105,7 @@ def test_a_hook_of_the_script_that_fails_is_shown_as_python_does(
     name = script("import sys\ndef hook(*_):\n    raise ValueError('in hook')\nsys.excepthook = hook\n1 / 0")
     assert run_to_the_end(name) == 1
     frame = f'Traceback (most recent call last):\n  File "{Path(name).absolute()}", line'
-    before, _, closing = capsys.readouterr().err.rpartition("manyhands run: ")
+    before, _, closing = capsys.readouterr().err.rpartition("unisono run: ")
     assert before.startswith(f"Error in sys.excepthook:\n{frame} 3, in hook\n")
     assert f"ValueError: in hook\n\nOriginal exception was:\n{frame} 5, in <module>\n" in before
     assert before.endswith("ZeroDivisionError: division by zero\n")
@@ -123,7 +123,7 @@ def test_a_script_may_leave_no_stream(
     assert run_to_the_end(script(f"import sys\nsys.{stream} = None\nsys.exit('no data')")) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("manyhands run: " if stream == "stderr" else "no data\nmanyhands run: ")
+    assert captured.err.startswith("unisono run: " if stream == "stderr" else "no data\nunisono run: ")
 
 
 def test_threads_and_exit_handlers_of_the_script_count(tmp_path: Path) -> None:
@@ -143,13 +143,11 @@ atexit.register(steps, 1)
 sys.stdout.close()
 """
     )
-    command = [sys.executable, "-m", "manyhands", "run", "--devices", "cpu*2", name]
+    command = [sys.executable, "-m", "unisono", "run", "--devices", "cpu*2", name]
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": SOURCES}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=200, check=False)
     (closing,) = done.stderr.decode().splitlines()
-    assert closing.startswith(
-        "manyhands run: 2 wrappers on 2 replicas (2 x cpu), engine threads; 90 rows in 3 forwards"
-    )
+    assert closing.startswith("unisono run: 2 wrappers on 2 replicas (2 x cpu), engine threads; 90 rows in 3 forwards")
     assert done.returncode == 0
 
 
@@ -174,7 +172,7 @@ torch.save([p.detach() for p in model.parameters()], f"{rank}of{world_size}.pt")
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1"}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*launcher, "-m", "manyhands", "run", "--devices", "cpu*2", name],
+        [*launcher, "-m", "unisono", "run", "--devices", "cpu*2", name],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
@@ -182,9 +180,9 @@ torch.save([p.detach() for p in model.parameters()], f"{rank}of{world_size}.pt")
         check=False,
     )
     assert done.returncode == 0, done.stderr.decode()
-    closings = [line for line in done.stderr.decode().splitlines() if line.startswith("manyhands run: ")]
+    closings = [line for line in done.stderr.decode().splitlines() if line.startswith("unisono run: ")]
     (closing,) = closings
-    assert closing.startswith("manyhands run: rank 0 of 2; 1 wrapper on 2 replicas (2 x cpu), engine threads; 18 rows")
+    assert closing.startswith("unisono run: rank 0 of 2; 1 wrapper on 2 replicas (2 x cpu), engine threads; 18 rows")
     exec(compile(text, name, "exec"), {"__name__": "__main__"})
     oracle = torch.load("0of1.pt")
     for rank in range(2):
@@ -221,7 +219,7 @@ def test_the_plain_module_is_called_so(capsys: pytest.CaptureFixture[str]) -> No
     assert run_to_the_end(script(WRAPPED)) == 0
     closing = capsys.readouterr().err.splitlines()[-1]
     assert closing.startswith(
-        "manyhands run: 1 wrapper on no accelerator, where the plain module runs (--devices 'cpu*2'"
+        "unisono run: 1 wrapper on no accelerator, where the plain module runs (--devices 'cpu*2'"
     )
     assert "; 90 rows in 3 forwards, " in closing
     assert "backward and the rest of the script" in closing
@@ -242,7 +240,7 @@ def test_a_script_without_a_wrapper_is_told_so(
     assert run_to_the_end("--devices", "cpu*2", "--count-replicas", name) == 0
     captured = capsys.readouterr()
     assert captured.out == f"2 {torch.cuda.is_available()}\n"
-    assert captured.err.startswith("manyhands run: 1 wrapper on 2 replicas (2 x cpu), engine threads; 90 rows in 3 ")
+    assert captured.err.startswith("unisono run: 1 wrapper on 2 replicas (2 x cpu), engine threads; 90 rows in 3 ")
     assert torch.cuda.device_count() == 0
     assert run_to_the_end(script("print(1)")) == 0
     error = capsys.readouterr().err
@@ -278,7 +276,7 @@ def test_a_mistake_is_one_line_and_runs_nothing(
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     """X6: of the command, not of the script."""
     assert status_of("run", "--help") == 0
-    assert "examples:\n  manyhands run train.py" in capsys.readouterr().out
+    assert "examples:\n  unisono run train.py" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals and pipes of POSIX")
@@ -308,7 +306,7 @@ if __name__ == "__main__":
         "COLUMNS": "20",
         "PYTHONPATH": SOURCES,
     }
-    command = [sys.executable, "-W", "error", "-m", "manyhands", "run", "--devices", "cpu*2"]
+    command = [sys.executable, "-W", "error", "-m", "unisono", "run", "--devices", "cpu*2"]
     done = subprocess.run(
         [*command, name], cwd=tmp_path, env=environment, capture_output=True, timeout=200, check=False
     )
@@ -316,7 +314,7 @@ if __name__ == "__main__":
     assert done.stdout.decode() == "模型 8\n"
     *_, last, closing = done.stderr.decode().splitlines()
     assert last == "KeyboardInterrupt"
-    assert closing.startswith("manyhands run: 1 wrapper on 2 replicas (2 x cpu), engine threads; 8 rows in 2 forwards")
+    assert closing.startswith("unisono run: 1 wrapper on 2 replicas (2 x cpu), engine threads; 8 rows in 2 forwards")
 
     with subprocess.Popen(
         [*command, "-"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-import manyhands
+import unisono
 from helpers.programs import run_script
 
 TORCHS = torch.nn.DataParallel
@@ -22,7 +22,7 @@ CPUS = ["cpu", "cpu"]
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
     yield
-    manyhands.install().uninstall()
+    unisono.install().uninstall()
     assert torch.nn.DataParallel is TORCHS
 
 
@@ -32,7 +32,7 @@ def test_names_are_replaced_wherever_they_are_and_put_back(monkeypatch: pytest.M
     exec("from torch.nn import DataParallel as Wrapper\nfrom torch.nn.parallel import gather, scatter", vars(before))
     monkeypatch.setitem(sys.modules, before.__name__, before)
     torchs = dict(vars(before))
-    installed = manyhands.install(CPUS)
+    installed = unisono.install(CPUS)
     assert {"torch.nn.DataParallel", "torch.nn.parallel.data_parallel", "torch.nn.parallel.replicate.replicate"} <= {
         *installed.replaced
     }
@@ -40,8 +40,8 @@ def test_names_are_replaced_wherever_they_are_and_put_back(monkeypatch: pytest.M
     after: dict[str, Any] = {}
     exec("from torch.nn.parallel.data_parallel import DataParallel, data_parallel", after)
     assert after["DataParallel"] is before.Wrapper is torch.nn.DataParallel is torch.nn.parallel.DataParallel
-    assert issubclass(torch.nn.DataParallel, manyhands.DataParallel)
-    assert manyhands.install(CPUS).replaced == ()  # again: nothing is left to replace
+    assert issubclass(torch.nn.DataParallel, unisono.DataParallel)
+    assert unisono.install(CPUS).replaced == ()  # again: nothing is left to replace
     installed.uninstall()
     installed.uninstall()
     assert {name: vars(before)[name] for name in torchs} == torchs
@@ -50,7 +50,7 @@ def test_names_are_replaced_wherever_they_are_and_put_back(monkeypatch: pytest.M
 def test_devices_and_options_hold_for_every_wrapper() -> None:
     """X3: whatever the script names; a subclass too; `nn.DataParallel[...]` as a base class."""
 
-    with manyhands.install(CPUS, shares=[2, 1], sync_batch_norm=True) as installed:
+    with unisono.install(CPUS, shares=[2, 1], sync_batch_norm=True) as installed:
 
         class Loud(nn.DataParallel[nn.Linear]):
             pass
@@ -71,7 +71,7 @@ def test_devices_and_options_hold_for_every_wrapper() -> None:
 def test_the_verbs_take_the_numbers_of_the_devices() -> None:
     """X3: a number is a place in the list of devices, counted round it; -1 and the CPU stay what they are."""
     module, x = nn.Linear(5, 2), torch.randn(30, 5)
-    with manyhands.install(CPUS) as installed:
+    with unisono.install(CPUS) as installed:
         replicas = nn.parallel.replicate(module, [0, 1, 2])
         shards = nn.parallel.scatter(x, target_gpus=[0, 1, "cuda:2"])
         outputs = nn.parallel.parallel_apply(replicas, shards, devices=[0, 1, 2])
@@ -91,15 +91,15 @@ def test_a_class_that_was_defined_before_is_named(caplog: pytest.LogCaptureFixtu
     class DefinedBefore(TORCHS):  # type: ignore[misc, valid-type]
         pass
 
-    manyhands.install(CPUS)
-    assert not isinstance(DefinedBefore(nn.Linear(5, 2)), manyhands.DataParallel)
-    assert "DefinedBefore: defined before manyhands.install()" in caplog.text
+    unisono.install(CPUS)
+    assert not isinstance(DefinedBefore(nn.Linear(5, 2)), unisono.DataParallel)
+    assert "DefinedBefore: defined before unisono.install()" in caplog.text
 
 
 def test_copies_keep_what_the_script_has_set() -> None:
     """X4, A14: mode, hooks, devices."""
     calls: list[int] = []
-    with manyhands.install(CPUS):
+    with unisono.install(CPUS):
         wrapper = nn.DataParallel(nn.Linear(5, 2)).eval()
         wrapper.register_forward_hook(lambda *_: calls.append(1))
         twin = copy.deepcopy(wrapper)
@@ -112,8 +112,8 @@ def test_copies_keep_what_the_script_has_set() -> None:
 
 
 def test_a_pickle_is_torchs_in_both_directions(tmp_path: Path) -> None:
-    """X4: a plain program loads torch's wrapper, without manyhands; and what it saves is manyhands' here."""
-    with manyhands.install(CPUS):
+    """X4: a plain program loads torch's wrapper, without unisono; and what it saves is unisono' here."""
+    with unisono.install(CPUS):
         model = nn.DataParallel(nn.Linear(5, 2))
         torch.save(model, tmp_path / "made_here.pt")
     torch.save(model, tmp_path / "made_after.pt")
@@ -123,12 +123,12 @@ def test_a_pickle_is_torchs_in_both_directions(tmp_path: Path) -> None:
             model = torch.load({str(tmp_path)!r} + f"/{{name}}.pt", weights_only=False)
             assert type(model) is torch.nn.DataParallel, type(model)
             print(model(torch.ones(1, 5)).tolist())
-        assert "manyhands" not in sys.modules
+        assert "unisono" not in sys.modules
         torch.save(model, {str(tmp_path / "plain.pt")!r})
     """)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{model.module(torch.ones(1, 5)).tolist()}\n" * 2
-    with manyhands.install(CPUS):
+    with unisono.install(CPUS):
         loaded = torch.load(tmp_path / "plain.pt", weights_only=False)
         assert type(loaded) is nn.DataParallel
         assert len(loaded.devices) == 2
@@ -137,7 +137,7 @@ def test_a_pickle_is_torchs_in_both_directions(tmp_path: Path) -> None:
 
 def test_a_wrapper_within_a_wrapper_is_counted_once() -> None:
     """X5: the rows of the outer one."""
-    with manyhands.install(CPUS) as installed:
+    with unisono.install(CPUS) as installed:
         model = nn.DataParallel(nn.Sequential(nn.DataParallel(nn.Linear(5, 4)), nn.Linear(4, 2)))
         model(torch.zeros(30, 5)).sum().backward()
         report = installed.report()
@@ -148,7 +148,7 @@ def test_a_wrapper_within_a_wrapper_is_counted_once() -> None:
 
 def test_a_failed_forward_has_no_rows() -> None:
     """X5: and the exception is the module's."""
-    with manyhands.install(CPUS) as installed:
+    with unisono.install(CPUS) as installed:
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             nn.DataParallel(nn.Linear(5, 2))(torch.zeros(30, 6))
         report = installed.report()
@@ -167,13 +167,13 @@ def test_a_failed_forward_has_no_rows() -> None:
 def test_wrong_options_install_nothing(arguments: dict[str, Any], error: str) -> None:
     """X3, A13."""
     with pytest.raises(ValueError, match=error):
-        manyhands.install(**arguments)
+        unisono.install(**arguments)
     assert torch.nn.DataParallel is TORCHS
 
 
 def test_a_stream_of_pickles_needs_no_file() -> None:
     """X4: a wrapper in a container, twice, stays one object."""
-    with manyhands.install(CPUS):
+    with unisono.install(CPUS):
         wrapper = nn.DataParallel(nn.Linear(5, 2))
         file = io.BytesIO()
         torch.save([wrapper, wrapper], file)

@@ -1,4 +1,4 @@
-"""Scripts in the style of well-known ones, unmodified: under `manyhands run` they print the plain script's losses."""
+"""Scripts in the style of well-known ones, unmodified: under `unisono run` they print the plain script's losses."""
 
 import os
 import re
@@ -79,7 +79,7 @@ def test_the_losses_are_those_of_the_plain_script(
         return  # with less than two GPUs such a script makes no wrapper
     closing = captured.err.splitlines()[-1]
     number = WRAPPERS.get(name, 1)
-    assert closing.startswith(f"manyhands run: {number} wrapper{'s' * (number > 1)} on 2 replicas (2 x ")
+    assert closing.startswith(f"unisono run: {number} wrapper{'s' * (number > 1)} on 2 replicas (2 x ")
     assert re.search(r"[\d,]+ rows in \d+ forwards, [\d,]+ rows/s; forward \d+%, backward \d+%, ", closing)
     assert torch.nn.DataParallel.__module__ == "torch.nn.parallel.data_parallel"
 

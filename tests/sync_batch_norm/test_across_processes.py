@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-import manyhands
+import unisono
 from helpers.batch_norm_kernels import use_kernels
 from helpers.batch_norms import BATCH_NORMS
 from helpers.modules import Calls
 from helpers.ranks import run_ranks
 from helpers.twins import assert_same_gradients, rows_of, train_twins, twins
-from manyhands.distributed import bucketed_all_reduce, process_group
-from manyhands.sync_batch_norm.across_processes import CrossProcessAllGather
+from unisono.distributed import bucketed_all_reduce, process_group
+from unisono.sync_batch_norm.across_processes import CrossProcessAllGather
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -108,7 +108,7 @@ def noting_reads(read: list[str], method: str):
 
     def noted(tensor: torch.Tensor, *args):
         caller = sys._getframe(1).f_code.co_filename
-        if tensor.is_floating_point() and "manyhands/sync_batch_norm" in caller:
+        if tensor.is_floating_point() and "unisono/sync_batch_norm" in caller:
             read.append(method)
         return call(tensor, *args)
 
@@ -146,7 +146,7 @@ def takes_another_way(rank: int) -> str:
             x = norm(x)
         return x
 
-    model = manyhands.DataParallel(
+    model = unisono.DataParallel(
         Calls(forward, first=nn.BatchNorm1d(3), second=nn.BatchNorm1d(3)), ["cpu"], sync_batch_norm=True
     )
     with pytest.raises(RuntimeError) as raised:

@@ -23,9 +23,9 @@ from helpers.in_time import in_time
 from helpers.kept_workers import KeptWorkers
 from helpers.modules import Calls, Composed
 from helpers.one_graph import simulated_accelerators_with_one_graph
-from manyhands import DataParallel
-from manyhands.runtime.exchange import LocalExchange, taking_part
-from manyhands.sync_batch_norm.function_mode import BackwardMode, BatchNormOverReplicas
+from unisono import DataParallel
+from unisono.runtime.exchange import LocalExchange, taking_part
+from unisono.sync_batch_norm.function_mode import BackwardMode, BatchNormOverReplicas
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from helpers.batch_norm_kernels import use_kernels
 from helpers.host_waits import noted_on_simulated_devices
 from helpers.one_graph import simulated_accelerators_with_one_graph
-from manyhands import DataParallel
-from manyhands.runtime.thread_pool import replica_device
-from manyhands.sync_batch_norm.kernels import KernelStatistics, dense
+from unisono import DataParallel
+from unisono.runtime.thread_pool import replica_device
+from unisono.sync_batch_norm.kernels import KernelStatistics, dense
 
 EPS = 1e-5
 SHAPES = {"2d": (6, 3), "4d": (6, 3, 4, 5), "5d": (6, 3, 2, 2, 2)}
@@ -123,7 +123,7 @@ def test_branches_on_streams_of_their_own(calls: Counter[str], sim: Any, monkeyp
         return Stream(device, f"{kind} {device.index}", waits)
 
     for module in ("runtime.streams", "sync_batch_norm.function_mode"):
-        monkeypatch.setattr(f"manyhands.{module}.current_stream", current)
+        monkeypatch.setattr(f"unisono.{module}.current_stream", current)
     with simulated_accelerators_with_one_graph(monkeypatch):
         model = DataParallel(nn.BatchNorm1d(3).to(sim[0]), sim[:2], sync_batch_norm=True)
         with torch.no_grad():

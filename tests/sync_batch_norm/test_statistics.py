@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from manyhands.sync_batch_norm.statistics import Statistics
+from unisono.sync_batch_norm.statistics import Statistics
 
 CPU = torch.device("cpu")
 

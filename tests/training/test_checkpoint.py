@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from helpers.programs import run_script
-from manyhands.console.errors import FolderError
-from manyhands.training import checkpoint
-from manyhands.training.checkpoint import StepCount
-from manyhands.training.metrics import Written
-from manyhands.training.run_folder import RunFolder
-from manyhands.training.weights import Weights
+from unisono.console.errors import FolderError
+from unisono.training import checkpoint
+from unisono.training.checkpoint import StepCount
+from unisono.training.metrics import Written
+from unisono.training.run_folder import RunFolder
+from unisono.training.weights import Weights
 
 CPU = [torch.device("cpu")]
 WRITTEN = Written(123, hashlib.sha256(b"metrics").hexdigest())
@@ -325,10 +325,10 @@ def test_small_files_that_promise_much_take_no_memory() -> None:
         from pathlib import Path
 
         import safetensors.torch
-        from manyhands.console.errors import FolderError
-        from manyhands.training import checkpoint, data, idx
-        from manyhands.training.metrics import Metrics, Written
-        from manyhands.training.run_folder import RunFolder
+        from unisono.console.errors import FolderError
+        from unisono.training import checkpoint, data, idx
+        from unisono.training.metrics import Metrics, Written
+        from unisono.training.run_folder import RunFolder
 
         folder = RunFolder(Path(tempfile.mkdtemp()))
         tensor = {"dtype": "F32", "shape": [1 << 30], "data_offsets": [0, 1 << 32]}

@@ -13,10 +13,10 @@ from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from manyhands import DataParallel
-from manyhands.training import computation
-from manyhands.training.computation import IGNORED, Computation
-from manyhands.training.weights import Weights
+from unisono import DataParallel
+from unisono.training import computation
+from unisono.training.computation import IGNORED, Computation
+from unisono.training.weights import Weights
 
 IMAGES = torch.rand(20, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 LABELS = torch.arange(20) % 10

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from helpers.commands import NAMES, idx_bytes, serving, write_idx
-from manyhands.training import data
-from manyhands.training.data import DataError, load
+from unisono.training import data
+from unisono.training.data import DataError, load
 
 
 def pictures(rows, height=5, width=4):
@@ -68,7 +68,7 @@ def test_digits_are_all_there_once_and_split_alike_everywhere():
 
 def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    assert "pip install 'manyhands[train]'" in error_of("digits")
+    assert "pip install 'unisono[train]'" in error_of("digits")
 
 
 # --- folders
@@ -179,12 +179,12 @@ def test_fashion_mnist_is_downloaded_once_into_the_cache(mirror, tmp_path, monke
 def test_the_cache_follows_xdg_and_else_lies_at_home_if_there_is_one(mirror, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     load("fashion-mnist", mirror=mirror)
-    assert (tmp_path / "xdg/manyhands/fashion-mnist" / f"{NAMES[0]}.gz").is_file()
+    assert (tmp_path / "xdg/unisono/fashion-mnist" / f"{NAMES[0]}.gz").is_file()
 
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for unusable in ("", "relative/path"):
         monkeypatch.setenv("XDG_CACHE_HOME", unusable)
-        assert data.default_cache() == tmp_path / "home/.cache/manyhands"
+        assert data.default_cache() == tmp_path / "home/.cache/unisono"
 
     def no_home():
         raise RuntimeError("Could not determine home directory.")

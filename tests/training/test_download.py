@@ -11,8 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from helpers.commands import serving
-from manyhands.training import download
-from manyhands.training.download import DownloadError, download_file, download_files
+from unisono.training import download
+from unisono.training.download import DownloadError, download_file, download_files
 
 BODY = random.Random(0).randbytes(300_000)
 MD5 = hashlib.md5(BODY).hexdigest()

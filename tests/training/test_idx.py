@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.commands import idx_bytes
-from manyhands.training import idx
-from manyhands.training.idx import IdxError, read_idx
+from unisono.training import idx
+from unisono.training.idx import IdxError, read_idx
 
 PICTURES = torch.arange(2 * 3 * 4, dtype=torch.uint8).view(2, 3, 4) * 10
 LABELS = torch.tensor([3, 0, 255], dtype=torch.uint8)

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from manyhands.training.interrupts import StopRequest
+from unisono.training.interrupts import StopRequest
 
 
 def test_the_second_ctrl_c_acts_at_once_and_so_does_one_afterwards() -> None:

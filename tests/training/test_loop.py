@@ -24,18 +24,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers import commands as records
 from helpers.plain_training import train_plainly
-from manyhands.console.errors import DivergedError, Interrupted, OptionError
-from manyhands.engines.processes import worker_group
-from manyhands.profiling.profile import Profile
-from manyhands.training import checkpoint, compiling, data, loop, models, pending_steps
-from manyhands.training import run as run_module
-from manyhands.training.display import Display
-from manyhands.training.interrupts import StopRequest
-from manyhands.training.loop import evaluate, train
-from manyhands.training.options import Options
-from manyhands.training.run import Run
-from manyhands.training.run_folder import RunFolder
-from manyhands.training.work import StepReport
+from unisono.console.errors import DivergedError, Interrupted, OptionError
+from unisono.engines.processes import worker_group
+from unisono.profiling.profile import Profile
+from unisono.training import checkpoint, compiling, data, loop, models, pending_steps
+from unisono.training import run as run_module
+from unisono.training.display import Display
+from unisono.training.interrupts import StopRequest
+from unisono.training.loop import evaluate, train
+from unisono.training.options import Options
+from unisono.training.run import Run
+from unisono.training.run_folder import RunFolder
+from unisono.training.work import StepReport
 
 SMALL = Options(model="mlp", devices="cpu*2", epochs=2)  # 12 steps an epoch
 # Of 360 test rows: where two answers of a row are equal within rounding, either may win.
@@ -194,7 +194,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_numbers(
     """
     monkeypatch.setattr(Run, "steps_ahead", ahead)
     display = train_on(folder, stop_after=shown)
-    assert display.said[-1] == f"stopped after step {stopped}; to go on: manyhands train --resume {folder}"
+    assert display.said[-1] == f"stopped after step {stopped}; to go on: unisono train --resume {folder}"
     assert len(losses_of(folder)) == stopped
     torch.manual_seed(99)  # as if something else had happened in between
 
@@ -299,7 +299,7 @@ def test_data_that_fit_are_trained_on_where_the_model_is(
     uninterrupted: RunFolder, folder: RunFolder, monkeypatch: pytest.MonkeyPatch, sim: list[torch.device]
 ) -> None:
     """On a simulated accelerator: nothing is copied from the host within an epoch but the order of the rows."""
-    monkeypatch.setattr("manyhands.runtime.devices.has_room_for", lambda device, num_bytes: True)
+    monkeypatch.setattr("unisono.runtime.devices.has_room_for", lambda device, num_bytes: True)
     with contextlib.closing(Run.begin(replace(SMALL, devices="1"), folder, Recorder())) as run:
         assert {tensor.device for tensor in (run.dataset.train_images, run.dataset.test_labels)} == {sim[0]}
     train_on(folder, devices="1")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.console.errors import FolderError
-from manyhands.training.metrics import EpochRecord, Metrics, Record, StepRecord, Written
+from unisono.console.errors import FolderError
+from unisono.training.metrics import EpochRecord, Metrics, Record, StepRecord, Written
 
 
 def step(number: int, epoch: int) -> StepRecord:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from manyhands.training import models
+from unisono.training import models
 
 
 def test_resnet18_has_the_stages_and_the_parameters_of_the_tutorial():

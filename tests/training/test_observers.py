@@ -18,16 +18,16 @@ import pytest
 
 from helpers.commands import assert_misused
 from helpers.ranks import run_ranks
-from manyhands.cli import main
-from manyhands.console.errors import DivergedError, Interrupted
-from manyhands.training import observers
-from manyhands.training.display import Display
-from manyhands.training.loop import train
-from manyhands.training.metrics import EpochRecord, Record, StepRecord
-from manyhands.training.observers import Observer, Observers
-from manyhands.training.options import Options
-from manyhands.training.run import Run
-from manyhands.training.run_folder import RunFolder
+from unisono.cli import main
+from unisono.console.errors import DivergedError, Interrupted
+from unisono.training import observers
+from unisono.training.display import Display
+from unisono.training.loop import train
+from unisono.training.metrics import EpochRecord, Record, StepRecord
+from unisono.training.observers import Observer, Observers
+from unisono.training.options import Options
+from unisono.training.run import Run
+from unisono.training.run_folder import RunFolder
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -72,7 +72,7 @@ def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def trackers(code: str) -> None:
     """Write trackers.py."""
-    Path("trackers.py").write_text("from manyhands.training.observers import Observer\n" + code)
+    Path("trackers.py").write_text("from unisono.training.observers import Observer\n" + code)
     sys.modules.pop("trackers", None)
 
 
@@ -255,7 +255,7 @@ class Hanging(Observer):
     assert "finishing the step\n" in captured.out
     assert "still there" not in captured.out
     assert "ended" not in captured.out
-    assert captured.err.endswith("manyhands train: error: stopped at once; what had been saved stays\n")
+    assert captured.err.endswith("unisono train: error: stopped at once; what had been saved stays\n")
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ number = 3
 
 
 def observed_rank(rank: int, folder: Path, *arguments: str) -> tuple[int, str]:
-    """Run `manyhands train` in this process; return its status and what it has written."""
+    """Run `unisono train` in this process; return its status and what it has written."""
     with (
         contextlib.chdir(folder),
         contextlib.redirect_stdout(io.StringIO()) as out,
@@ -326,7 +326,7 @@ class Printer(Observer):
     )
     first, second = run_ranks(2, observed_rank, tmp_path, "--observer", "trackers:Nobody")
     error = f"--observer trackers:Nobody: there is no Nobody in trackers ({tmp_path}/trackers.py)"
-    assert first == (2, f"manyhands train: error: {error}\n")
+    assert first == (2, f"unisono train: error: {error}\n")
     assert second == (2, "")
     first, second = run_ranks(2, observed_rank, tmp_path, "--observer", "trackers:Printer")
     assert (first[0], second) == (0, (0, ""))

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.console.device_option import choose_devices
-from manyhands.console.errors import CommandError, OptionError
-from manyhands.training import data, models
-from manyhands.training.options import Options
-from manyhands.training.schedule import learning_rate, num_steps
+from unisono.console.device_option import choose_devices
+from unisono.console.errors import CommandError, OptionError
+from unisono.training import data, models
+from unisono.training.options import Options
+from unisono.training.schedule import learning_rate, num_steps
 
 CPU = torch.device("cpu")
 CUDA = [torch.device("cuda", 0), torch.device("cuda", 1)]

@@ -16,16 +16,16 @@ import torch
 
 from helpers.commands import assert_same_metrics, metrics_of, steps_of, write_idx
 from helpers.ranks import end_ranks, run_ranks
-from manyhands.cli import main
-from manyhands.console.errors import Interrupted, OptionError
-from manyhands.training import data, loop, pending_steps
-from manyhands.training.computation import Computation
-from manyhands.training.display import Display
-from manyhands.training.loop import train
-from manyhands.training.options import Options
-from manyhands.training.ranks import Ranks, launch
-from manyhands.training.run import Run
-from manyhands.training.run_folder import RunFolder
+from unisono.cli import main
+from unisono.console.errors import Interrupted, OptionError
+from unisono.training import data, loop, pending_steps
+from unisono.training.computation import Computation
+from unisono.training.display import Display
+from unisono.training.loop import train
+from unisono.training.options import Options
+from unisono.training.ranks import Ranks, launch
+from unisono.training.run import Run
+from unisono.training.run_folder import RunFolder
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -33,7 +33,7 @@ SMALL = ["--model", "mlp", "--epochs", "2", "--devices", "1"]  # 12 steps an epo
 
 
 def run(rank: int, folder: Path, *arguments: str) -> tuple[int, str, str]:
-    """Run `manyhands train` in this process, in `folder`; return its status and what it has written."""
+    """Run `unisono train` in this process, in `folder`; return its status and what it has written."""
     with (
         contextlib.chdir(folder),
         contextlib.redirect_stdout(io.StringIO()) as out,
@@ -143,7 +143,7 @@ def test_an_error_of_any_rank_is_one_line_of_rank_0(
     (tmp_path / "other" / "checkpoint.safetensors").touch()
     ends = run_ranks(2, lambda rank: run(rank, tmp_path, *of_both, *of_rank_1 * rank))
     assert [status for status, _, _ in ends] == [2, 2]
-    assert ends[0][2].startswith(f"manyhands train: error: {message}")
+    assert ends[0][2].startswith(f"unisono train: error: {message}")
     assert ends[0][2].count("\n") == 1
     assert ends[1][1] + ends[1][2] == ""
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
@@ -210,7 +210,7 @@ def test_a_process_that_is_killed_ends_the_others(alone: Path, tmp_path: Path) -
     assert second.exit_code == -signal.SIGKILL
     status, _, err = first.value
     assert status == 1
-    assert err.startswith("manyhands train: error: rank 1 has ended while this one was at")
+    assert err.startswith("unisono train: error: rank 1 has ended while this one was at")
     run_ranks(2, run, tmp_path, "--resume", "run")
     assert_same_run(tmp_path / "run", alone)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.console import files
-from manyhands.console.errors import FolderError
-from manyhands.training.run_folder import RunFolder, replaced
+from unisono.console import files
+from unisono.console.errors import FolderError
+from unisono.training.run_folder import RunFolder, replaced
 
 
 def names_in(folder: Path) -> set[str]:
@@ -29,7 +29,7 @@ def test_a_run_is_replaced_only_when_asked_and_alone(tmp_path: Path) -> None:
 
 
 def test_a_run_that_failed_before_anything_was_saved_is_nothing_to_lose(tmp_path: Path) -> None:
-    RunFolder(tmp_path).write_config({"manyhands": "0.1.0"})
+    RunFolder(tmp_path).write_config({"unisono": "0.1.0"})
     (tmp_path / "metrics.jsonl").write_text("")
     RunFolder.for_new_run(tmp_path).make_empty()
     assert names_in(tmp_path) == set()
@@ -60,7 +60,7 @@ IN_USE = r"another run is using {} \(process \d+ on .+\): wait .*--output DIR\)$
 def test_one_run_at_a_time(tmp_path: Path) -> None:
     first = RunFolder.for_new_run(tmp_path)
     first.make_empty()
-    first.write_config({"manyhands": "0.1.0"})
+    first.write_config({"unisono": "0.1.0"})
     first.checkpoint.write_bytes(b"a run")
     with pytest.raises(FolderError, match=IN_USE.format(tmp_path)) as refused:
         RunFolder.for_new_run(tmp_path)
@@ -78,7 +78,7 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
 def test_a_run_that_was_killed_leaves_its_folder_to_others(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
-from manyhands.training.run_folder import RunFolder
+from unisono.training.run_folder import RunFolder
 folder = RunFolder.for_new_run(Path({str(tmp_path)!r}))
 folder.make_empty()
 print("begun", flush=True)
@@ -157,7 +157,7 @@ def test_what_cannot_be_resumed_says_why(tmp_path: Path) -> None:
         RunFolder.reopen(tmp_path)
 
 
-CONFIG = {"manyhands": "0.1.0", "options": {"lr": 0.05, "epochs": 8}}
+CONFIG = {"unisono": "0.1.0", "options": {"lr": 0.05, "epochs": 8}}
 
 
 def assert_unusable(folder: RunFolder) -> None:
@@ -233,6 +233,6 @@ def test_commands_to_copy_have_quotes_where_a_shell_needs_them(tmp_path: Path) -
         RunFolder.reopen(folder.path)
     assert shlex.split(str(raised.value).split("(")[-1].rstrip(")")) == ["--output", str(folder.path)]
     folder.checkpoint.touch()
-    with pytest.raises(OSError, match=f"manyhands train --resume {folder} goes on"), replaced(folder.config):
+    with pytest.raises(OSError, match=f"unisono train --resume {folder} goes on"), replaced(folder.config):
         raise OSError
     assert shlex.split(str(folder)) == [str(folder.path)]

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.training.schedule import epoch_batches, learning_rate, num_steps
+from unisono.training.schedule import epoch_batches, learning_rate, num_steps
 
 
 @given(rows=st.integers(1, 500), batch_size=st.integers(1, 600), epoch=st.integers(0, 3))

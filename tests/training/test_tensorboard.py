@@ -18,9 +18,9 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from helpers.commands import assert_misused
 from helpers.killed_runs import run_killed
 from helpers.programs import run_script
-from manyhands.cli import main
-from manyhands.training.metrics import StepRecord
-from manyhands.training.tensorboard import TensorBoard
+from unisono.cli import main
+from unisono.training.metrics import StepRecord
+from unisono.training.tensorboard import TensorBoard
 
 TRAIN = ["train", "--model", "mlp", "--devices", "cpu*2", "--output", "out"]  # 12 steps an epoch
 EPOCH = ("train_loss", "test_loss", "test_accuracy", "train_seconds", "test_seconds")
@@ -122,7 +122,7 @@ def test_event_files_that_are_deleted_are_missed_in_one_line(capsys: pytest.Capt
     Path("cleaners.py").write_text(
         """
 import shutil
-from manyhands.training.observers import Observer
+from unisono.training.observers import Observer
 
 class Cleaner(Observer):
     def started(self, folder, config, earlier):
@@ -189,7 +189,7 @@ def test_a_missing_tensorboard_is_named_with_the_extra(
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found if name == "tensorboard" else find_spec(name))
     found = None
-    error = "tensorboard not installed: pip install 'manyhands[tensorboard]'"
+    error = "tensorboard not installed: pip install 'unisono[tensorboard]'"
     assert assert_misused([*TRAIN, "--tensorboard"], error, capsys) == ""
     found = importlib.machinery.ModuleSpec("tensorboard", None, is_package=True)
     assert assert_misused([*TRAIN, "--tensorboard"], error, capsys) == ""
@@ -202,7 +202,7 @@ def test_without_the_option_tensorboard_is_not_loaded(tmp_path: Path) -> None:
     done = run_script(f"""
         import os, sys
         os.chdir({str(tmp_path)!r})
-        from manyhands.cli import main
+        from unisono.cli import main
         assert main({[*TRAIN, "--epochs", "1"]}) == 0
         print(*sorted(name for name in sys.modules if "tensorboard" in name), file=sys.stderr)
     """)

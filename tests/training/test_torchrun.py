@@ -1,4 +1,4 @@
-"""`torchrun -m manyhands train`, as it is typed."""
+"""`torchrun -m unisono train`, as it is typed."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ import pytest
 
 from helpers.commands import assert_same_metrics, metrics_of, steps_of
 from helpers.ranks import run_ranks
-from manyhands.cli import main
+from unisono.cli import main
 
 LIMIT_S = 240
 EPOCHS = 8
@@ -58,7 +58,7 @@ def wait_for_steps(folder: Path, number: int, process: subprocess.Popen[str]) ->
 def test_killed_processes_and_the_numbers_of_an_undisturbed_run(tmp_path: Path) -> None:
     """No folder is named, nor, when they are started again, the launch: the new processes find their run."""
     how = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", "2"]
-    with torchrun(tmp_path, *how, "-m", "manyhands", "train", *TRAIN) as process:
+    with torchrun(tmp_path, *how, "-m", "unisono", "train", *TRAIN) as process:
         for rank, records in (("0", 30), ("1", 60)):  # two epochs and some steps; then four
             run = wait_for_steps(tmp_path, records, process)
             children = psutil.Process(process.pid).children()
@@ -76,7 +76,7 @@ def test_killed_processes_and_the_numbers_of_an_undisturbed_run(tmp_path: Path) 
 @pytest.mark.slow
 def test_ctrl_c(tmp_path: Path) -> None:
     """tests/training/test_ranks.py has a signal to one of several processes, without torchrun."""
-    with torchrun(tmp_path, "--standalone", "-m", "manyhands", "train", *TRAIN, "--epochs", "1000") as process:
+    with torchrun(tmp_path, "--standalone", "-m", "unisono", "train", *TRAIN, "--epochs", "1000") as process:
         run = wait_for_steps(tmp_path, 3, process)
         process.send_signal(signal.SIGINT)
         process.wait(LIMIT_S)
@@ -88,7 +88,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_job_that_is_ended_and_then_killed_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     """T1, T3: as a scheduler does it, that signals every process. So the ranks get SIGTERM twice, from torchrun too."""
-    train = ["--standalone", "-m", "manyhands", "train"]
+    train = ["--standalone", "-m", "unisono", "train"]
     resume = ["--resume", "runs/one"]
     options = [*TRAIN, "--epochs", "4", "--output", "runs/one"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -110,7 +110,7 @@ def test_a_job_that_is_ended_and_then_killed_goes_on_to_the_same_weights(tmp_pat
         if how == signal.SIGTERM:
             log = (parts / "log").read_text()
             steps = len(steps_of(parts / "runs" / "one" / "metrics.jsonl"))
-            assert f"stopped after step {steps}; to go on: manyhands train --resume runs/one" in log
+            assert f"stopped after step {steps}; to go on: unisono train --resume runs/one" in log
     with torchrun(parts, *train, *resume) as process:
         assert process.wait(LIMIT_S) == 0, (parts / "log").read_text()
     assert "going on after step" in (parts / "log").read_text()

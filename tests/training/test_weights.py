@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.training.weights import Weights
+from unisono.training.weights import Weights
 
 
 def small_module() -> nn.Module:

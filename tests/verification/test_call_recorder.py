@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.verification.call_recorder import CallRecorder, match
-from manyhands.verification.compare import Tolerance
+from unisono.verification.call_recorder import CallRecorder, match
+from unisono.verification.compare import Tolerance
 
 CLOSE = Tolerance(1e-6, 0.0)
 

@@ -1,4 +1,4 @@
-"""`manyhands verify`: what it finds, what it prints, and how it ends."""
+"""`unisono verify`: what it finds, what it prints, and how it ends."""
 
 import sys
 from pathlib import Path
@@ -196,7 +196,7 @@ def test_the_traceback_is_shown_when_asked(capsys: pytest.CaptureFixture[str]) -
     err = capsys.readouterr().err
     assert "Traceback (most recent call last)" in err
     assert 'raise KeyError("as asked")' in err
-    assert err.splitlines()[-1].startswith("manyhands verify: error: theirs:fails raised KeyError")
+    assert err.splitlines()[-1].startswith("unisono verify: error: theirs:fails raised KeyError")
 
 
 def test_a_model_goes_to_the_first_device(simulated_accelerators, capsys: pytest.CaptureFixture[str]) -> None:

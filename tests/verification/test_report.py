@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.verification.report import Cause, Finding, Kind, Report, Row
+from unisono.verification.report import Cause, Finding, Kind, Report, Row
 
 SAME = Row("training", Kind.OUTPUT, "", (9, 2), 2.0, 1e-7, 2e-5)
 DIFFERS = Row("training", Kind.GRADIENT, "linear.weight", (2, 5), 2.0, 0.5, 2e-5)

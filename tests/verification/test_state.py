@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.verification.state import RandomState, Snapshot
+from unisono.verification.state import RandomState, Snapshot
 
 
 def test_every_generator_is_noticed_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:

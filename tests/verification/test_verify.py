@@ -18,8 +18,8 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 from helpers.modules import Calls, Composed, Fn, WithBackward
-from manyhands import DataParallel, verify
-from manyhands.verification.report import Cause, Kind, Report
+from unisono import DataParallel, verify
+from unisono.verification.report import Cause, Kind, Report
 
 BOTH = ("training", "eval")
 

@@ -24,10 +24,10 @@ from helpers import leftovers
 from helpers.in_time import in_time
 from helpers.leftovers import end_workers_of_earlier_tests
 from helpers.programs import until
-from manyhands import DataParallel, ReplicaDied, ReplicaTimeout
-from manyhands.engines.processes import fork_server
-from manyhands.engines.processes.channel import Channel
-from manyhands.engines.processes.remote_exchange import RemoteExchange
+from unisono import DataParallel, ReplicaDied, ReplicaTimeout
+from unisono.engines.processes import fork_server
+from unisono.engines.processes.channel import Channel
+from unisono.engines.processes.remote_exchange import RemoteExchange
 
 TIMEOUT_S = 1.0
 
@@ -279,7 +279,7 @@ def test_what_goes_wrong_in_a_fork_request(
     place: str, action: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """F4, F7, F8: in the fork server, and in the one that is started in its place."""
-    monkeypatch.setenv("MANYHANDS_PUBLISH", "0")  # else the wrapper opens a file in its second second
+    monkeypatch.setenv("UNISONO_PUBLISH", "0")  # else the wrapper opens a file in its second second
     model = DataParallel(nn.Linear(4, 2), ["cpu"] * 2, engine="processes")
     x = torch.randn(4, 4)
     model(x)

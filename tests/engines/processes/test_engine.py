@@ -28,13 +28,13 @@ from helpers.deaths import workers_of
 from helpers.in_time import in_time
 from helpers.modules import Calls, UsesGlobal
 from helpers.programs import Program, have_ended, run_script, until
-from manyhands import DataParallel
-from manyhands.engines import replica
-from manyhands.engines.processes import fork_server, worker, worker_group
-from manyhands.engines.processes.channel import _HEADER, Channel
-from manyhands.engines.processes.engine import ProcessesEngine
-from manyhands.engines.processes.module_sync import ModuleSync
-from manyhands.runtime.errors import log_once
+from unisono import DataParallel
+from unisono.engines import replica
+from unisono.engines.processes import fork_server, worker, worker_group
+from unisono.engines.processes.channel import _HEADER, Channel
+from unisono.engines.processes.engine import ProcessesEngine
+from unisono.engines.processes.module_sync import ModuleSync
+from unisono.runtime.errors import log_once
 
 WAIT_S = 60.0
 # How parameters and gradients travel: as on the CPU, or as on GPUs. For tests in which they do.
@@ -708,7 +708,7 @@ def test_a_forked_child_does_not_read_gradients_on_accelerators(monkeypatch):
     monkeypatch.setattr("ctypes.memmove", lambda target, source, size: read.append(source))
     sync.leave_shared_memory()
     assert len(read) == 1
-    monkeypatch.setattr("manyhands.runtime.devices.is_cpu", lambda device: False)
+    monkeypatch.setattr("unisono.runtime.devices.is_cpu", lambda device: False)
     sync.leave_shared_memory()
     assert len(read) == 1
 
@@ -960,9 +960,9 @@ def test_a_fork_does_not_wait_for_threads_that_its_child_lacks():
         import os, signal
         os.register_at_fork(after_in_child=lambda: signal.alarm(60))
         import torch
-        import manyhands
+        import unisono
         torch.set_num_threads(2)
-        model = manyhands.DataParallel(torch.nn.Linear(1000, 1000), ["cpu"] * 2, engine="processes")
+        model = unisono.DataParallel(torch.nn.Linear(1000, 1000), ["cpu"] * 2, engine="processes")
         model(torch.zeros(4, 1000)).sum().backward()
         model.module.weight.detach().mul_(2)
         before = model.module.weight.flatten()[:5].tolist()
@@ -982,7 +982,7 @@ def test_a_script_on_standard_input():
     It runs once, without a `__main__` guard; two models at once; printed lines arrive whole.
     """
     script = """
-        import functools, weakref, torch, manyhands
+        import functools, weakref, torch, unisono
 
         print("the script runs")
 
@@ -996,7 +996,7 @@ def test_a_script_on_standard_input():
                     print("replica", len(x), "says", i)
                 return self.layer(x)
 
-        models = [manyhands.DataParallel(Prints(), ["cpu"] * 3, engine="processes") for _ in range(2)]
+        models = [unisono.DataParallel(Prints(), ["cpu"] * 3, engine="processes") for _ in range(2)]
         for step in range(2):
             for model in models:
                 model(torch.zeros(6, 2)).sum().backward()
@@ -1037,7 +1037,7 @@ def test_a_script_on_standard_input():
 
         owner = Owner()
         model, x = Model(), torch.randn(4, 2)
-        wrapped = manyhands.DataParallel(model, ["cpu"] * 2, engine="processes")
+        wrapped = unisono.DataParallel(model, ["cpu"] * 2, engine="processes")
         torch.testing.assert_close(wrapped(x), model(x))
         grads = [torch.autograd.grad(each(x).square().sum(), model.layer.weight) for each in (wrapped, model)]
         torch.testing.assert_close(*grads)
@@ -1057,7 +1057,7 @@ def test_a_script_on_standard_input():
 
 
 _ENDLESS = """
-    import os, torch, manyhands
+    import os, torch, unisono
     # Backward imports it in a thread, and an import that goes on makes Python forget that Ctrl-C has ended the program.
     import torch.fx.experimental.symbolic_shapes
 
@@ -1081,7 +1081,7 @@ _ENDLESS = """
             y.register_hook(busy)
             return y
 
-    model = manyhands.DataParallel(Slow(), ["cpu"] * 3, engine="processes", sync_batch_norm=True)
+    model = unisono.DataParallel(Slow(), ["cpu"] * 3, engine="processes", sync_batch_norm=True)
     model(torch.arange(3.0).view(3, 1)).pow(3).sum().backward()
 """
 

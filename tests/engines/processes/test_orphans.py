@@ -15,15 +15,15 @@ from helpers import leftovers
 from helpers.leftovers import end_workers_of_earlier_tests
 from helpers.modules import Calls
 from helpers.programs import Program, have_ended, until
-from manyhands import DataParallel
-from manyhands.engines.processes import fork_server
+from unisono import DataParallel
+from unisono.engines.processes import fork_server
 
 # A program that says which processes it has started, and waits: idle, or with a worker in the middle of a forward. Its
 # sibling has a copy of each of its sockets, as a process has that C code forks, and outlives it.
 _PROGRAM = """
     import os, subprocess, sys, time
     import psutil, torch
-    import manyhands
+    import unisono
 
     class Model(torch.nn.Module):
         def __init__(self):
@@ -37,7 +37,7 @@ _PROGRAM = """
                     pass
             return x
 
-    model = manyhands.DataParallel(Model(), ["cpu"] * 2, engine="processes")
+    model = unisono.DataParallel(Model(), ["cpu"] * 2, engine="processes")
     model(torch.zeros(4, 1))
     sockets = []
     for name in os.listdir("/proc/self/fd"):
@@ -137,7 +137,7 @@ def test_nothing_else_can_reach_the_channel_to_a_worker():
     new = set().union(*map(files_of, [os.getpid(), *pids])) - before
     everywhere = set().union(*map(files_of, pids))
     in_memory = {
-        target for target in everywhere if target.startswith("/memfd:manyhands") and target.endswith(" (deleted)")
+        target for target in everywhere if target.startswith("/memfd:unisono") and target.endswith(" (deleted)")
     }
     sockets = {target for target in new if target.startswith("socket:")}
     assert in_memory

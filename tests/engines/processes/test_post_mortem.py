@@ -12,9 +12,9 @@ from torch import nn
 
 from helpers.modules import Calls
 from helpers.programs import Program, have_ended, until
-from manyhands import DataParallel, ReplicaDied
-from manyhands.engines.processes import fork_server, post_mortem
-from manyhands.engines.processes.post_mortem import StackFile, how_it_ended, is_stopped, oom_kills
+from unisono import DataParallel, ReplicaDied
+from unisono.engines.processes import fork_server, post_mortem
+from unisono.engines.processes.post_mortem import StackFile, how_it_ended, is_stopped, oom_kills
 
 ROWS = torch.arange(4.0).view(4, 1)
 
@@ -209,7 +209,7 @@ def test_the_stack_of_a_process_that_waits_and_of_one_that_is_stopped():
     stacks = StackFile()
     script = f"""
         import os, time
-        from manyhands.engines.processes.post_mortem import write_stacks_to
+        from unisono.engines.processes.post_mortem import write_stacks_to
 
         write_stacks_to(os.open("/proc/{os.getpid()}/fd/{stacks.fd}", os.O_RDWR))
 

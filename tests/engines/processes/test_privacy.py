@@ -18,10 +18,10 @@ from pathlib import Path
 import psutil
 import torch
 
-import manyhands
+import unisono
 
 shared = set(os.listdir("/dev/shm"))
-model = manyhands.DataParallel(torch.nn.Linear(4, 100_000), ["cpu"] * 3, engine="processes")
+model = unisono.DataParallel(torch.nn.Linear(4, 100_000), ["cpu"] * 3, engine="processes")
 model(torch.randn(6, 4)).sum().backward()
 me = psutil.Process()
 others = me.children(recursive=True)
@@ -46,7 +46,7 @@ for fd in fds:
     if inode := re.fullmatch(r"socket:\[(\d+)\]", target):
         assert inode[1] not in named, (fd, target)
         sockets += 1
-    elif target.startswith("/memfd:manyhands"):
+    elif target.startswith("/memfd:unisono"):
         assert os.stat(fd).st_nlink == 0
         memory += 1
     else:

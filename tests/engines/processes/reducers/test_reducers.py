@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from helpers.in_time import in_time
-from manyhands.engines.processes.reducers import collectives, shared_memory
-from manyhands.engines.processes.reducers.collectives import CollectiveTransport, ProcessGroups
-from manyhands.engines.processes.reducers.shared_memory import SharedMemoryTransport
-from manyhands.runtime.buckets import buckets_of
-from manyhands.runtime.thread_pool import run_together
+from unisono.engines.processes.reducers import collectives, shared_memory
+from unisono.engines.processes.reducers.collectives import CollectiveTransport, ProcessGroups
+from unisono.engines.processes.reducers.shared_memory import SharedMemoryTransport
+from unisono.runtime.buckets import buckets_of
+from unisono.runtime.thread_pool import run_together
 
 CPU = torch.device("cpu")
 LARGE = 700_000  # items; some chunks in shared memory

@@ -1,1 +1,0 @@
-"""The benchmark behind `manyhands bench`: our engines and the alternatives, measured in turn."""

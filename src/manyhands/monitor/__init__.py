@@ -1,1 +1,0 @@
-"""What this machine has, and what runs on it now: `manyhands devices` and `manyhands watch`."""

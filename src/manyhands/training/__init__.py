@@ -1,1 +1,0 @@
-"""Data, models and the loop behind `manyhands train`."""

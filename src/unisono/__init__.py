@@ -1,0 +1,34 @@
+"""unisono: one line, every device, same numbers.
+
+model = unisono.DataParallel(model)
+"""
+
+from unisono.data_parallel import DataParallel, data_parallel
+from unisono.primitives.batch_types import register_batch_type
+from unisono.primitives.dims import pad
+from unisono.primitives.parallel_apply import parallel_apply
+from unisono.primitives.replicate import replicate
+from unisono.primitives.scatter_gather import gather, scatter, scatter_kwargs
+from unisono.runtime.errors import ReplicaDied, ReplicaTimeout
+from unisono.runtime.malloc import keep_freed_memory
+from unisono.scripts.install import install
+from unisono.verification.verify import verify
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DataParallel",
+    "ReplicaDied",
+    "ReplicaTimeout",
+    "data_parallel",
+    "gather",
+    "install",
+    "keep_freed_memory",
+    "pad",
+    "parallel_apply",
+    "register_batch_type",
+    "replicate",
+    "scatter",
+    "scatter_kwargs",
+    "verify",
+]

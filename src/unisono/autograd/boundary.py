@@ -1,0 +1,175 @@
+"""The autograd boundary: the caller's graph sees all replicas as one node.
+
+caller's graph:   inputs, parameters ──► Boundary.forward ──► outputs ──► loss
+                                             │       ▲
+                                         (1) part    │ join (2)
+                                             ▼       │
+replica graphs:   leaves of replica i ──► replica i ──► outputs of replica i      one graph for each replica
+
+(1) Each input is split into one leaf a replica by its placement: tensors with rows by `Shard`, parameters by
+    `Replicate`.
+(2) Each output is joined from the replicas' outputs by its placement.
+(3) Backward is the adjoint. Output gradients are split as (2) joined, every replica graph runs backward, and the
+    leaves' gradients are joined as (1) split: rows are concatenated; gradients of replicated tensors are summed in
+    replica order, so that runs repeat bit for bit.
+(4) With create_graph=True the replicas' gradients are outputs of the replica graphs in turn, with the incoming
+    gradients as further leaves. Another Boundary represents them in the caller's graph. So derivatives of any order
+    come from the graphs of the first forward: nothing is computed again, no buffer is written and no random number
+    is drawn a second time.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from unisono.autograd.replica_graph import BoundaryTensor, ReplicaGraphs
+from unisono.runtime import timeline, torch_private
+from unisono.runtime.interrupts import critical
+
+
+class Alias(torch.autograd.Function):
+    """The same tensor with the same history, as another object.
+
+    The boundary keeps its inputs for derivatives of higher order. If it kept the caller's own objects, `h += model(h)`
+    would make a cycle of h and the boundary, and a later write into h would change what the boundary is linked to.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+class _Boundary(torch.autograd.Function):
+    """The node of the caller's graph; `_apply(graphs, *live_inputs)` returns the joined outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, graphs: ReplicaGraphs, *live_inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.graphs = graphs
+        ctx.set_materialize_grads(False)
+        graphs.live_inputs = live_inputs
+        joined = []
+        constant = []
+        for edge in graphs.outputs:
+            result = edge.join(edge.tensors)
+            if [tensor for tensor in edge.tensors if tensor is result]:
+                result = result.clone()  # it would be a replica's own tensor, and the caller may write into it
+            joined.append(result)
+            if not edge.requires_grad:
+                constant.append(result)
+        ctx.mark_non_differentiable(*constant)
+        return tuple(joined)
+
+    @staticmethod
+    @critical
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        graphs: ReplicaGraphs = ctx.graphs
+        if graphs.released:
+            raise RuntimeError(
+                "Trying to backward through the replicas a second time: the first backward freed the tensors that they "
+                "had saved. Give the first one retain_graph=True, or add the losses up and call backward once."
+            )
+        reduction = graphs.begin_sum(ctx)
+        if reduction is None and not [grad for grad in grads if grad is not None]:
+            return (None,) * (1 + len(graphs.live_inputs))
+        keep = graphs.keep or torch_private.backward_keeps_graph()
+        first = graphs.first_parameter
+        try:
+            if torch.is_grad_enabled():
+                joined = _differentiable_backward(graphs, grads)
+                if reduction is not None:
+                    joined[first:] = reduction.differentiable(joined[first:])
+                return (None, *joined)
+            if graphs.replay is None:
+                joined = graphs.backward(grads, keep, reduction)
+            else:
+                joined = graphs.replay.run(graphs, partial(graphs.backward, grads, keep, reduction))
+            if reduction is not None:
+                joined[first:] = reduction.finish(joined[first:])
+        except BaseException as error:
+            if not torch.is_grad_enabled():
+                graphs.release(failed=True)  # another backward must not count what the leaves hold now
+            if reduction is not None:
+                reduction.failed(error)
+            raise
+        graphs.let_outputs_stream_wait()
+        if not keep:
+            graphs.release()
+        return (None, *joined)
+
+
+class _RecordedBoundary(_Boundary):
+    """The node of a step that is recorded; a class of its own, so that other steps make no call for it."""
+
+    @staticmethod
+    @critical
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        step = ctx.graphs.step
+        if step is None or not step.is_open:  # none where replicas were run again after the profile has ended
+            return _Boundary.backward(ctx, *grads)
+        with step.recorded(timeline.BACKWARD, timeline.SCATTER):
+            return _Boundary.backward(ctx, *grads)
+
+
+# `apply` without its search for torch.func's tensors, which is a call for each parameter: under a transform the plain
+# composition runs.
+_apply: Any = super(torch.autograd.Function, _Boundary).apply
+_apply_recorded: Any = super(torch.autograd.Function, _RecordedBoundary).apply
+
+
+def join(
+    graphs: ReplicaGraphs, live_inputs: Sequence[torch.Tensor], own_leaves: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    """Return the joined outputs, linked to the caller's tensors if any of them needs a gradient.
+
+    Args:
+        live_inputs: the caller's tensors behind `graphs.inputs`.
+        own_leaves: the replicas' leaves, without those that are the caller's own tensors.
+    """
+    live = [*live_inputs, *graphs.live_parameters]
+    if [leaf for leaf in own_leaves if leaf.grad is not None]:
+        graphs.pass_on_gradients(live)
+    if not [edge for edge in graphs.outputs if edge.requires_grad]:
+        return graphs.joined_outputs()
+    aliases = [tensor if tensor.is_leaf else Alias.apply(tensor) for tensor in live]  # type: ignore[no-untyped-call]
+    apply = _apply if graphs.step is None else _apply_recorded
+    joined: tuple[torch.Tensor, ...] = apply(graphs, *aliases)
+    return joined
+
+
+def _differentiable_backward(graphs: ReplicaGraphs, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Return the inputs' gradients as outputs of one more Boundary (4)."""
+    run = partial(_graphs_of_gradients, graphs, grads)
+    replay = graphs.replay
+    higher, gradients = run() if replay is None else replay.run(graphs, run)
+    if replay is not None:
+        higher.replay = replay.of_gradients(graphs, lambda: run()[0])
+    if not higher.outputs:
+        return [None] * len(gradients)
+    first = graphs.first_parameter
+    incoming = [grad for grad in grads if grad is not None]
+    live_inputs = (*graphs.live_inputs[:first], *incoming, *graphs.live_inputs[first:])
+    apply = _apply if higher.step is None else _apply_recorded
+    results = iter(apply(higher, *live_inputs))
+    return [next(results) if edge is not None else None for edge in gradients]
+
+
+def _graphs_of_gradients(
+    graphs: ReplicaGraphs, grads: Sequence[torch.Tensor | None]
+) -> tuple[ReplicaGraphs, list[BoundaryTensor | None]]:
+    """Return the graphs of the inputs' gradients; and each of these gradients, None where there is none."""
+    graphs.keep = True
+    higher, parts = graphs.differentiable_backward(grads)
+    gradients = [
+        BoundaryTensor(edge.placement, edge.device, edge.with_every_part(of_edge))
+        if any(p is not None for p in of_edge)
+        else None
+        for edge, of_edge in zip(graphs.all_inputs, parts, strict=True)
+    ]
+    higher.outputs = [edge for edge in gradients if edge is not None]
+    return higher, gradients

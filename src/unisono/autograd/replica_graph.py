@@ -1,0 +1,486 @@
+"""The replica graphs of one forward: what goes into them, what comes out, and the backward through all of them.
+
+Each replica has a graph of its own, from leaves for its shard and its parameters to its outputs (`ReplicaGraph`). The
+boundary (boundary.py) is what the caller's graph sees of them (`ReplicaGraphs`).
+
+Which thread runs the backward of a replica graph: on the CPU each worker thread runs its own, so that backward is
+parallel (torch's engine would run a CPU graph in the thread that called it). On accelerators one call runs all of them:
+torch's engine has one thread a device, the boundary's backward runs on such a thread, and a wait in it for another
+backward on the same device would never end.
+
+The parameters are many, and go through in bulk: as one list a replica, without an object or a call for each.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import chain
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
+
+import torch
+
+from unisono.autograd.broadcast import CoalescedReduce, ReduceBuckets
+from unisono.autograd.reducer import LeafHooks, Reducer, RunningSums, sum_in_place, sums_of
+from unisono.distributed.gradient_sync import RankReduction, SyncContext
+from unisono.primitives.parallel_apply import values_or_raise
+from unisono.primitives.placements import Placement, Replicate
+from unisono.runtime import devices as _devices
+from unisono.runtime import timeline, torch_private
+from unisono.runtime.buckets import LARGE_BYTES
+from unisono.runtime.errors import ReplicaNames
+from unisono.runtime.streams import wait_for_streams
+from unisono.runtime.thread_pool import PassContext, one_pass, run_together
+from unisono.runtime.thread_state import modes_that_stay
+from unisono.runtime.timeline import ReplicaTiming, Step
+
+T = TypeVar("T")
+
+_BACKWARD_INSIDE = (
+    "the module calls backward inside forward, and its gradients cannot be summed over the processes there. Return the "
+    "loss and call backward outside, or keep the model to this process: DataParallel(..., process_group=False)."
+)
+
+
+class Replay(Protocol):
+    """Runs a backward of `graphs`, again after a failure from which it recovers; engines/replay.py has it."""
+
+    def run(self, graphs: "ReplicaGraphs", backward: Callable[[], T]) -> T: ...
+
+    def of_gradients(self, graphs: "ReplicaGraphs", make: Callable[[], "ReplicaGraphs"]) -> "Replay":
+        """Return that of the graphs of the gradients of `graphs`, which `make` makes."""
+
+
+# What is entered around a backward that runs all replica graphs in one call.
+BackwardContext: TypeAlias = Callable[[], AbstractContextManager[Any]]
+
+
+class BoundaryTensor(NamedTuple):
+    """One input or output of the boundary: its placement, its device, and each replica's tensor.
+
+    Of an input the tensors are leaves (None: it needs no gradient, or the replica has no part of it). Of an output they
+    are results (None: the replica has none, or it does not count).
+    """
+
+    placement: Placement
+    device: torch.device
+    tensors: Sequence[torch.Tensor | None]
+
+    @property
+    def requires_grad(self) -> bool:
+        return bool([tensor for tensor in self.tensors if tensor is not None and tensor.requires_grad])
+
+    def part(self, tensor: torch.Tensor, index: int, device: torch.device) -> torch.Tensor | None:
+        part = self.placement.part(tensor, index)
+        return part if part is None or part.device == device else _devices.copy_to(part, device)
+
+    def join(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        return self.placement.join(self._here(parts))
+
+    def join_gradients(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """Return the gradient of an input from its leaves' gradients; None if no replica has one."""
+        given = [part for part in parts if part is not None]
+        if not given:
+            return None
+        if isinstance(self.placement, Replicate):
+            return sum_in_place([_devices.copy_to(part, self.device) for part in given])
+        return self.placement.join(self._here(self.with_every_part(parts)))
+
+    def with_every_part(self, parts: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+        """Return the leaves' gradients with zeros for rows on which no output depends."""
+        if not self.placement.needs_every_part:
+            return parts
+        pairs = zip(parts, self.tensors, strict=True)
+        return [torch.zeros_like(leaf) if part is None and leaf is not None else part for part, leaf in pairs]
+
+    def _here(self, parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        here = self.device
+        return [part if part is None or part.device == here else _devices.copy_to(part, here) for part in parts]
+
+
+@dataclass(slots=True)
+class ReplicaGraph:
+    """One replica's graph.
+
+    Attributes:
+        inputs: its leaves for the inputs of the call, and for tensors from outside the module; None where it has none.
+        parameters: its leaves for the module's parameters.
+        outputs: its outputs; None where it has none.
+        hooks: on its leaves, one object for those of the parameters, perhaps another for those of the inputs.
+    """
+
+    inputs: Sequence[torch.Tensor | None]
+    parameters: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor | None]
+    hooks: Sequence[LeafHooks] = ()
+
+    @property
+    def leaves(self) -> list[torch.Tensor | None]:
+        return [*self.inputs, *self.parameters]
+
+    def ends(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the outputs from which a backward starts, each with its gradient."""
+        pairs = zip(self.outputs, grads, strict=True)
+        return [(end, grad) for end, grad in pairs if end is not None and grad is not None and end.requires_grad]
+
+    def backward(self, grads: Sequence[torch.Tensor | None], keep: bool, reducer: Reducer | None = None) -> None:
+        """Run backward; the gradients are in the leaves' `.grad` then, except those that `reducer` took."""
+        backward_of([self], [grads], keep, [reducer])
+
+    def take_gradients(self) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+        """Return the `.grad` of the leaves of inputs, and of parameters, and set it to None."""
+        gradients = (
+            [None if leaf is None else leaf.grad for leaf in self.inputs],
+            [leaf.grad for leaf in self.parameters],
+        )
+        for leaf in self.inputs:
+            if leaf is not None:
+                leaf.grad = None
+        for leaf in self.parameters:
+            leaf.grad = None
+        return gradients
+
+
+def backward_of(
+    graphs: Sequence[ReplicaGraph],
+    grads: Sequence[Sequence[torch.Tensor | None]],
+    keep: bool,
+    reducers: Sequence[Reducer | None],
+) -> None:
+    """Run the backward of several graphs in one call; `grads[i]` are the gradients of the outputs of graph i."""
+    ends = [end for graph, of_graph in zip(graphs, grads, strict=True) for end in graph.ends(of_graph)]
+    if not ends:
+        return
+    run = partial(torch_private.run_backward, [end for end, _ in ends], [grad for _, grad in ends], keep=keep)
+    reduced = [(hooks, r) for graph, r in zip(graphs, reducers, strict=True) if r is not None for hooks in graph.hooks]
+    if not reduced:
+        run()
+        return
+    with contextlib.ExitStack() as stack:
+        for hooks, reducer in reduced:
+            stack.enter_context(hooks.handing_to(reducer))
+        run()
+
+
+def gradients_of(
+    graphs: Sequence[ReplicaGraph], grads: Sequence[Sequence[torch.Tensor | None]], **options: bool
+) -> list[list[torch.Tensor | None]]:
+    """Return the gradients of each graph's `leaves`, from one call, without writing any `.grad`.
+
+    A leaf that several graphs share has its gradient in the first.
+    """
+    ends = [end for graph, of_graph in zip(graphs, grads, strict=True) for end in graph.ends(of_graph)]
+    leaves = {id(leaf): leaf for graph in graphs for leaf in graph.leaves if leaf is not None}
+    found: dict[int, torch.Tensor | None] = {}
+    if ends and leaves:
+        results = torch_private.gradients(
+            [end for end, _ in ends], list(leaves.values()), [grad for _, grad in ends], **options
+        )
+        found = dict(zip(leaves, results, strict=True))
+    return [[found.pop(id(leaf), None) for leaf in graph.leaves] for graph in graphs]
+
+
+@dataclass
+class ReplicaGraphs:
+    """The replica graphs of one forward, and the boundary's inputs and outputs.
+
+    The boundary's inputs are `inputs` and, behind them, the live parameters.
+
+    Attributes:
+        timings: one a replica; `timings[i].device` is its device.
+        where: each replica's name in messages.
+        inputs, outputs: the boundary's tensors, without the parameters.
+        live_parameters: those that need a gradient.
+        leaves: `leaves[i]` are replica i's leaves for the live parameters.
+        hooks: on these leaves, one a replica.
+        large: the numbers of the parameters whose gradients are summed while backward runs.
+        shared_leaves: whether the graphs share leaves that are the caller's own tensors.
+        keep: whether graphs of a higher order share nodes with these, so that a backward must not free them.
+        on_release: called when a backward has freed the graphs; keeps alive what they need.
+        pass_contexts: entered around a backward in which each replica graph has a thread of its own.
+        backward_context: entered around a backward that runs all replica graphs in one call.
+        live_inputs: the caller's tensors, one for each of the boundary's inputs.
+        sync_context: what these graphs count for when several processes sum the parameters' gradients; None: they do
+            not.
+        buckets: those in which gradients come home; None where no replica's parameters are in memory of their own.
+        separate_memory: as in `ThreadsEngine`.
+        replay: runs a backward of these graphs, again after a failure; None: a failure is final.
+        timeout_s: as in `Call`.
+        step: the one that these graphs are part of, if it is recorded.
+    """
+
+    timings: list[ReplicaTiming]
+    where: ReplicaNames
+    inputs: list[BoundaryTensor] = field(default_factory=list)
+    outputs: list[BoundaryTensor] = field(default_factory=list)
+    live_parameters: Sequence[torch.Tensor] = ()
+    leaves: Sequence[Sequence[torch.Tensor]] = ()
+    hooks: Sequence[LeafHooks] = ()
+    large: Collection[int] = ()
+    shared_leaves: bool = False
+    keep: bool = False
+    on_release: Callable[[], object] = lambda: None
+    pass_contexts: Sequence[PassContext] = ()
+    backward_context: BackwardContext = nullcontext
+    live_inputs: tuple[torch.Tensor, ...] = ()
+    sync_context: SyncContext | None = None
+    buckets: ReduceBuckets | None = None
+    separate_memory: bool = False
+    replay: "Replay | None" = None
+    timeout_s: float | None = None
+    step: Step | None = None
+    released: bool = field(default=False, init=False)
+    _grad_is_free: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def release(self, failed: bool = False) -> None:
+        """Drop the replica graphs; this frees what only they referred to.
+
+        Args:
+            failed: whether a backward was left half done, so that the replicas are not as they were.
+        """
+        on_release = self.on_release
+        self.drop()
+        self.live_inputs, self.replay, self.released = (), None, True
+        if not (failed or self.keep):
+            on_release()
+
+    def drop(self) -> None:
+        """Drop what refers to the replica graphs."""
+        self.on_release = lambda: None
+        self.inputs, self.outputs, self.leaves, self.hooks = [], [], (), ()
+        self.pass_contexts, self.backward_context = (), nullcontext
+
+    def take_from(self, other: Self) -> None:
+        """Take the replica graphs of another object, which has none after it: the same forward's, run again."""
+        kept = self.live_inputs, self.replay
+        self.__dict__.update(other.__dict__)
+        self.live_inputs, self.replay = kept
+        other.released, other.replay = True, None
+        other.drop()
+
+    @property
+    def first_parameter(self) -> int:
+        """The place of the first parameter among the boundary's inputs."""
+        return len(self.inputs)
+
+    @property
+    def all_inputs(self) -> list[BoundaryTensor]:
+        """The boundary's inputs, with one object for each parameter too: for what is not done in bulk."""
+        pairs = zip(self.live_parameters, zip(*self.leaves, strict=True), strict=True)
+        return [*self.inputs, *(BoundaryTensor(Replicate(), live.device, of_live) for live, of_live in pairs)]
+
+    def graph(self, index: int) -> ReplicaGraph:
+        """Return the graph of a replica in this process."""
+        inputs = [edge.tensors[index] for edge in self.inputs]
+        hooks = [self.hooks[index]] if self.hooks else []
+        if self.inputs and (replicated := self._replicated_inputs()):
+            hooks.append(LeafHooks({~k: leaf for k in replicated if (leaf := inputs[k]) is not None}))
+        outputs = [edge.tensors[index] for edge in self.outputs]
+        return ReplicaGraph(inputs, self.leaves[index] if self.leaves else [], outputs, hooks)
+
+    def graphs(self) -> list[ReplicaGraph]:
+        """Return the graphs of all replicas in this process."""
+        return [self.graph(index) for index, _ in enumerate(self.timings)]
+
+    def _replicated_inputs(self) -> list[int]:
+        """Return the places of the large inputs that every replica has whole."""
+        return [
+            k
+            for k, edge in enumerate(self.inputs)
+            if isinstance(edge.placement, Replicate)
+            and any(t is not None and t.nbytes >= LARGE_BYTES for t in edge.tensors)
+        ]
+
+    def check_backward_inside_forward(self) -> None:
+        """Raise RuntimeError if gradients are summed over processes: the module itself has called backward."""
+        if self.sync_context is not None:
+            raise RuntimeError(_BACKWARD_INSIDE)
+
+    def begin_sum(self, boundary: Any) -> RankReduction | None:
+        """Begin to sum the parameters' gradients over processes; None if this backward reaches no parameter.
+
+        Args:
+            boundary: the node whose backward runs.
+        """
+        if self.sync_context is None:
+            return None
+        # The nodes that receive the gradients of the parameters.
+        nodes = [node for node, _ in boundary.next_functions[self.first_parameter :]]
+        if not any(map(torch_private.backward_reaches, nodes)):
+            return None
+        return self.sync_context.begin(self.live_parameters, nodes)
+
+    def joined_outputs(self) -> list[torch.Tensor]:
+        """Return the joined outputs where no backward will follow."""
+        return [edge.join(edge.tensors) for edge in self.outputs]
+
+    def pass_on_gradients(self, live: Sequence[torch.Tensor]) -> None:
+        """Pass on gradients that the module's own call of backward, inside forward, has left in the replicas' leaves.
+
+        Raises:
+            RuntimeError: gradients are to be summed over processes.
+        """
+        self.check_backward_inside_forward()
+        pass_on(live, self._joined([graph.take_gradients() for graph in self.graphs()]))
+
+    def backward(
+        self, output_grads: Sequence[torch.Tensor | None], keep: bool, reduction: RankReduction | None = None
+    ) -> list[torch.Tensor | None]:
+        """Run backward in every replica graph; return the gradient of each of the boundary's inputs.
+
+        Gradients that `reduction` has taken meanwhile are missing.
+        """
+        together = any_batched(output_grads) or modes_that_stay()  # neither can follow into other threads
+        if together or self.shared_leaves or not self._grad_is_free.acquire(blocking=False):
+            # .grad cannot be used: it cannot hold a batch of gradients; that of a shared leaf is the caller's; another
+            # backward of the same graphs may be writing it now. Graphs that share a leaf may share nodes, which the
+            # first replica's backward must not free.
+            keep = keep or (self._one_backward_each and not together)
+            parts = self._gradients(self._parts_of(output_grads), together=together, keep=keep)
+            return [edge.join_gradients(of) for edge, of in zip(self.all_inputs, parts, strict=True)]
+        try:
+            return self._backward_into_grad(output_grads, keep, reduction)
+        finally:
+            self._grad_is_free.release()
+
+    def _backward_into_grad(
+        self, output_grads: Sequence[torch.Tensor | None], keep: bool, reduction: RankReduction | None
+    ) -> list[torch.Tensor | None]:
+        graphs, grads = self.graphs(), self._parts_of(output_grads)
+
+        def backward_some(replicas: Sequence[int]) -> None:
+            started = time.perf_counter()
+            some = [graphs[i] for i in replicas]
+            backward_of(some, [grads[i] for i in replicas], keep, [parts[i] for i in replicas])
+            for i in replicas:
+                self.timings[i].backward_s = time.perf_counter() - started
+
+        with self._sums(reduction) as sums:
+            parts = [None if sums is None else sums.of(i) for i in range(len(graphs))]
+            if self._one_backward_each:
+                self._run_together(lambda index: backward_some([index]))
+            else:
+                with self.backward_context(), timeline.one_backward_of(self.timings):
+                    backward_some(range(len(graphs)))
+            if timeline.recording:
+                timeline.mark(timeline.REDUCE)
+            totals = {} if sums is None else sums.end()
+        joined = self._joined([graph.take_gradients() for graph in graphs])
+        for number, total in totals.items():
+            joined[~number if number < 0 else self.first_parameter + number] = total
+        return joined
+
+    def _joined(
+        self, gradients: Sequence[tuple[list[torch.Tensor | None], list[torch.Tensor | None]]]
+    ) -> list[torch.Tensor | None]:
+        """Return the gradient of each of the boundary's inputs, from those of each replica's leaves."""
+        of_inputs = zip(*(of_inputs for of_inputs, _ in gradients), strict=True)
+        joined = [edge.join_gradients(of) for edge, of in zip(self.inputs, of_inputs, strict=True)]
+        return joined + sums_of([of_parameters for _, of_parameters in gradients])
+
+    def _sums(self, reduction: RankReduction | None) -> AbstractContextManager[RunningSums | CoalescedReduce | None]:
+        """Return the context in which gradients are summed while backward runs."""
+        emit, emitted = (reduction.add, reduction.early) if reduction is not None else (None, ())
+        if self.buckets is not None:
+            devices = [timing.device for timing in self.timings]
+            return CoalescedReduce(self.buckets, devices, emit, emitted, separate_memory=self.separate_memory)
+        numbers = set(emitted)
+        if self._one_backward_each and len(self.timings) > 1:
+            numbers.update(self.large, [~k for k in self._replicated_inputs()])
+        return nullcontext(RunningSums(len(self.timings), numbers, emit, emitted) if numbers else None)
+
+    def let_outputs_stream_wait(self) -> None:
+        """Make the stream of the boundary's first output, which autograd uses, wait for the inputs' gradients."""
+        if not self._one_backward_each:
+            homes = [edge.device for edge in self.inputs] + [live.device for live in self.live_parameters]
+            wait_for_streams(self.outputs[0].device, homes)
+
+    def differentiable_backward(
+        self, output_grads: Sequence[torch.Tensor | None]
+    ) -> tuple[Self, list[list[torch.Tensor | None]]]:
+        """Run backward with create_graph=True; return its graphs, without outputs yet, and each input's gradients."""
+        incoming: list[BoundaryTensor] = []
+        end_grads: list[list[torch.Tensor | None]] = [[] for _ in self.timings]
+        for edge, grad in zip(self.outputs, output_grads, strict=True):
+            parts: list[torch.Tensor | None] = [None for _ in self.timings]
+            if grad is not None:
+                devices = [
+                    timing.device if end is None else end.device
+                    for end, timing in zip(edge.tensors, self.timings, strict=True)
+                ]
+                parts = [edge.part(grad.detach(), i, device) for i, device in enumerate(devices)]
+                parts = [None if p is None else p.detach().requires_grad_(grad.requires_grad) for p in parts]
+                tensors = parts if grad.requires_grad else [None] * len(parts)
+                incoming.append(BoundaryTensor(edge.placement.of_gradients(), grad.device, tensors))
+            for i, part in enumerate(parts):
+                end_grads[i].append(part)
+        higher = self._higher(incoming)
+        return higher, self._differentiate(end_grads, higher)
+
+    def _differentiate(
+        self, grads: Sequence[Sequence[torch.Tensor | None]], higher: Self
+    ) -> list[list[torch.Tensor | None]]:
+        """Return each input's gradients, from `grads` of each replica's outputs; their graphs will be in `higher`."""
+        together = any_batched(chain.from_iterable(grads)) or modes_that_stay()
+        return self._gradients(grads, together=together, create_graph=True)
+
+    def _higher(self, incoming: Sequence[BoundaryTensor], **changes: Any) -> Self:
+        """Return the graphs of these graphs' gradients, without outputs yet; `incoming` are their further inputs."""
+        inputs = [*self.inputs, *incoming]
+        return replace(self, inputs=inputs, outputs=[], live_inputs=(), keep=True, replay=None, **changes)
+
+    def _part_of(self, index: int, output_grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Return a replica's part of the output gradients; None for an output that needs none."""
+        return [
+            edge.part(grad, index, end.device) if grad is not None and end is not None and end.requires_grad else None
+            for edge, grad in zip(self.outputs, output_grads, strict=True)
+            for end in (edge.tensors[index],)
+        ]
+
+    def _parts_of(self, output_grads: Sequence[torch.Tensor | None]) -> list[list[torch.Tensor | None]]:
+        """Return each replica's part of the output gradients."""
+        return [self._part_of(index, output_grads) for index, _ in enumerate(self.timings)]
+
+    def _gradients(
+        self, grads: Sequence[Sequence[torch.Tensor | None]], *, together: bool, **options: bool
+    ) -> list[list[torch.Tensor | None]]:
+        """Return the gradients of each input without writing any `.grad`: one call a replica, or one for all."""
+        graphs = self.graphs()
+        found: list[list[torch.Tensor | None]] = [[] for _ in graphs]
+
+        def backward_one(index: int) -> None:
+            (found[index],) = gradients_of([graphs[index]], [grads[index]], **options)
+
+        if together or not self._one_backward_each:
+            with self.backward_context():
+                found = gradients_of(graphs, grads, **options)
+        else:
+            self._run_together(backward_one)
+        return [list(of_input) for of_input in zip(*found, strict=True)]
+
+    @cached_property
+    def _one_backward_each(self) -> bool:
+        """Whether each replica graph's backward has a thread of its own."""
+        return _devices.all_on_host([timing.device for timing in self.timings])
+
+    def _run_together(self, backward_one: Callable[[int], None]) -> None:
+        """Run each replica graph's backward in a thread of its own."""
+        tasks = [partial(backward_one, i) for i, _ in enumerate(self.timings)]
+        devices = [timing.device for timing in self.timings]
+        where = [f"the backward of {place}" for place in self.where]
+        with one_pass(self.pass_contexts) as contexts:
+            # No variable may hold the outcomes: an error's traceback refers to this frame.
+            values_or_raise(run_together(tasks, devices, contexts, self.timeout_s, self.where), where)
+
+
+def pass_on(live: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+    """Pass gradients on to the live tensors."""
+    reached = [(tensor, grad) for tensor, grad in zip(live, gradients, strict=True) if grad is not None]
+    torch_private.run_backward([tensor for tensor, _ in reached], [grad for _, grad in reached], keep=False)
+
+
+def any_batched(grads: Iterable[torch.Tensor | None]) -> bool:
+    return bool([grad for grad in grads if grad is not None and torch_private.is_batched(grad)])

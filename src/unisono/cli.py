@@ -1,0 +1,185 @@
+"""The command `unisono`: it finds the subcommand, runs it, and reports an error in one line.
+
+Each subcommand is a module with SUMMARY, DESCRIPTION, EXAMPLES, `add_options(parser)`, `needed(given)` (the packages
+that must be installed, by the extra that has them) and `run(given)`, which returns the exit status. `given` has only
+what was on the command line. A module with `split(words)` says which of its words are its own; the others are in
+`given["arguments"]` as they are.
+"""
+
+import argparse
+import io
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, NoReturn
+
+from unisono import __version__
+from unisono.bench import command as bench
+from unisono.console.errors import FAILED, MISUSED, CommandError, Interrupted, OptionError
+from unisono.console.options import expect_installed
+from unisono.monitor import devices_command as devices
+from unisono.monitor import watch_command as watch
+from unisono.plan import command as plan
+from unisono.scripts import command as run
+from unisono.training import command as train
+from unisono.training.ranks import ALONE, Ranks
+from unisono.verification import command as verify
+
+_STOPPED = 128  # plus the number of the signal, as shells have it
+
+_COMMANDS: dict[str, ModuleType] = {
+    "train": train,
+    "run": run,
+    "verify": verify,
+    "bench": bench,
+    "plan": plan,
+    "devices": devices,
+    "watch": watch,
+}
+
+_DESCRIPTION = """\
+Put a PyTorch training on every device of the machine, with the numbers of one.
+
+In your own script it is one line:
+
+    model = unisono.DataParallel(model)
+"""
+
+_EXAMPLES = """\
+examples:
+  unisono train                 train ResNet-18 on handwritten digits, on every device
+  unisono train --help          say what else it can do
+  unisono run train.py          run a script of yours with unisono in the place of torch.nn.DataParallel
+  unisono verify train:build    compare a model of yours on one device and on several
+  unisono bench train:build     say which engine and how many replicas are fastest for it here
+  unisono plan train:build      say how far it will scale, up to 1,024 devices
+  unisono devices               say what this machine has, and which engine suits it
+  unisono watch                 show what runs on it now, and which replica the others wait for
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with these arguments (None: those of the process), and return its exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    _open_closed_streams()
+    ranks, program = ALONE, " ".join(["unisono", *(name for name in argv[:1] if name in _COMMANDS)])
+
+    def fail(reason: object, status: int) -> int:
+        ranks.fail(reason)
+        if ranks.is_first:
+            print(f"{program}: error: {reason}", file=sys.stderr, flush=True)
+        ranks.wait_for_first()
+        return status
+
+    try:
+        if argv[:1] == ["train"]:  # the only command that runs in several processes
+            ranks = Ranks.join()
+        command, given = ranks.together(lambda: _parse(argv))
+        if command is None:
+            return MISUSED
+        if command is not run:  # whose output is that of a script
+            _escape_what_cannot_be_encoded()
+        status: int = command.run(given, ranks) if command is train else command.run(given)
+        return status
+    except KeyboardInterrupt:
+        return fail("stopped at once; what had been saved stays", _STOPPED + signal.SIGINT)
+    except Interrupted as stopped:
+        ranks.wait_for_first()
+        return _STOPPED + stopped.received
+    except CommandError as error:
+        if isinstance(error.__cause__, BrokenPipeError):
+            _discard_output()
+        return fail(" ".join(str(error).splitlines()), error.exit_status)  # a word of the command line may have two
+    except BrokenPipeError:  # the reader of our output has ended
+        _discard_output()
+        return FAILED
+    except OSError as error:  # such as a full disk
+        return fail(error, FAILED)
+    except RuntimeError as error:
+        if ranks.are_lost:
+            return fail(error, FAILED)
+        raise
+
+
+def _discard_output() -> None:
+    """Let Python's own flush at exit succeed although nothing reads standard output any more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _open_closed_streams() -> None:
+    """Open the standard streams that the shell has closed (`>&-`) to the null device.
+
+    Python has None for these; and the system would give their numbers to the next files that are opened.
+    """
+    if sys.stdin is None:
+        os.open(os.devnull, os.O_RDONLY)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.open(os.devnull, os.O_WRONLY), "w", closefd=False))  # noqa: SIM115
+
+
+def _escape_what_cannot_be_encoded() -> None:
+    """Let standard output show `\\U0001f680` for what its encoding lacks, as standard error does: no error."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _parse(argv: Sequence[str]) -> tuple[ModuleType | None, dict[str, Any]]:
+    """Return the subcommand and its arguments; without a subcommand, print the help and return None.
+
+    Raises:
+        OptionError: the arguments cannot be understood, or a package is not installed.
+    """
+    parser = _Parser(prog="unisono", **_texts(_DESCRIPTION, _EXAMPLES))
+    parser.add_argument("--version", action="version", version=f"unisono {__version__}")
+    subparsers = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
+    for name, module in _COMMANDS.items():
+        texts = _texts(module.DESCRIPTION, module.EXAMPLES)
+        module.add_options(subparsers.add_parser(name, help=module.SUMMARY, **texts))
+
+    argv, foreign = list(argv), None
+    if argv and (split := getattr(_COMMANDS.get(argv[0]), "split", None)):
+        own, foreign = split(argv[1:])
+        argv = [argv[0], *own]
+    arguments, unknown = parser.parse_known_args(_with_negative_values(argv))
+    given = vars(arguments) | ({} if foreign is None else {"arguments": foreign})
+    name = given.pop("command")
+    if unknown:
+        (subparsers.choices[name] if name else parser).error(f"there is no option {unknown[0]}")
+    if name is None:
+        parser.print_help()
+        return None, given
+    expect_installed(_COMMANDS[name].needed(given))
+    return _COMMANDS[name], given
+
+
+def _with_negative_values(argv: Sequence[str]) -> list[str]:
+    """Return `--compute -1ms` as `--compute=-1ms`: argparse would take the value for an option."""
+    joined: list[str] = []
+    for word in argv:
+        if joined and re.match(r"-\.?\d", word) and re.fullmatch(r"--[a-z-]+", joined[-1]):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(f"{message} ({self.prog} --help lists the options)")
+
+
+def _texts(description: str, examples: str) -> dict[str, Any]:
+    """Return what all parsers have in common: texts as they are, and only options that were given, in full."""
+    return {
+        "description": description,
+        "epilog": examples,
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+        "argument_default": argparse.SUPPRESS,
+        "allow_abbrev": False,
+    }

@@ -1,0 +1,101 @@
+"""The option `--devices`: which devices its text names, and devices in words."""
+
+import os
+import re
+from collections.abc import Sequence
+
+import torch
+
+from unisono.console.errors import OptionError
+from unisono.distributed import environment
+from unisono.runtime import devices
+
+_MAX_REPLICAS = 1024
+_FORMS = "auto, a count, or devices such as cpu,cpu or 'cpu*8' or cuda:0,cuda:1"
+
+
+def choose_devices(text: str, *, among_several: bool = False) -> list[torch.device]:
+    """Return the devices that `--devices` names, one for each replica.
+
+    auto       every accelerator; two CPU replicas where there is none
+    3          the first three accelerators; three CPU replicas where there is none
+    cpu,cpu    these devices
+    'cpu*8'    this device, eight times
+
+    Several processes of one machine each have their own devices: auto is the accelerator of this process, or one CPU
+    replica; 3 are three accelerators, those that follow the ones of the processes with a lower LOCAL_RANK.
+
+    Raises:
+        OptionError: the text has none of these forms, or names a device that this machine does not have.
+    """
+    present = devices.accelerators()
+    if text == "auto":
+        return _own_device() if among_several else present or [torch.device("cpu")] * 2
+    numbers = re.findall(r"\d+", text)
+    if text.count(",") >= _MAX_REPLICAS or any(len(n) > 4 or int(n) > _MAX_REPLICAS for n in numbers):
+        raise OptionError(f"--devices {text:.80}: more than any machine has; expected {_FORMS}")
+    if text.isdecimal():
+        return _take(int(text), present, int(os.environ.get("LOCAL_RANK", "0")) if among_several else 0)
+    named = [device for part in text.split(",") for device in _repeated(part.strip(), text)]
+    if len(named) > _MAX_REPLICAS:
+        raise OptionError(f"--devices {text:.80}: {len(named)} replicas; expected at most {_MAX_REPLICAS}")
+    if len({device.type for device in named}) > 1:
+        raise OptionError(f"--devices {text}: replicas must all be on one kind of device")
+    return named
+
+
+def _own_device() -> list[torch.device]:
+    try:
+        return [environment.local_device()]
+    except ValueError as error:
+        raise OptionError(error) from error
+
+
+def _take(count: int, present: list[torch.device], local_rank: int) -> list[torch.device]:
+    """Return `count` of the accelerators present, after those of the processes with a lower local rank."""
+    if count < 1:
+        raise OptionError(f"--devices {count}: expected {_FORMS}")
+    if not present:
+        return [torch.device("cpu")] * count
+    first = local_rank * count
+    if first + count > len(present):
+        there = ", ".join(map(str, present))
+        needed = f" for each of {local_rank + 1} processes" if local_rank else ""
+        raise OptionError(
+            f"--devices {count}{needed}: there {'is' if len(present) == 1 else 'are'} only {len(present)} ({there}); "
+            f"'{present[0]}*{count}' puts {count} replicas on one"
+        )
+    return present[first : first + count]
+
+
+def _repeated(part: str, text: str) -> list[torch.device]:
+    name, star, times = part.partition("*")
+    if not name or (star and not (times.isdecimal() and int(times) > 0)):
+        raise OptionError(f"--devices {text}: expected {_FORMS}")
+    try:
+        torch.device(name)
+    except (RuntimeError, ImportError):  # torch's message lists every kind of device that it knows
+        raise OptionError(f"--devices {text}: {name} is no device; expected {_FORMS}") from None
+    try:
+        device = devices.resolve_one(name, "--devices")
+    except ValueError as error:
+        raise OptionError(str(error)) from error
+    return [device] * (int(times) if star else 1)
+
+
+def describe(*devices_by_rank: Sequence[torch.device]) -> str:
+    """Return the devices of all processes in words, as in "2 replicas (cpu, cpu)".
+
+    >>> cpu = torch.device("cpu")
+    >>> describe([cpu] * 8)
+    '8 replicas (8 x cpu)'
+    >>> describe([cpu] * 2, [cpu] * 2)
+    '2 processes, 4 replicas (4 x cpu)'
+    """
+    devices = [device for of_rank in devices_by_rank for device in of_rank]
+    processes = f"{len(devices_by_rank)} processes, " if len(devices_by_rank) > 1 else ""
+    if len(devices) == 1:
+        return str(devices[0])
+    counts = {device: devices.count(device) for device in devices}
+    names = [str(device) if count == 1 else f"{count} x {device}" for device, count in counts.items()]
+    return f"{processes}{len(devices)} replicas ({', '.join(names)})"

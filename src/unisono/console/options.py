@@ -1,0 +1,58 @@
+"""What the parsers of several commands need: the types of their arguments, and the packages that they ask for."""
+
+import argparse
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from unisono.console.errors import OptionError
+from unisono.primitives.split_sizes import RULES, check_shares
+
+TARGET = "package.module:build"
+
+
+def folder(name: str) -> Path:
+    """Return the path of a folder; an argparse type."""
+    if not name:  # a path would take it for "."
+        raise argparse.ArgumentTypeError("expected the name of a folder, got ''")
+    return Path(name)
+
+
+def shares(text: str) -> str | list[float]:
+    """Return the rule for the rows of each replica; an argparse type."""
+    if text in RULES:
+        return text
+    try:
+        weights = [float(weight) for weight in text.split(",")]
+        check_shares(weights, None)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected {', '.join(RULES)}, or weights such as 2,1, 0 or more and not all of them 0; got {text!r}"
+        ) from None
+    return weights
+
+
+def flag(name: str) -> str:
+    """Return an option's name as it is typed: `batch_size` is `--batch-size`."""
+    return "--" + name.replace("_", "-")
+
+
+def expect_installed(packages: Mapping[str, Sequence[str]]) -> None:
+    """Check that packages are installed.
+
+    Args:
+        packages: by the extra of unisono that has them.
+
+    Raises:
+        OptionError: some are not.
+    """
+    missing = {extra: [name for name in names if not _is_installed(name)] for extra, names in packages.items()}
+    extras = ",".join(extra for extra, names in missing.items() if names)
+    if extras:
+        names = ", ".join(name for names in missing.values() for name in names)
+        raise OptionError(f"{names} not installed: pip install 'unisono[{extras}]'")
+
+
+def _is_installed(package: str) -> bool:
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None  # a folder of that name, without code, has no origin

@@ -1,0 +1,94 @@
+"""`package.module:name` on a command line: the caller's own code, found from the current folder.
+
+Every error is one line, because the caller can fix it: no such module, no such name in it, code that raises.
+"""
+
+import contextlib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+from unisono.console.errors import CommandError
+
+
+class TargetError(CommandError):
+    """The target cannot be used: one line that says why. Its `__cause__` is the error of the caller's code, if any."""
+
+
+@contextlib.contextmanager
+def current_folder_first() -> Iterator[None]:
+    """Look for modules in the current folder before all others, as `python script.py` does for the script's."""
+    path = list(sys.path)
+    sys.path.insert(0, os.getcwd())
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+
+
+def find(target: str, expected: str) -> Any:
+    """Import what a target names.
+
+    Args:
+        target: a module, a colon, and a name in it; dots lead into attributes.
+        expected: the form of such a target, for the error message.
+
+    Raises:
+        TargetError: it is of another form, does not exist, or its module cannot be imported.
+    """
+    module_name, colon, path = target.partition(":")
+    names = path.split(".")
+    if not (colon and all(map(str.isidentifier, [*module_name.split("."), *names]))) or module_name.endswith(".py"):
+        raise TargetError(f"{target}: expected {expected}")
+    with explained(f"{target}: importing {module_name}"):
+        try:
+            found: Any = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise
+            raise TargetError(f"{target}: there is no module {error.name} in {sys.path[0]} or installed") from error
+    for name in names:
+        with explained(f"{target}: looking up {name}"):
+            try:
+                found = getattr(found, name)
+            except AttributeError as error:
+                raise TargetError(f"{target}: there is no {name} in {_described(found)}") from error
+    return found
+
+
+@contextlib.contextmanager
+def explained(doing: str) -> Iterator[None]:
+    """Turn what the caller's code raises in the block into one line, whatever it is; but let Ctrl-C through.
+
+    Args:
+        doing: what the block does, for the message.
+
+    Raises:
+        TargetError: the block has raised something.
+    """
+    try:
+        yield
+    except (TargetError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise TargetError(f"{doing} raised {one_line(error)}") from error
+
+
+def _described(found: Any) -> str:
+    """Return the name of a module or class; of a module also its file, which may not be the one that was meant."""
+    file = getattr(found, "__file__", None)
+    return f"{getattr(found, '__name__', found)}{f' ({file})' if file else ''}"
+
+
+def one_line(error: BaseException) -> str:
+    """Return one line for an exception: its type, what it says, and where it was raised."""
+    try:
+        text = (str(error).strip().splitlines() or [""])[0]
+    except Exception:  # noqa: BLE001  an exception of the caller's may fail at this, too
+        text = ""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}{f': {text}' if text else ''}{where}"

@@ -1,0 +1,434 @@
+"""Gradients summed over processes: what one model's gradients count for, and when they are summed.
+
+    rank r:   backward of its own batch ──► gradient of its own loss
+                                              │ times weight r / all weights
+                                              ▼
+              all-reduced over the ranks ──► gradient of the one loss over all rows
+
+The weight of a rank is its number of rows (or what the caller sets), so that nothing is averaged per process. When
+backward starts, the ranks all-gather their weights, and with them what they are about to reduce (consistency.py). A
+rank whose weight is 0 contributes zeros: its own gradients, which may be NaN, are never read. bucketed_all_reduce.py
+all-reduces while backward still runs.
+
+A backward that leads to no parameter, such as `torch.autograd.grad` for inputs, reduces nothing and waits for no rank.
+
+In no_sync() a rank's own gradients go into `grad`, multiplied by the number of ranks. The next backward outside of it
+takes the mean over the ranks of what is in `grad` then. What was in `grad` before no_sync() is equal on all
+ranks, so the mean leaves it unchanged; what the user zeroes or scales in between is zeroed or scaled.
+
+Sources: buckets and their order, S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
+Training", VLDB 2020.
+"""
+
+import abc
+import weakref
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from unisono.distributed.bucketed_all_reduce import DOING, BucketedAllReduce, BucketPlan
+from unisono.distributed.comm_hooks import CommHook
+from unisono.distributed.consistency import RankStep, check_same_model, check_same_step
+from unisono.distributed.environment import start_default_group
+from unisono.distributed.process_group import Communicator, broadcast_plan, communicator_for, distributed
+from unisono.primitives.inputs import Arguments
+from unisono.runtime import torch_private
+from unisono.runtime.buckets import Bucket
+
+_OF_A_GROUP = (
+    "this DataParallel was pickled with a process_group of its own, and process groups cannot be: wrap its module "
+    "anew, DataParallel(loaded.module, process_group=...)."
+)
+_MOST_PLANS = 8  # models whose parts are frozen in turn have several
+
+
+class UnboundGradientSync(NamedTuple):
+    """A `GradientSync` that was pickled: it is bound to the processes of the program that loads it when it is needed.
+
+    Not earlier, so that one process alone can load a model and evaluate it.
+
+    Attributes:
+        device, loss: as in `GradientSync`.
+        is_world: whether it was among all processes of its program, not only those of a group.
+    """
+
+    device: torch.device
+    loss: str
+    is_world: bool
+
+    def bind(self, module: nn.Module) -> "GradientSync | None":
+        """Bind to the processes of this program; return None if this process is alone. A collective.
+
+        Raises:
+            RuntimeError: it was among the processes of a group, which are unknown now.
+        """
+        if not self.is_world and start_default_group() and distributed.get_world_size() > 1:
+            raise RuntimeError(_OF_A_GROUP)
+        communicator = communicator_for()
+        if communicator is None:
+            return None
+        gradient_sync = GradientSync(communicator, self.device, self.loss)
+        gradient_sync.sync_module_states(module)
+        return gradient_sync
+
+
+class GradientSync:
+    """Sums the gradients of one module over processes.
+
+    Args:
+        communicator: the processes.
+        device: on which the gradients are.
+        loss: "mean" if each process's loss is a mean over its rows, "sum" if it is a sum.
+    """
+
+    def __init__(self, communicator: Communicator, device: torch.device, loss: str) -> None:
+        self.communicator = communicator
+        self.loss = loss
+        self._device = device
+        self.hook: tuple[Any, CommHook] | None = None
+        self.synchronised = True  # False inside no_sync()
+        self.next_weight: float | None = None  # of the next forward, if the caller has set it
+        self.sample: Arguments | None = None  # some rows, to run on for a batch without rows
+        # Weak references: a tensor has only one, so that it can be looked up in a set.
+        self.own_grads: set[Any] = set()  # to tensors whose `grad` is this rank's own, since a backward in no_sync()
+        self._sparse: set[Any] = set()  # to tensors that have had sparse gradients
+        self._number = 0  # of the model, in the order of wrapping
+        self.num_forwards = 0
+        self._plans: dict[Any, BucketPlan] = {}
+        self._latest: _Structure | None = None
+
+    def __deepcopy__(self, memo: object) -> "GradientSync":
+        copied = GradientSync(self.communicator, self._device, self.loss)  # without the original's state
+        copied.hook = self.hook
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UnboundGradientSync, (self._device, self.loss, self.communicator.is_world)
+
+    @property
+    def group(self) -> Any:
+        """The process group of the gradients. Its first use is a collective."""
+        return self.communicator.group_for(self._device, "gradients")
+
+    def sync_module_states(self, module: nn.Module) -> None:
+        """Check that `module` is the same on all ranks, and give all ranks rank 0's parameters and buffers."""
+        self.communicator.barrier(f"wrapping {type(module).__name__}")
+        self._number = self.communicator.next_model_number()
+        check_same_model(self.communicator, module)
+        tensors = [*module.parameters(), *module.buffers()]
+        self.communicator.broadcast(0, tensors, self.group, "broadcasting rank 0's parameters")()
+
+    def sync_context(self, module: nn.Module, rows: int | None) -> "SyncContext":
+        """Return the context of a forward of so many rows."""
+        given = self.next_weight
+        weight = 0.0 if rows == 0 else given if given is not None else float(1 if rows is None else rows)
+        number, training = self.num_forwards + module.training, module.training
+        return SyncContext(self, weakref.ref(module), weight, given is not None, number, training, self.synchronised)
+
+    def structure(self, tensors: Sequence[torch.Tensor]) -> "_Structure":
+        """Return what is known about a module with these parameters; see `_Structure`."""
+        if self._latest is None or self._latest.tensors is not tensors:
+            dtypes = [tensor.dtype for tensor in tensors]
+            # By `map`, without Python code for each tensor.
+            key = (*map(id, tensors), *dtypes, *map(torch.Tensor.size, tensors), *map(torch.Tensor.stride, tensors))
+            if key not in self._plans:
+                if len(self._plans) >= _MOST_PLANS:
+                    self._plans.clear()
+                self._plans[key] = BucketPlan.of(tensors, without=lambda tensor: weakref.ref(tensor) in self._sparse)
+            self._latest = _Structure(tensors, self._plans[key])
+        return self._latest
+
+    def rank_step(self, sync_context: "SyncContext", plan: BucketPlan) -> RankStep:
+        """Return this rank's description of the reduction that it starts."""
+        if not self._number:  # a copy, which all ranks start to train now
+            self._number = self.communicator.next_model_number()
+        return RankStep(
+            weight=sync_context.weight,
+            model=self._number,
+            forward=sync_context.number,
+            training=sync_context.training,
+            digest=plan.digest,
+            in_no_sync=not sync_context.synchronised,
+            weight_given=sync_context.weight_given,
+            is_sum=self.loss == "sum",
+            has_hook=self.hook is not None,
+        )
+
+    def mark_sparse(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give `tensors`, which have sparse gradients, no place in a bucket from now on."""
+        new = set(map(weakref.ref, tensors)) - self._sparse
+        if new:
+            self._sparse |= new
+            self._plans.clear()
+            self._latest = None
+
+
+class _Structure:
+    """What is known about a module while the list of its parameters is the same list, and not only an equal one.
+
+    Attributes:
+        tensors: its parameters that need gradients.
+        plan: the buckets of their gradients.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], plan: BucketPlan) -> None:
+        self.tensors, self.plan = tensors, plan
+        self._registries: list[Any] | None = None  # the `_buffers` of the modules that have some
+        self._forms: Any = None
+        self._buckets: Sequence[Bucket] = ()
+
+    def buffers(self, module: nn.Module) -> tuple[list[torch.Tensor], Sequence[Bucket]]:
+        """Return the module's buffers, new ones in the place of others too, and the buckets to broadcast them in."""
+        if self._registries is None:
+            self._registries = [registry for each in module.modules() if (registry := each._buffers)]
+        buffers = [b for each in self._registries for b in each.values() if b is not None and not b.is_sparse]
+        forms = [(b.dtype, b.device) for b in buffers], [*map(torch.Tensor.size, buffers)]
+        if forms != self._forms:
+            self._forms, self._buckets = forms, broadcast_plan(buffers)
+        return buffers, self._buckets
+
+
+@dataclass(frozen=True)
+class SyncContext:
+    """How the gradients of one forward are summed.
+
+    Attributes:
+        module: the module that ran.
+        weight: of the gradients, relative to the other ranks' weights.
+        weight_given: whether the caller has set it; else it is the number of rows.
+        number: of the forward among those in training mode, from 1.
+        training: whether the module was in training mode. By the time of backward it may be in another, on one rank
+            only: the one that evaluates.
+        synchronised: whether the gradients are all-reduced in the next backward: not in no_sync().
+        has_exchanges: whether replicas exchange values with other processes in backward, as batch norm does.
+    """
+
+    gradient_sync: GradientSync
+    module: "weakref.ref[nn.Module]"
+    weight: float
+    weight_given: bool
+    number: int
+    training: bool
+    synchronised: bool
+    has_exchanges: bool = False
+
+    @property
+    def weight_of_loss(self) -> float:
+        """The weight of this rank's loss in the loss over all rows, relative to the other ranks'."""
+        return self.weight if self.gradient_sync.loss == "mean" else float(self.weight > 0)
+
+    def has_run(self) -> None:
+        """Count the forward. One that fails, and may be tried again with fewer rows, does not count."""
+        self.gradient_sync.num_forwards = self.number
+        self.gradient_sync.next_weight = None
+
+    def of_callers_graph(
+        self, module: nn.Module, method: str | None
+    ) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+        """Return a function that calls `module` in the caller's own graph and all-reduces its parameters' gradients."""
+        function = _MethodAsForward(module, method)
+        parameters = {name: p for name, p in function.named_parameters() if p.requires_grad}
+        summed = _AllReduceInBackward.apply(self, *parameters.values())  # type: ignore[no-untyped-call]
+        return partial(functional_call, function, dict(zip(parameters, summed, strict=True)))
+
+    def begin(self, tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> "RankReduction":
+        """Start the reduction of the gradients of `tensors`; `nodes` are their nodes in the running backward.
+
+        The list of an earlier call, itself, says that the module has not changed since then.
+        """
+        return (AllReduce if self.synchronised else LocalAccumulation)(self, tensors, nodes)
+
+
+class _RankSteps:
+    """What all ranks do in one reduction; it is gathered while backward runs.
+
+    Not a part of the reduction, whose buckets would be kept by the reference cycle after the gradients are gone.
+    """
+
+    def __init__(self, sync_context: SyncContext, structure: _Structure) -> None:
+        self._sync_context, self._structure = sync_context, structure
+        gradient_sync = sync_context.gradient_sync
+        mine = gradient_sync.rank_step(sync_context, structure.plan)
+        self.work = gradient_sync.communicator.all_gather(mine, DOING)
+        self._all: list[RankStep] = []
+
+    @property
+    def all(self) -> list[RankStep]:
+        """Each rank's step.
+
+        Raises:
+            RuntimeError: the ranks have not started the same reduction.
+        """
+        if not self._all:
+            steps, context = [RankStep(*step) for step in self.work.wait()], self._sync_context
+            communicator, tensors = context.gradient_sync.communicator, self._structure.tensors
+            check_same_step(communicator, steps, tensors, context.module(), DOING)
+            self._all = steps
+        return self._all
+
+    def scale(self) -> float | None:
+        """Return the factor for this rank's gradients; None if they must not be read."""
+        steps, context = self.all, self._sync_context
+        if context.weight == 0:
+            return None
+        return 1.0 if context.gradient_sync.loss == "sum" else context.weight / sum(step.weight for step in steps)
+
+
+class RankReduction(abc.ABC):
+    """The reduction of the parameters' gradients in one backward.
+
+    `add` may be called from several threads. If an error ends the reduction half-way, `failed` has to be called.
+
+    Attributes:
+        early: the tensors whose gradients `add` should get during backward.
+        derivative: of the result with respect to this rank's gradients; known when it is finished.
+    """
+
+    derivative = 1.0
+    early: Set[int] = frozenset()
+
+    def __init__(self, sync_context: "SyncContext", tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> None:
+        self._sync_context, self._tensors, self._nodes = sync_context, tensors, nodes
+        self._gradient_sync = sync_context.gradient_sync
+        self._communicator = self._gradient_sync.communicator
+        self._structure = self._gradient_sync.structure(tensors)
+        self._steps = _RankSteps(sync_context, self._structure)
+
+    def add(self, number: int, gradient: torch.Tensor) -> None:
+        """Add to the gradient of tensor `number`, which is one of `early`. To be called with gradients off."""
+        raise NotImplementedError
+
+    @abc.abstractmethod
+    def finish(self, rest: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Add the rest of the gradients, wait for the other ranks, and return each tensor's gradient, or None."""
+
+    def differentiable(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Return, like `finish`, the sums of gradients that have a history.
+
+        Every rank computes the same from the sums, and its gradient reaches each rank through that rank's own part: so
+        a sum is its own derivative.
+        """
+        return list(_DifferentiableReduction.apply(self, *gradients))  # type: ignore[no-untyped-call]
+
+    def failed(self, error: BaseException) -> None:
+        """Tell the other ranks that this one cannot go on."""
+        self._communicator.abort(error)
+
+    def _accumulated(self) -> list[int]:
+        """Return the numbers of the tensors to whose `grad` this backward adds."""
+        nodes = enumerate(self._nodes)
+        return [n for n, node in nodes if self._tensors[n].is_leaf and torch_private.backward_runs(node)]
+
+
+class AllReduce(RankReduction):
+    """The sum over the ranks; None for a tensor that no rank used."""
+
+    def __init__(self, sync_context: "SyncContext", tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> None:
+        super().__init__(sync_context, tensors, nodes)
+        # This sum includes, and its result replaces, what backwards in no_sync() have left in `grad`.
+        own = self._gradient_sync.own_grads
+        numbers = [n for n in self._accumulated() if weakref.ref(tensors[n]) in own] if own else []
+        own.difference_update(weakref.ref(tensors[n]) for n in numbers)
+        local_grads = {n: grad for n in numbers if (grad := tensors[n].grad) is not None}
+        self._replaced = [tensors[n] for n in local_grads]
+        group, hook = self._gradient_sync.group, self._gradient_sync.hook
+        # The collectives of an accelerator have to start in one order on all ranks. When a bucket is full depends on
+        # which gradients a rank has, and on time; so there all buckets come after the exchanges.
+        early = not sync_context.has_exchanges or self._communicator.waits_on_host(group)
+        self.early = self._structure.plan.early if early else frozenset()
+        self._all_reduce = BucketedAllReduce(
+            self._communicator, group, self._structure.plan, tensors, hook, self._steps, local_grads, early=early
+        )
+
+    def add(self, number: int, gradient: torch.Tensor) -> None:
+        self._all_reduce.add(number, gradient.detach())
+
+    def finish(self, rest: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        found = self._all_reduce.finish(rest, self._broadcast_buffers)
+        self._gradient_sync.mark_sparse([self._tensors[number] for number in self._all_reduce.sparse])
+        for tensor in self._replaced:
+            tensor.grad = None  # the result, which autograd puts there, includes it
+        return found
+
+    def _broadcast_buffers(self) -> Callable[[], None]:
+        module = self._sync_context.module() if self._sync_context.training else None
+        if module is None:
+            return lambda: None
+        # The buffers of the first rank with rows persist, as those of the first replica do.
+        source = next((rank for rank, step in enumerate(self._steps.all) if step.weight), 0)
+        buffers, plan = self._structure.buffers(module)
+        doing = "broadcasting one rank's buffers"
+        return self._communicator.broadcast(source, buffers, self._gradient_sync.group, doing, plan)
+
+
+class LocalAccumulation(RankReduction):
+    """In no_sync(): this rank's own gradients, multiplied by the number of ranks."""
+
+    def finish(self, rest: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        self.derivative = scale = (self._steps.scale() or 0.0) * self._communicator.world_size
+        self._gradient_sync.own_grads.update(weakref.ref(self._tensors[n]) for n in self._accumulated())
+        with torch.no_grad():
+            return [grad * scale if scale and grad is not None else None for grad in rest]
+
+
+class _DifferentiableReduction(torch.autograd.Function):
+    """The sum of gradients that have a history; see `RankReduction.differentiable`."""
+
+    @staticmethod
+    def forward(ctx: Any, reduction: RankReduction, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
+        ctx.given = [gradient is not None for gradient in gradients]
+        ctx.set_materialize_grads(False)
+        results = reduction.finish(gradients)
+        ctx.scale = reduction.derivative
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        pairs = zip(grads, ctx.given, strict=True)
+        return (None, *(grad * ctx.scale if given and grad is not None else None for grad, given in pairs))
+
+
+class _MethodAsForward(nn.Module):
+    """A module whose forward is a method of another module."""
+
+    def __init__(self, module: nn.Module, method: str | None) -> None:
+        super().__init__()
+        self.module = module
+        self._method = method
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        called = self.module if self._method is None else getattr(self.module, self._method)
+        return called(*inputs, **kwargs)
+
+
+class _AllReduceInBackward(torch.autograd.Function):
+    """The identity for parameters; in backward their gradients are all-reduced.
+
+    For a forward in the caller's own graph, where no gradient can be sent before backward has computed all.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, sync_context: SyncContext, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.sync_context, ctx.tensors = sync_context, tensors
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        sync_context: SyncContext = ctx.sync_context
+        nodes = [node for node, _ in ctx.next_functions]
+        if not any(map(torch_private.backward_reaches, nodes)):
+            return (None, *grads)
+        reduction = sync_context.begin(ctx.tensors, nodes)
+        try:
+            if torch.is_grad_enabled():
+                return (None, *reduction.differentiable(grads))
+            return (None, *reduction.finish(grads))
+        except BaseException as error:
+            reduction.failed(error)
+            raise

@@ -1,0 +1,601 @@
+"""The processes that train one model together, as one of them sees them.
+
+torch.distributed carries all data. This file adds what it leaves to its users: a rank notices that another one does
+something else, learns which rank failed and why, and never waits without end.
+
+Guarantees
+    - A rank that waits for others checks now and then whether one of them has failed; if so, it raises an error that
+      names that rank and the reason.
+    - A wait ends at the latest with the process group's timeout, with an error that names the missing ranks.
+    - After such an error the ranks no longer agree on what comes next; every later call raises it again.
+
+Assumes that all processes make their communicators, wrap their models and call collectives in the same order. Where a
+difference can be detected, the error names the first one.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import datetime
+import functools
+import hashlib
+import os
+import pickle
+import sys
+import threading
+import time
+import weakref
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from unisono.distributed.environment import note_failure, start_default_group
+from unisono.distributed.failure_store import STORE_ERRORS, FailureStore, host_id
+from unisono.runtime import devices as _devices
+from unisono.runtime import torch_private
+from unisono.runtime.buckets import Bucket, Form, buckets_of
+from unisono.runtime.errors import log_once
+from unisono.runtime.interrupts import deliver
+
+_FIRST_NAP_S, _LONGEST_NAP_S = 0.00005, 0.002
+_CHECK_EVERY_S = 0.2  # how often a waiting rank checks the store for failures; with many ranks, less often
+_REASON_TIMEOUT_S = 2.0  # how long to wait for the reason, when a connection has been lost
+_REASON_NAP_S = 0.05
+_MARGIN_S = 5.0
+_MOST_TEXT = 2000  # characters of a failure's reason
+_NUM_GATHERED = 16  # numbers in each all-gather
+_REPORTING_MISMATCH = "reporting a mismatch"
+
+_SHARED_DEVICE = (
+    "several processes share one GPU ({device} in this one), or slices of one: their gradients go through the host, "
+    "which is slow. Start one process for each GPU, or use unisono.DataParallel without a launcher."
+)
+
+_NOT_IN_GROUP = -100  # torch.distributed.GroupMember.NON_GROUP_MEMBER
+
+distributed: Any = torch.distributed
+
+
+def communicator_for(process_group: Any = None) -> "Communicator | None":
+    """Return the communicator of some processes; None if this process is alone.
+
+    Args:
+        process_group: the processes. None: all that the launcher has started, or that are in the default process
+            group; if there is neither, this process is alone. False: it is alone in any case.
+
+    Raises:
+        TypeError: `process_group` is none of these.
+        ValueError: it is a group to which this process does not belong.
+        RuntimeError: the launcher's variables are incomplete, or processes are missing.
+    """
+    if process_group is False:
+        return None
+    if process_group is None:
+        if not start_default_group():
+            return None
+        process_group = distributed.group.WORLD
+    elif type(process_group) is int and process_group == _NOT_IN_GROUP:
+        raise ValueError(
+            "process_group: this process does not belong to it (torch.distributed.new_group has returned "
+            "GroupMember.NON_GROUP_MEMBER). Wrap the model in the processes of the group only, or with "
+            "process_group=False in the others."
+        )
+    elif not isinstance(process_group, getattr(distributed, "ProcessGroup", ())):
+        raise TypeError(f"process_group={process_group!r}: expected a ProcessGroup, None or False")
+    if process_group.size() == 1:
+        return None
+    if process_group not in _communicators:
+        communicator = _communicators[process_group] = Communicator(process_group)
+        try:
+            communicator.connect()
+        except BaseException as error:  # Ctrl-C too: a half-made connection cannot be used
+            communicator.abort(error)
+            raise
+    return _communicators[process_group]
+
+
+class Communicator:
+    """Collectives among some processes, of which this is one.
+
+    Attributes:
+        rank, world_size: this process's rank among them, and their number.
+        timeout_s: how long a rank waits for the others.
+        is_world: whether these are all processes of the program.
+    """
+
+    def __init__(self, process_group: Any) -> None:
+        self.rank: int = process_group.rank()
+        self.world_size: int = process_group.size()
+        self.timeout_s = torch_private.timeout_of_group(process_group).total_seconds()
+        self._ranks = distributed.get_process_group_ranks(process_group)
+        self.is_world = self.world_size == distributed.get_world_size()
+        self._store = distributed.PrefixStore("unisono", torch_private.store_of_group(process_group))
+        self._failure_store = FailureStore(self._store, self.rank)
+        self._check_every_s = max(_CHECK_EVERY_S, self.world_size / 500)
+        self._num_barriers = self._num_models = 0
+        self._groups: dict[tuple[str, str], Any] = {}
+        self._kinds: dict[str, set[str]] = {}  # by device of this rank: the kinds of all ranks' devices
+        self._broken: str | None = None
+        self._control: Any = None
+        _report_program_end_to(self)
+
+    def connect(self) -> None:
+        """Wait for all processes, and connect them. To be called once."""
+        self._failure_store.register()
+        self.barrier("a DataParallel that spans processes")
+        self._control = self._new_group("gloo", "control")
+        self._failure_store.locations = self.all_gather_object(self._failure_store.location, "connecting")
+
+    @property
+    def broken(self) -> bool:
+        """Whether the ranks no longer agree on what comes next: some rank has failed or exited."""
+        return self._broken is not None
+
+    def next_model_number(self) -> int:
+        """Return how many models have been wrapped for these processes, this one included."""
+        self._num_models += 1
+        return self._num_models
+
+    def __deepcopy__(self, memo: object) -> "Communicator":
+        return self  # a copied model belongs to the same processes
+
+    def __reduce__(self) -> tuple[Callable[[], "Communicator | None"], tuple[()]]:
+        return communicator_for, ()
+
+    # ---- collectives -----------------------------------------------------------------------------
+
+    def barrier(self, name: str) -> None:
+        """Wait until every rank has called this as often as this one; errors name the barrier.
+
+        It uses the store only, and so works before the ranks are connected.
+        """
+        self._raise_if_broken()
+        self._num_barriers += 1
+        key = f"barrier/{self._num_barriers}"
+
+        def missing() -> list[int]:
+            return [rank for rank in range(self.world_size) if not self._failure_store.get(f"{key}/{rank}")]
+
+        def is_complete() -> bool:
+            return bool(self._store.add(f"{key}/number", 0) >= self.world_size)
+
+        def raise_if_exited() -> None:
+            exited = [rank for rank in missing() if self._failure_store.has_exited(rank)]
+            if exited and not is_complete():
+                raise self._failure(f"{ranks_of(exited)} {_has(exited)} ended and did not reach {name}")
+
+        try:
+            first = self._store.compare_set(f"{key}/first", "", f"{self.rank}\n{name}").decode()
+            self._store.set(f"{key}/{self.rank}", name)
+            self._store.add(f"{key}/number", 1)
+            self._wait_until(
+                is_complete, name, lambda: f"{ranks_of(missing())} did not reach it", check=raise_if_exited
+            )
+        except STORE_ERRORS as error:
+            raise self._connection_error(error, name) from error
+        rank, _, other = first.partition("\n")
+        if other != name:
+            self.report_failure(f"rank {self.rank} is at {name}, and rank {rank} at {other}")
+            raise self._failure(f"rank {rank} is at {other}, and this one, rank {self.rank}, at {name}")
+
+    def all_gather(self, values: Sequence[float], doing: str) -> "AllGatherWork":
+        """Start to all-gather a few numbers; whole numbers are exact below 2**53.
+
+        Args:
+            values: as many on each rank, 15 at most.
+            doing: what is being done. If a rank does something else, the error names both.
+        """
+        # Of one length, so that ranks that do not do the same notice it. A sum with zeros in the others' places, in an
+        # array of Python's: for the calling thread that is half the work of an all-gather of new tensors.
+        own = array("d", [digest_of(doing), *values, *[0.0] * (_NUM_GATHERED - 1 - len(values))])
+        before, after = self.rank, self.world_size - self.rank - 1
+        table = array("d", bytes(8 * _NUM_GATHERED * before)) + own + array("d", bytes(8 * _NUM_GATHERED * after))
+        tensor = torch.frombuffer(table, dtype=torch.float64)
+        work = self.start(lambda: distributed.all_reduce(tensor, group=self._control, async_op=True))
+        return AllGatherWork(self, work, table, len(values), doing)
+
+    def all_reduce(self, tensor: torch.Tensor, doing: str, group: Any = None) -> Callable[[], torch.Tensor]:
+        """Start to sum a tensor, a small one if no group is given; return a function that waits and returns it."""
+        group = self._control if group is None else group
+        work = self.start(lambda: distributed.all_reduce(tensor, group=group, async_op=True))
+
+        def wait() -> torch.Tensor:
+            self.wait(work, doing, group)
+            return tensor
+
+        return wait
+
+    def all_reduce_sparse(self, tensor: torch.Tensor, group: Any, doing: str) -> torch.Tensor:
+        """Return the sum of the ranks' sparse tensors; each is coalesced."""
+        lengths = [int(length) for (length,) in self.all_gather([tensor._nnz()], doing).wait()]
+        indices = torch.cat(self._all_gather_padded(lengths, tensor.indices().t(), group, doing))
+        values = torch.cat(self._all_gather_padded(lengths, tensor.values(), group, doing))
+        return torch.sparse_coo_tensor(indices.t(), values, tensor.shape).coalesce()
+
+    def _all_gather_padded(
+        self, lengths: Sequence[int], mine: torch.Tensor, group: Any, doing: str
+    ) -> list[torch.Tensor]:
+        """Return every rank's tensor, in rank order; they differ in their `lengths` only."""
+        all_ranks, work = self.start_all_gather(_padded(mine, lengths), group)
+        self.wait(work, doing, group)
+        return [tensor[:length] for tensor, length in zip(all_ranks, lengths, strict=True)]
+
+    def start_all_gather(self, mine: torch.Tensor, group: Any) -> tuple[list[torch.Tensor], Any]:
+        """Start to all-gather a tensor of one form on every rank; return each rank's, in rank order, and the work."""
+        if self.waits_on_host(group):
+            tensors = [torch.empty_like(mine) for _ in range(self.world_size)]
+            return tensors, self.start(partial(distributed.all_gather, tensors, mine, group, True))
+        # Into one tensor: into several, they would be copied once more.
+        flat = mine.new_empty(self.world_size, *mine.shape)
+        return list(flat), self.start(partial(torch_private.all_gather_into, flat, mine, group))
+
+    def _pickled(self, value: Any, doing: str) -> tuple[torch.Tensor, list[int]]:
+        """Return a value as bytes, and how many every rank's has."""
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        return mine, [int(length) for (length,) in self.all_gather([len(mine)], doing).wait()]
+
+    def all_gather_object(self, value: Any, doing: str) -> list[Any]:
+        """Return every rank's value, in rank order. Slow: values are pickled."""
+        mine, lengths = self._pickled(value, doing)
+        return [*map(_unpickled, self._all_gather_padded(lengths, mine, self._control, doing))]
+
+    def gather_object(self, value: Any, doing: str) -> list[Any]:
+        """Return every rank's value on rank 0, in rank order; an empty list on the others. Values are pickled."""
+        mine, lengths = self._pickled(value, doing)
+        mine = _padded(mine, lengths)
+        all_ranks = [torch.empty_like(mine) for _ in lengths] if self.rank == 0 else []
+        gather = partial(distributed.gather, mine, all_ranks or None, self._ranks[0], self._control, True)
+        self.wait(self.start(gather), doing)
+        return [_unpickled(tensor[:length]) for tensor, length in zip(all_ranks, lengths, strict=False)]
+
+    def broadcast(
+        self, source: int, tensors: Sequence[torch.Tensor], group: Any, doing: str, plan: Sequence[Bucket] | None = None
+    ) -> Callable[[], None]:
+        """Start to overwrite `tensors`, of which `plan` is the plan, by those of rank `source`; return what waits."""
+        in_flight = []
+        for bucket in broadcast_plan(tensors) if plan is None else plan:
+            flat = bucket.flat(tensors)
+            octets = flat.view(torch.uint8)  # every dtype is sent the same way
+            send = partial(distributed.broadcast, octets, self._ranks[source], group, True)
+            in_flight.append((bucket, flat, self.start(send)))
+
+        def wait() -> None:
+            for bucket, flat, work in in_flight:
+                self.wait(work, doing, group)
+                if self.rank != source:
+                    # Through .data, unseen by autograd: graphs may have saved buffers for their backward.
+                    targets = [tensors[number].data for number in bucket.numbers]
+                    torch_private.copy_all_in_place(targets, [*bucket.pieces(flat).values()])
+
+        return wait
+
+    def group_for(self, device: torch.device, purpose: str) -> Any:
+        """Return the process group for tensors on `device`, one for each purpose: their collectives may overlap.
+
+        Its backend is NCCL or similar if every rank has an accelerator of its own, gloo otherwise. The first call for a
+        purpose is a collective.
+
+        NCCL's collectives may not overlap: groups that share a GPU wait for each other for ever where two ranks start
+        them in different orders. So there all purposes have one group, and callers use it in one order on all ranks.
+        """
+        if (str(device), purpose) in self._groups:
+            return self._groups[str(device), purpose]
+        # NCCL does not connect several processes on one GPU.
+        mine = host_id(), _devices.identity(device), device.type
+        found = self.all_gather_object(mine, "choosing a backend")
+        self._kinds[str(device)] = kinds = {kind for _, _, kind in found}
+        alone = len(set(found)) == self.world_size and len(kinds) == 1 and not _devices.computes_on_host(device)
+        if not alone and len(kinds) == 1 and not _devices.computes_on_host(device):
+            log_once(_SHARED_DEVICE.format(device=device))
+        backend = distributed.get_default_backend_for_device(device) if alone else "gloo"
+        known = [group for (of, _), group in self._groups.items() if of == str(device)]
+        shared = [group for group in known if not self.waits_on_host(group)]
+        group = shared[0] if shared else self._new_group(backend, purpose)
+        self._groups[str(device), purpose] = group
+        return group
+
+    def has_one_kind_of_device(self, device: torch.device) -> bool:
+        """Return whether all ranks' devices are of one kind, after a call of `group_for` for this rank's."""
+        return len(self._kinds[str(device)]) == 1
+
+    def _new_group(self, backend: str, purpose: str) -> Any:
+        # Longer than `_wait_until` waits, whose error names the missing ranks.
+        timeout = datetime.timedelta(seconds=self.timeout_s + _MARGIN_S)
+        try:
+            with contextlib.nullcontext() if self.is_world else torch_private.default_group_unbound():
+                return distributed.new_group(
+                    self._ranks,
+                    timeout=timeout,
+                    backend=backend,
+                    use_local_synchronization=True,
+                    group_desc=f"unisono: {purpose}",
+                )
+        except RuntimeError as error:
+            raise self._failure(f"the processes could not be connected: {_brief(error)}") from error
+
+    # ---- waiting -----------------------------------------------------------------------------------
+
+    def start(self, collective: Callable[[], Any]) -> Any:
+        """Start an asynchronous collective of torch.distributed, unless this communicator is broken."""
+        self._raise_if_broken()
+        try:
+            return collective()
+        except RuntimeError as error:
+            raise self._connection_error(error, "starting a collective") from error
+
+    def waits_on_host(self, group: Any) -> bool:
+        """Return whether `wait` returns only when work of this group is done, because its backend is gloo."""
+        return group is None or distributed.get_backend(group) == "gloo"
+
+    def wait(self, work: Any, doing: str, group: Any = None) -> None:
+        """Wait for `work`, done in `group`; on an accelerator's own backend, have the current stream wait.
+
+        Raises:
+            RuntimeError: it failed, another rank failed, or the timeout has passed. Says which.
+        """
+        if self.waits_on_host(group):
+            self._wait_until(work.is_completed, doing, block=partial(_block, work))
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._connection_error(error, doing) from error
+
+    def wait_for_future(self, future: Any, doing: str) -> Any:
+        """Wait for a communication hook's future; return its tensor."""
+        self._wait_until(future.done, doing)
+        try:
+            value = future.wait()
+        except RuntimeError as error:
+            raise self._connection_error(error, doing) from error
+        return value[0] if isinstance(value, list | tuple) else value
+
+    def _wait_until(
+        self,
+        is_done: Callable[[], bool],
+        doing: str,
+        missing: Callable[[], str] = lambda: "",
+        check: Callable[[], None] | None = None,
+        block: Callable[[float], None] | None = None,
+    ) -> None:
+        """Wait; now and then check the store for failures.
+
+        Args:
+            missing: says, for the timeout's message, which ranks are missing.
+            check: a further check, for an `is_done` that asks the store too, which should not be asked too often.
+            block: waits for at most so many seconds, less if it is done before; None: sleep instead.
+        """
+        started = last_check = time.monotonic()
+        num_checks = 0
+        nap_s, longest_nap_s = _FIRST_NAP_S, _LONGEST_NAP_S if check is None else self._check_every_s / 4
+        published = False
+        while not is_done():
+            now = time.monotonic()
+            if now - last_check > self._check_every_s:
+                last_check = now
+                self._raise_if_a_rank_failed(doing)
+                num_checks += 1
+                if check is not None and num_checks.bit_count() == 1:  # ever less often: it asks about every rank
+                    check()
+                if not published:
+                    published = True
+                    self._failure_store.set(f"at/{self.rank}", doing)
+                if now - started > self.timeout_s:
+                    self._raise_timeout(doing, missing())
+            if block is not None:
+                block(self._check_every_s)
+            else:
+                time.sleep(nap_s)
+                nap_s = min(nap_s * 1.5, longest_nap_s)
+            deliver()
+        if published:
+            self._failure_store.set(f"at/{self.rank}", "")
+
+    def _raise_timeout(self, doing: str, missing: str) -> None:
+        others = {rank: self._failure_store.get(f"at/{rank}") for rank in range(self.world_size) if rank != self.rank}
+        found = [f"rank {rank} waits at {other}" for rank, other in others.items() if other and other != doing]
+        not_waiting = [rank for rank, other in others.items() if not other]
+        if missing:
+            found.insert(0, missing)
+        elif not_waiting:
+            found.append(f"{ranks_of(not_waiting)} {'does' if len(not_waiting) == 1 else 'do'} not wait for any rank")
+        text = (
+            f"rank {self.rank} has waited {self.timeout_s:g} s for the others at {doing}; "
+            f"{'; '.join(found) or 'all ranks wait at the same'}. Every process has to wrap the same models and take "
+            "the same steps; for loaders of different lengths there is DataParallel.batches(loader)."
+        )
+        self.report_failure(text)
+        raise self._failure(text)
+
+    def _connection_error(self, error: RuntimeError, doing: str) -> RuntimeError:
+        """Return the error to raise after torch.distributed has failed, most often because a rank has exited."""
+        deadline = time.monotonic() + _REASON_TIMEOUT_S
+        while time.monotonic() < deadline:
+            self._raise_if_a_rank_failed(doing)
+            others = (rank for rank in range(self.world_size) if rank != self.rank)
+            exited = [rank for rank in others if self._failure_store.has_exited(rank)]
+            if exited:
+                return self._failure(f"{ranks_of(exited)} {_has(exited)} ended while this one was at {doing}")
+            time.sleep(_REASON_NAP_S)
+        return self._failure(f"{doing} has failed, and no other rank reports why: {_brief(error)}")
+
+    def raise_mismatch(self, doing: str) -> None:
+        """Raise an error that says what each rank does; all ranks call this."""
+        all_do = None
+        while all_do is None:  # until all ranks, which may have started more collectives, have noticed the mismatch
+            with contextlib.suppress(_NotNoticedError):
+                all_do = self.all_gather_object(doing, _REPORTING_MISMATCH)
+        other = next((rank for rank, other in enumerate(all_do) if other != all_do[0]), None)
+        where = (
+            f"rank 0 is at {all_do[0]}, rank {other} at {all_do[other]}"
+            if other is not None
+            else (f"all are at {doing}, but not at the same one")
+        )
+        error = RuntimeError(
+            f"the processes do not do the same: {where}. Every process has to take the same steps; for loaders of "
+            "different lengths there is DataParallel.batches."
+        )
+        self.abort(error)
+        raise error
+
+    # ---- failures ------------------------------------------------------------------------------------
+
+    def report_failure(self, reason: str) -> None:
+        """Tell the other ranks that this one cannot go on. The first report of all ranks counts."""
+        if self._broken is None:
+            self._failure_store.set("failed", f"{self.rank}\n{reason[:_MOST_TEXT]}", first_only=True)
+
+    def abort(self, error: BaseException) -> None:
+        """Tell the other ranks that this one has left a collective half-way, because of `error`."""
+        self.report_failure(f"{type(error).__name__}: {error}")
+        if self._broken is None:
+            self._break(
+                f"this process has left a collective half-way ({type(error).__name__}: {error}): the "
+                "processes no longer agree on what comes next. Restart them."
+            )
+
+    def _raise_if_a_rank_failed(self, doing: str) -> None:
+        rank, _, reason = self._failure_store.get("failed").partition("\n")
+        if not rank or int(rank) == self.rank:
+            return
+        # A launcher blames the process that ends first: let the failed one end first.
+        deadline = time.monotonic() + _REASON_TIMEOUT_S
+        while time.monotonic() < deadline and not self._failure_store.has_exited(int(rank)):
+            time.sleep(_REASON_NAP_S)
+        raise self._failure(f"rank {rank} has failed while this one was at {doing}. Rank {rank} says: {reason}")
+
+    def _raise_if_broken(self) -> None:
+        if self._broken is not None:
+            raise RuntimeError(self._broken)
+        if os.getpid() != self._failure_store.pid:
+            raise RuntimeError(
+                f"this is a process forked by rank {self.rank}: it does not belong to the processes that train the "
+                "model together. Use model.module in it, or torch.no_grad()."
+            )
+
+    def _failure(self, text: str) -> RuntimeError:
+        self._break(text)
+        return RuntimeError(text)
+
+    def _break(self, text: str) -> None:
+        self._broken = text
+        note_failure()
+        _groups_of_broken.append((self._control, self._groups))
+        # A collective that waits on an accelerator for a missing rank never ends by itself.
+        for group in {id(group): group for group in self._groups.values()}.values():
+            torch_private.abort_group(group)
+
+    def report_exit(self) -> None:
+        """Tell the other ranks that this program has ended."""
+        self._failure_store.report_exit()
+
+
+class _NotNoticedError(Exception):
+    """Some rank has not noticed yet that the ranks do not do the same."""
+
+
+class AllGatherWork:
+    """An all-gather of numbers that has started."""
+
+    def __init__(
+        self, communicator: Communicator, work: Any, table: "array[float]", num_values: int, doing: str
+    ) -> None:
+        self._communicator, self._work, self._table = communicator, work, table
+        self._num_values, self._doing = num_values, doing
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` would return at once."""
+        return bool(self._work.is_completed())
+
+    def wait(self) -> list[list[float]]:
+        """Wait; return each rank's numbers, in rank order.
+
+        Raises:
+            RuntimeError: some rank does something else.
+        """
+        self._communicator.wait(self._work, self._doing)
+        rows = [self._table[i : i + _NUM_GATHERED].tolist() for i in range(0, len(self._table), _NUM_GATHERED)]
+        if len({row[0] for row in rows}) > 1:
+            if self._doing == _REPORTING_MISMATCH:
+                raise _NotNoticedError
+            self._communicator.raise_mismatch(self._doing)
+        return [row[1 : 1 + self._num_values] for row in rows]
+
+
+def _padded(tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Return a tensor with zeros behind it, as long as the longest rank's."""
+    padded = tensor.new_zeros(max(lengths), *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    return padded
+
+
+def _unpickled(tensor: torch.Tensor) -> Any:
+    return pickle.loads(ctypes.string_at(tensor.data_ptr(), len(tensor)))
+
+
+def broadcast_plan(tensors: Sequence[torch.Tensor]) -> tuple[Bucket, ...]:
+    """Return the buckets in which `Communicator.broadcast` sends tensors."""
+    return buckets_of({i: Form.of(t.detach(), t.device) for i, t in enumerate(tensors) if t.numel()})
+
+
+_communicators: "weakref.WeakKeyDictionary[Any, Communicator]" = weakref.WeakKeyDictionary()
+# Kept as long as the process: in older releases of torch, destroying a group of gloo while a transfer of it fails is a
+# deadlock. The destructor holds the GIL and waits for gloo's thread, which waits for the GIL to free the tensors.
+_groups_of_broken: list[Any] = []
+_reporting: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
+_hook_is_installed = False
+_lock = threading.Lock()
+
+
+def _report_program_end_to(communicator: Communicator) -> None:
+    """From now on, have `communicator` report an exception that ends this program, and its end."""
+    global _hook_is_installed  # noqa: PLW0603 - once in a process
+    with _lock:
+        _reporting.add(communicator)
+        if _hook_is_installed:
+            return
+        _hook_is_installed = True
+    before = sys.excepthook
+
+    def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        for communicator in list(_reporting):
+            communicator.report_failure(f"{kind.__name__}: {error}")
+        before(kind, error, traceback)
+
+    sys.excepthook = report
+    atexit.register(_report_exits)
+
+
+def _report_exits() -> None:
+    for communicator in list(_reporting):
+        communicator.report_exit()
+
+
+@functools.lru_cache(maxsize=64)
+def digest_of(text: str) -> int:
+    """Return a hash of a text that is the same in every process, and exact in double precision."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest())
+
+
+def ranks_of(ranks: Iterable[int]) -> str:
+    """Return 'rank 3' or 'ranks 0, 3'."""
+    ranks = list(ranks)
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+
+
+def _block(work: Any, timeout_s: float) -> None:
+    """Wait for `work`, at most so long; the caller checks then whether it is done or has failed."""
+    with contextlib.suppress(RuntimeError):
+        work.wait(datetime.timedelta(seconds=timeout_s))
+
+
+def _has(ranks: Sequence[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
+
+
+def _brief(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__

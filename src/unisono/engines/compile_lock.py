@@ -1,0 +1,103 @@
+"""A lock for compiled modules: replicas run one after the other while torch.compile may have something to compile.
+
+torch.compile looks up compiled code, and compiles if none fits. Replicas that look at the same moment all find none,
+and all compile the same function: one after the other, because torch compiles one function at a time, and into n of the
+few versions that it keeps of a function (8 in torch 2.13), after which it compiles no more. So replicas take turns in a
+pass over inputs of a new kind: the first one compiles, and the others find its code. All later passes run in parallel.
+
+Guarantees that no replica waits for ever: after `_PATIENCE_S` it runs without the lock. So replicas that wait for each
+other inside forward are late, and still right. A pass that compiles although its kind is not new (an attribute has
+changed, say) costs time; its numbers are right.
+"""
+
+import contextlib
+import threading
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from unisono.primitives import pytree
+from unisono.primitives.blueprint import Blueprint
+from unisono.runtime import devices as _devices
+from unisono.runtime import torch_private
+from unisono.runtime.interrupts import acquire
+from unisono.runtime.thread_pool import PassContext, ReplicaContext
+
+_MOST_KINDS = 32  # torch keeps 8 versions of a function: for training and eval, with and without gradients
+_PATIENCE_S = 60.0
+
+
+def prepare_accelerators(blueprint: Blueprint, devices: Sequence[torch.device], refusal: str | None) -> None:
+    """Have torch keep the code of a compiled module for each accelerator.
+
+    Args:
+        refusal: why a module that replays CUDA graphs cannot run there; None: it can.
+
+    Raises:
+        RuntimeError: the refusal.
+    """
+    if _devices.all_on_host(devices):
+        return
+    if refusal is not None and blueprint.replays_cuda_graphs:
+        raise RuntimeError(refusal)
+    torch_private.keep_code_for_devices(len({*devices}))
+
+
+class CompileLock:
+    """Remembers the kinds of inputs that the replicas of one wrapper have run on."""
+
+    def __init__(self) -> None:
+        self._known: set[Hashable] = set()
+        self._lock = threading.Lock()  # of replicas that do not begin together
+
+    def if_new(self, kinds: Iterable[Hashable], timeout_s: float | None = None) -> list[PassContext]:
+        """Return the context of a pass over inputs of these kinds: a lock that replicas hold in turn, or none.
+
+        Args:
+            kinds: one a replica; equal for inputs that the same compiled code fits.
+            timeout_s: as in `Call`: a replica that waits for longer runs without the lock, and the caller sees which
+                one is stuck.
+        """
+        torch_private.keep_compiled_code_in_order()
+        torch_private.keep_metrics_of_compiling_by_thread()
+        new = set(kinds) - self._known
+        if not new or len(self._known) >= _MOST_KINDS:
+            return []
+        self._known |= new
+        return [partial(_one_at_a_time, _PATIENCE_S if timeout_s is None else min(timeout_s, _PATIENCE_S))]
+
+    @contextlib.contextmanager
+    def while_new(self, kind: Hashable) -> Iterator[None]:
+        """Enter the context of one replica that runs alone on its inputs: a lock, until one of their kind has run."""
+        torch_private.keep_compiled_code_in_order()
+        torch_private.keep_metrics_of_compiling_by_thread()
+        if kind in self._known or len(self._known) >= _MOST_KINDS:
+            yield
+            return
+        with _held(self._lock, _PATIENCE_S):
+            yield
+            self._known.add(kind)
+
+
+def kind_of(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[Hashable]:
+    """Yield what torch.compile looks at in inputs, more or less."""
+    for _, tensor in pytree.tensors(inputs):
+        yield tensor.shape, tensor.dtype, tensor.requires_grad
+
+
+@contextlib.contextmanager
+def _one_at_a_time(patience_s: float) -> Iterator[ReplicaContext]:
+    lock = threading.Lock()
+    yield lambda index: _held(lock, patience_s)
+
+
+@contextlib.contextmanager
+def _held(lock: threading.Lock, patience_s: float) -> Iterator[None]:
+    mine = acquire(lock, patience_s)
+    try:
+        yield
+    finally:
+        if mine:
+            lock.release()

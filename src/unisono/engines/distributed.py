@@ -1,0 +1,175 @@
+"""The engine for a process that trains a model together with others: it runs another engine, and gradients are summed.
+
+The forward is the other engine's, with a sync context (gradient_sync.py) that stays with the graph: its backward sums
+the gradients over the processes. Two cases are special:
+
+    a mode that other threads cannot join    the module runs whole and in the caller's graph; its parameters are behind
+                                             a node that sums their gradients
+    a batch without rows                     many modules cannot run on no rows, and this process must take part in
+                                             every exchange. So the module runs on rows of its first batch (on zeros
+                                             before that); the output is cut to no rows, and the gradients are ignored
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.distributed.gradient_sync import GradientSync, SyncContext, UnboundGradientSync
+from unisono.engines.base import Call, Engine, LaneCall, Lanes
+from unisono.engines.replica import leaves_and_nodes
+from unisono.primitives import pytree
+from unisono.primitives.dims import OutputRules
+from unisono.primitives.inputs import scattered
+from unisono.primitives.outputs import without_rows
+from unisono.primitives.parallel_apply import values_or_raise
+from unisono.primitives.replicate import write_values
+from unisono.runtime import devices as _devices
+from unisono.runtime.errors import log_once
+from unisono.runtime.thread_pool import inside_replica, run_together
+from unisono.runtime.thread_state import modes_that_stay
+from unisono.runtime.timeline import ReplicaTiming
+from unisono.sync_batch_norm.across_processes import CrossProcessAllGather
+
+_RUNS_WHOLE = (
+    "DataParallel runs the whole batch of this process on its first device while a mode is active that cannot follow "
+    "into other threads: a dispatch or function mode, a torch.func transform, saved-tensor hooks."
+)
+_NO_BATCH_NORM_IN_MODE = (
+    "sync_batch_norm=True over several processes while a mode is active that cannot follow into other threads (a "
+    "dispatch or function mode, a torch.func transform, saved-tensor hooks): leave the mode, or use "
+    "sync_batch_norm=False. Activation checkpoints belong inside the module."
+)
+_REENTRANT = (
+    "a reentrant activation checkpoint inside the module, while a mode is active that cannot follow into other threads "
+    "(saved-tensor hooks, a checkpoint around the model): it runs forward again when the module no longer has the "
+    "parameters whose gradients are summed over the processes. Use checkpoint(..., use_reentrant=False), or leave the "
+    "mode."
+)
+_NO_ROWS = (
+    "this process has a batch without rows, while others have some: to take part in the step, the module ran on rows "
+    "of its first batch, or on zeros if it has had none. If it cannot, give every process as many batches."
+)
+_NO_VERBS = (
+    "its gradients cannot be summed over processes: leave it as it is, or keep the model to this process with "
+    "process_group=False."
+)
+_STAND_IN_ROWS = 2  # batch norm needs more than one
+
+
+class DistributedEngine(Engine):
+    """Runs forwards with another engine; their backward sums the gradients over the processes.
+
+    Args:
+        engine: runs the replicas of this process.
+        gradient_sync: sums the gradients.
+        devices: all devices of this process, with and without rows in a call.
+    """
+
+    def __init__(
+        self, engine: Engine, gradient_sync: GradientSync | UnboundGradientSync | None, devices: Sequence[torch.device]
+    ) -> None:
+        self._engine = engine
+        self._gradient_sync = gradient_sync
+        self._devices = devices
+
+    @property
+    def spans_processes(self) -> bool:
+        """Whether several processes train together. A loaded model that has not run yet answers for its old group."""
+        return self._gradient_sync is not None
+
+    def gradient_sync(self, module: nn.Module) -> GradientSync | None:
+        """Return what sums the gradients of `module`; None if a loaded model has this process to itself."""
+        if isinstance(self._gradient_sync, UnboundGradientSync):
+            self._gradient_sync = self._gradient_sync.bind(module)
+        return self._gradient_sync
+
+    def _active(self, module: nn.Module) -> GradientSync | None:
+        return self.gradient_sync(module) if torch.is_grad_enabled() and not inside_replica() else None
+
+    def forward(self, module: nn.Module, call: Call) -> Any:
+        gradient_sync = self._active(module)
+        if gradient_sync is None:
+            return self._engine.forward(module, call)
+        if call.arguments.rows == 0:
+            return without_rows(self._run_on_stand_in(gradient_sync, module, call), call.rules)
+        output = self._run(module, call, gradient_sync.sync_context(module, call.arguments.rows))
+        if gradient_sync.sample is None and call.arguments.rows:
+            gradient_sync.sample = call.arguments.first_rows(_STAND_IN_ROWS)
+        return output
+
+    def _run_on_stand_in(self, gradient_sync: GradientSync, module: nn.Module, call: Call) -> Any:
+        buffers = list(module.buffers())
+        before = [buffer.detach().clone() for buffer in buffers]
+        sample = gradient_sync.sample
+        if sample is None or len(sample.leaves) != len(call.arguments.leaves):
+            sample = call.arguments.with_rows(_STAND_IN_ROWS)
+        # `call` has one replica, as every call without rows: several might have too few rows each.
+        stand_in = replace(call, arguments=sample, sizes=(_STAND_IN_ROWS,))
+        try:
+            output = self._run(module, stand_in, gradient_sync.sync_context(module, 0))
+        except BaseException as error:
+            error.add_note(_NO_ROWS)
+            raise
+        write_values(buffers, before)
+        return output
+
+    def _run(self, module: nn.Module, call: Call, sync_context: SyncContext) -> Any:
+        if modes_that_stay():
+            output = self._run_in_callers_graph(module, call, sync_context)
+        else:
+            cross_process = None
+            if call.sync_batch_norm:
+                communicator = sync_context.gradient_sync.communicator
+                cross_process = CrossProcessAllGather(communicator, call.source, sync_context.weight_of_loss)
+                sync_context = replace(sync_context, has_exchanges=True)
+            rules = call.rules
+            if len(self._devices) == 1:  # as with one device alone: outputs are not joined, and 0-dim ones stay 0-dim
+                rules = OutputRules(rules.dim, None, rules.scalars)
+            call = replace(call, sync_context=sync_context, cross_process=cross_process, rules=rules)
+            output = self._engine.forward(module, call)
+        sync_context.has_run()
+        return output
+
+    def _run_in_callers_graph(self, module: nn.Module, call: Call, sync_context: SyncContext) -> Any:
+        if call.sync_batch_norm:
+            raise RuntimeError(_NO_BATCH_NORM_IN_MODE)
+        if len(self._devices) > 1:
+            log_once(_RUNS_WHOLE)
+        run = sync_context.of_callers_graph(module, call.method)
+        [shard] = scattered(call.arguments, call.devices[:1], [call.arguments.rows or 0])
+        # As a replica, so that a wrapper inside the module runs its own replicas one after the other.
+        [output] = values_or_raise(run_together([lambda: run(*shard)], call.devices[:1]), call.where()[:1])
+        reached = leaves_and_nodes([tensor for _, tensor in pytree.tensors(output)])
+        if any("CheckpointFunctionBackward" in str(node) for node in reached if not isinstance(node, torch.Tensor)):
+            raise RuntimeError(_REENTRANT)
+        return pytree.map_tensors(lambda tensor: _devices.copy_to(tensor, call.output_device), output)
+
+    def open_lanes(self, module: nn.Module, call: LaneCall) -> Lanes:
+        return self._engine.open_lanes(module, call)  # without gradients, nothing is summed over the processes
+
+    def claim(self, wrapper: nn.Module) -> None:
+        raise ValueError(f"engine={self!r}: DataParallel makes this engine itself; give the one that runs the replicas")
+
+    def check(self, devices: Sequence[torch.device], *, sync_batch_norm: bool) -> None:
+        self._engine.check(devices, sync_batch_norm=sync_batch_norm)
+
+    def must_run(self, module: nn.Module) -> bool:
+        return self._active(module) is not None
+
+    def why_no_verbs(self, module: nn.Module) -> str | None:
+        return _NO_VERBS if self.must_run(module) else self._engine.why_no_verbs(module)
+
+    def timings(self) -> list[ReplicaTiming]:
+        return self._engine.timings()
+
+    def refresh(self) -> None:
+        self._engine.refresh()
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._engine, self._gradient_sync, self._devices)

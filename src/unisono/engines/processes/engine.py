@@ -1,0 +1,448 @@
+"""The processes engine: the first replica in this process, each other in a worker process of its own.
+
+One forward, step by step:
+
+    1. take a blueprint of the live module; see what changed since the workers were last updated (module_sync.py)
+    2. cut the inputs into shards; write each worker's shard into memory that it maps, and send it one message
+    3. stamp the first replica and call it in this thread, meanwhile
+    4. read the workers' replies; their outputs are in memory that this process maps
+    5. match the outputs and join them through the boundary
+
+Backward does the same with gradients: output gradients go to the workers, the leaves' gradients come back, one message
+and one reply a worker (remote_graph.py). A worker keeps the graph of a forward as long as the caller keeps its own.
+
+The transport decides how parameters reach the workers and how their gradients come back (reducers/base.py).
+
+Guarantees
+    - No tensor that a caller gets is in the memory of messages, so that memory can be reused at once.
+    - An engine runs one step at a time: calls from several threads wait for each other. A call from inside a step of
+      the same thread (a hook that calls the model) runs all replicas in this process, one after the other.
+    - If a step is left half done (a dead worker, Ctrl-C), the worker group is ended; the next forward starts another.
+
+Assumes, as the threads engine does, that the module does not change while a forward runs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.autograd.boundary import join
+from unisono.autograd.replica_graph import BoundaryTensor
+from unisono.engines.base import Call, Engine, LaneCall, Lanes, check_flag
+from unisono.engines.compile_lock import CompileLock
+from unisono.engines.lanes import open_local_lanes
+from unisono.engines.processes.lanes import WorkerLanes, send_update
+from unisono.engines.processes.messages import Forward, TensorRef
+from unisono.engines.processes.module_sync import ModuleSync, Update
+from unisono.engines.processes.pickling import dumps
+from unisono.engines.processes.remote_graph import RemoteGraphs
+from unisono.engines.processes.shared_memory import SendBuffer
+from unisono.engines.processes.worker_group import StepLock, WorkerGroup
+from unisono.engines.replay import Replay, parts_of, run_recovering
+from unisono.engines.replica import GraphSearch, Inputs, ReplicaPool, Replicas, call_replica, carries_objects
+from unisono.engines.threads import ThreadsEngine
+from unisono.primitives.blueprint import HOOKS, Blueprint
+from unisono.primitives.outputs import Group, Outputs
+from unisono.primitives.parallel_apply import values_or_raise
+from unisono.primitives.placements import Replicate
+from unisono.primitives.replicate import check_device, check_layouts, unchanged_on_failure
+from unisono.runtime import devices as _devices
+from unisono.runtime import timeline, torch_private
+from unisono.runtime.errors import log_once
+from unisono.runtime.rng import SeededStreams
+from unisono.runtime.streams import Copies
+from unisono.runtime.thread_pool import (
+    PassContext,
+    divided_intra_op_threads,
+    inside_replica,
+    one_pass,
+    run_together,
+)
+from unisono.runtime.thread_state import ProcessState, ThreadState
+from unisono.runtime.timeline import ReplicaTiming
+from unisono.runtime.whole_batch_draws import SharedStream
+from unisono.sync_batch_norm.function_mode import exchange_contexts
+
+_HOOKS_OF_EVERY_MODULE = (
+    "hooks are registered for every module of this process, and workers do not have them: as long as they are, all "
+    'replicas run in this process, as with engine="threads".'
+)
+_WORKERS_OF_A_MAP = (
+    "the outputs of a map are being iterated over, and its batches have the model's workers: until it ends, or is "
+    "closed, other forwards and maps of the model run in this process, which is slower."
+)
+
+
+class ProcessesEngine(Engine):
+    """See the module's docstring."""
+
+    def __init__(self, *, share_memory: bool = True) -> None:
+        """Make an engine without workers; they start with the first forward.
+
+        Args:
+            share_memory: whether replicas on the CPU share parameters in memory. If not, torch.distributed sends
+                parameters and reduces gradients, as on other devices.
+        """
+        self._share_memory = check_flag(share_memory, "share_memory")
+        self._threads_engine = ThreadsEngine()  # for calls that cannot leave this thread
+        self._step_lock = StepLock()
+        self._module_sync = ModuleSync()
+        self._worker_group: WorkerGroup | None = None
+        self._lanes: WorkerLanes | None = None  # the last ones that were opened
+        self._timings: list[ReplicaTiming] = []
+        self._pool: ReplicaPool | None = None  # of the first replica
+        self._linked_pool: ReplicaPool | None = None  # the one whose leaves are described by the following
+        self._remote_leaves: dict[int, torch.Tensor] = {}
+        self._leaf_forms: list[tuple[Any, ...]] = []
+        self._search = GraphSearch()
+
+    def forward(self, module: nn.Module, call: Call) -> Any:
+        if inside_replica() or len(call.devices) == 1 or self._workers_belong_to_lanes():
+            return self._threads_engine.forward(module, call)
+        with self._step_lock as is_outermost:
+            if self._runs_here(is_outermost):
+                return self._threads_engine.forward(module, call)
+            if call.retry or call.rescue:
+                return run_recovering(call, module, lambda _: self._forward(module, call))
+            return self._forward(module, call)
+
+    def open_lanes(self, module: nn.Module, call: LaneCall) -> Lanes:
+        if inside_replica() or len(call.devices) == 1 or self._workers_belong_to_lanes():
+            return self._threads_engine.open_lanes(module, call)
+        with self._step_lock as is_outermost:
+            if self._runs_here(is_outermost):
+                return self._threads_engine.open_lanes(module, call)
+            worker_group, pool = self._prepared(module, call)
+            [here] = open_local_lanes(pool.blueprint, replace(call, devices=call.devices[:1]), CompileLock())
+            update = self._pack(pool.blueprint, call.source, worker_group, len(call.devices) - 1)
+            if update.has_content:
+                with torch.no_grad():
+                    send_update(worker_group, self._module_sync, update, call)
+            self._module_sync.commit()
+            self._lanes = WorkerLanes(worker_group, self._step_lock, call, here)
+            return self._lanes
+
+    def _runs_here(self, is_outermost: bool) -> bool:
+        """Return whether all replicas of a call run in this process, although workers are free."""
+        if is_outermost and torch_private.hooks_of_every_module():
+            log_once(_HOOKS_OF_EVERY_MODULE)
+            return True
+        return not is_outermost
+
+    def _prepared(self, module: nn.Module, call: Call | LaneCall) -> tuple[WorkerGroup, ReplicaPool]:
+        """Return the workers for a call, and the first replicas of the module as it is now (step 1)."""
+        worker_group = self._worker_group_for(call.devices, call.timeout_s)
+        if len(call.devices) - 1 > worker_group.num_in_sync:
+            self._module_sync.invalidate()  # some workers have missed an update
+        return worker_group, self._pool_of(self._module_sync.diff(module), call.source)
+
+    def _workers_belong_to_lanes(self) -> bool:
+        """Return whether lanes are open that go on to use the workers; say once what that means."""
+        if self._lanes is None or not self._lanes.are_open:
+            return False
+        log_once(_WORKERS_OF_A_MAP)
+        return True
+
+    def _forward_again(self, module: nn.Module, call: Call, again: Replay) -> None:
+        with self._step_lock as is_outermost:
+            if not is_outermost:
+                raise RuntimeError("a step cannot be run again inside another step of the same model")
+            self._forward(module, call, again)
+
+    def _forward(self, module: nn.Module, call: Call, again: Replay | None = None) -> Any:
+        """Run a forward and return its output; where it is run `again`, its graphs are all that is wanted."""
+        tracked = torch.is_grad_enabled()
+        where = call.where()
+        timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
+        self._timings = timings
+        if timeline.recording:
+            timeline.mark(timeline.REPLICATE)
+        worker_group, pool = self._prepared(module, call)
+        replay, buffers = again, unchanged_on_failure(pool.buffers)
+        if again is None and tracked and (call.retry or call.rescue):
+            replay = Replay(call, pool.blueprint, buffers, call.devices[:1], partial(self._forward_again, module))
+        number = next(worker_group.graph_numbers)
+        graphs = RemoteGraphs(
+            timings,
+            where,
+            worker_group=worker_group,
+            step_lock=self._step_lock,
+            new_streams=(
+                partial(SharedStream, type(module).__name__, call.sizes)
+                if call.one_device_randomness
+                else partial(SeededStreams, len(where))
+            ),
+            number=number,
+            kept=worker_group.keep_graph(number),
+        )
+        with (
+            divided_intra_op_threads(call.devices) as num_threads,
+            buffers,
+            worker_group,
+            Copies(call.devices[:1]) as copies,
+        ):
+            recorded: list[PassContext] = []
+            if timeline.recording:
+                timeline.mark(timeline.SCATTER)
+                recorded += timeline.contexts(call.replica_numbers, timings)
+                graphs.step = timeline.current_step()
+            inputs = Inputs(call, tracked, copies, num_here=1)  # step 2
+            streams = graphs.new_streams()
+            objects = self._send(graphs, pool.blueprint, call, inputs, num_threads, streams.seeds)
+            if timeline.recording:
+                timeline.mark(timeline.REPLICATE)
+            replicas = pool.take(call.devices[:1], tracked, copies)  # step 3
+            graphs.on_release = replicas.give_back
+            graphs.sync_context = call.sync_context
+            if call.sync_batch_norm or call.one_device_randomness:
+                graphs.pass_contexts = exchange_contexts(
+                    [*replicas.roots, *[None] * (len(where) - 1)],
+                    partial(worker_group.open_exchange, cross_process=call.cross_process),
+                    sync_batch_norm=call.sync_batch_norm,
+                )
+            if recorded:
+                graphs.pass_contexts = [*graphs.pass_contexts, *recorded]
+            with streams as of_streams, one_pass([*of_streams, *graphs.pass_contexts]) as replica_context:
+                run = partial(call_replica, call, inputs, replicas.roots, copies, timings, 0)
+                outcomes = run_together([run], call.devices[:1], replica_context)
+                try:
+                    self._module_sync.commit()
+                    if not worker_group.transport.shares_parameters:
+                        with worker_group.collective:
+                            worker_group.transport.end_sending(lambda waited_s: worker_group.poll(where, waited_s))
+                    replies = graphs.take_replies(streams)  # step 4
+                    for i, reply in replies.items():
+                        timings[i + 1].forward_s = reply.seconds
+                        if timeline.recording:
+                            timings[i + 1].record(reply.spans)
+                    outcomes += graphs.outcomes(replies)
+                    outputs = values_or_raise(outcomes, [where[0], *(where[i + 1] for i in replies)])
+                finally:
+                    outcomes.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
+            del replica_context  # it may refer to the replica
+            if timeline.recording:
+                timeline.mark(timeline.GATHER)
+            matched = Outputs(outputs, call.rules, call.sizes)  # step 5
+            del outputs
+            if replay is not None:
+                replay.see_outputs(matched.groups)
+            graphs.outputs = [
+                BoundaryTensor(group.placement, call.output_device, group.tensors) for group in matched.groups
+            ]
+            if tracked:
+                own_leaves = [edge.tensors[0] for edge in inputs.edges if edge.tensors[0] is not None]
+                own_leaves += replicas.leaves[0]
+                of_first = [Group(group.tensors[:1], group.placement) for group in matched.groups]
+                outside = self._search.outside_leaves(
+                    pool, call, of_first, where[:1], own_leaves, carries_objects(call)
+                )
+                live = self._link(graphs, inputs, objects, outside, pool, replicas)
+                if again is not None:
+                    return again.take(graphs)
+                graphs.replay = replay
+                graphs.pass_on_gradients_of_forward([*live, *pool.live_parameters], replies)
+                joined = join(graphs, live, ())
+            else:
+                joined = graphs.joined_outputs()
+            output = matched.put_together(joined)
+        replicas.each[0].commit_buffers()
+        if not tracked:
+            graphs.release()
+        return output
+
+    def _pool_of(self, blueprint: Blueprint, source: torch.device) -> ReplicaPool:
+        """Return the pool of the first replicas; those of other blueprints are dropped, with what they refer to."""
+        if self._pool is None or self._pool.blueprint is not blueprint or self._pool.source != source:
+            check_device(blueprint.root, [*blueprint.parameters.values(), *blueprint.buffers.values()], source)
+            check_layouts(blueprint.root)
+            self._pool, self._linked_pool = ReplicaPool(blueprint, source), None
+            self._threads_engine.refresh()
+        return self._pool
+
+    def _send(
+        self,
+        graphs: RemoteGraphs,
+        blueprint: Blueprint,
+        call: Call,
+        inputs: Inputs,
+        num_threads: int,
+        seeds: Sequence[int | bytes],
+    ) -> list[torch.Tensor]:
+        """Send every worker its forward; return the tensors inside objects in the inputs that need a gradient."""
+        worker_group, module_sync = graphs.worker_group, self._module_sync
+        num_workers = len(call.devices) - 1
+        update = self._pack(blueprint, call.source, worker_group, num_workers)
+        thread, process = ThreadState.capture(), ProcessState.capture()
+        tracked = thread.grad_enabled
+        leaves = {id(leaf): ~k for k, edge in enumerate(inputs.edges) for leaf in edge.tensors if leaf is not None}
+        objects: list[torch.Tensor] = []
+        replicas = tuple(range(num_workers + 1))
+        for i in range(num_workers):
+            send_buffer = worker_group.workers[i].send_buffer
+
+            def to_reference(
+                tensor: torch.Tensor, send_buffer: SendBuffer = send_buffer, device: torch.device = call.devices[i + 1]
+            ) -> TensorRef:
+                leaf = None
+                if tracked and tensor.requires_grad:
+                    leaf = leaves.get(id(tensor))
+                    if leaf is None:  # not one of the inputs' leaves: it was inside an object
+                        leaf = leaves[id(tensor)] = ~(len(inputs.edges) + len(objects))
+                        objects.append(tensor)
+                target = device if id(tensor) in inputs.parts_elsewhere else tensor.device
+                return TensorRef.put(send_buffer, tensor, leaf=leaf, requires_grad=tensor.requires_grad, device=target)
+
+            shard = dumps(inputs.shards[i + 1], to_reference)
+            message = Forward(
+                specs=send_buffer.flush(),
+                thread=thread,
+                graph=graphs.number,
+                update=update,
+                method=call.method,
+                shard=shard,
+                seed=seeds[i + 1],
+                num_threads=num_threads,
+                where=graphs.where[i + 1],
+                parts=parts_of(call, blueprint.root, i + 1) if call.row_limits else None,
+                exchange_rank=(i + 1, num_workers + 1) if call.sync_batch_norm or call.one_device_randomness else None,
+                sync_batch_norm=call.sync_batch_norm,
+                is_recorded=graphs.step is not None,
+                rows=call.sizes if call.one_device_randomness else None,
+                device=call.devices[i + 1],
+                rendezvous=worker_group.transport.rendezvous(i + 1) if update.sent else None,
+                replicas=replicas,
+            )
+            segments = (
+                [*module_sync.segments, *worker_group.transport.segments] if update.sent else module_sync.segments
+            )
+            worker_group.send(i, message, segments, process, graphs.where)
+        if not worker_group.transport.shares_parameters:
+            with worker_group.collective:
+                worker_group.transport.begin_sending(
+                    module_sync.take_flats(), replicas, lambda waited_s: worker_group.poll(graphs.where, waited_s)
+                )
+        return objects
+
+    def _pack(self, blueprint: Blueprint, source: torch.device, worker_group: WorkerGroup, num_workers: int) -> Update:
+        """Return what the first workers have to be sent so that they have the module as it is, and take it as sent."""
+        update = self._module_sync.pack(blueprint, source, worker_group.transport.shares_parameters)
+        if update.module is not None:
+            _log_if_hooks(blueprint)
+        if update.has_content:
+            worker_group.num_in_sync = num_workers
+        return update
+
+    def _link(
+        self,
+        graphs: RemoteGraphs,
+        inputs: Inputs,
+        objects: list[torch.Tensor],
+        outside_first: list[torch.Tensor],
+        pool: ReplicaPool,
+        replicas: Replicas,
+    ) -> list[torch.Tensor]:
+        """Give the boundary its inputs; return the live tensors behind them, without the parameters.
+
+        A worker's leaf cannot be seen from here, only that there is one: any tensor of its size represents it.
+
+        Args:
+            outside_first: leaves of the first replica's graph that are not its own: globals, say.
+        """
+        num_workers = len(graphs.where) - 1
+        module_sync = self._module_sync
+        replicate = Replicate()
+        edges = [*inputs.edges]
+        for tensor in objects:  # the first replica's graph contains it already
+            edges.append(BoundaryTensor(replicate, tensor.device, [None, *[tensor.detach()] * num_workers]))
+        graphs.keys = [~k for k in range(len(edges))]
+        from_outside = module_sync.tensors_from_outside()
+        in_workers = {id(tensor): n for n, tensor in enumerate(from_outside, len(pool.live_parameters))}
+        in_first = set(map(id, outside_first))
+        outside = {id(tensor): tensor for tensor in (*from_outside, *outside_first)}
+        for key, tensor in outside.items():
+            of_workers = tensor if key in in_workers else None
+            of_first = tensor if key in in_first else None
+            edges.append(BoundaryTensor(replicate, tensor.device, [of_first, *[of_workers] * num_workers]))
+            graphs.keys.append(in_workers.get(key))
+        if self._linked_pool is not pool:
+            self._linked_pool = pool
+            self._describe_leaves([*pool.live_parameters, *from_outside])
+        graphs.remote_leaves = self._remote_leaves
+        graphs.inputs, graphs.live_parameters = edges, pool.live_parameters
+        graphs.leaves, graphs.hooks = replicas.leaves * len(graphs.where), replicas.hooks
+        graphs.shared_leaves = bool(outside_first)
+        graphs.keep = bool(objects)
+        return [*inputs.live, *objects, *outside.values()]
+
+    def _describe_leaves(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Describe the leaves that workers have; by the same object, if they are of the same forms as before."""
+        forms = [(leaf.dtype, leaf.size(), leaf.stride(), leaf.layout, type(leaf)) for leaf in leaves]
+        if forms != self._leaf_forms:
+            self._leaf_forms, self._remote_leaves = forms, {}
+        self._remote_leaves.update(enumerate(leaves))
+
+    def check(self, devices: Sequence[torch.device], *, sync_batch_norm: bool) -> None:
+        named = ", ".join(map(str, devices))
+        if not all(map(_devices.exists_for_other_processes, devices)):
+            raise ValueError(
+                f'engine="processes" on {named}: simulated devices exist in this process only. Use engine="threads".'
+            )
+        if sync_batch_norm and not all(map(_devices.is_cpu, devices)):
+            raise ValueError(
+                f'sync_batch_norm=True with engine="processes" on {named}: replicas in other processes can exchange '
+                'statistics on the CPU only, as yet. Use engine="threads".'
+            )
+
+    def why_no_verbs(self, module: nn.Module) -> str | None:
+        return 'engine="processes" does not call it: replicas are in other processes. Use engine="threads".'
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), share_memory=self._share_memory), ()
+
+    def timings(self) -> list[ReplicaTiming]:
+        return self._timings or self._threads_engine.timings()
+
+    def refresh(self) -> None:
+        with self._step_lock:
+            self._module_sync.invalidate()
+            self._search.clear()
+
+    def close(self) -> None:
+        with self._step_lock:
+            self._timings = []
+            self._threads_engine.close()
+            self._end_worker_group()
+
+    def _worker_group_for(self, devices: Sequence[torch.device], timeout_s: float | None) -> WorkerGroup:
+        worker_group = self._worker_group
+        if worker_group is None or worker_group.ended or worker_group.devices[: len(devices)] != list(devices):
+            self._end_worker_group()
+            previous = worker_group
+            worker_group = self._worker_group = WorkerGroup(devices, self._share_memory, timeout_s)
+            if previous is not None:
+                worker_group.transport.succeed(previous.transport)
+        elif worker_group.timeout_s != timeout_s:
+            worker_group.set_timeout(timeout_s)
+        return worker_group
+
+    def _end_worker_group(self) -> None:
+        worker_group, self._worker_group = self._worker_group, None
+        self._module_sync.invalidate()
+        if worker_group is not None:
+            worker_group.end(graceful=True)
+
+
+def _log_if_hooks(blueprint: Blueprint) -> None:
+    for module in blueprint.modules:
+        for name in HOOKS:
+            for hook in module.__dict__[name].values():
+                if not (getattr(hook, "__module__", None) or "").startswith("torch."):
+                    log_once(
+                        f'{type(module).__name__} has hooks: with engine="processes" they run in every worker on '
+                        "copies of what they refer to; what they change there stays there."
+                    )
+                    return

@@ -1,0 +1,177 @@
+"""The lanes of the processes engine: the first computes in this process, each other one has a worker to itself.
+
+    open     what changed in the module ──► all workers, and wait for their replies
+    a batch  one message with the whole batch ──► the lane's worker ──► one reply with its output
+
+A lane sends and receives in a thread of its own, on its worker's channel alone. A batch shares the engine's step lock
+with those of other lanes; a step (the backward of an earlier forward, say) waits for their end, and has the workers
+until it ends. Forwards do not: while lanes are open they run in this process, because the workers' modules must stay as
+they were when the lanes were opened.
+
+A worker that dies takes its batch with it. Its lane ends, the other ones go on; the group is ended when no lane will
+get another batch.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from unisono.engines.base import Lane, LaneCall, LaneEndedError, LaneOutput, Lanes
+from unisono.engines.lanes import tensors_to_place
+from unisono.engines.processes.channel import ChannelClosedError
+from unisono.engines.processes.messages import Forward, Reply, TensorRef
+from unisono.engines.processes.module_sync import ModuleSync, Update
+from unisono.engines.processes.pickling import dumps, loads
+from unisono.engines.processes.remote_graph import repeat_messages
+from unisono.engines.processes.worker_group import StepLock, WorkerGroup, workers_timed_out
+from unisono.runtime import devices as _devices
+from unisono.runtime.errors import ReplicaLost, ReplicaNames, annotate, log
+from unisono.runtime.thread_state import ProcessState, ThreadState
+
+_BATCH_IS_LOST = "Its batch is lost. The iteration can go on, without this worker; the module is as it was."
+
+
+class WorkerLanes(Lanes):
+    """The open lanes of a worker group.
+
+    Args:
+        here: the lane in this process.
+    """
+
+    def __init__(self, worker_group: WorkerGroup, step_lock: StepLock, call: LaneCall, here: Lane) -> None:
+        self._worker_group = worker_group
+        self._is_stopped = False
+        self._of_workers = [WorkerLane(worker_group, step_lock, call, number) for number in range(1, len(call.devices))]
+        super().__init__([here, *self._of_workers], call.timeout_s)
+
+    @property
+    def are_open(self) -> bool:
+        """Whether workers may get another batch."""
+        return not self._is_stopped and not self._worker_group.ended
+
+    def stop(self) -> None:
+        self._is_stopped = True
+        if any(lane.has_ended for lane in self._of_workers):
+            self._worker_group.end()
+
+
+class WorkerLane(Lane):
+    """See the module's docstring.
+
+    Args:
+        number: of the replica.
+    """
+
+    has_own_timeout = True  # the channel's, which has that of the group
+
+    def __init__(self, worker_group: WorkerGroup, step_lock: StepLock, call: LaneCall, number: int) -> None:
+        self.number, self.device = number, call.devices[number]
+        self.name = f"replica {number} on {self.device}"
+        self._group, self._step_lock, self._call = worker_group, step_lock, call
+        self._worker = worker_group.workers[number - 1]
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None) -> LaneOutput:
+        with self._step_lock.share():
+            if self._group.ended:
+                raise LaneEndedError
+            try:
+                self._send(args, kwargs, seed or 0)
+                reply = self._worker.receive()
+            except ChannelClosedError:
+                raise self._lost(self._worker.death(self.name, self.number, self.device, _BATCH_IS_LOST)) from None
+            except TimeoutError:
+                timeout_s = self._call.timeout_s or 0.0
+                error = workers_timed_out({0: self._worker}, timeout_s, self.names(), _BATCH_IS_LOST)
+                self._worker.kill()
+                raise self._lost(error) from None
+            assert isinstance(reply, Reply)
+            repeat_messages(reply)
+            if reply.error is not None:
+                raise reply.error.exception()
+            return LaneOutput(self._value(reply), reply.random_digest is not None)
+
+    def _lost(self, error: ReplicaLost) -> Exception:
+        """Return what to raise when the worker is lost."""
+        self.has_ended = True
+        if not self._call.retry:
+            return error
+        log.warning("%s Another replica computes its batch.", error.cause)
+        return LaneEndedError()
+
+    def _send(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> None:
+        buffer = self._worker.send_buffer
+        to_place = set(map(id, tensors_to_place((args, kwargs))))
+
+        def to_reference(tensor: torch.Tensor) -> TensorRef:
+            target = self.device if id(tensor) in to_place else tensor.device
+            return TensorRef.put(buffer, tensor, requires_grad=tensor.requires_grad, device=target)
+
+        try:
+            shard = dumps((args, kwargs), to_reference)
+        except BaseException:
+            buffer.clear()
+            raise
+        message = _message(self._call, self.name, self.device, shard, buffer.flush(), seed, torch.get_num_threads())
+        self._worker.send(message, (), ProcessState.capture(), kept=())
+
+    def _value(self, reply: Reply) -> Any:
+        """Return the output, in memory of its own."""
+        tensors: dict[int, torch.Tensor] = {}
+
+        def tensor_of(sent: TensorRef) -> torch.Tensor:
+            if sent.output not in tensors:
+                tensor = sent.tensor(reply.specs, self._worker.received_segments)
+                tensors[sent.output] = _devices.copied_to(tensor, self._call.output_device)
+            return tensors[sent.output]
+
+        assert reply.value is not None
+        return loads(reply.value, tensor_of)
+
+
+def send_update(worker_group: WorkerGroup, module_sync: ModuleSync, update: Update, call: LaneCall) -> None:
+    """Send all workers what changed in the module, and wait until they have it.
+
+    Raises:
+        ReplicaDied: a worker has died. The group is ended.
+    """
+    where = ReplicaNames([f"replica {i} on {device}" for i, device in enumerate(call.devices)])
+    where.numbers, where.devices = range(len(where)), call.devices
+    transport, replicas = worker_group.transport, tuple(range(len(where)))
+    with worker_group:
+        for i in replicas[1:]:
+            buffer = worker_group.workers[i - 1].send_buffer
+            message = _message(call, where[i], call.devices[i], None, buffer.flush(), 0, 1)
+            message.update, message.replicas = update, replicas
+            message.rendezvous = transport.rendezvous(i) if update.sent else None
+            segments: Sequence[Any] = [*module_sync.segments, *(transport.segments if update.sent else ())]
+            worker_group.send(i - 1, message, segments, ProcessState.capture(), where)
+        with worker_group.collective:
+            transport.begin_sending(
+                module_sync.take_flats(), replicas, lambda waited_s: worker_group.poll(where, waited_s)
+            )
+            transport.end_sending(lambda waited_s: worker_group.poll(where, waited_s))
+        replies = worker_group.replies(where)
+        errors = [(where[i + 1], reply.error.exception()) for i, reply in replies.items() if reply.error]
+        if errors:
+            raise annotate(errors)
+
+
+def _message(
+    call: LaneCall, where: str, device: torch.device, shard: bytes | None, specs: Any, seed: int, num_threads: int
+) -> Forward:
+    return Forward(
+        specs=specs,
+        thread=ThreadState.capture(),
+        num_threads=num_threads,
+        seed=seed,
+        graph=-1,  # without gradients there is none
+        update=Update(),
+        method=call.method,
+        shard=shard,
+        where=where,
+        exchange_rank=None,
+        device=device,
+        rendezvous=None,
+        replicas=(),
+    )

@@ -1,0 +1,375 @@
+"""Running a step again: after a worker's death, and in smaller parts where a replica ran out of memory.
+
+A forward that fails has changed nothing, so it is run again as it was called. A backward that fails leaves the graphs
+of its forward half used. So a forward whose backward may have to be run again keeps what it began with (`Replay`),
+until its graphs are released: the inputs, the random state, the buffers, the module's attributes and the state of the
+caller's thread. From these its graphs are made anew, and then the backward runs again. All replicas run again, at once:
+that takes no longer than one of them would, and their sums begin anew, too.
+
+A replica that ran out of memory runs the next time in parts of half as many rows, each with an activation checkpoint
+(`run_in_parts`): of one part only, at a time, are activations in memory. The wrapper remembers how many rows a replica
+can bear (`Call.row_limits`).
+
+Guarantees
+    - After a death the step ends with exactly the numbers that it would have had: the same rows for each replica, the
+      same random numbers, sums in the same order. The outputs of a forward that is run again are compared with those of
+      the first one: others are an error.
+    - Each time it is logged why a step was run again, and what that took.
+
+Assumes that forward has no effects outside the module: they happen twice. The random numbers of `random` and `numpy`
+are not repeated.
+"""
+
+import abc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import compress
+from operator import attrgetter
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from unisono.autograd.replica_graph import ReplicaGraphs
+from unisono.engines.base import Call, Parts
+from unisono.primitives import pytree
+from unisono.primitives.blueprint import Blueprint
+from unisono.primitives.change_tracking import fill, restore
+from unisono.primitives.inputs import Arguments, scattered
+from unisono.primitives.outputs import Group, Outputs
+from unisono.primitives.placements import PaddedShard, Shard, Stack
+from unisono.primitives.replicate import unchanged_on_failure, write_values
+from unisono.primitives.split_sizes import split_rows
+from unisono.runtime import devices as _devices
+from unisono.runtime import torch_private
+from unisono.runtime.buckets import fingerprint
+from unisono.runtime.errors import ReplicaLost, log
+from unisono.runtime.thread_state import ThreadState
+
+T = TypeVar("T")
+_requires_grad = attrgetter("requires_grad")
+
+_MOST_DEATHS = 3  # in one forward or backward: a shard that ends its process each time would go on for ever
+_OTHER_PROCESSES = "the step was not run again: the other processes, with which batch norm is shared, cannot repeat it"
+_TOO_MANY = f"the step was run again {_MOST_DEATHS} times, and a worker died each time"
+_CHANGED = (
+    "the step was not run again: between forward and backward {number} parameters were changed, an optimizer step "
+    "perhaps, so that forward would no longer give the same outputs"
+)
+_OTHER_OUTPUTS = (
+    "a worker died, the step's forward was run again, and it gave other outputs than the first time: its gradients "
+    "would not be theirs. The module draws random numbers with `random` or `numpy`, or uses what has changed since."
+)
+_AGAIN = "%s\nThe step was run again, which took %.2f s."
+_NO_PARTS = "rescue=True cannot run the shard of {where} in parts: {reason}"
+_NO_SHARD_IN_PARTS = "rescue=True cannot run the shard of a replica that ran out of memory in parts: {reason}."
+_IN_PARTS = (
+    "%s ran out of memory with %d rows. From now on it runs them in parts of %d rows at most, and computes each part "
+    "again in backward. To give it fewer rows, use shares=."
+)
+
+
+# ---- the loop -------------------------------------------------------------------------------------
+
+
+def run_recovering(
+    call: Call, module: nn.Module, run: Callable[[bool], T], why_not: Callable[[], str | None] = lambda: None
+) -> T:
+    """Run a forward or a backward, again after each failure from which the call recovers.
+
+    Args:
+        run: is told whether it has failed before.
+        why_not: tells why it cannot be run again, if that is so.
+    """
+    causes: list[str] = []
+    failed_at = 0.0
+    while True:
+        try:
+            result = run(bool(causes))
+        except Exception as error:
+            cause = _cause(call, module, error, causes, why_not)
+            if cause is None:
+                raise
+            failed_at = failed_at or time.perf_counter()
+            causes.append(cause)
+        else:
+            if causes:
+                log.warning(_AGAIN, "\n".join(causes), time.perf_counter() - failed_at)
+            return result
+
+
+def _cause(
+    call: Call, module: nn.Module, error: Exception, causes: Sequence[str], why_not: Callable[[], str | None]
+) -> str | None:
+    """Return why a step that raised `error` is run again; None, with a note on the error, if it is not."""
+    if call.retry and isinstance(error, ReplicaLost) and error.pid is not None:  # a thread that is stuck has no process
+        reason = _OTHER_PROCESSES if call.cross_process is not None else why_not()
+        if reason is None and len(causes) >= _MOST_DEATHS:
+            reason = _TOO_MANY
+        if reason is None:
+            return error.cause
+    elif call.rescue and _devices.is_out_of_memory(error):
+        reason = why_not() or _lower_limits(call, module, error)
+        if reason is None:
+            return f"{type(error).__name__}: {error}"
+    else:
+        return None
+    error.add_note(reason)
+    return None
+
+
+# ---- a backward that is run again ------------------------------------------------------------------
+
+
+class Repeatable(abc.ABC):
+    """Graphs that can be made anew, and whose backward can therefore be run again."""
+
+    def __init__(self, call: Call, module: nn.Module) -> None:
+        self._call, self._module = call, module
+
+    def run(self, graphs: ReplicaGraphs, backward: Callable[[], T]) -> T:
+        """Run a backward of the graphs, again after each failure from which the call recovers."""
+
+        def run(has_failed: bool) -> T:
+            if has_failed:
+                self.renew(graphs)
+            return backward()
+
+        return run_recovering(self._call, self._module, run, self.why_not)
+
+    def of_gradients(self, graphs: ReplicaGraphs, make: Callable[[], ReplicaGraphs]) -> "ReplayOfGradients":
+        """Return that of the graphs of the gradients of `graphs`, which `make` makes."""
+        return ReplayOfGradients(self._call, self._module, self, graphs, make)
+
+    @abc.abstractmethod
+    def renew(self, graphs: ReplicaGraphs) -> None:
+        """Make the graphs anew."""
+
+    @abc.abstractmethod
+    def why_not(self) -> str | None:
+        """Return why they cannot be made anew, if that is so."""
+
+
+class ReplayOfGradients(Repeatable):
+    """Makes the graphs of gradients anew, after those of which they are the gradients."""
+
+    def __init__(
+        self,
+        call: Call,
+        module: nn.Module,
+        below: Repeatable,
+        graphs_below: ReplicaGraphs,
+        make: Callable[[], ReplicaGraphs],
+    ) -> None:
+        super().__init__(call, module)
+        self._below, self._graphs_below, self._make = below, graphs_below, make
+
+    def renew(self, graphs: ReplicaGraphs) -> None:
+        graphs.drop()
+        self._below.renew(self._graphs_below)
+        with torch.enable_grad():
+            graphs.take_from(self._make())
+
+    def why_not(self) -> str | None:
+        return self._below.why_not()
+
+
+class Replay(Repeatable):
+    """What a forward began with, and how to make its graphs anew.
+
+    Args:
+        call: the forward's; its inputs are copied.
+        blueprint: the live module's.
+        buffers: those of the live module, and what they were when the forward began.
+        devices: of the replicas in this process.
+        forward: runs the call's forward again: it shows its outputs to the replay, and lets it `take` its graphs.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        blueprint: Blueprint,
+        buffers: unchanged_on_failure,
+        devices: Sequence[torch.device],
+        forward: Callable[[Call, "Replay"], object],
+    ) -> None:
+        super().__init__(replace(call, arguments=call.arguments.copied()), blueprint.root)
+        self._forward = forward
+        self._thread = ThreadState.capture()
+        self._devices, self._random = devices, _devices.random_states(devices)
+        self._parameters = [*blueprint.parameters.values()]
+        self._flags = [*map(_requires_grad, self._parameters)]
+        self._trained = [*compress(self._parameters, self._flags)]
+        self._dicts = blueprint.attribute_dicts
+        self._attributes = [*map(dict, blueprint.attribute_dicts)]
+        self._versions: list[Any] = []  # after the forward
+        self._buffers = buffers
+        self._limits = dict(call.row_limits)
+        self._outputs: list[torch.Tensor] | None = None  # their fingerprints
+        self._graphs: ReplicaGraphs | None = None  # those that failed
+
+    def see_outputs(self, groups: Sequence[Group]) -> None:
+        """Take note of the outputs that the forward gave.
+
+        Raises:
+            RuntimeError: it was run again, and gave others than the first time.
+        """
+        self._versions = _versions(self._trained)
+        if not self._call.retry or self._limits != self._call.row_limits:  # in parts, others within float rounding
+            return
+        outputs, before = _fingerprints(groups), self._outputs
+        if before is not None and not all(map(torch.equal, outputs, before)):
+            raise RuntimeError(_OTHER_OUTPUTS)
+        self._outputs = outputs
+
+    def take(self, graphs: ReplicaGraphs) -> None:
+        """Take the graphs of the forward that was run again, in the place of those that failed."""
+        assert self._graphs is not None
+        for graph in graphs.graphs():
+            graph.take_gradients()  # of a backward inside forward: they have been passed on already
+        self._graphs.take_from(graphs)
+
+    def why_not(self) -> str | None:
+        changed = [k for k, version in enumerate(_versions(self._trained)) if version != self._versions[k]]
+        if changed:
+            return _CHANGED.format(number=len(changed))
+        return None
+
+    def renew(self, graphs: ReplicaGraphs) -> None:
+        """Run the forward again for its graphs, with everything as it was; leave everything else as it is."""
+        graphs.drop()
+        self._graphs = graphs
+        buffers = self._buffers.buffers
+        random, values = _devices.random_states(self._devices), torch_private.clones(buffers)
+        flags, attributes = [*map(_requires_grad, self._parameters)], restore(self._dicts, self._attributes)
+        try:
+            _set_flags(self._parameters, self._flags)
+            _devices.set_random_states(self._random, self._devices)
+            write_values(buffers, self._buffers.before)
+            with self._thread.applied():
+                run_recovering(self._call, self._module, lambda _: self._forward(self._call, self))
+        finally:
+            self._graphs = None
+            write_values(buffers, values)
+            _devices.set_random_states(random, self._devices)
+            _set_flags(self._parameters, flags)
+            for target, items in attributes:
+                fill(target, items)
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Return what changes when a tensor's values or memory change; in C, because a module has many parameters."""
+    return [*zip(map(attrgetter("_version"), tensors), map(torch.Tensor.data_ptr, tensors), strict=True)]
+
+
+def _set_flags(parameters: Sequence[torch.Tensor], flags: Sequence[bool]) -> None:
+    for parameter, flag in zip(parameters, flags, strict=True):
+        if parameter.requires_grad != flag:
+            parameter.requires_grad_(flag)
+
+
+def _fingerprints(groups: Sequence[Group]) -> list[torch.Tensor]:
+    outputs = [t.detach() for group in groups for t in group.tensors if t is not None and t.layout == torch.strided]
+    return [fingerprint(output.reshape(-1)) for output in outputs if output.numel()]
+
+
+# ---- a shard in parts -----------------------------------------------------------------------------
+
+
+def _lower_limits(call: Call, module: nn.Module, error: Exception) -> str | None:
+    """Halve the rows of the replica that raised an error, or of all if that is not known; return why not, if so."""
+    notes = "\n".join(getattr(error, "__notes__", ()))
+    where = call.where()
+    failed = [i for i, place in enumerate(where) if place in notes] or range(len(where))
+    named = " and ".join(where[i] for i in failed)
+    if call.sync_batch_norm or call.one_device_randomness:
+        return _NO_PARTS.format(where=named, reason="its replicas wait for each other in forward.")
+    if call.arguments.rows is None:
+        return _NO_PARTS.format(where=named, reason="the inputs have no rows.")
+    if batch_norm := _sees_other_rows(module):
+        return _NO_PARTS.format(where=named, reason=f"{batch_norm!r} normalises over all of its rows.")
+    smaller = {}
+    for i in failed:
+        number, rows = call.replica_numbers[i], call.sizes[i]
+        smaller[number] = min(rows, call.row_limits.get(number, rows)) // 2
+        if not smaller[number]:
+            call.row_limits.pop(number, None)  # parts did not help
+            return _NO_PARTS.format(where=where[i], reason="a single row needs more memory than there is.")
+    for i in failed:
+        number = call.replica_numbers[i]
+        call.row_limits[number] = smaller[number]
+        log.warning(_IN_PARTS, where[i], call.sizes[i], smaller[number])
+    return None
+
+
+def parts_of(call: Call, root: nn.Module, index: int) -> Parts | None:
+    """Return how a replica runs its shard in parts; None: as a whole."""
+    limit = call.row_limits.get(call.replica_numbers[index])
+    rows = call.sizes[index]
+    if limit is None or rows <= limit or _sees_other_rows(root):
+        return None
+    return Parts(tuple(split_rows(rows, -(-rows // limit), "even")), tuple(call.arguments.axes), call.rules)
+
+
+def run_in_parts(
+    root: nn.Module,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    parts: Parts,
+    device: torch.device,
+) -> Any:
+    """Call a replica's function with its shard in parts, one after the other; return the joined output.
+
+    Raises:
+        RuntimeError: it writes buffers, or its outputs are not those of the whole shard: it cannot be run in parts.
+    """
+    arguments = Arguments(args, kwargs, parts.rules.dim, axes=parts.axes)
+    shards = scattered(arguments, [device] * len(parts.sizes), parts.sizes)
+    buffers = _written(root)
+    if not torch.is_grad_enabled():
+        outputs = [function(*args, **kwargs) for args, kwargs in shards]
+    else:
+        outputs = [checkpoint(function, *args, use_reentrant=False, **kwargs) for args, kwargs in shards]
+    if changed := [name for name, state in _written(root).items() if state != buffers.get(name)]:
+        raise RuntimeError(_NO_SHARD_IN_PARTS.format(reason=f"its forward changes the buffer {changed[0]!r}"))
+    matched = Outputs(outputs, parts.rules, parts.sizes)
+    output = matched.put_together([group.placement.join(group.tensors) for group in matched.groups])
+    if reason := _not_by_rows(matched.groups, parts.sizes) or _other_structure(output, outputs[0]):
+        raise RuntimeError(_NO_SHARD_IN_PARTS.format(reason=reason))
+    return output
+
+
+def _written(root: nn.Module) -> dict[str, tuple[int, int | None]]:
+    """Return what changes when a buffer is written or replaced."""
+    return {name: (id(b), None if b.is_inference() else b._version) for name, b in root.named_buffers()}
+
+
+def _not_by_rows(groups: Sequence[Group], sizes: Sequence[int]) -> str | None:
+    for group in groups:
+        if isinstance(group.placement, Stack):
+            return 'it returns 0-dim tensors, which would be one a part. Have them joined: scalars="mean", or "sum"'
+        if isinstance(group.placement, Shard | PaddedShard):
+            shard = group.placement if isinstance(group.placement, Shard) else group.placement.rows
+            lengths = [tensor.shape[shard.dim] for tensor in group.tensors if tensor is not None]
+            if lengths != [*sizes]:
+                return f"for parts of {[*sizes]} rows it returns tensors of lengths {lengths} along axis {shard.dim}"
+    return None
+
+
+def _other_structure(output: Any, of_part: Any) -> str | None:
+    if [path for path, _ in pytree.leaves(output)] == [path for path, _ in pytree.leaves(of_part)]:
+        return None
+    return "it returns numbers, which would be one a part"
+
+
+def _sees_other_rows(root: nn.Module) -> str | None:
+    """Return the name of a module whose numbers depend on all rows of the shard; None if there is none."""
+    of_batch = [
+        name
+        for name, module in root.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or not module.track_running_stats)
+    ]
+    return of_batch[0] if of_batch else None

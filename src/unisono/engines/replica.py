@@ -1,0 +1,438 @@
+"""A replica's inputs, its parameters, and a search of its graph; for every engine.
+
+`Inputs` splits the caller's inputs into shards, with leaves where a gradient is needed. A `ReplicaPool` has replicas,
+each with leaves of its own for the parameters. `look_for_live_tensors` finds tensors in a replica's graph that are not
+its own.
+Copies to other devices may still be in flight when these objects exist: see `streams.py`.
+"""
+
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.autograd.broadcast import CoalescedBroadcast, ReduceBuckets
+from unisono.autograd.reducer import LeafHooks
+from unisono.autograd.replica_graph import BoundaryTensor
+from unisono.engines.base import Call, called
+from unisono.engines.replay import parts_of, run_in_parts
+from unisono.primitives.batch_types import batch_type_of
+from unisono.primitives.blueprint import Blueprint, unlinked_at_deletion
+from unisono.primitives.change_tracking import ContainerSnapshot, DictSnapshot, TensorSnapshot, fill
+from unisono.primitives.outputs import Group
+from unisono.primitives.placements import Placement
+from unisono.primitives.references import INERT
+from unisono.runtime import devices as _devices
+from unisono.runtime import torch_private
+from unisono.runtime.buckets import LARGE_BYTES
+from unisono.runtime.interrupts import interruptible
+from unisono.runtime.streams import Copies
+from unisono.runtime.timeline import ReplicaTiming
+
+
+class Inputs:
+    """The inputs of every replica, and the leaves behind those that need a gradient.
+
+    Attributes:
+        shards: (positional, keyword) inputs, one a replica. The first `num_here` replicas run in this process, and
+            their shards are on their devices. The other shards hold the caller's rows or leaves, not copied yet.
+        live, edges: the caller's tensors that need a gradient, and the boundary's inputs made of them.
+        parts_elsewhere: ids of the tensors in the other shards that have to go to the replica's device.
+    """
+
+    def __init__(self, call: Call, tracked: bool, copies: Copies, num_here: int | None = None) -> None:
+        num_replicas = len(call.devices)
+        num_here = num_replicas if num_here is None else num_here
+        self.live: list[torch.Tensor] = []
+        self.edges: list[BoundaryTensor] = []
+        self.parts_elsewhere: set[int] = set()
+        all_on_cpu = _devices.are_cpu(call.devices)
+
+        def place(tensor: torch.Tensor, placement: Placement) -> list[torch.Tensor | None]:
+            data = tensor.detach()
+            parts = [placement.part(data, i) for i in range(num_replicas)]
+            if tracked and tensor.requires_grad:
+                parts = [part if part is None else part.detach().requires_grad_() for part in parts]
+                self.live.append(tensor)
+                self.edges.append(BoundaryTensor(placement, tensor.device, parts))
+            # A copy even on the same device, so that a module that writes into its input writes into its own; and
+            # made in the replica's graph, because writing into a leaf is forbidden.
+            if num_here < num_replicas:
+                self.parts_elsewhere.update([id(part) for part in parts[num_here:]])
+            here = parts[:num_here]
+            if all_on_cpu and _devices.is_cpu(tensor.device):  # the common case, with few calls
+                placed = _devices.copies_on_cpu(here)
+            else:
+                placed = [None if p is None else _copied(p, i, call.devices[i], copies) for i, p in enumerate(here)]
+            placed += parts[num_here:]
+            if tensor.requires_grad and not tracked:  # a module may switch gradients on for what it does inside
+                placed = [copy if copy is None else copy.requires_grad_() for copy in placed]
+            return placed
+
+        self.shards = call.arguments.deal(call.sizes, place)
+
+
+def _copied(part: torch.Tensor, replica: int, device: torch.device, copies: Copies) -> torch.Tensor:
+    """Return a copy for a replica; a copy linked to a leaf is made at once, on the stream of the rest of the graph."""
+    if part.requires_grad or _devices.same_device(part.device, device):
+        return _devices.copied_to(part, device)
+    return copies.to(part, replica)
+
+
+@interruptible
+def call_replica(
+    call: Call, inputs: Inputs, roots: Sequence[nn.Module], copies: Copies, timings: Sequence[ReplicaTiming], index: int
+) -> Any:
+    """Call a replica with its inputs, in its thread; note how long it took."""
+    started = time.perf_counter()
+    copies.wait_copies(index)
+    args, kwargs = inputs.shards[index]
+    function = called(roots[index], call.method)
+    if call.row_limits and (parts := parts_of(call, roots[index], index)):
+        output = run_in_parts(roots[index], function, args, kwargs, parts, call.devices[index])
+    else:
+        output = function(*args, **kwargs)
+    if call.is_timed:
+        _devices.queued_work(call.devices[index])(True)
+    timings[index].forward_s = time.perf_counter() - started
+    return output
+
+
+class Replica:
+    """One replica: its modules, its own leaves in place of the live parameters, and its own buffers.
+
+    Args:
+        blueprint: of the live module.
+        copied: by id, copies of the tensors that are not on the replica's device already.
+        tracked: whether a graph is built.
+        shares_buffers: whether the replica has the live buffers themselves.
+
+    Attributes:
+        leaves: one for each live parameter that needs a gradient; empty where no graph is built.
+        hooks: on these leaves.
+        modules: its modules, the root first.
+        rebound: the values of attributes that refer to its own modules and tensors.
+        own_buffers, live_buffers: its own buffers, and the live ones that they are copies of.
+        tensors_in_place: its tensors that are not copies on another device.
+    """
+
+    def __init__(
+        self, blueprint: Blueprint, copied: Mapping[int, torch.Tensor], tracked: bool, shares_buffers: bool
+    ) -> None:
+        self.leaves: list[torch.Tensor] = []
+        tensors: dict[int, torch.Tensor] = {}
+        for key, parameter in blueprint.parameters.items():
+            if tracked and parameter.requires_grad:
+                tensors[key] = leaf = own_leaf(parameter, copied.get(key, parameter))
+                self.leaves.append(leaf)
+            elif key in copied:
+                tensors[key] = own_leaf(parameter, copied[key])
+        own_buffers = blueprint.buffers_for(copied, shared=shares_buffers)
+        self.own_buffers = list(own_buffers.values())
+        self.live_buffers = [blueprint.buffers[key] for key in own_buffers]
+        tensors.update(own_buffers)
+        for key, constant in blueprint.constants.items():
+            tensors[key] = copied.get(key, constant)
+        self.hooks = LeafHooks(dict(enumerate(self.leaves)))
+        self.copied = [(key, tensors[key]) for key in copied]
+        self.modules, links = blueprint.stamp(tensors)
+        self._unlinked = unlinked_at_deletion(links)
+        self.rebound = [module.__dict__[name] for module, name, _ in links]
+        self.tensors_in_place = [tensor for key, tensor in tensors.items() if key not in copied]
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether its parameters are copies in memory of their own."""
+        return bool(self.copied)
+
+    def renew_copies(self, copied: Mapping[int, torch.Tensor]) -> None:
+        """Use new copies of what is not on the replica's device."""
+        for key, own in self.copied:
+            own.data = copied[key]
+
+    def commit_buffers(self) -> None:
+        """Write this replica's buffers into the live ones, unless it uses the live ones themselves."""
+        for live, own in zip(self.live_buffers, self.own_buffers, strict=True):
+            live.data.copy_(own)
+
+    def drop_copies(self) -> None:
+        """Free memory of its own, until the next forward."""
+        for _, own in self.copied:
+            own.data = own.data.new_empty(0)
+
+
+_STAMPED_REGISTRIES = ("_parameters", "_buffers", "_modules")  # those that each replica has of its own
+
+
+class Replicas:
+    """The replicas of one forward, and of the backward passes that belong to it: nothing else uses them meanwhile.
+
+    Args:
+        each: one a device.
+        broadcast: what copies the live module's tensors to them.
+        kind: of the forwards that they fit.
+        returns_to: where to put them when they are given back; None: nowhere.
+    """
+
+    def __init__(
+        self,
+        each: Sequence[Replica],
+        broadcast: CoalescedBroadcast,
+        kind: tuple[Any, ...],
+        returns_to: "list[Replicas] | None",
+    ) -> None:
+        self.each, self.kind = each, kind
+        self.roots = [replica.modules[0] for replica in each]
+        self.leaves = [replica.leaves for replica in each]
+        self.hooks = [replica.hooks for replica in each]
+        self.is_remote = any([replica.is_remote for replica in each])
+        self._broadcast, self._returns_to = broadcast, returns_to
+        self._own_buffers = [own for replica in each if not replica.is_remote for own in replica.own_buffers]
+        self._live_buffers = [live for replica in each if not replica.is_remote for live in replica.live_buffers]
+        if returns_to is None:
+            return
+        self._modules = [module for replica in each for module in replica.modules]
+        registries = [module.__dict__[name] for name in _STAMPED_REGISTRIES for module in self._modules]
+        self._dicts = DictSnapshot([*[module.__dict__ for module in self._modules], *registries])
+        self._rebound = ContainerSnapshot([value for replica in each for value in replica.rebound])
+        self._classes = [*map(type, self._modules)]
+        self._tensors = TensorSnapshot([tensor for replica in each for tensor in replica.tensors_in_place])
+        self._copies = TensorSnapshot([own for replica in each for _, own in replica.copied], with_memory=False)
+        self._num_references = self._count_references()
+        self._all_leaves = [leaf for leaves in self.leaves for leaf in leaves]
+
+    def are_unchanged(self) -> bool:
+        """Return whether the replicas are as they were made, and nothing outside refers to their modules.
+
+        Hooks of a user's on their tensors are a change, too.
+        """
+        return (
+            self._dicts.is_current()
+            and self._rebound.is_current()
+            and [*map(type, self._modules)] == self._classes
+            and self._tensors.is_current()
+            and (not self.is_remote or self._copies.is_current())
+            and self._count_references() == self._num_references
+            and torch_private.num_hooks(self._all_leaves) == sum(map(len, [hooks.installed for hooks in self.hooks]))
+            and not [leaf for leaf in self._all_leaves if leaf.grad is not None]
+        )
+
+    def _count_references(self) -> list[int]:
+        return [*map(sys.getrefcount, self._modules)]
+
+    def renew(self, copies: Copies, returns_to: "list[Replicas]") -> None:
+        """Take what the live module's tensors are now: new copies of those elsewhere, and the buffers' values."""
+        self._returns_to = returns_to
+        if self.is_remote:
+            for replica, copied in zip(self.each, self._broadcast(copies), strict=True):
+                replica.renew_copies(copied)
+        self.renew_buffers()
+
+    def renew_buffers(self) -> None:
+        """Write the live buffers into the replicas' copies."""
+        with torch.set_grad_enabled(False):
+            torch_private.copy_all_in_place(self._own_buffers, self._live_buffers)
+
+    def give_back(self) -> None:
+        """Let a later forward use them. To be called when no graph of theirs is left.
+
+        If something outside refers to a module of theirs, they are left to it as forward has left them.
+        """
+        returns_to, self._returns_to = self._returns_to, None
+        if returns_to is None:
+            return
+        assigned = [] if self._dicts.is_current() else self._dicts.restore()  # undo what forward has assigned
+        if self._count_references() != self._num_references:
+            for attributes, items in assigned:
+                fill(attributes, items)
+            return
+        if self.is_remote:
+            for replica in self.each:
+                replica.drop_copies()
+        returns_to.append(self)
+        del returns_to[:-_MOST_IDLE]
+
+
+_MOST_IDLE = 3  # sets of replicas that are kept: forwards may follow each other before a backward
+
+
+class ReplicaPool:
+    """The replicas of one blueprint: stamped when there are none, and used again as long as they are as they were.
+
+    Overlapping forwards have replicas of their own. What forward changed in a replica is undone when it is given back;
+    a replica that cannot be as it was is dropped.
+
+    Attributes:
+        source: the live module's device.
+        live_parameters: those that need a gradient.
+        large: which of them have large gradients.
+        buffers: the live buffers.
+    """
+
+    def __init__(self, blueprint: Blueprint, source: torch.device) -> None:
+        self.blueprint, self.source = blueprint, source
+        blueprint.keep()
+        self.live_parameters = [parameter for parameter in blueprint.parameters.values() if parameter.requires_grad]
+        self.large = [
+            k
+            for k, parameter in enumerate(self.live_parameters)
+            if parameter.layout == torch.strided and parameter.nbytes >= LARGE_BYTES
+        ]
+        self.buffers = list(blueprint.buffers.values())
+        self._idle: list[Replicas] = []
+
+    @cached_property
+    def reduce_buckets(self) -> ReduceBuckets:
+        """The buckets in which gradients of replicas in memory of their own come home."""
+        return ReduceBuckets(self.live_parameters)
+
+    def take(
+        self,
+        devices: Sequence[torch.device],
+        tracked: bool,
+        copies: Copies,
+        *,
+        with_live_buffers: bool = True,
+        separate_memory: bool = False,
+    ) -> Replicas:
+        """Return a replica for each device, the first with the live module's buffers unless these are elsewhere."""
+        kind = (tracked, torch.is_inference_mode_enabled(), with_live_buffers, *devices)
+        for replicas in self._idle[::-1]:
+            if replicas.kind == kind:
+                try:
+                    self._idle.remove(replicas)
+                except ValueError:  # another thread has taken it
+                    continue
+                if replicas.are_unchanged():
+                    replicas.renew(copies, self._idle)
+                    return replicas
+        blueprint = self.blueprint
+        tensors = {**blueprint.parameters, **blueprint.buffers, **blueprint.constants_on(self.source)}
+        broadcast = CoalescedBroadcast(tensors, devices, separate_memory=separate_memory)
+        each = [
+            Replica(blueprint, copied, tracked, with_live_buffers and i == 0)
+            for i, copied in enumerate(broadcast(copies))
+        ]
+        return Replicas(each, broadcast, kind, self._idle if self.blueprint.is_reusable else None)
+
+
+def own_leaf(parameter: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """Return a parameter like the live one in the memory of `data`: the live one itself, or a copy of it."""
+    leaf: torch.Tensor
+    if type(parameter) in (nn.Parameter, torch.Tensor):
+        leaf = nn.Parameter(data, parameter.requires_grad)
+    elif isinstance(parameter, nn.Parameter) and type(parameter.detach()) is torch.Tensor:  # a user's subclass of it
+        leaf = data.detach().as_subclass(type(parameter)).requires_grad_(parameter.requires_grad)
+    else:  # a subclass of Tensor, which detach() keeps
+        leaf = nn.Parameter(data.detach(), parameter.requires_grad)
+    for name, value in parameter.__dict__.items():
+        leaf.__dict__.setdefault(name, value)
+    return leaf
+
+
+class GraphSearch:
+    """Searches the graphs of replicas with `look_for_live_tensors`, once per structure if nothing is found there."""
+
+    def __init__(self) -> None:
+        self._self_contained: set[tuple[Any, ...]] = set()  # structures in whose graphs nothing was found
+
+    def outside_leaves(
+        self,
+        pool: "ReplicaPool",
+        call: Call,
+        groups: Sequence[Group],
+        where: Sequence[str],
+        own_leaves: Sequence[torch.Tensor],
+        with_objects: bool,
+    ) -> list[torch.Tensor]:
+        """Return the leaves in the graphs behind `groups` that belong neither to the module nor to a replica.
+
+        Args:
+            with_objects: whether the inputs carry objects: then the next call may find other leaves.
+        """
+        structure = call.method, call.arguments.flags, pool.blueprint.signature
+        if not with_objects and structure in self._self_contained:
+            return []
+        outside = look_for_live_tensors(pool.blueprint, groups, where, own_leaves)
+        if not outside and not with_objects:
+            if len(self._self_contained) >= MOST_STRUCTURES:
+                self.clear()
+            self._self_contained.add(structure)
+        return outside
+
+    def clear(self) -> None:
+        """Search again."""
+        self._self_contained.clear()
+
+
+def carries_objects(call: Call) -> bool:
+    """Return whether the inputs hold objects of unknown classes.
+
+    Every replica gets the same object. Through a tensor in it the replicas' graphs may share nodes, which no replica's
+    backward may free.
+    """
+    others = [leaf for leaf in call.arguments.leaves if type(leaf) not in _CARRIES_NOTHING]
+    return bool([leaf for leaf in others if not isinstance(leaf, torch.Tensor) and batch_type_of(leaf) is None])
+
+
+MOST_STRUCTURES = 64
+_CARRIES_NOTHING = INERT | {torch.Tensor}
+
+
+def look_for_live_tensors(
+    blueprint: Blueprint, groups: Sequence[Group], where: Sequence[str], own_leaves: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Check that no replica's graph leads to a tensor of the live module.
+
+    Returns:
+        The leaves found that belong neither to the module nor to a replica: tensors from outside.
+
+    Raises:
+        RuntimeError: one does, and its gradient would be wrong. Names the tensor.
+    """
+    if not groups:  # outputs without tensors
+        return []
+    own = set(map(id, own_leaves))
+    outside: dict[int, torch.Tensor] = {}
+    histories = {tensor.grad_fn: tensor for tensor in blueprint.histories.values()}
+    for place, outputs in zip(where, zip(*(group.tensors for group in groups), strict=True), strict=True):
+        for reached in leaves_and_nodes([output for output in outputs if output is not None]):
+            if isinstance(reached, torch.Tensor) and id(reached) in blueprint.parameters:
+                raise RuntimeError(
+                    f"{place} used {blueprint.name_of(reached)} of the original module instead of its own: something "
+                    "in the module refers to the original in a way that cannot be followed, such as an object that "
+                    "holds the module or one of its methods. Reach it through self, in forward."
+                )
+            if isinstance(reached, torch.Tensor) and reached.requires_grad and id(reached) not in own:
+                outside[id(reached)] = reached
+            if not isinstance(reached, torch.Tensor) and reached in histories:
+                raise RuntimeError(
+                    f"{place} used {blueprint.name_of(histories[reached])}, a tensor that was computed outside "
+                    "forward and needs gradients. Pass it to the model as an input, compute it in forward, or "
+                    "detach() it."
+                )
+    return list(outside.values())
+
+
+def leaves_and_nodes(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:
+    """Yield every leaf tensor and every node in the graph behind `outputs`."""
+    pending: list[Any] = []
+    for output in outputs:
+        if output.grad_fn is not None:
+            pending.append(output.grad_fn)
+        elif output.requires_grad:
+            yield output
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        yield node
+        if hasattr(node, "variable"):
+            yield node.variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)

@@ -1,0 +1,161 @@
+"""map and evaluate: the outputs of many batches, or what a metric makes of them."""
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unisono.distributed.process_group import Communicator
+from unisono.engines.base import Lanes
+from unisono.inference.batch_map import BatchMap, Outputs
+from unisono.inference.batches import batches_of
+from unisono.inference.metrics import Totals, check_metric, inputs_and_target
+from unisono.inference.out import OutFiller
+from unisono.inference.ranks import RankBatches, RankMap, merged
+from unisono.inference.with_progress import WithProgress
+from unisono.primitives import pytree
+from unisono.primitives.dims import OutputRules
+from unisono.primitives.inputs import Arguments
+from unisono.runtime import devices as _devices
+from unisono.runtime.interrupts import critical, interruptibly
+
+
+@dataclass(frozen=True)
+class Callee:
+    """What is called for each batch.
+
+    Attributes:
+        open_lanes: opens lanes on some devices.
+        devices: those of this process.
+        output_device: where outputs are.
+        function: the method whose inputs the batches are.
+        in_dims, rules: which axis of inputs and outputs has the rows.
+        communicator: the processes that compute the batches together; None: this one alone.
+    """
+
+    open_lanes: Callable[[Sequence[torch.device]], Lanes]
+    devices: list[torch.device]
+    output_device: torch.device
+    function: Callable[..., Any]
+    in_dims: Any
+    rules: OutputRules
+    communicator: Communicator | None
+
+    def outputs(self, batches: Iterable[Any]) -> BatchMap:
+        """Return the outputs of this process's batches."""
+        return BatchMap(batches, self.open_lanes, self.devices, self.numbers())
+
+    def numbers(self) -> Iterator[int]:
+        """Yield the numbers that this process's batches have among those of all processes."""
+        together = self.communicator
+        return itertools.count() if together is None else itertools.count(together.rank, together.world_size)
+
+    def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Return the number of rows of a batch.
+
+        Raises:
+            ValueError: it has none, or different ones.
+        """
+        rows = Arguments(args, kwargs, self.rules.dim, self.in_dims, self.function).rows
+        if rows is None:
+            raise ValueError(
+                "the rows of a batch cannot be counted, as it has no tensors with rows: evaluate weights batches by "
+                "their rows. Give tensors, or register the batches' class with unisono.register_batch_type"
+            )
+        return rows
+
+
+def map_batches(callee: Callee, batches: Iterable[Any], batch_size: int | None, out: Any, progress: bool) -> Any:
+    """Return an iterator over the outputs of all batches; or `out`, when they are in it."""
+    batches = batches_of(batches, batch_size, callee.rules.dim)
+    filler = None if out is None else OutFiller(out, callee.rules)
+    outputs: Outputs
+    communicator = callee.communicator
+    if communicator is None:
+        outputs = callee.outputs(batches)
+    else:
+        own_batches = RankBatches(batches, communicator)
+        outputs = RankMap(callee.outputs(own_batches), own_batches, communicator, callee.output_device)
+    is_first = communicator is None or communicator.rank == 0
+    if progress and is_first:
+        outputs = WithProgress(outputs, "map", _length_of(batches))
+    if filler is None:
+        return outputs
+    _fill(filler, outputs)
+    if is_first:
+        filler.check_full()
+    return out
+
+
+@critical
+def _fill(filler: OutFiller, outputs: Outputs) -> None:
+    with outputs, torch.no_grad():
+        filler.fill(outputs)
+
+
+def evaluate_batches(
+    callee: Callee,
+    batches: Iterable[Any],
+    metric: Callable[[Any, Any], Any],
+    batch_size: int | None,
+    reduction: str | Mapping[str, str],
+    progress: bool,
+) -> float | dict[str, float]:
+    """Return what a metric gives over all rows of all batches."""
+    check_metric(metric)
+    totals = Totals(reduction)
+    batches = batches_of(batches, batch_size, callee.rules.dim)
+    communicator = callee.communicator
+    if communicator is None:
+        _add_all(callee, batches, metric, totals, progress)
+        return totals.result()
+    own_batches = RankBatches(batches, communicator)
+    failure: BaseException | None = None
+    try:
+        _add_all(callee, own_batches, metric, totals, progress and communicator.rank == 0)
+    except Exception as error:  # noqa: BLE001 - raised when all ranks know of it
+        failure = error
+    except BaseException as error:  # Ctrl-C: the others must not wait for this process
+        communicator.abort(error)
+        raise
+    try:
+        return merged(communicator, own_batches, totals, failure).result()
+    finally:
+        del failure  # a traceback refers to this frame: nothing in it may refer to an exception
+
+
+@critical
+def _add_all(
+    callee: Callee, batches: Iterable[Any], metric: Callable[[Any, Any], Any], totals: Totals, progress: bool
+) -> None:
+    waiting: deque[tuple[Any, int]] = deque()  # the target and the rows of each batch that has been pulled
+
+    def inputs() -> Iterator[Any]:
+        for batch in batches:
+            (args, kwargs), target = inputs_and_target(batch)
+            waiting.append((target, callee.rows(args, kwargs)))
+            yield kwargs or args
+
+    device = callee.output_device
+    outputs: Outputs = callee.outputs(inputs())
+    if progress:
+        outputs = WithProgress(outputs, "evaluate", _length_of(batches))
+    with outputs, torch.no_grad():
+        for number, output in zip(callee.numbers(), outputs, strict=False):  # there are numbers without end
+            target, rows = waiting.popleft()
+            try:
+                target = pytree.map_all_tensors(lambda tensor: _devices.copy_to(tensor, device), target)
+                totals.add(interruptibly(metric, output, target), rows)
+            except Exception as error:
+                error.add_note(f"while the metric of batch {number} was computed")
+                raise
+
+
+def _length_of(batches: Iterable[Any]) -> int | None:
+    try:
+        return len(batches)  # type: ignore[arg-type]
+    except TypeError:  # a generator, or a loader over one
+        return None

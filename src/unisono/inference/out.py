@@ -1,0 +1,153 @@
+"""Outputs written, row by row, into tensors or arrays that the caller gives."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unisono.primitives import pytree
+from unisono.primitives.dims import OutputRules, Padding
+from unisono.primitives.outputs import padded_axes
+
+
+@dataclass
+class _Target:
+    """A tensor that is filled.
+
+    Attributes:
+        axis: of the rows; None: it has none.
+        padding: how outputs that are shorter on other axes are padded; None: they have to be of one size.
+        num_filled: how many rows have been written.
+    """
+
+    tensor: torch.Tensor
+    axis: int | None
+    padding: Padding | None
+    num_filled: int = 0
+
+    @property
+    def num_rows(self) -> int | None:
+        """How many rows there are; None if it has no such axis."""
+        if self.axis is None or not -self.tensor.ndim <= self.axis < self.tensor.ndim:
+            return None
+        return self.tensor.shape[self.axis]
+
+
+class OutFiller:
+    """Writes outputs into `out`, one behind the other along the axis of their rows.
+
+    Args:
+        out: a tensor, or an array of numpy's (a memory map too), or these in a form like the output's.
+        rules: they say which axis of an output has the rows, and how outputs of different lengths are padded.
+
+    Raises:
+        TypeError: something else in `out`.
+        ValueError: an array that cannot be written into; an `out` that the wrapper's `out_dims` do not describe.
+    """
+
+    def __init__(self, out: Any, rules: OutputRules) -> None:
+        try:
+            axes, paddings = rules.axes(out)
+        except ValueError as error:
+            error.add_note("out has to have a form like the output's")
+            raise
+        self._targets = {
+            path: _Target(_tensor_over(leaf, f"out{path}"), axis, padding)
+            for (path, leaf), axis, padding in zip(pytree.leaves(out), axes, paddings, strict=True)
+        }
+
+    def fill(self, outputs: Iterable[Any]) -> None:
+        """Write all outputs.
+
+        Raises:
+            ValueError: an output that does not fit; says which, and both shapes. What came before it is written.
+        """
+        for number, output in enumerate(outputs):
+            leaves = dict(pytree.leaves(output))
+            if leaves.keys() != self._targets.keys():
+                raise ValueError(
+                    f"out has {_places(self._targets)}, and the output of batch {number} has {_places(leaves)}: give "
+                    "out a form like the output's"
+                )
+            for path, leaf in leaves.items():
+                _write(leaf, self._targets[path], f"out{path}", f"output{path} of batch {number}")
+
+    def check_full(self) -> None:
+        """Raise ValueError if rows of `out` are left."""
+        for path, target in self._targets.items():
+            if target.num_rows is not None and target.num_filled < target.num_rows:
+                raise ValueError(
+                    f"out{path} of shape {tuple(target.tensor.shape)} has room for {target.num_rows} rows, and the "
+                    f"outputs have {target.num_filled} together: give one of exactly as many"
+                )
+
+
+def _write(leaf: Any, target: _Target, name: str, what: str) -> None:
+    """Write an output behind those before it.
+
+    Args:
+        name: the target's, for errors.
+        what: which output it is, for errors.
+    """
+    if not isinstance(leaf, torch.Tensor) or not leaf.dim() or target.axis is None:
+        kind = "a 0-dim tensor" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+        raise ValueError(f"{what} has no rows (it is {kind}), and {name} takes rows: iterate over the map instead")
+    tensor, start, axis = target.tensor, target.num_filled, target.axis
+    padded = () if target.padding is None else padded_axes(what, leaf, axis % leaf.ndim, target.padding)
+    if leaf.ndim != tensor.ndim or target.num_rows is None or not _fits(leaf, target, padded):
+        off = "".join(f", or shorter on axis {dim}, which is padded" for dim in padded)
+        raise ValueError(
+            f"{name} has the shape {tuple(tensor.shape)}, of which {start} rows are filled, and {what} has the shape "
+            f"{tuple(leaf.shape)}: they have to be equal but for the rows (axis {axis}){off}, and there has to be room "
+            "for all rows of all batches"
+        )
+    if not torch.can_cast(leaf.dtype, tensor.dtype):
+        raise ValueError(f"{name} is of {tensor.dtype}, which cannot hold the {leaf.dtype} of {what}")
+    place = tensor.narrow(axis, start, leaf.size(axis))
+    if place.shape != leaf.shape and target.padding is not None:
+        place.fill_(target.padding.value)
+        for dim in padded:
+            place = place.narrow(dim, 0, leaf.size(dim))
+    place.copy_(leaf)
+    target.num_filled += leaf.size(axis)
+
+
+def _fits(leaf: torch.Tensor, target: _Target, padded: tuple[int, ...]) -> bool:
+    assert target.axis is not None
+    room = list(target.tensor.shape)
+    room[target.axis] -= target.num_filled
+    may_be_less = {target.axis % leaf.ndim, *padded}
+    return all(
+        own <= size if dim in may_be_less else own == size
+        for dim, (own, size) in enumerate(zip(leaf.shape, room, strict=True))
+    )
+
+
+def _tensor_over(out: Any, name: str) -> torch.Tensor:
+    """Return a tensor over the memory of `out`."""
+    if isinstance(out, torch.Tensor):
+        if out.layout != torch.strided or any(
+            size > 1 and not stride for size, stride in zip(out.shape, out.stride(), strict=True)
+        ):
+            raise ValueError(f"{name}: expected a dense tensor whose elements have memory of their own (no expand)")
+        return out.detach()
+    interface = getattr(out, "__array_interface__", None)
+    if interface is None:
+        raise TypeError(f"{name}: expected a tensor or an array of numpy's, got {type(out).__name__}")
+    if interface["data"][1]:
+        raise ValueError(f"{name}: the array is read-only; open a memory map with mode='r+' or 'w+'")
+    try:
+        tensor = torch.as_tensor(out)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{name}: torch cannot write into an array of {out.dtype} with the strides {out.strides}: expected numbers "
+            "in this machine's byte order, and strides that are not negative"
+        ) from None
+    if tensor.numel() and tensor.data_ptr() != interface["data"][0]:
+        raise TypeError(f"{name}: torch cannot write into this {type(out).__name__}; give an array of numpy's")
+    return tensor
+
+
+def _places(leaves: dict[str, Any]) -> str:
+    return "one value, not in a dict or tuple" if "" in leaves else f"values at {', '.join(leaves) or 'no place'}"

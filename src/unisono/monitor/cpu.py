@@ -1,0 +1,132 @@
+"""The CPU: cores and threads that this process may use, limits of control groups (cgroups), memory, NUMA nodes.
+
+Everything that the system does not say is None. The files are those of Linux; elsewhere there are fewer figures.
+"""
+
+import contextlib
+import math
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from unisono.bench import machine
+from unisono.runtime.cgroups import cgroup_folders
+
+_UNLIMITED_BYTES = 2**60  # version 1 of cgroups has a number near 2**63 for "no limit"
+
+
+@dataclass(frozen=True)
+class NumaNode:
+    """A part of the machine whose cores are near a part of its memory."""
+
+    number: int
+    cores: str
+    memory_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """The CPU as this process may use it.
+
+    Attributes:
+        processor: its name.
+        cores: logical cores of the machine.
+        allowed: those that this process may run on.
+        physical: physical cores among them; None if not known.
+        cgroup_cores: how many cores' time the control group has; None without a limit.
+        memory_bytes, available_bytes: of the machine.
+        cgroup_memory_bytes: the control group's limit; None without one.
+        intra_op_threads, inter_op_threads: torch's.
+        omp_num_threads: the variable; None if it is not set.
+        numa_nodes: in order; empty if not known.
+    """
+
+    processor: str
+    cores: int
+    allowed: int
+    physical: int | None
+    cgroup_cores: float | None
+    memory_bytes: int | None
+    available_bytes: int | None
+    cgroup_memory_bytes: int | None
+    intra_op_threads: int
+    inter_op_threads: int
+    omp_num_threads: str | None
+    numa_nodes: tuple[NumaNode, ...]
+
+    @property
+    def usable_cores(self) -> int:
+        """How many threads can compute at once."""
+        return self.allowed if self.cgroup_cores is None else max(1, min(self.allowed, math.ceil(self.cgroup_cores)))
+
+
+def describe(root: Path = Path("/")) -> Cpu:
+    """Return what is known about the CPU. (`root`: of the system's files, for tests.)"""
+    memory = _memory(root)
+    return Cpu(
+        processor=machine.describe()["processor"],
+        cores=os.cpu_count() or 1,
+        allowed=machine.num_cores(),
+        physical=_physical_cores(root),
+        cgroup_cores=_cgroup_cores(root),
+        memory_bytes=memory.get("MemTotal"),
+        available_bytes=memory.get("MemAvailable"),
+        cgroup_memory_bytes=_cgroup_memory(root),
+        intra_op_threads=torch.get_num_threads(),
+        inter_op_threads=torch.get_num_interop_threads(),
+        omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
+        numa_nodes=tuple(_numa_nodes(root)),
+    )
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except (OSError, ValueError):
+        return None
+
+
+def _memory(root: Path) -> dict[str, int]:
+    """Return the figures of /proc/meminfo in bytes."""
+    found = re.findall(r"^(\w+):\s+(\d+) kB$", _read(root / "proc/meminfo") or "", re.MULTILINE)
+    return {name: int(kib) * 1024 for name, kib in found}
+
+
+def _physical_cores(root: Path) -> int | None:
+    """Return how many physical cores the allowed logical ones are parts of."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    folders = [root / f"sys/devices/system/cpu/cpu{core}/topology" for core in os.sched_getaffinity(0)]
+    parts = {(_read(folder / "physical_package_id"), _read(folder / "core_id")) for folder in folders}
+    return None if any(None in part for part in parts) else len(parts)
+
+
+def _numa_nodes(root: Path) -> Iterator[NumaNode]:
+    folders = {int(path.name[4:]): path for path in (root / "sys/devices/system/node").glob("node[0-9]*")}
+    for number, folder in sorted(folders.items()):
+        total = re.search(r"MemTotal:\s+(\d+) kB", _read(folder / "meminfo") or "")
+        yield NumaNode(number, _read(folder / "cpulist") or "", None if total is None else int(total[1]) * 1024)
+
+
+def _cgroup_cores(root: Path) -> float | None:
+    limits = []
+    for folder in cgroup_folders(root, "cpu"):
+        quota, period = (_read(folder / "cpu.max") or "max max").split()[:2]
+        if quota == "max":
+            quota, period = _read(folder / "cpu.cfs_quota_us") or "-1", _read(folder / "cpu.cfs_period_us") or "0"
+        with contextlib.suppress(ValueError, ZeroDivisionError):
+            limits.append(int(quota) / int(period))
+    return min((limit for limit in limits if limit > 0), default=None)
+
+
+def _cgroup_memory(root: Path) -> int | None:
+    limits = []
+    for folder in cgroup_folders(root, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with contextlib.suppress(ValueError):
+                limits.append(int(_read(folder / name) or ""))
+    return min((limit for limit in limits if 0 < limit < _UNLIMITED_BYTES), default=None)

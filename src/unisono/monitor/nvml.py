@@ -1,0 +1,106 @@
+"""NVIDIA's GPUs as the driver sees them: all of the machine, in PCI order, whatever CUDA_VISIBLE_DEVICES says.
+
+The package nvidia-ml-py is optional. It loads the driver's own library and makes no CUDA context, so reading takes no
+memory of a GPU. Each figure that a GPU or a driver does not have is None.
+"""
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+# Bits of the reasons why clocks are low (nvmlClocksEventReason...).
+_SLOWDOWNS = ((0x60, "it is too hot"), (0x84, "its power is limited"), (0x08, "its hardware slows it down"))
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU of this machine, now.
+
+    Attributes:
+        number: as nvidia-smi counts, in PCI order.
+        pci: its address, as `unisono.runtime.devices.pci_address` has it.
+        load: the part of the last moments in which a kernel ran, from 0 to 1.
+        slowdown: why its clocks are low; None if they are not.
+        pids: the processes that compute on it, this one left out.
+    """
+
+    number: int
+    name: str | None
+    pci: str | None
+    memory_bytes: int | None
+    used_bytes: int | None
+    load: float | None
+    temperature_c: int | None
+    power_w: float | None
+    power_limit_w: float | None
+    slowdown: str | None
+    pids: tuple[int, ...]
+
+
+class GpuReader:
+    """Reads all GPUs again and again.
+
+    Attributes:
+        driver: its version; None without one.
+        problem: why nothing can be read, with the remedy; None if it can.
+    """
+
+    def __init__(self) -> None:
+        self.driver: str | None = None
+        self.problem: str | None = None
+        self._handles: list[Any] = []
+        self._library: Any = None
+        if importlib.util.find_spec("pynvml") is None:
+            self.problem = "nvidia-ml-py not installed: pip install 'unisono[watch]'"
+            return
+        import pynvml
+
+        try:
+            pynvml.nvmlInit()
+            self.driver = _text(pynvml.nvmlSystemGetDriverVersion())
+            self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        except pynvml.NVMLError as error:
+            self.problem = f"NVIDIA's driver cannot be asked ({error})"
+            return
+        self._library = pynvml
+
+    def read(self) -> list[Gpu]:
+        """Return every GPU, in PCI order; none where nothing can be read."""
+        return [self._gpu(number, handle) for number, handle in enumerate(self._handles)]
+
+    def _gpu(self, number: int, handle: Any) -> Gpu:
+        nvml = self._library
+        pci, memory = self._ask(nvml.nvmlDeviceGetPciInfo, handle), self._ask(nvml.nvmlDeviceGetMemoryInfo, handle)
+        rates, power_mw = (
+            self._ask(nvml.nvmlDeviceGetUtilizationRates, handle),
+            self._ask(nvml.nvmlDeviceGetPowerUsage, handle),
+        )
+        limit_mw = self._ask(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+        reasons = self._ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
+        processes = self._ask(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
+        return Gpu(
+            number=number,
+            name=_text(self._ask(nvml.nvmlDeviceGetName, handle)),
+            pci=None if pci is None else f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}",
+            memory_bytes=None if memory is None else int(memory.total),
+            used_bytes=None if memory is None else int(memory.used),
+            load=None if rates is None else rates.gpu / 100,
+            temperature_c=self._ask(nvml.nvmlDeviceGetTemperature, handle, 0),  # 0: the sensor of the chip
+            power_w=None if power_mw is None else power_mw / 1000,
+            power_limit_w=None if limit_mw is None else limit_mw / 1000,
+            slowdown=next((why for bits, why in _SLOWDOWNS if reasons & bits), None),
+            pids=tuple(sorted({process.pid for process in processes} - {os.getpid()})),
+        )
+
+    def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what a call returns; None if the GPU or its driver does not know."""
+        try:
+            return function(*arguments)
+        except self._library.NVMLError:
+            return None
+
+
+def _text(value: Any) -> str | None:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value  # bytes in older releases

@@ -1,0 +1,165 @@
+"""The text of `unisono devices`. It is in ASCII, and a paragraph wraps at the width of the terminal."""
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator
+
+from unisono.monitor.cpu import Cpu
+from unisono.monitor.inventory import Accelerator, DeviceLink, Inventory
+from unisono.monitor.visibility import CUDA_VARIABLE, PCI_ORDER
+
+_INDENT = "  "
+
+
+def wrapped(lines: list[str], width: int | None) -> str:
+    """Return lines as text; those that are too long go on below, indented (None: lines of any length)."""
+    if width is None:
+        return "\n".join(lines)
+    text = []
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip()))
+        text += textwrap.wrap(
+            line.lstrip(),
+            max(width, 10),
+            initial_indent=indent,
+            subsequent_indent=indent + _INDENT,
+            break_on_hyphens=False,
+        ) or [""]
+    return "\n".join(text)
+
+
+def printable(text: str) -> str:
+    """Return a text of other programs', or of the user's, in ASCII, without what a terminal would take for a command.
+
+    >>> printable("Net\x1b[2J")
+    'Net?[2J'
+    """
+    return "".join(letter if letter.isascii() and letter.isprintable() else "?" for letter in text)
+
+
+def gib(num_bytes: float) -> str:
+    """Return a size in GiB."""
+    return f"{num_bytes / 2**30:.1f} GiB"
+
+
+def lines_of(inventory: Inventory) -> list[str]:
+    """Return the report, one fact a line."""
+    lines = [*_accelerators(inventory), "", *_cpu(inventory.cpu), "", *_advice(inventory)]
+    return [printable(line) for line in lines]  # variables and names of devices may have any letters
+
+
+def _accelerators(inventory: Inventory) -> Iterator[str]:
+    if not inventory.accelerators:
+        yield "accelerators: none that torch can use"
+    for accelerator in inventory.accelerators:
+        yield from _accelerator(accelerator)
+    if inventory.driver is not None:
+        yield f"driver {inventory.driver}" + (f"; torch is built for CUDA {inventory.cuda}" if inventory.cuda else "")
+    if inventory.gpus_unread:
+        yield f"driver, load and processes are not known: {inventory.gpus_unread}"
+    seen = {accelerator.gpu for accelerator in inventory.accelerators}
+    if hidden := [f"{gpu.number} ({gpu.name})" for gpu in inventory.gpus if gpu.number not in seen]:
+        yield f"GPUs that this process does not see: {', '.join(hidden)}"
+    yield from _numbering(inventory)
+    if inventory.links:
+        yield "copies between accelerators:"
+        for link in inventory.links:
+            yield _INDENT + _link(link)
+    if inventory.imbalance:
+        yield f"warning: {inventory.imbalance}"
+    known = [accelerator for accelerator in inventory.accelerators if accelerator.is_free is not None]
+    if known:
+        yield f"free now: {', '.join(each.device for each in known if each.is_free) or 'none'}"
+
+
+def _accelerator(accelerator: Accelerator) -> Iterator[str]:
+    yield f"{accelerator.device}" + (f": {accelerator.name}" if accelerator.name else "")
+    if accelerator.problem:
+        yield f"{_INDENT}cannot be used: {accelerator.problem}"
+        return
+    if accelerator.memory_bytes is not None:
+        free = "" if accelerator.free_bytes is None else f", {gib(accelerator.free_bytes)} of it free"
+        yield f"{_INDENT}memory: {gib(accelerator.memory_bytes)}{free}"
+    if accelerator.cores is not None:
+        yield f"{_INDENT}cores: {accelerator.cores} multiprocessors"
+    if accelerator.pci is not None:
+        gpu = "" if accelerator.gpu is None else f"; GPU {accelerator.gpu} in nvidia-smi"
+        yield f"{_INDENT}PCI address: {accelerator.pci}, number {accelerator.pci_rank} in PCI order{gpu}"
+    if accelerator.load is not None or accelerator.is_free is not None:
+        state = {True: "free", False: "busy", None: "unknown"}[accelerator.is_free]
+        load = "" if accelerator.load is None else f", load {accelerator.load:.0%}"
+        by = f", used by {', '.join(f'process {pid}' for pid in accelerator.pids)}" if accelerator.pids else ""
+        yield f"{_INDENT}now: {state}{load}{by}"
+
+
+def _numbering(inventory: Inventory) -> Iterator[str]:
+    """Say what the variables make of the numbers, where there are GPUs or a variable is set."""
+    seen = inventory.visibility
+    has_gpus = bool(inventory.gpus) or any(each.pci for each in inventory.accelerators)
+    if seen.variable is not None or has_gpus:
+        yield from seen.lines(len(inventory.accelerators))
+    ranks = [each.pci_rank for each in inventory.accelerators if each.pci_rank is not None]
+    if len(ranks) > 1 and seen.order != PCI_ORDER and seen.variable is None:
+        order = f"CUDA_DEVICE_ORDER is {seen.order}" if seen.order_is_set else "CUDA_DEVICE_ORDER is not set"
+        if ranks == sorted(ranks):
+            yield f"{order}: CUDA numbers the fastest GPU first; here that agrees with nvidia-smi, which uses PCI order"
+        else:
+            yield (
+                f"{order}: CUDA numbers the fastest GPU first, and nvidia-smi uses PCI order, so their numbers differ "
+                f"here. CUDA_DEVICE_ORDER={PCI_ORDER} makes them the same"
+            )
+    elif seen.variable == CUDA_VARIABLE and seen.order != PCI_ORDER and any(map(str.isdecimal, seen.visible)):
+        yield (
+            f"the numbers in {seen.variable} count the fastest GPU first. With CUDA_DEVICE_ORDER={PCI_ORDER} they are "
+            "nvidia-smi's"
+        )
+
+
+def _link(link: DeviceLink) -> str:
+    facts = []
+    if link.peer_access is not None:
+        facts.append("peer access" if link.peer_access else "no peer access")
+    facts.append("not measured" if link.bytes_per_s is None else f"{link.bytes_per_s / 1e9:.3g} GB/s")
+    if link.problem is not None:
+        facts[-1:] = [f"cannot be copied: {link.problem}"]
+    if link.arrives is False:
+        facts.append("through the host, because direct copies arrive damaged")
+    return f"{link.source} to {link.target}: {', '.join(facts)}"
+
+
+def _cpu(cpu: Cpu) -> Iterator[str]:
+    yield f"CPU: {cpu.processor}"
+    physical = "" if cpu.physical is None else f" ({cpu.physical} physical)"
+    yield f"{_INDENT}cores: {cpu.allowed} of {cpu.cores}{physical}"
+    limits = [] if cpu.cgroup_cores is None else [f"{cpu.cgroup_cores:g} cores"]
+    limits += [] if cpu.cgroup_memory_bytes is None else [gib(cpu.cgroup_memory_bytes)]
+    yield f"{_INDENT}cgroup limits: {', '.join(limits) or 'none'}"
+    variable = "not set" if cpu.omp_num_threads is None else cpu.omp_num_threads
+    yield f"{_INDENT}intra-op threads: {cpu.intra_op_threads} (OMP_NUM_THREADS: {variable})"
+    if cpu.intra_op_threads > cpu.usable_cores:
+        threads, cores = cpu.intra_op_threads, cpu.usable_cores
+        yield (
+            f"{_INDENT}warning: {threads} intra-op threads, and cores for {cores}: they wait for each other. Set "
+            f"OMP_NUM_THREADS={cores}"
+        )
+    if cpu.memory_bytes is not None:
+        available = "" if cpu.available_bytes is None else f", {gib(cpu.available_bytes)} of it available"
+        yield f"{_INDENT}memory: {gib(cpu.memory_bytes)}{available}"
+    for node in cpu.numa_nodes:
+        memory = "" if node.memory_bytes is None else f", {gib(node.memory_bytes)}"
+        yield f"{_INDENT}NUMA node {node.number}: cores {node.cores or 'none'}{memory}"
+
+
+def _advice(inventory: Inventory) -> Iterator[str]:
+    advice = inventory.advice
+    yield f"advice: {advice.code}"
+    engine = "" if advice.engine is None else f'engine "{advice.engine}": '
+    yield f"{_INDENT}{engine}{advice.reason}"
+
+
+def width_of_terminal() -> int | None:
+    """Return the columns of the terminal that standard output is; None if it is none."""
+    if not sys.stdout.isatty():
+        return None
+    return shutil.get_terminal_size().columns

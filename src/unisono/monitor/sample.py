@@ -1,0 +1,193 @@
+"""What runs on this machine at one moment: GPUs, cores, memory, and the replicas of every wrapper of this user."""
+
+import os
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import psutil
+
+from unisono.monitor.nvml import Gpu, GpuReader
+from unisono.monitor.report import printable
+from unisono.monitor.stragglers import Replica, Straggler, find
+from unisono.runtime.step_status import Published, ReplicaStatus, read_all
+
+_KEPT = 5  # publications whose mean is shown
+_STOPPED_STEPS, _STOPPED_S = 10, 10.0  # a wrapper without a step for longer than both has stopped
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A wrapper of this user that runs.
+
+    Attributes:
+        pid, command: its process.
+        module, engine, steps, step_s: as in `Published`.
+        age_s: seconds since it published a step.
+        has_stopped: whether that is so long that no step runs; its replicas are those of the last one.
+        straggler: None, too, if it has stopped: no replica waits for another one.
+    """
+
+    pid: int
+    command: str
+    module: str
+    engine: str
+    steps: int
+    step_s: float
+    age_s: float
+    has_stopped: bool
+    replicas: tuple[Replica, ...]
+    straggler: Straggler | None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One moment.
+
+    Attributes:
+        at: seconds since 1970.
+        core_loads: of each core of the machine, from 0 to 1, since the sample before.
+        problems: what could not be read.
+    """
+
+    at: float
+    gpus: tuple[Gpu, ...]
+    core_loads: tuple[float, ...]
+    memory_used_bytes: int
+    memory_bytes: int
+    wrappers: tuple[Wrapper, ...]
+    problems: tuple[str, ...]
+
+
+class Sampler:
+    """Takes samples, one after the other; loads and means are of the time between them."""
+
+    def __init__(self, reader: GpuReader) -> None:
+        self._reader = reader
+        self._published: dict[str, deque[Published]] = {}
+        self._cpu_seconds = {each.pid: _process(each.pid)[2] for each in read_all()[0]}
+        self._taken_at = time.monotonic()
+        psutil.cpu_percent(percpu=True)  # the first one counts from here
+
+    def take(self) -> Sample:
+        """Return what is so now."""
+        now = time.monotonic()
+        elapsed_s, self._taken_at = max(now - self._taken_at, 1e-3), now
+        gpus = self._reader.read()
+        core_loads = [percent / 100 for percent in psutil.cpu_percent(percpu=True)]
+        memory = psutil.virtual_memory()
+        published, problems = read_all()
+        self._published = {each.name: self._published.get(each.name, deque(maxlen=_KEPT)) for each in published}
+        before, self._cpu_seconds = self._cpu_seconds, {}
+        wrappers = []
+        for each in published:
+            kept = self._published[each.name]
+            if not kept or kept[-1].steps != each.steps:
+                kept.append(each)
+            wrappers.append(self._wrapper(kept, gpus, core_loads, before, elapsed_s))
+        return Sample(
+            time.time(),
+            tuple(gpus),
+            tuple(core_loads),
+            memory.total - memory.available,
+            memory.total,
+            tuple(wrappers),
+            tuple(problems),
+        )
+
+    def _wrapper(
+        self,
+        kept: Sequence[Published],
+        gpus: Sequence[Gpu],
+        core_loads: Sequence[float],
+        before: dict[int, float],
+        elapsed_s: float,
+    ) -> Wrapper:
+        last = kept[-1]
+        same = [each for each in kept if _layout(each) == _layout(last)]  # a last batch may be shorter
+        replicas = _with_waits([_replica(of, gpus) for of in zip(*[each.replicas for each in same], strict=True)])
+        replicas = _with_waits_by_load(replicas, gpus, last.step_s)
+        command, pids, cpu_seconds = _process(last.pid)
+        self._cpu_seconds[last.pid] = cpu_seconds
+        own_cores = max(cpu_seconds - before[last.pid], 0) / elapsed_s if last.pid in before else sum(core_loads)
+        step_s = statistics.median(each.step_s for each in kept)  # the first may have started workers
+        age_s = max(time.time() - last.published_at, 0.0)
+        has_stopped = age_s > max(_STOPPED_STEPS * step_s, _STOPPED_S)
+        return Wrapper(
+            pid=last.pid,
+            command=command,
+            module=printable(last.module),
+            engine=printable(last.engine),
+            steps=last.steps,
+            step_s=step_s,
+            age_s=age_s,
+            has_stopped=has_stopped,
+            replicas=tuple(replicas),
+            straggler=None if has_stopped else find(replicas, gpus, pids, core_loads, own_cores),
+        )
+
+
+def _layout(status: Published) -> list[tuple[str, int]]:
+    return [(replica.device, replica.rows) for replica in status.replicas]
+
+
+def _replica(of: Sequence[ReplicaStatus], gpus: Sequence[Gpu]) -> Replica:
+    """Return a replica in the mean of several steps; its share and waits are not known yet."""
+    last = of[-1]
+    is_timed = last.on_host and last.forward_s > 0
+    return Replica(
+        number=last.number,
+        device=printable(last.device),
+        gpu=next((gpu.number for gpu in gpus if last.pci and gpu.pci == last.pci), None),
+        rows=last.rows,
+        share=None,
+        forward_s=statistics.mean(each.forward_s for each in of) if is_timed else None,
+        backward_s=statistics.mean(each.backward_s for each in of) if is_timed else None,
+        wait_s=None,
+    )
+
+
+def _with_waits(replicas: Sequence[Replica]) -> list[Replica]:
+    """Fill in shares, and how long each replica waits at the end of forward and of backward for the slowest."""
+    total = sum(replica.rows for replica in replicas)
+    forward_s = [replica.forward_s for replica in replicas if replica.forward_s is not None]
+    backward_s = [replica.backward_s for replica in replicas if replica.backward_s is not None]
+    filled = []
+    for replica in replicas:
+        wait_s = replica.wait_s
+        if replica.forward_s is not None and replica.backward_s is not None:
+            wait_s = max(forward_s) - replica.forward_s + max(backward_s) - replica.backward_s
+        filled.append(replace(replica, share=replica.rows / total if total else None, wait_s=wait_s))
+    return filled
+
+
+def _with_waits_by_load(replicas: Sequence[Replica], gpus: Sequence[Gpu], step_s: float) -> list[Replica]:
+    """Fill in waits on GPUs: the times of their replicas are those of queuing work, but the driver knows the load."""
+    load_of = {gpu.number: gpu.load for gpu in gpus if gpu.load is not None}
+    loads = [load_of.get(replica.gpu) if replica.gpu is not None else None for replica in replicas]
+    most = max((load for load in loads if load is not None), default=0.0)
+    return [
+        replica if load is None else replace(replica, wait_s=(most - load) * step_s)
+        for replica, load in zip(replicas, loads, strict=True)
+    ]
+
+
+def _process(pid: int) -> tuple[str, list[int], float]:
+    """Return a process's command, the numbers of it and of those that it has started, and their CPU time in seconds."""
+    try:
+        process = psutil.Process(pid)
+        words = process.cmdline() or [process.name()]
+        family = [process, *process.children(recursive=True)]
+    except psutil.Error:  # it has ended meanwhile
+        return "", [pid], 0.0
+    seconds = 0.0
+    for each in family:
+        try:
+            times = each.cpu_times()
+        except psutil.Error:
+            continue
+        seconds += times.user + times.system
+    command = " ".join([os.path.basename(words[0]), *words[1:]])
+    return printable(command), [each.pid for each in family], seconds

@@ -1,0 +1,130 @@
+"""Which replica the others wait for, and why, where figures tell it."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from unisono.monitor.nvml import Gpu
+
+SLOWER = 1.2  # a straggler takes so many times as long as the others' median
+_BUSIER = 0.2  # on GPUs: so much more load than the others' median
+_TAKEN = 0.2  # of the cores, by other programs
+_ALL_BUSY = 0.8  # the cores' mean load from which programs take time from each other
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One replica, in the mean of the last steps that were published.
+
+    Attributes:
+        number: its place among the replicas that had rows.
+        device: in its process.
+        gpu: nvidia-smi's number of it; None if it is no GPU, or not known.
+        rows: 0 if not known.
+        share: of the rows, from 0 to 1; None if not known.
+        forward_s, backward_s: in which it computed; None if not known.
+        wait_s: in a step, for other replicas; None if not known. On GPUs it is the time without load beyond the
+            busiest one's.
+    """
+
+    number: int
+    device: str
+    gpu: int | None
+    rows: int
+    share: float | None
+    forward_s: float | None
+    backward_s: float | None
+    wait_s: float | None
+
+    @property
+    def compute_s(self) -> float | None:
+        """Forward and backward."""
+        return None if self.forward_s is None or self.backward_s is None else self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """The replica that the others wait for.
+
+    Attributes:
+        replica: its number.
+        cause: in words; None where the figures do not tell it.
+    """
+
+    replica: int
+    cause: str | None
+
+
+def find(
+    replicas: Sequence[Replica],
+    gpus: Sequence[Gpu] = (),
+    own_pids: Sequence[int] = (),
+    core_loads: Sequence[float] = (),
+    own_cores: float = 0.0,
+) -> Straggler | None:
+    """Return the straggler among the replicas of a wrapper; None if there is none, or if it cannot be told.
+
+    Args:
+        gpus: of the machine.
+        own_pids: of the wrapper's processes.
+        core_loads: of each core, from 0 to 1.
+        own_cores: how many cores' time the wrapper's processes take.
+    """
+    if len(replicas) < 2:
+        return None
+    times = [replica.compute_s for replica in replicas]
+    known = [time for time in times if time is not None]
+    if len(known) == len(times):
+        slowest = max(replicas, key=lambda replica: replica.compute_s or 0)
+        if _without(known, slowest.number) * SLOWER > (slowest.compute_s or 0):
+            return None
+        causes = [_rows(slowest, replicas), _other_programs(core_loads, own_cores)]
+        return Straggler(slowest.number, "; ".join(filter(None, causes)) or None)
+    return _find_by_load(replicas, {gpu.number: gpu for gpu in gpus}, own_pids)
+
+
+def _without(values: Sequence[float], index: int) -> float:
+    """Return the median of the other values."""
+    return statistics.median([value for i, value in enumerate(values) if i != index])
+
+
+def _rows(slowest: Replica, replicas: Sequence[Replica]) -> str | None:
+    """Return that its rows are why, if they alone make it a straggler."""
+    rows = [replica.rows for replica in replicas]
+    if not all(rows) or slowest.rows < SLOWER * _without(rows, slowest.number):
+        return None
+    return f"it has {slowest.rows} of {sum(rows)} rows: change shares"
+
+
+def _other_programs(core_loads: Sequence[float], own_cores: float) -> str | None:
+    """Return that other programs are why, if they take much of cores that are all busy."""
+    cores, busy = len(core_loads), sum(core_loads)
+    if not cores or busy < _ALL_BUSY * cores or busy - own_cores < _TAKEN * cores:
+        return None
+    return f"other programs use {busy - own_cores:.1f} of {cores} cores"
+
+
+def _find_by_load(replicas: Sequence[Replica], gpus: dict[int, Gpu], own_pids: Sequence[int]) -> Straggler | None:
+    """Return the replica on the busiest GPU: the others are idle while they wait for it."""
+    on = [gpus.get(-1 if replica.gpu is None else replica.gpu) for replica in replicas]
+    found = [gpu for gpu in on if gpu is not None]
+    loads = [gpu.load for gpu in found if gpu.load is not None]
+    if len(loads) < len(replicas) or len({gpu.number for gpu in found}) < len(replicas):  # or two on one GPU
+        return None
+    busiest = max(range(len(loads)), key=loads.__getitem__)
+    if loads[busiest] - _without(loads, busiest) < _BUSIER:
+        return None
+    return Straggler(busiest, _gpu_cause(busiest, replicas, found, own_pids))
+
+
+def _gpu_cause(busiest: int, replicas: Sequence[Replica], gpus: Sequence[Gpu], own_pids: Sequence[int]) -> str | None:
+    gpu, replica = gpus[busiest], replicas[busiest]
+    if gpu.slowdown is not None:
+        return f"GPU {gpu.number} runs at a low clock: {gpu.slowdown}"
+    if others := [pid for pid in gpu.pids if pid not in own_pids]:
+        return f"process {others[0]} computes on GPU {gpu.number} too"
+    if said := _rows(replica, replicas):
+        return said
+    if len({each.name for each in gpus}) > 1:
+        return f"GPU {gpu.number} is {gpu.name}: give it a smaller share"
+    return None

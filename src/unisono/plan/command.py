@@ -1,0 +1,193 @@
+"""The command `unisono plan`: from the words of the command line to a table, a picture, and a conclusion."""
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+from unisono.console.errors import DONE, OptionError
+from unisono.console.files import expect_writable, replaced
+from unisono.console.options import TARGET, flag, folder
+from unisono.plan import published
+from unisono.plan.allreduce import ALGORITHMS
+from unisono.plan.links import BYTES, SECONDS, Cluster, Link, parse_link, parse_quantity
+from unisono.plan.measure import measured_step
+from unisono.plan.plans import ScalingPlan, document
+from unisono.plan.prediction import BEST, MOST_BUCKETS, StepCost
+
+_BACKWARD_FRACTION = 2 / 3
+_DEFAULTS = {"bucket": "25MiB", "inside": "pcie3", "between": "25gbe"}
+_DEVICES_PER_MACHINE = 8
+
+SUMMARY = "say how far a training step will scale, up to 1,024 devices"
+
+DESCRIPTION = """\
+How far will it scale? From one training step and the links between devices, predict the time of a step and the
+efficiency on 1, 2, 4, ... 1,024 devices: ring, tree and two-level all-reduce by the alpha-beta model, overlapped with
+backward bucket by bucket. Every device keeps its rows, so the whole batch grows (weak scaling), unless --strong.
+
+The step is one of yours, measured here on one device (package.module:build, as for `unisono bench`; its batch is what
+each device has), or is described by --compute and --gradients.
+"""
+
+EXAMPLES = """\
+examples:
+  unisono plan train:build                       a model of yours, measured here
+  unisono plan train:build --between 100gbit     with another network
+  unisono plan --compute 292ms --gradients 102MB --inside pcie3 --between 25gbe
+  unisono plan --compute 292ms --gradients 102MB --between 50us,10Gbit/s --devices-per-machine 4
+  unisono plan --published                       the model beside what was reported of real runs
+
+quantities have a unit: 180ms or 10us; 102MB or 25MiB; 16GB/s or 25Gbit/s (a byte has 8 bits)
+
+links:
+{links}
+  or LATENCY,BANDWIDTH, such as 10us,25Gbit/s
+
+files in the output folder:
+  plan.md     the table and the conclusion
+  plan.png    the picture
+""".format(links="\n".join(f"  {name:<9} {link}" for name, link in published.links().items()))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to its parser; only what was given comes out of it."""
+    parser.add_argument("target", nargs="?", metavar=TARGET, help="a model of yours, measured here")
+    step = parser.add_argument_group("the step, if it is not measured here")
+    step.add_argument("--compute", type=_time, metavar="TIME", help="of a whole step on one device")
+    step.add_argument("--backward", type=_time, metavar="TIME", help="of its backward (default: two thirds)")
+    step.add_argument("--gradients", type=_size, metavar="SIZE", help="of all parameters together")
+    where = parser.add_argument_group("where")
+    where.add_argument(
+        "--inside", type=_link, metavar="LINK", help=f"between devices of a machine (default: {_DEFAULTS['inside']})"
+    )
+    where.add_argument(
+        "--between",
+        type=_link,
+        metavar="LINK",
+        help=f"between machines; a machine's devices share it (default: {_DEFAULTS['between']})",
+    )
+    where.add_argument(
+        "--devices-per-machine",
+        type=int,
+        metavar="N",
+        help=f"(default: {_DEVICES_PER_MACHINE}; 1 for a step measured on a CPU)",
+    )
+    how = parser.add_argument_group("how")
+    how.add_argument(
+        "--bucket", type=_size, metavar="SIZE", help=f"gradients reduced at once (default: {_DEFAULTS['bucket']})"
+    )
+    how.add_argument(
+        "--all-reduce",
+        choices=(BEST, *ALGORITHMS),
+        help=f"(default: {BEST}, the fastest of the others for each number of devices)",
+    )
+    how.add_argument("--strong", action="store_true", help="the devices share the batch that one has")
+    results = parser.add_argument_group("results")
+    results.add_argument("--output", type=folder, metavar="DIR", help="the folder for them (default: runs/plan)")
+    results.add_argument("--published", action="store_true", help="only compare the model with published runs")
+
+
+def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Return the package that draws the picture, if there is to be one, by the extra that has it."""
+    return {} if "published" in given else {"train": ("matplotlib",)}
+
+
+def run(given: dict[str, Any]) -> int:
+    """Predict, print and save; return the exit status.
+
+    Raises:
+        CommandError: nothing was predicted, and nothing written.
+    """
+    if given.pop("published", False):
+        if given:
+            first = given.get("target") or flag(next(iter(given)))
+            raise OptionError(f"--published has its own figures: leave out {first}")
+        print(published.document(), end="")
+        return DONE
+    output: Path = given.get("output", Path("runs/plan"))
+    default: dict[str, Any] = {"bucket": _size(_DEFAULTS["bucket"])}
+    default |= {name: _link(_DEFAULTS[name]) for name in ("inside", "between")}
+    figures = default | given
+    num_machine = given.get("devices_per_machine", _DEVICES_PER_MACHINE)
+    if num_machine < 1:
+        raise OptionError(f"--devices-per-machine {num_machine}: expected a whole number from 1 up")
+    expect_writable(output)
+
+    target = given.get("target")
+    if target is None:
+        title = "How far will it scale?"
+        step = _described_step(given, figures["bucket"])
+    else:
+        title = f"How far will {target} scale?"
+        for name in ("compute", "backward", "gradients"):
+            if name in given:
+                raise OptionError(f"{target} would be measured: leave out {target}, or --{name}")
+        print(f"measuring {target} on one device, for some seconds", flush=True)
+        step, device, rows = measured_step(target, figures["bucket"])
+        print(f"measured with {rows} rows on {device}; other programs that run meanwhile make it slower\n", flush=True)
+        if device.type == "cpu" and "devices_per_machine" not in given:
+            num_machine = 1
+    _check_buckets(step)
+    cluster = Cluster(figures["inside"], figures["between"], num_machine)
+    plan = ScalingPlan(step, cluster, given.get("all_reduce", BEST), given.get("strong", False))
+
+    from unisono.plan.chart import png  # imports matplotlib, which --published does not need
+
+    picture, text = png(plan, title), document(plan, title)
+    output.mkdir(parents=True, exist_ok=True)
+    for name, content in (("plan.png", picture), ("plan.md", text.encode("utf-8"))):
+        with replaced(output / name) as unfinished:
+            unfinished.write_bytes(content)
+    print(
+        f"{plan.assumptions()}\n\n{plan.to_table()}\n\n{plan.conclusion()}\n\n"
+        f"see {output / 'plan.png'}; the table is in plan.md"
+    )
+    return DONE
+
+
+def _described_step(given: dict[str, Any], bucket_bytes: float) -> StepCost:
+    missing = [name for name in ("compute", "gradients") if name not in given]
+    if missing:
+        raise OptionError(
+            f"--{missing[0]} is missing: give a model of yours (package.module:build), or --compute and --gradients"
+        )
+    compute_s: float = given["compute"]
+    backward_s: float = given.get("backward", _BACKWARD_FRACTION * compute_s)
+    if backward_s > compute_s:
+        raise OptionError(f"--backward {backward_s:g}s is a part of --compute {compute_s:g}s, and cannot be longer")
+    return StepCost(compute_s, backward_s, given["gradients"], bucket_bytes)
+
+
+def _check_buckets(step: StepCost) -> None:
+    num_buckets = step.gradient_bytes / step.bucket_bytes
+    if num_buckets > MOST_BUCKETS:
+        raise OptionError(
+            f"--bucket {step.bucket_bytes:g}B makes {num_buckets:,.0f} buckets of {step.gradient_bytes / 1e6:g} MB: "
+            f"expected {MOST_BUCKETS:,} at most"
+        )
+
+
+def _time(text: str) -> float:
+    return _positive(text, SECONDS)
+
+
+def _size(text: str) -> float:
+    return _positive(text, BYTES)
+
+
+def _positive(text: str, units: dict[str, float]) -> float:
+    try:
+        value = 0.0 if text.lstrip().startswith("-") else parse_quantity(text, units)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected more than 0, and finite; got {text!r}")
+    return value
+
+
+def _link(text: str) -> Link:
+    try:
+        return parse_link(text, published.links())
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -1,0 +1,143 @@
+"""A plan: the prediction of one step on 1 to 1,024 devices, as a table and in words."""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from unisono.console.tables import table
+from unisono.plan.allreduce import ALGORITHMS
+from unisono.plan.links import Cluster, Link
+from unisono.plan.prediction import BEST, COUNTS, Prediction, StepCost, predict
+
+GOOD = 0.9
+
+_WEAK = "Weak scaling: every device has the rows that one has, so the whole batch grows with the devices."
+_STRONG = "Strong scaling: the devices share the batch of one; computing time is taken as proportional to rows."
+
+
+@dataclass(frozen=True)
+class ScalingPlan:
+    """A step, the cluster that runs it, and how.
+
+    Attributes:
+        algorithm: one of `ALGORITHMS`, or the best of them for each number of devices.
+        strong: whether the devices share the batch of one.
+    """
+
+    step: StepCost
+    cluster: Cluster
+    algorithm: str = BEST
+    strong: bool = False
+
+    @cached_property
+    def predictions(self) -> list[Prediction]:
+        """The prediction for each of `COUNTS`."""
+        return self.with_algorithm(self.algorithm)
+
+    def with_algorithm(self, algorithm: str) -> list[Prediction]:
+        """Return the predictions with another all-reduce."""
+        return [predict(self.step, self.cluster, count, algorithm, strong=self.strong) for count in COUNTS]
+
+    def good_up_to(self) -> int:
+        """Return the last count before efficiency first falls below 90 %."""
+        good_for = 1
+        for prediction in self.predictions:
+            if prediction.efficiency < GOOD:
+                break
+            good_for = prediction.num_devices
+        return good_for
+
+    def assumptions(self) -> str:
+        """Return the assumptions of the prediction in one paragraph."""
+        step, cluster = self.step, self.cluster
+        num_machine = cluster.devices_per_machine
+        inside = f" (inside: {cluster.inside})" if num_machine > 1 else ""
+        buckets = "one bucket" if len(step.buckets()) == 1 else f"{len(step.buckets())} buckets"
+        return (
+            f"A step computes for {1000 * step.compute_s:.4g} ms on one device, {1000 * step.backward_s:.4g} ms of it "
+            f"backward, and has {step.gradient_bytes / 1e6:.4g} MB of gradients, in {buckets}. {num_machine} "
+            f"device{'s' * (num_machine > 1)} a machine{inside}; between machines: {cluster.between}. "
+            f"{_STRONG if self.strong else _WEAK}"
+        )
+
+    def to_table(self) -> str:
+        """Return the predictions, with the efficiency of each all-reduce."""
+        header = [
+            "devices",
+            "machines",
+            "all-reduce",
+            "reducing, ms",
+            "exposed, ms",
+            "step, ms",
+            "efficiency",
+            "speed-up",
+        ]
+        header += [*ALGORITHMS, "no overlap"]
+        others = [self.with_algorithm(name) for name in ALGORITHMS]
+        rows = []
+        for place, one in enumerate(self.predictions):
+            row = [str(one.num_devices), str(self.cluster.num_machines(one.num_devices))]
+            row += ["" if one.num_devices == 1 else one.algorithm]
+            row += [f"{1000 * seconds:.2f}" for seconds in (one.communication_s, one.exposed_s, one.step_s)]
+            row += [_percent(one.efficiency), f"{one.num_devices * one.efficiency:.1f}"]
+            row += [_percent(other[place].efficiency) for other in others]
+            rows.append([*row, _percent(one.efficiency_without_overlap)])
+        return table(header, rows, text_columns=0)
+
+    def conclusion(self) -> str:
+        """Return how far it scales, what limits it there, and which improvement would help."""
+        good_for = self.good_up_to()
+        if good_for == COUNTS[-1]:
+            said = f"Efficiency stays above 90 % up to {good_for:,} devices, the most that were predicted."
+            return f"{said} {_UPPER_BOUND}"
+        first_bad = self.predictions[COUNTS.index(good_for) + 1]
+        said = f"Efficiency stays above 90 % up to {good_for:,} devices; beyond that,"
+        if good_for == 1:
+            said = f"Efficiency is {_percent(first_bad.efficiency)} on 2 devices already;"
+        what, better = self._limit(first_bad.num_devices)
+        helped = better.good_up_to() if better is not None else good_for
+        more = f"up to {helped:,} devices" if helped > good_for else "no further either"
+        remedy = "" if better is None else f" With one twice as good it would stay above 90 % {more}."
+        fastest = max(self.predictions, key=lambda one: one.num_devices * one.efficiency).num_devices
+        peak = "" if fastest == COUNTS[-1] else f" More than {fastest:,} are slower than {fastest:,}."
+        return f"{said} {what} limits it.{remedy}{peak} {_UPPER_BOUND}"
+
+    def _limit(self, num_devices: int) -> tuple[str, "ScalingPlan | None"]:
+        """Return which figure of the links costs the most time on so many devices, and the plan with one twice as good.
+
+        The cost of a figure is the time that would be saved if it alone were perfect.
+        """
+        now = predict(self.step, self.cluster, num_devices, self.algorithm, strong=self.strong)
+        gains: dict[tuple[str, str], float] = {}
+        for place in ("inside", "between"):
+            for figure in ("latency", "bandwidth"):
+                better = replace(self, cluster=_with_improved(self.cluster, place, figure, math.inf))
+                then = predict(better.step, better.cluster, num_devices, self.algorithm, strong=self.strong)
+                gains[place, figure] = now.step_s - then.step_s
+        place, figure = max(gains, key=lambda key: gains[key])
+        if gains[place, figure] < 0.01 * now.exposed_s:
+            return "no single figure, but the links inside and between machines together,", None
+        where = "inside a machine" if place == "inside" else "between machines"
+        return f"the {figure} {where}", replace(self, cluster=_with_improved(self.cluster, place, figure, 2.0))
+
+
+_UPPER_BOUND = "(Real runs lose more: docs/plan.md says what is left out.)"
+
+
+def _with_improved(cluster: Cluster, place: str, figure: str, factor: float) -> Cluster:
+    link: Link = getattr(cluster, place)
+    if figure == "latency":
+        link = replace(link, latency_s=link.latency_s / factor)
+    else:
+        link = replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * factor)
+    return replace(cluster, inside=link) if place == "inside" else replace(cluster, between=link)
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f} %"
+
+
+def document(plan: ScalingPlan, title: str) -> str:
+    """Return plan.md."""
+    picture = "![Efficiency and time of a step](plan.png)"
+    return f"# {title}\n\n{plan.assumptions()}\n\n{picture}\n\n{plan.to_table()}\n\n{plan.conclusion()}\n"

@@ -1,0 +1,398 @@
+"""Blueprint: the structure of a live module, from which replicas of it are stamped.
+
+A `Blueprint` is a snapshot of a live module's structure: its modules (each once, also if shared), the parameters and
+buffers in them, and the attributes that refer to the live module. To make one takes a microsecond or so a module. It is
+valid as long as `is_current` says so. From it replicas are *stamped*: new objects of the same classes whose `__dict__`
+is a copy of the live one, with children, parameters, buffers and those attributes replaced by the replica's own. No
+method of the class runs, `__setattr__` included, so no class can interfere.
+
+A replica is complete: `parameters()`, `state_dict()`, the `len()` of a ParameterList, ties and sharing are those of the
+original. Attributes that a replica assigns are its own and are freed with it; lists and dicts that it changes in place
+are the live module's, unless they hold modules, parameters or methods: then each replica has its own.
+"""
+
+import gc
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from itertools import chain, islice
+from operator import setitem
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from unisono.primitives.change_tracking import ChangeTracker, TensorSnapshot, attribute_dicts
+from unisono.primitives.object_state import slot_names
+from unisono.primitives.references import MODES, is_inert, may_refer_later, rebind, references
+from unisono.runtime import devices as _devices
+from unisono.runtime import torch_private
+from unisono.runtime.buckets import is_plain
+from unisono.runtime.interrupts import at_deletion
+
+# What nn.Module itself keeps in `__dict__`, in the order in which its __init__ puts it there.
+_OWN_ATTRIBUTES = list(nn.Module().__dict__)
+_FIRST_OWN, _LAST_OWN = _OWN_ATTRIBUTES[0], _OWN_ATTRIBUTES[-1]
+_NUM_BEFORE_LAST = len(_OWN_ATTRIBUTES) - 1
+_UNINITIALIZED = {nn.UninitializedParameter, nn.UninitializedBuffer}
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_is_tracked = gc.is_tracked
+_new: Any = object.__new__  # of any class, whatever its own __new__ asks for
+_set = object.__setattr__  # of any class, whatever its own __setattr__ does
+_set_dict: Any = nn.Module.__dict__["__dict__"].__set__  # the same for `__dict__`, quicker
+
+
+class _CollectorPause:
+    """Keeps Python's garbage collector from scanning thousands of objects just made, again and again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_open = 0
+        self._was_enabled = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._num_open += 1
+            if self._num_open == 1:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_open -= 1
+            if self._num_open == 0 and self._was_enabled:
+                gc.enable()
+
+    def end(self) -> None:
+        """End all pauses, in the child of a fork: the threads that paused it do not exist there."""
+        if self._num_open and self._was_enabled:
+            gc.enable()
+        self.__init__()  # type: ignore[misc]
+
+
+collector_paused = _CollectorPause()
+os.register_at_fork(after_in_child=collector_paused.end)
+
+
+class Blueprint:
+    """The structure of `root` at the moment when the blueprint is made.
+
+    Attributes:
+        modules: every module of the tree, then modules that are only reachable through attributes ("hidden").
+        parameters: id -> tensor, of all that may need a gradient: parameters, and hidden leaf tensors.
+        buffers: id -> tensor, of the buffers that need none.
+        constants: id -> tensor, of plain tensors that are attributes and need no gradient. (Those in a list or dict
+            are left out, so that a list to which replicas append is the live module's own.)
+        histories: id -> tensor, of tensors in attributes that have a history; a replica cannot use these.
+        compiled: whether an attribute or a class holds a function made by torch.compile. Such functions close over the
+            live module, and are rebound like any other.
+        replays_cuda_graphs: whether such a function replays CUDA graphs.
+
+    Raises:
+        ValueError: a lazy module that has not had its first input yet; names the remedy.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.modules = modules = [root]
+        self.constants: dict[int, torch.Tensor] = {}
+        self.histories: dict[int, torch.Tensor] = {}
+        self._to_rebind: dict[int, list[str]] = {}  # id of a module -> its attributes that refer to live objects
+        self._slots: dict[type, list[str]] = {}  # names of the slots of each class that has any
+        self._script_classes: set[type] = set()
+        self._script_attributes: list[tuple[int, str, Any]] = []  # id of a module, name, and value that refers
+        self.compiled = self.replays_cuda_graphs = False
+        self._to_search: list[tuple[dict[str, Any], str]] = []  # attributes that may refer to live objects later
+        self._num_registered = 0
+        parameters: list[torch.Tensor] = []
+        buffers: list[torch.Tensor] = []
+        found: dict[int, nn.Module | torch.Tensor] = {}
+        known = {id(root), id(None)}
+        classes: set[type] = set()
+        for module in modules:  # grows at its end
+            attributes = module.__dict__
+            if type(module) not in classes:
+                classes.add(type(module))
+                self._inspect_class(module)
+            if self._script_classes and type(module) in self._script_classes:
+                attributes = torch_private.script_parts(module)
+                self._inspect_script_attributes(module, found)
+            if children := attributes["_modules"]:
+                for child in children.values():
+                    if id(child) not in known:
+                        known.add(id(child))
+                        modules.append(child)
+            if inside := attributes["_parameters"]:
+                parameters += inside.values()
+            if inside := attributes["_buffers"]:
+                buffers += inside.values()
+            if self._slots:
+                for name in self._slots.get(type(module), ()):
+                    found.update((id(reference), reference) for reference in references(getattr(module, name, None)))
+            # Nearly always nn.Module's own attributes come first; then the others are those after them.
+            others: Iterator[tuple[str, Any]] = islice(attributes.items(), _NUM_BEFORE_LAST, None)
+            if next(iter(attributes)) != _FIRST_OWN or next(others, ("",))[0] != _LAST_OWN:
+                others = ((name, value) for name, value in attributes.items() if name not in _OWN_ATTRIBUTES)
+            for name, value in others:
+                # An object that the garbage collector does not track refers to none that it tracks; it tracks modules.
+                if _is_tracked(value) and not is_inert(value):
+                    self._inspect_attribute(module, name, found)
+            if (
+                attributes["_forward_hooks"]
+                or attributes["_forward_pre_hooks"]
+                or attributes["_backward_hooks"]
+                or attributes["_backward_pre_hooks"]
+            ):
+                for name in HOOKS:
+                    self._inspect_attribute(module, name, found)
+            if module is modules[-1]:  # the tree is complete: now modules that only attributes refer to
+                self._num_registered = self._num_registered or len(modules)
+                hidden = [m for m in found.values() if isinstance(m, nn.Module) and id(m) not in known]
+                known.update(map(id, hidden))
+                modules.extend(hidden)
+        check_initialized(root, chain(parameters, buffers))
+        self.parameters = {id(parameter): parameter for parameter in parameters if parameter is not None}
+        self.buffers = {id(buffer): buffer for buffer in buffers if buffer is not None}
+        self._sort_tensors(found)
+
+    @cached_property
+    def is_reusable(self) -> bool:
+        """Whether `is_current` can ever be True: what the blueprint follows from can be compared.
+
+        Not where a slot, or a function in an attribute or hook, refers to a module or a parameter; nor where only a
+        weak reference leads to one, which would be kept alive here.
+        """
+        if self._slots or self._script_classes or self.compiled or self.histories:
+            return False
+        if not all([parameter.is_leaf for parameter in self.parameters.values()] + [*map(is_plain, self.tensors)]):
+            return False
+        if not self._to_rebind:
+            return True
+        registered = {*map(id, self.root.modules()), *map(id, self.root.parameters())}
+        return not any(may_refer_later(value, registered) for _, _, value in self._referring_attributes())
+
+    def constants_on(self, source: torch.device) -> dict[int, torch.Tensor]:
+        """Return the constants that are copied with a module on `source`; those on other devices stay there."""
+        return {key: c for key, c in self.constants.items() if _devices.same_device(c.device, source)}
+
+    @cached_property
+    def tracker(self) -> ChangeTracker:
+        """What finds changes since its first use."""
+        return ChangeTracker(self.modules)
+
+    @cached_property
+    def tensors(self) -> list[torch.Tensor]:
+        """The parameters, buffers and constants."""
+        return [*self.parameters.values(), *self.buffers.values(), *self.constants.values()]
+
+    @cached_property
+    def _tensor_snapshot(self) -> TensorSnapshot:
+        return TensorSnapshot(self.tensors)
+
+    def keep(self) -> None:
+        """Take the module as it is now for what `is_current` compares with."""
+        if self.is_reusable:
+            self.tracker, self._tensor_snapshot  # noqa: B018 - made on first use
+
+    def is_current(self, module: nn.Module) -> bool:
+        """Return whether a blueprint of `module` would be the same as this one."""
+        return module is self.root and self.is_reusable and self.tracker.is_current() and self.tensors_are_current()
+
+    def tensors_are_current(self) -> bool:
+        """Return whether tensors' memory and flags are as they were, and no attribute has come to refer to any."""
+        if not self._tensor_snapshot.is_current():
+            return False
+        return not (self._to_search and any(references(attributes[name]) for attributes, name in self._to_search))
+
+    @cached_property
+    def signature(self) -> tuple[Any, ...]:
+        """What is equal for two blueprints of one root if they have the same structure.
+
+        That is: no module and no attribute that refers to one was replaced, no mode was switched, and the same
+        parameters need gradients. Modes are attributes that are bools, strings or None, as `training` is.
+        """
+        return (
+            *self.need_gradients(),
+            *map(id, self.modules),
+            *[module.training for module in self.modules],
+            # One number, because a tuple is hashed as a whole each time that it is looked up.
+            hash(tuple([value for value in self._other_attributes() if type(value) in MODES])),
+            *[(module, name, id(value)) for module, name, value in self._referring_attributes()],
+        )
+
+    def _other_attributes(self) -> Iterator[Any]:
+        """Return the values of the attributes that are not nn.Module's own, which nearly always come first."""
+        values = [module.__dict__.values() for module in self.modules]
+        return chain.from_iterable([islice(of_module, _NUM_BEFORE_LAST + 1, None) for of_module in values])
+
+    @cached_property
+    def attribute_dicts(self) -> list[dict[str, Any]]:
+        """The dicts that hold what the modules have: attributes, children, parameters, buffers and hooks."""
+        return attribute_dicts(self.modules)
+
+    def need_gradients(self) -> list[bool]:
+        """Return for each of the parameters whether it needs a gradient now."""
+        return [parameter.requires_grad for parameter in self.parameters.values()]
+
+    def stamp(self, tensors: Mapping[int, torch.Tensor]) -> tuple[list[nn.Module], list["Link"]]:
+        """Return the modules of a new replica, the root first; it has `tensors[id(t)]` for the live module's tensor t.
+
+        Where `tensors` has nothing, the replica has the live tensor itself. Also returns the attributes by which it may
+        refer to itself.
+        """
+        replicas: list[Any] = [*map(_new, map(type, self.modules))]
+        own: dict[int, Any] = dict(zip(map(id, self.modules), replicas, strict=True))
+        own.update(tensors)
+        parameters_differ = not tensors.keys().isdisjoint(self.parameters)
+        buffers_differ = parameters_differ or not tensors.keys().isdisjoint(self.buffers)
+        for module, replica in zip(self.modules, replicas, strict=True):
+            attributes = module.__dict__.copy()
+            if self._script_classes and type(module) in self._script_classes:
+                attributes = torch_private.script_parts(module)
+            attributes["_is_replica"] = True
+            attributes["_parameters"] = inside = attributes["_parameters"].copy()
+            if inside and parameters_differ:
+                for name, tensor in inside.items():
+                    inside[name] = own.get(id(tensor), tensor)
+            attributes["_buffers"] = inside = attributes["_buffers"].copy()
+            if inside and buffers_differ:
+                for name, tensor in inside.items():
+                    inside[name] = own.get(id(tensor), tensor)
+            attributes["_modules"] = inside = attributes["_modules"].copy()
+            if inside:
+                for name, child in inside.items():
+                    inside[name] = own.get(id(child), child)
+            _set_dict(replica, attributes)
+        links: list[Link] = []
+        if self._to_rebind or self._slots or self._script_attributes:
+            links = [(own[key], name, value) for key, name, value in self._referring_attributes()]
+            # The live tensors too, where they are the replica's own: a list that holds any is each replica's own.
+            self._rebind_attributes({**self.parameters, **self.buffers, **own})
+        if len(self.modules) > self._num_registered:  # weak references keep none of them alive
+            links.append((replicas[0], "_hidden_replicas", None))
+            replicas[0].__dict__["_hidden_replicas"] = replicas[self._num_registered :]
+        for replica in replicas if self._script_classes else ():
+            if type(replica) in self._script_classes:
+                torch_private.script_from_parts(replica)
+        return replicas, links
+
+    def buffers_for(self, copies: Mapping[int, torch.Tensor], *, shared: bool) -> dict[int, torch.Tensor]:
+        """Return a replica's tensors in place of the live buffers, for `stamp`.
+
+        Args:
+            copies: by id, copies of those buffers that are not on the replica's device.
+            shared: whether the replica has the other buffers themselves, or copies.
+        """
+        moved = {key: copies[key] for key in self.buffers.keys() & copies.keys()} if copies else {}
+        if shared:
+            return moved
+        here = {key: buffer for key, buffer in self.buffers.items() if key not in moved}
+        return {**moved, **dict(zip(here, torch_private.clones(list(here.values())), strict=True))}
+
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """Return a live tensor's name for messages: that of the parameter, or of the attribute that holds it."""
+        for name, parameter in self.root.named_parameters():
+            if parameter is tensor:
+                return f"parameter {name!r}"
+        for path, module in self.root.named_modules():
+            for name in self._to_rebind.get(id(module), ()):
+                if any(reference is tensor for reference in references(module.__dict__[name])):
+                    return f"attribute {f'{path}.{name}' if path else name!r}"
+        return f"a tensor of shape {tuple(tensor.shape)}"
+
+    def _inspect_class(self, module: nn.Module) -> None:
+        cls = type(module)
+        if torch_private.is_scripted(module):
+            if not torch_private.can_take_scripts_apart():
+                raise TypeError(
+                    f"{cls.__name__} is a ScriptModule, which cannot be replicated with torch {torch.__version__}: "
+                    "wrap the Python module that it was made from"
+                )
+            self._script_classes.add(cls)
+        self.compiled = self.compiled or torch_private.is_compiled(getattr(cls, "forward", None))
+        if cls.__basicsize__ > nn.Module.__basicsize__:
+            self._slots[cls] = list(slot_names(cls))
+
+    def _inspect_script_attributes(self, module: nn.Module, found: dict[int, nn.Module | torch.Tensor]) -> None:
+        for name, value in torch_private.script_attributes(module).items():
+            referred = references(value)
+            if issubclass(type(value), torch.Tensor) and not value.requires_grad:
+                self.constants[id(value)] = value
+            if referred:
+                self._script_attributes.append((id(module), name, value))
+                found.update((id(reference), reference) for reference in referred)
+
+    def _inspect_attribute(self, module: nn.Module, name: str, found: dict[int, nn.Module | torch.Tensor]) -> None:
+        """Add what an attribute refers to to `found`; remember the attribute if it refers to anything."""
+        value = module.__dict__[name]
+        self.compiled = self.compiled or torch_private.is_compiled(value)
+        self.replays_cuda_graphs = self.replays_cuda_graphs or torch_private.replays_cuda_graphs(value)
+        if issubclass(type(value), torch.Tensor) and not value.requires_grad:
+            self.constants[id(value)] = value
+        referred = references(value)
+        if referred:
+            self._to_rebind.setdefault(id(module), []).append(name)
+            found.update((id(reference), reference) for reference in referred)
+        elif may_refer_later(value):
+            self._to_search.append((module.__dict__, name))
+
+    def _sort_tensors(self, found: dict[int, nn.Module | torch.Tensor]) -> None:
+        if any(buffer.requires_grad for buffer in self.buffers.values()):
+            need_grad = {key: buffer for key, buffer in self.buffers.items() if buffer.requires_grad}
+            self.parameters.update(need_grad)
+            self.buffers = {key: buffer for key, buffer in self.buffers.items() if key not in need_grad}
+        for key, tensor in found.items():
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and key not in self.parameters:
+                (self.parameters if tensor.is_leaf else self.histories)[key] = tensor
+        for key in self.constants.keys() & (self.parameters.keys() | self.buffers.keys()):
+            del self.constants[key]
+
+    def _referring_attributes(self) -> Iterator[tuple[int, str, Any]]:
+        for module in self.modules if self._to_rebind else ():
+            for name in self._to_rebind.get(id(module), ()):
+                yield id(module), name, module.__dict__[name]
+
+    def _rebind_attributes(self, own: Mapping[int, Any]) -> None:
+        memo: dict[int, Any] = {}
+        for key, name, value in self._referring_attributes():
+            own[key].__dict__[name] = rebind(value, own, memo)
+        for module in self.modules if self._slots else ():
+            for name in self._slots.get(type(module), ()):
+                if hasattr(module, name):
+                    _set(own[id(module)], name, rebind(getattr(module, name), own, memo))
+        for key, name, value in self._script_attributes:
+            torch_private.set_script_attribute(own[key], name, rebind(value, own, memo))
+
+
+Link: TypeAlias = tuple[nn.Module, str, Any]  # a module of a replica, the name of an attribute, its live value
+
+
+def unlinked_at_deletion(links: list[Link]) -> at_deletion | None:
+    """Return what sets attributes to the live values when it goes: a replica is freed with the last reference to it."""
+    if not links:
+        return None
+    return at_deletion(*[map(setitem, [module.__dict__], [name], [value]) for module, name, value in links])
+
+
+def check_initialized(root: nn.Module, tensors: Iterable[torch.Tensor | None]) -> None:
+    """Check that all of `tensors`, parameters and buffers of `root`, have a shape; a lazy module's have none at first.
+
+    Raises:
+        ValueError: one has none; names the layer and the remedy (the type is torch's).
+    """
+    if _UNINITIALIZED.isdisjoint(map(type, tensors)):
+        return
+    uninitialized = (
+        (path, module, name)
+        for path, module in root.named_modules()
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if type(tensor) in _UNINITIALIZED
+    )
+    path, module, name = next(uninitialized, ("", root, "parameters"))  # none if an attribute's module has it
+    where = f"layer {path!r} ({type(module).__name__})" if path else type(module).__name__
+    raise ValueError(
+        f"{where} does not know the shape of its {name!r} yet: it learns it from its first input. Before it "
+        "runs on several devices, and before the optimizer is made, call the plain module once, such as `with "
+        "torch.no_grad(): model(inputs[:1])`; the plain module of a wrapper is `model.module`."
+    )

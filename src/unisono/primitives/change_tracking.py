@@ -1,0 +1,244 @@
+"""Finds what a live module has had changed since it was last looked at: what was rebound, written or replaced.
+
+What is derived from a module (its blueprint, replicas, what workers have) is kept across steps as long as nothing of
+this is found. The check runs before every forward, so it must cost microseconds: what was there is compared with what
+is there object by object, in C, and only what differs is looked at in Python.
+
+Seen: attributes that are rebound, in any module; children, parameters, buffers and hooks that are added or removed; the
+contents of plain containers; the class of a module; a tensor's memory, form, `requires_grad` and attributes. Not seen:
+changes inside objects of other classes, and in containers of many items.
+"""
+
+import types
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.primitives.references import DEEP, INERT, LARGE, TRACKED
+
+_values = dict.values
+_own_attributes, _requires_grad, _forward = map(attrgetter, ("__dict__", "requires_grad", "forward"))
+_MEMORY: tuple[Callable[[torch.Tensor], Any], ...] = (
+    *(torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride, attrgetter("dtype")),
+    *(torch.Tensor.is_conj, torch.Tensor.is_neg),
+)
+
+
+class GONE:
+    """Stands for an attribute that was deleted."""
+
+
+def attribute_dicts(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
+    """Return the dicts that hold modules' attributes, children, parameters, buffers and hooks."""
+    registries = (map(attrgetter(name), modules) for name in _REGISTRIES if isinstance(_EMPTY.__dict__[name], dict))
+    return [*map(_own_attributes, modules), *chain.from_iterable(registries)]
+
+
+class DictSnapshot:
+    """The items of some dicts at one moment. Equal is not identical: a rebound `[]`, or 1 in place of True, differs."""
+
+    def __init__(self, dicts: Sequence[dict[Any, Any]]) -> None:
+        self.dicts = dicts
+        self.take()
+
+    def take(self) -> None:
+        """Take the items as they are now."""
+        self.copies = [*map(dict, self.dicts)]
+        self._lengths = [*map(len, self.copies)]
+        self._keys = [*chain.from_iterable(self.copies)]
+        self._values = [*chain.from_iterable(map(_values, self.copies))]
+
+    def is_current(self) -> bool:
+        """Return whether the dicts hold the same objects under the same keys, in the same order."""
+        return (
+            [*map(len, self.dicts)] == self._lengths  # with equal lengths, no item can have moved to the next dict
+            and [*chain.from_iterable(self.dicts)] == self._keys
+            and all(map(is_, chain.from_iterable(map(_values, self.dicts)), self._values))
+        )
+
+    def restore(self) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+        """Give the dicts the items that they had; return those that differed, each with what it held."""
+        return restore(self.dicts, self.copies)
+
+
+def restore(
+    dicts: Sequence[dict[Any, Any]], copies: Sequence[dict[Any, Any]]
+) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+    """Give dicts the items of their copies; return those that differed, each with what it held."""
+    held = []
+    for now, before, *both in zip(dicts, copies, map(_values, dicts), map(_values, copies), strict=True):
+        if [*now] != [*before] or [*map(id, both[0])] != [*map(id, both[1])]:
+            held.append((now, dict(now)))
+            fill(now, before)
+    return held
+
+
+def fill(target: dict[Any, Any], items: dict[Any, Any]) -> None:
+    """Give a dict other items."""
+    target.clear()
+    target.update(items)
+
+
+class TensorSnapshot:
+    """Memory, form, flags and attributes of some tensors at one moment. They have to be plain ones (`is_plain`).
+
+    Whoever keeps a snapshot keeps the tensors' memory too, in a tensor of its own: otherwise other memory could come to
+    lie at the same address.
+
+    Args:
+        with_memory: whether memory and form matter.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], *, with_memory: bool = True) -> None:
+        self._tensors = [*tensors]
+        self._with_memory = with_memory
+        self._attributes = DictSnapshot([*map(_own_attributes, self._tensors)])
+        self._have_attributes = any(self._attributes.dicts)  # hardly any have
+        self._before = self._state()
+
+    def is_current(self) -> bool:
+        """Return whether all of it is as it was. Values that were written do not matter."""
+        if self._state() != self._before:
+            return False
+        return self._attributes.is_current() if self._have_attributes else not any(self._attributes.dicts)
+
+    def _state(self) -> list[Any]:
+        tensors = self._tensors
+        state = [*map(_requires_grad, tensors), *map(type, tensors)]
+        for read in _MEMORY if self._with_memory else ():
+            state += map(read, tensors)
+        return state
+
+
+class ContainerSnapshot:
+    """What some values, and the plain containers that they lead to, hold at one moment."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._containers: list[Any] = []
+        seen: set[int] = set()
+        for value in values:
+            self._find(value, seen, 0)
+        self.take()
+
+    def take(self) -> None:
+        """Take what they hold now."""
+        self._before = [*map(_items, self._containers)]
+
+    def is_current(self) -> bool:
+        """Return whether they hold the same objects."""
+        return all(map(_same, map(_items, self._containers), self._before))
+
+    def take_plain(self) -> bool:
+        """Take what they hold now where that is plain values; return whether nothing else has changed."""
+        for number, container in enumerate(self._containers):
+            items = _items(container)
+            if not _same(items, self._before[number]):
+                if not INERT.issuperset(map(type, items)):
+                    return False
+                self._before[number] = items
+        return True
+
+    def _find(self, value: Any, seen: set[int], depth: int) -> None:
+        """Add the containers in a value: itself and those that it leads to."""
+        if type(value) not in TRACKED and not issubclass(type(value), tuple):
+            return
+        if id(value) in seen or len(value) > LARGE or depth > DEEP:
+            return
+        seen.add(id(value))
+        if not issubclass(type(value), tuple):
+            self._containers.append(value)
+        for item in value.values() if isinstance(value, dict) else value:
+            self._find(item, seen, depth + 1)
+
+
+class ChangeTracker:
+    """Finds what was rebound in modules, and what changed in the plain containers that they hold."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._classes = [*map(type, modules)]
+        self._forwards = [*map(_forward, dict.fromkeys(self._classes))]
+        self._attributes = DictSnapshot([module.__dict__ for module in modules])
+        registries: list[dict[Any, Any]] = []
+        self._name_sets: list[set[str]] = []
+        values: list[Any] = []
+        for attributes in self._attributes.dicts:
+            for name, value in attributes.items():
+                if name in _REGISTRIES and isinstance(value, dict):
+                    registries.append(value)
+                elif name in _REGISTRIES:
+                    self._name_sets.append(value)
+                elif type(value) not in INERT:
+                    values.append(value)
+        self._registries = DictSnapshot(registries)
+        self._name_sets_before = [*map(set, self._name_sets)]
+        self._containers = ContainerSnapshot(values)
+
+    def is_current(self) -> bool:
+        """Return whether nothing changed that a replica would not see by itself.
+
+        It sees what happens in a container of plain values, which is the live module's own.
+        """
+        return self._attributes.is_current() and self._structure_is_current() and self._containers.take_plain()
+
+    def _structure_is_current(self) -> bool:
+        classes = [*map(type, self._modules)]
+        return (
+            self._registries.is_current()
+            and self._name_sets == self._name_sets_before
+            and classes == self._classes
+            and [*map(_forward, dict.fromkeys(classes))] == self._forwards
+        )
+
+    def changes(self) -> list[tuple[int, str, Any]] | None:
+        """Return what was rebound as (number of the module, name, value), one `GONE` for what was deleted.
+
+        Returns None where anything else changed: a container, or a value that is not plain.
+        """
+        if not (self._structure_is_current() and self._containers.is_current()):
+            return None
+        if self._attributes.is_current():
+            return []
+        found: list[tuple[int, str, Any]] = []
+        for number, (now, known) in enumerate(zip(self._attributes.dicts, self._attributes.copies, strict=True)):
+            for name in now.keys() | known.keys():
+                value, before = now.get(name, GONE), known.get(name, GONE)
+                if value is before:
+                    continue
+                if name in _REGISTRIES or not (value is GONE or _is_value(value)) or type(before) not in INERT:
+                    return None
+                found.append((number, name, value))
+        self._attributes.take()
+        return found
+
+    def commit(self) -> None:
+        """Take the containers' present contents as known."""
+        self._containers.take()
+
+
+# The attributes of nn.Module that are containers.
+_EMPTY = nn.Module()
+_REGISTRIES = frozenset(name for name, value in _EMPTY.__dict__.items() if isinstance(value, dict | set))
+
+
+def _items(container: Any) -> Any:
+    """Return what a container holds: keys and values in order; a set as a copy."""
+    if isinstance(container, dict):
+        return [*container, *container.values()]
+    return set(container) if isinstance(container, set) else [*container]
+
+
+def _same(now: Any, before: Any) -> bool:
+    """Return whether two results of `_items` hold the same objects."""
+    if type(now) is set:
+        return bool(now == before)
+    return len(now) == len(before) and all(map(is_, now, before))
+
+
+def _is_value(value: Any) -> bool:
+    """Return whether `value` is plain: pickle can send it as it is."""
+    return type(value) in INERT and not isinstance(value, type | types.BuiltinFunctionType | types.ModuleType)

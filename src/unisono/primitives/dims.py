@@ -1,0 +1,218 @@
+"""Rules for a call's tensors: which axis holds the rows (`in_dims`, `out_dims`), and how 0-dim outputs are joined
+(`scalars`).
+
+All three are nested like the value that they describe, as far down as needed: one entry applies to everything below
+it, as in `torch.func.vmap`. `spread` turns such a rule into one entry a leaf.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unisono.primitives import pytree
+
+_SCALAR_RULES = ("stack", "mean", "sum")
+
+
+class Padding:
+    """What `pad` returns; not a dataclass, which would count as a container of its fields."""
+
+    def __init__(self, dims: tuple[int, ...], value: float, rows: int | None) -> None:
+        self.dims, self.value, self.rows = dims, value, rows
+
+    def __repr__(self) -> str:
+        dims = self.dims[0] if len(self.dims) == 1 else self.dims
+        return f"pad({dims}, value={self.value}{'' if self.rows is None else f', rows={self.rows}'})"
+
+
+def pad(dim: int | Sequence[int], value: float = 0, *, rows: int | None = None) -> Padding:
+    """Have outputs padded to the longest before they are joined: an entry of `out_dims`.
+
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Flatten(1))
+        >>> model = unisono.DataParallel(model, ["cpu", "cpu"], out_dims=unisono.pad(1, value=-1.0))
+        >>> model(torch.zeros(6, 5, dtype=torch.int64)).shape  # replicas may return another size on axis 1
+        torch.Size([6, 20])
+
+    Each replica's rows end with its own longest sequence: `generate`, and `pad_packed_sequence` without
+    `total_length`. A tensor of (3, 7) and one of (2, 9) become one of (5, 9), with `value` behind the first three rows.
+    What is filled in has no gradient.
+
+    Args:
+        dim: the axis on which sizes may differ, of the output as the module returns it, rows included; several for
+            several. From the end if negative.
+        value: what is filled in; a number that the output's dtype can hold.
+        rows: the axis of the rows; None: the wrapper's `dim`.
+
+    Raises:
+        TypeError: arguments of other types.
+    """
+    dims = tuple(dim) if isinstance(dim, Sequence) and not isinstance(dim, str) else (dim,)
+    for axis in (*dims, *([] if rows is None else [rows])):
+        if not isinstance(axis, int) or isinstance(axis, bool):
+            raise TypeError(f"pad: {axis!r} is no axis: expected an int, or a tuple of these for dim")
+    if not dims:
+        raise TypeError("pad: dim is empty: expected the axis on which sizes may differ")
+    if not isinstance(value, int | float):
+        raise TypeError(f"pad: value={value!r}: expected a number")
+    return Padding(dims, value, rows)
+
+
+@dataclass(frozen=True)
+class OutputRules:
+    """How outputs are joined.
+
+    Attributes:
+        dim: the axis of the rows where `out_dims` has no entry.
+        out_dims: `...` (left out), or axes, None and `Padding`s, nested like the output.
+        scalars: "stack", "mean", "sum" or "mean:name", or these nested like the output.
+    """
+
+    dim: int
+    out_dims: Any = ...
+    scalars: Any = "stack"
+
+    def axes(self, output: Any) -> tuple[list[int | None], list[Padding | None]]:
+        """Return for every leaf of an output the axis of its rows, None for a whole one, and how it is padded."""
+        entries = spread(self.out_dims, output, self.dim, "out_dims")
+        paddings = [entry if isinstance(entry, Padding) else None for entry in entries]
+        rows = [self.dim if padding is None or padding.rows is None else padding.rows for padding in paddings]
+        axes = [entry if padding is None else row for entry, padding, row in zip(entries, paddings, rows, strict=True)]
+        return axes, paddings
+
+
+def check_dim(dim: object) -> int:
+    """Return `dim`; raise TypeError if it cannot be the axis of the rows."""
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise TypeError(f"dim={dim!r}: expected an int, the axis that holds the rows")
+    return dim
+
+
+def check_dims(dims: object, argument: str) -> Any:
+    """Return `dims`; raise TypeError if it is no axis, no None, and no nested tuple or dict of these.
+
+    `...` means left out. Of outputs an entry may also be a `Padding`.
+    """
+    if dims is ...:
+        return dims
+    for path, entry in pytree.leaves(dims, argument):
+        if isinstance(entry, Padding) and argument == "in_dims":
+            raise TypeError(f"{path}={entry!r}: inputs are not padded; pad() is an entry of out_dims")
+        if isinstance(entry, Padding):
+            continue
+        if entry is not None and (not isinstance(entry, int) or isinstance(entry, bool)):
+            raise TypeError(
+                f"{path}={entry!r}: expected an int (the axis that holds the rows), None (no rows: whole), or tuples "
+                "and dicts of these, nested like what they describe"
+            )
+    return dims
+
+
+def check_scalars(scalars: object) -> Any:
+    """Return `scalars`; raise TypeError or ValueError if it is no rule for 0-dim outputs."""
+    expected = 'expected "stack", "mean", "sum" or "mean:name", or these in tuples and dicts nested like the output'
+    for path, entry in pytree.leaves(scalars, "scalars"):
+        if not isinstance(entry, str):
+            raise TypeError(f"{path}={entry!r}: {expected}")
+        rule, colon, name = entry.partition(":")
+        if rule not in _SCALAR_RULES or (colon and (rule != "mean" or not name)):
+            raise ValueError(f"{path}={entry!r}: {expected}")
+    return scalars
+
+
+def spread_inputs(
+    in_dims: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], dim: int, function: Callable[..., Any] | None = None
+) -> list[int | None]:
+    """Return the axis of the rows for every leaf of a call's inputs, positional ones first.
+
+    Args:
+        in_dims: `...` for `dim` everywhere; an int or None for all inputs; a tuple with one entry a positional input
+            (keyword inputs then have `dim`); or a dict with inputs' names as keys, or the positions of positional
+            ones (all others have `dim`).
+        function: the function that is called; its signature gives the names of positional inputs.
+
+    Raises:
+        ValueError: an entry that matches no input, or is not nested like it; names it.
+    """
+    if not isinstance(in_dims, tuple | list | Mapping):
+        axis = dim if in_dims is ... else in_dims
+        return [axis for _ in pytree.leaves((inputs, kwargs))]
+    if isinstance(in_dims, Mapping):
+        entries = _by_position(in_dims, len(inputs), kwargs, function)
+    elif len(in_dims) == len(inputs):
+        entries = dict(enumerate(in_dims))
+    else:
+        raise ValueError(
+            f"in_dims={in_dims!r} has {len(in_dims)} entries for {len(inputs)} positional inputs: give one each, or a "
+            "dict of names"
+        )
+    axes: list[int | None] = []
+    for key, value in (*enumerate(inputs), *kwargs.items()):
+        axes += spread(entries.get(key, ...), value, dim, f"in_dims[{key!r}]")
+    return axes
+
+
+def _by_position(
+    in_dims: Mapping[Any, Any], num_inputs: int, kwargs: dict[str, Any], function: Callable[..., Any] | None
+) -> dict[Any, Any]:
+    """Return `in_dims` with the names of inputs that were given by position replaced by these positions."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values()) if function is not None else []
+    except (TypeError, ValueError):  # a function without a signature
+        parameters = []
+    kinds = inspect.Parameter
+    positions = [p.name for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+    by_name = [p.name for p in parameters if p.kind is kinds.KEYWORD_ONLY]
+    all_others = next((p.name for p in parameters if p.kind is kinds.VAR_POSITIONAL), None)
+    takes_any = not parameters or any(p.kind is kinds.VAR_KEYWORD for p in parameters)
+    entries: dict[Any, Any] = {}
+    for key, entry in in_dims.items():
+        if key in kwargs or (isinstance(key, int) and not isinstance(key, bool) and key >= 0):
+            entries[key] = entry
+        elif not isinstance(key, str):
+            raise ValueError(f"in_dims has the key {key!r}: expected names of inputs, or positions from 0")
+        elif key in positions:
+            entries[positions.index(key)] = entry
+        elif key == all_others:
+            entries.update(dict.fromkeys(range(len(positions), num_inputs), entry))
+        elif key not in by_name and not takes_any:
+            raise ValueError(
+                f"in_dims names {key!r}, which is no input: there are {', '.join(p.name for p in parameters)}"
+            )
+    return entries
+
+
+def spread(rule: Any, value: Any, default: Any, argument: str) -> list[Any]:
+    """Return one entry for every leaf of `value`, in order, from a rule that is nested like it or stops earlier.
+
+    >>> spread({"x": 1, "state": (0, None)}, {"x": "leaf", "state": ("leaf", ["leaf", "leaf"]), "y": "leaf"}, 7, "rule")
+    [1, 0, None, None, 7]
+
+    Raises:
+        ValueError: a rule that names an entry that the value lacks, or is nested further than the value.
+    """
+    return list(_spread(rule, value, default, argument))
+
+
+def _spread(rule: Any, value: Any, default: Any, argument: str) -> Iterator[Any]:
+    entries = pytree.children(rule)
+    inside = pytree.children(value)
+    if entries is None:
+        for _ in pytree.leaves(value):
+            yield default if rule is ... else rule
+        return
+    if inside is None:
+        raise ValueError(f"{argument}={rule!r} is nested further than what it describes, a {type(value).__name__}")
+    if isinstance(rule, Sequence):
+        if len(entries) != len(inside):
+            raise ValueError(
+                f"{argument}={rule!r} has {len(entries)} entries for a {type(value).__name__} of {len(inside)}"
+            )
+        entries = dict(zip(inside, entries.values(), strict=True))
+    unknown = [key for key in entries if key not in inside]
+    if unknown:
+        raise ValueError(
+            f"{argument} names {unknown[0]!r}, which is not there: a {type(value).__name__} of {list(inside)}"
+        )
+    for key, child in inside.items():
+        yield from _spread(entries.get(key, ...), child, default, f"{argument}[{key!r}]")

@@ -1,0 +1,245 @@
+"""Inputs: the arguments of one call, leaf by leaf, and each replica's part of them."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from unisono.primitives import pytree
+from unisono.primitives.batch_types import batch_type_of
+from unisono.primitives.dims import spread_inputs
+from unisono.primitives.placements import Placement, Replicate, Shard, Single, can_be_placed, cannot_be_placed
+from unisono.primitives.references import MODES
+from unisono.runtime import devices as _devices
+
+# Makes each replica's part from a tensor and its placement.
+Place = Callable[[torch.Tensor, Placement], Sequence[Any]]
+
+Flags: TypeAlias = tuple[tuple[Any, ...], tuple[str, ...]]  # of all inputs; and the names of the keyword inputs
+
+
+def flags_of(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Flags:
+    """Return what can lead a forward another way: inputs that are bools, strings or None, and the others' types.
+
+    >>> flags_of((3, None), {"training": True})
+    ((<class 'int'>, None, True), ('training',))
+    """
+    return tuple([value if type(value) in MODES else type(value) for value in (*inputs, *kwargs.values())]), (*kwargs,)
+
+
+class Arguments:
+    """The inputs of one call, leaf by leaf, and where each holds its rows.
+
+    Attributes:
+        rows: how many rows the call has; None if nothing has rows (no tensors, 0-dim ones, or ones that are not split).
+        axes: of each leaf, the axis that holds its rows; None: it has none.
+        leaves: every leaf of the inputs, positional ones first.
+        flags: what `flags_of` returns, but of every leaf: inputs inside lists and dicts are in it too.
+
+    Raises:
+        ValueError: tensors with different numbers of rows, or one without its axis; names each.
+        TypeError: a tensor that torch cannot split: nested, CSR, mkldnn, or without data (meta).
+    """
+
+    def __init__(
+        self,
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dim: int,
+        in_dims: Any = ...,
+        function: Callable[..., Any] | None = None,
+        axes: Sequence[int | None] | None = None,
+    ) -> None:
+        self._inputs, self._kwargs = inputs, kwargs
+        self._is_flat = pytree.is_flat(inputs) and (not kwargs or pytree.is_flat(kwargs))
+        if self._is_flat:  # the common case, without pytree's cost
+            self.leaves = [*inputs, *kwargs.values()]
+        else:
+            self.leaves = [leaf for _, leaf in self._named()]
+        # Written out, because a call of `flags_of` would be one more Python call in every step.
+        self.flags: Flags = tuple([each if type(each) in MODES else type(each) for each in self.leaves]), (*kwargs,)
+        if axes is not None:
+            self.axes = [*axes]
+        elif in_dims is ... and self._is_flat:
+            self.axes = [dim] * len(self.leaves)
+        else:
+            self.axes = spread_inputs(in_dims, inputs, kwargs, dim, function)
+        counts: list[int] = []
+        for number, (leaf, axis) in enumerate(zip(self.leaves, self.axes, strict=True)):
+            if isinstance(leaf, torch.Tensor):
+                if not can_be_placed(leaf):
+                    raise cannot_be_placed("scatter", self._named()[number][0], leaf)
+                if axis is None:
+                    continue
+                if leaf.is_nested or (leaf.ndim and not -leaf.ndim <= axis < leaf.ndim):
+                    raise self._cannot_be_split(number, leaf, axis)
+                if leaf.ndim:
+                    counts.append(leaf.shape[axis])
+            elif axis is not None and (batch_type := batch_type_of(leaf)) is not None:
+                try:
+                    rows = batch_type.rows(leaf)
+                except Exception as error:
+                    error.add_note(f"while {self._named()[number][0]} was scattered")
+                    raise
+                counts += [] if rows is None else [rows]
+        if counts and counts.count(counts[0]) < len(counts):
+            raise self._different_rows()
+        self.rows = counts[0] if counts else None
+
+    def _named(self) -> list[tuple[str, Any]]:
+        return [*pytree.leaves(self._inputs, "inputs"), *pytree.leaves(self._kwargs, "kwargs")]
+
+    def _cannot_be_split(self, number: int, leaf: torch.Tensor, axis: int) -> TypeError | ValueError:
+        path, _ = self._named()[number]
+        if leaf.is_nested:
+            return TypeError(
+                f"cannot scatter {path}, a nested tensor: it has no axis along which it could be split. Give it padded "
+                "(torch.nested.to_padded_tensor) with its lengths, or as a PackedSequence."
+            )
+        shape = tuple(leaf.shape)
+        return ValueError(f"cannot scatter {path} of shape {shape} along dim={axis}: it has no such axis")
+
+    def _different_rows(self) -> ValueError:
+        counts = []
+        for (path, leaf), axis in zip(self._named(), self.axes, strict=True):
+            batch_type = batch_type_of(leaf)
+            if axis is not None and batch_type is not None:
+                rows = batch_type.rows(leaf)
+                counts += [] if rows is None else [f"{path} has {rows}"]
+            elif axis is not None and isinstance(leaf, torch.Tensor) and leaf.dim():
+                counts.append(f"{path} has {leaf.size(axis)}")
+        return ValueError(
+            f"cannot scatter tensors with different numbers of rows: {', '.join(counts)}. Give every tensor the rows "
+            "of the batch (tensor.expand), or name the axis of the rows, and None for what every replica gets whole: "
+            "DataParallel(..., in_dims={'x': 0, 'table': None})."
+        )
+
+    def deal(self, sizes: Sequence[int], place: Place) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Return each replica's positional and keyword inputs: `sizes[i]` rows for replica i; other values unchanged.
+
+        Args:
+            sizes: one a replica.
+            place: makes each replica's part from a tensor and its placement.
+        """
+        sizes = tuple(sizes)
+        dealt = [self._parts(leaf, axis, sizes, place) for leaf, axis in zip(self.leaves, self.axes, strict=True)]
+        if self._is_flat:
+            num, names = len(self._inputs), list(self._kwargs)
+            of_replicas = zip(*dealt, strict=True) if dealt else [()] * len(sizes)
+            return [(parts[:num], dict(zip(names, parts[num:], strict=True))) for parts in of_replicas]
+        return [self._with_leaves([parts[index] for parts in dealt]) for index in range(len(sizes))]
+
+    def first_rows(self, rows: int) -> "Arguments | None":
+        """Return arguments with the first `rows` rows, copied; if there are fewer, they are repeated.
+
+        None if inputs of a registered class have fewer: their rows cannot be repeated here.
+        """
+
+        def first(leaf: Any, axis: int | None) -> Any:
+            batch_type = batch_type_of(leaf)
+            if axis is not None and batch_type is not None:
+                own_rows = batch_type.rows(leaf)
+                return next(iter(batch_type.scatter(leaf, [rows, (rows if own_rows is None else own_rows) - rows])))
+            if not isinstance(leaf, torch.Tensor) or axis is None or not leaf.dim():
+                return leaf
+            return leaf.detach().index_select(axis, torch.arange(rows, device=leaf.device) % leaf.size(axis))
+
+        if (self.rows or 0) < rows and any(batch_type_of(leaf) is not None for leaf in self.leaves):
+            return None
+        return self._mapped(first, rows)
+
+    def copied(self) -> "Arguments":
+        """Return arguments with copies of all containers and tensors; these need gradients where the originals do."""
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+        def copied_leaf(leaf: Any, _: int | None) -> Any:
+            batch_type = batch_type_of(leaf)
+            if batch_type is None:
+                return copied(leaf) if isinstance(leaf, torch.Tensor) else leaf
+            tensors, rebuild = batch_type.parts(leaf)
+            return rebuild([copied(tensor) for tensor in tensors])
+
+        other = self._mapped(copied_leaf, self.rows)
+        other._inputs, other._kwargs = self._with_leaves(other.leaves, rebuild_all=True)
+        return other
+
+    def with_rows(self, rows: int) -> "Arguments":
+        """Return arguments like these with `rows` rows of zeros."""
+
+        def like(leaf: Any, axis: int | None) -> Any:
+            if not isinstance(leaf, torch.Tensor) or axis is None or not leaf.dim():
+                return leaf
+            shape = list(leaf.shape)
+            shape[axis] = rows
+            return leaf.new_zeros(shape)
+
+        return self._mapped(like, rows)
+
+    def _mapped(self, function: Callable[[Any, int | None], Any], rows: int | None) -> "Arguments":
+        """Return arguments whose leaves are `function(leaf, axis)`, with `rows` rows."""
+        other = copy.copy(self)
+        other.leaves = [function(leaf, axis) for leaf, axis in zip(self.leaves, self.axes, strict=True)]
+        other.rows = rows
+        return other
+
+    def _parts(self, leaf: Any, axis: int | None, sizes: tuple[int, ...], place: Place) -> Sequence[Any]:
+        """Return what each replica gets for a leaf."""
+        if isinstance(leaf, torch.Tensor):
+            return place(leaf, Shard(axis, sizes) if axis is not None and leaf.dim() else Replicate())
+        batch_type = batch_type_of(leaf)
+        if batch_type is None:
+            return [leaf] * len(sizes)
+        shards = list(batch_type.scatter(leaf, list(sizes))) if axis is not None else [leaf] * len(sizes)
+        if len(shards) != len(sizes):
+            raise ValueError(
+                f"the registered scatter of {type(leaf).__name__} returned {len(shards)} batches for the row counts "
+                f"{list(sizes)}: expected one each"
+            )
+        return [_placed(shard, index, place) for index, shard in enumerate(shards)]
+
+    def _with_leaves(
+        self, leaves: Sequence[Any], *, rebuild_all: bool = False
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return positional and keyword inputs like the caller's with other leaves.
+
+        Args:
+            rebuild_all: make new containers also where no leaf is another.
+        """
+        following = iter(leaves)
+
+        def fill(_: Any) -> Any:
+            return next(following)
+
+        inputs = pytree.map_leaves(fill, self._inputs, "inputs", rebuild_all=rebuild_all)
+        return inputs, pytree.map_leaves(fill, self._kwargs, "kwargs", rebuild_all=rebuild_all)
+
+
+def _placed(shard: Any, index: int, place: Place) -> Any:
+    """Return a shard of a registered batch type with its tensors placed at replica `index`, which alone has them."""
+
+    def place_one(tensor: torch.Tensor) -> Any:
+        return place(tensor, Single(index))[index]
+
+    batch_type = batch_type_of(shard)
+    if batch_type is None:  # a scatter may return containers of tensors, or a tensor
+        return pytree.map_tensors(place_one, shard)
+    tensors, rebuild = batch_type.parts(shard)
+    return rebuild([place_one(tensor) for tensor in tensors])
+
+
+def scattered(
+    arguments: Arguments, devices: Sequence[torch.device], sizes: Sequence[int]
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Return the (positional, keyword) inputs of each device: `sizes[i]` rows, copied there; differentiable.
+
+    They are copies even where the device is the same, so that a module that writes into its input writes into its own.
+    """
+
+    def place(tensor: torch.Tensor, placement: Placement) -> list[Any]:
+        parts = [placement.part(tensor, i) for i in range(len(devices))]
+        return [p if p is None else _devices.copied_to(p, device) for p, device in zip(parts, devices, strict=True)]
+
+    return arguments.deal(sizes, place)

@@ -1,0 +1,343 @@
+"""Outputs: the replicas' outputs, matched leaf by leaf and joined into one value."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any
+
+import torch
+
+from unisono.primitives import pytree
+from unisono.primitives.batch_types import batch_type_of
+from unisono.primitives.dims import OutputRules, Padding, spread
+from unisono.primitives.iterables import why_whole
+from unisono.primitives.placements import (
+    PaddedShard,
+    Placement,
+    Shard,
+    Single,
+    Stack,
+    WeightedSum,
+    can_be_placed,
+    cannot_be_placed,
+)
+from unisono.runtime import devices as _devices
+from unisono.runtime.errors import warn_once
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors of the replicas' outputs that belong together, and how they are joined.
+
+    `tensors[i]` is replica i's; None if it has none, or if only another replica's counts.
+    """
+
+    tensors: tuple[torch.Tensor | None, ...]
+    placement: Placement
+
+
+_DIFFERENT_LENGTHS = (
+    "If the module pads its sequences (pad_packed_sequence), each replica pads to the longest of its own: give "
+    "total_length=, or have the outputs padded: DataParallel(..., out_dims=unisono.pad(axis)). If the rows are on "
+    "another axis, say so: DataParallel(..., out_dims=...)."
+)
+
+
+class Outputs:
+    """The replicas' outputs, matched leaf by leaf.
+
+    Attributes:
+        groups: the tensors that are to be joined.
+
+    Raises:
+        ValueError: outputs that do not fit together; TypeError: outputs of a type that cannot be gathered.
+    """
+
+    def __init__(self, outputs: Sequence[Any], rules: OutputRules, sizes: Sequence[int] | None) -> None:
+        """Match outputs; `sizes` are the replicas' rows, None if unknown (then there is no "mean")."""
+        self.groups: list[Group] = []
+        self._first = outputs[0]
+        self._sizes = sizes
+        self._paths, self._given = ["output"], [tuple(outputs)]
+        self._is_tensor = _TENSOR.issuperset(map(type, outputs))
+        if self._is_tensor and isinstance(rules.scalars, str) and (rules.out_dims is ... or _is_axis(rules.out_dims)):
+            axis = rules.dim if rules.out_dims is ... else rules.out_dims  # the common case, without pytree's cost
+            self._makers = [self._joined(self._tensors("output", self._given[0], axis, None, rules.scalars))]
+            return
+        self._is_tensor = False
+        pairs = [*pytree.leaves_together(outputs, "output")]
+        if objects := [given for _, given in pairs if _is_object(given[0])]:
+            outputs = _with_objects_taken_apart(outputs, objects)
+            pairs = [*pytree.leaves_together(outputs, "output")]
+            self._first = outputs[0]
+        self._paths, self._given = [path for path, _ in pairs], [given for _, given in pairs]
+        axes, paddings = rules.axes(self._first)
+        scalars = spread(rules.scalars, self._first, "stack", "scalars")
+        leaves = zip(self._paths, self._given, axes, paddings, scalars, strict=True)
+        # For each leaf a function that makes its gathered value from the joined tensors.
+        self._makers = [self._match(*leaf) for leaf in leaves]
+
+    def put_together(self, joined: Sequence[torch.Tensor]) -> Any:
+        """Return the gathered output, from one joined tensor a group."""
+        if self._is_tensor:
+            return joined[0]
+        makers = iter(self._makers)
+        return pytree.map_leaves(lambda _: next(makers)(joined), self._first, "output")
+
+    def _match(
+        self, path: str, given: tuple[Any, ...], axis: int | None, padding: Padding | None, rule: str
+    ) -> Callable[[Sequence[Any]], Any]:
+        if any(isinstance(value, torch.Tensor) for value in given):
+            return self._joined(self._tensors(path, given, axis, padding, rule))
+        if batch_type_of(given[0]) is not None:
+            return self._batches(path, given, num_counting=1 if axis is None else len(given))
+        if axis is not None and rule != "stack" and all(_is_number(value) for value in given):
+            weights = self._weights(path, rule, len(given))
+            value = sum(v if w == 1 else v * w for v, w in zip(given, weights, strict=True) if w)
+        else:
+            value = _common_value(path, given, whole=axis is None)
+        return lambda joined: value
+
+    def _joined(self, group: Group) -> Callable[[Sequence[Any]], Any]:
+        number = len(self.groups)
+        self.groups.append(group)
+        return lambda joined: joined[number]
+
+    def _tensors(
+        self, path: str, given: tuple[Any, ...], axis: int | None, padding: Padding | None, rule: str
+    ) -> Group:
+        _check_alike(path, given)
+        first = given[0]
+        if axis is None:
+            _check_agree(path, given)
+            return Group((first, *[None] * (len(given) - 1)), Single(0))
+        if first.ndim == 0:
+            if rule != "stack":
+                return Group(given, WeightedSum(self._weights(path, rule, len(given))))
+            warn_once(
+                "gathering 0-dim outputs, such as a loss: they become a vector with one entry a replica. Take its mean "
+                'or sum before backward(), or have it done exactly: DataParallel(..., scalars="mean").'
+            )
+            return Group(given, Stack())
+        if not -first.ndim <= axis < first.ndim:
+            raise ValueError(
+                f"cannot gather {path} of shape {tuple(first.shape)} along dim={axis}: it has no such axis"
+            )
+        axis %= first.ndim
+        placement = Shard(axis, tuple([tensor.shape[axis] for tensor in given]))
+        padded = () if padding is None else padded_axes(path, first, axis, padding)
+        may_differ = {axis, *padded}
+        if len({tensor.shape[:axis] + tensor.shape[axis + 1 :] for tensor in given}) == 1:
+            return Group(given, placement)
+        if padding is None or len({_without_axes(tensor.shape, may_differ) for tensor in given}) > 1:
+            off = "".join(f", {dim}" for dim in padded)
+            where = f"axes {axis}{off} (joined, padded)" if padded else f"joined axis {axis}"
+            error = pytree.disagreement(path, f"sizes off the {where}", [tuple(t.shape) for t in given])
+            error.add_note(_DIFFERENT_LENGTHS)
+            raise error
+        lengths = tuple([tuple([tensor.shape[dim] for dim in padded]) for tensor in given])
+        return Group(given, PaddedShard(placement, padded, lengths, padding.value))
+
+    def _batches(self, path: str, given: tuple[Any, ...], num_counting: int) -> Callable[[Sequence[Any]], Any]:
+        """Join batches of a registered class: their tensors are returned one by one, then the class's `gather` joins.
+
+        Where the replicas agree on a batch (its axis is None), only the first one counts.
+        """
+        batch_types = [batch_type_of(value) for value in given]
+        batch_type = batch_types[0]
+        if batch_type is None or any(other is not batch_type for other in batch_types):
+            raise pytree.disagreement(path, "types", [type(value).__name__ for value in given])
+        makers = []
+        for index, value in enumerate(given[:num_counting]):
+            tensors, rebuild = batch_type.parts(value)
+            alone = [tuple(t if i == index else None for i in range(len(given))) for t in tensors]
+            makers.append((rebuild, [self._joined(Group(each, Single(index))) for each in alone]))
+
+        def gathered(joined: Sequence[Any]) -> Any:
+            batches = [rebuild([make(joined) for make in parts]) for rebuild, parts in makers]
+            try:
+                return batch_type.gather(batches)
+            except Exception as error:
+                error.add_note(f"while {path} was gathered")
+                raise
+
+        return gathered
+
+    def _weights(self, path: str, rule: str, num_replicas: int) -> tuple[float, ...]:
+        """Return each replica's weight in a 0-dim output; for a mean they sum to 1.
+
+        A mean over rows is weighted by rows; "mean:name" by the output of that name, where rows are not the unit.
+        """
+        kind, _, name = rule.partition(":")
+        if kind == "sum":
+            return (1,) * num_replicas
+        if name:
+            given = self._sibling(path, name)
+            if any(isinstance(value, torch.Tensor) and value.requires_grad for value in given):
+                raise ValueError(
+                    f'scalars="mean:{name}" for {path}: {name!r} requires a gradient, and a weight counts as a '
+                    'constant. detach() it in forward; or return a sum in place of the mean, with "sum" for both, and '
+                    "divide outside."
+                )
+            amounts = [float(value) for value in given]  # on an accelerator, waits for it
+        elif self._sizes is not None:
+            amounts = [float(size) for size in self._sizes]
+        else:
+            raise ValueError(
+                'scalars="mean": the number of rows of each replica is not known here; gather inside forward'
+            )
+        total = sum(amounts)
+        return tuple(amount / total for amount in amounts) if total else (1 / num_replicas,) * num_replicas
+
+    def _sibling(self, path: str, name: str) -> tuple[Any, ...]:
+        """Return the replicas' values of the output `name` that is nearest to the one at `path`."""
+        for end in range(len(path), -1, -1):
+            for step in (f"[{name!r}]", f".{name}", f"[{name}]"):
+                if path[:end] + step in self._paths:
+                    given = self._given[self._paths.index(path[:end] + step)]
+                    if all(_is_number(v) or (isinstance(v, torch.Tensor) and v.numel() == 1) for v in given):
+                        return given
+        raise ValueError(
+            f'scalars="mean:{name}" for {path}: expected an output {name!r} beside it that is a number or a 0-dim '
+            f"tensor; there are {', '.join(self._paths)}"
+        )
+
+
+def gathered(
+    outputs: Sequence[Any], device: torch.device, rules: OutputRules, sizes: Sequence[int] | None = None
+) -> Any:
+    """Join the replicas' outputs on `device` by the caller's rules; `sizes` are the replicas' rows. Differentiable."""
+    matched = Outputs(outputs, rules, sizes)
+    here = [[t if t is None else _devices.copy_to(t, device) for t in group.tensors] for group in matched.groups]
+    joined = [group.placement.join(tensors) for group, tensors in zip(matched.groups, here, strict=True)]
+    return matched.put_together(joined)
+
+
+def _with_objects_taken_apart(outputs: Sequence[Any], objects: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Return the outputs with objects of unknown classes as their items, where their class makes them anew from these.
+
+    An object that all replicas return stays whole.
+    """
+    common = {id(given[0]) for given in objects if all(value is given[0] for value in given)}
+
+    def apart(leaf: Any) -> Any:
+        if not _is_object(leaf) or id(leaf) in common or why_whole(leaf):
+            return leaf
+        return pytree.Items(type(leaf), [pytree.map_leaves(apart, item) for item in leaf])
+
+    return [pytree.map_leaves(apart, output) for output in outputs]
+
+
+def padded_axes(path: str, tensor: torch.Tensor, rows: int, padding: Padding) -> tuple[int, ...]:
+    """Return the axes that may be padded, from 0 up.
+
+    Raises:
+        ValueError: the output does not have them, or cannot be padded with this value.
+    """
+    shape = tuple(tensor.shape)
+    for dim in padding.dims:
+        if not -tensor.ndim <= dim < tensor.ndim or dim % tensor.ndim == rows:
+            problem = "the axis of the rows" if -tensor.ndim <= dim < tensor.ndim else "no axis of it"
+            raise ValueError(f"cannot gather {path} of shape {shape} by {padding!r}: {dim} is {problem}")
+    if tensor.layout != torch.strided:
+        raise ValueError(
+            f"cannot gather {path} by {padding!r}: a sparse tensor cannot be padded; return it .to_dense()"
+        )
+    if not _holds(tensor.dtype, padding.value):
+        raise ValueError(f"cannot gather {path} by {padding!r}: its dtype {tensor.dtype} cannot hold that value")
+    return tuple(dict.fromkeys(dim % tensor.ndim for dim in padding.dims))
+
+
+def _holds(dtype: torch.dtype, value: float) -> bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return math.isfinite(value) == bool(torch.tensor(value, dtype=dtype, device="cpu").isfinite())
+    return math.isfinite(value) and torch.tensor(value, device="cpu").to(dtype).item() == value
+
+
+def _without_axes(shape: torch.Size, axes: set[int]) -> tuple[int, ...]:
+    return tuple([size for dim, size in enumerate(shape) if dim not in axes])
+
+
+def _is_object(value: Any) -> bool:
+    return not isinstance(value, _NO_OBJECTS) and batch_type_of(value) is None
+
+
+_VALUES = (bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+_NO_OBJECTS = (torch.Tensor, NoneType, *_VALUES)
+_TENSOR = frozenset({torch.Tensor})
+
+
+def _is_axis(value: object) -> bool:
+    return value is None or type(value) is int
+
+
+def _check_alike(path: str, given: tuple[Any, ...]) -> None:
+    if not _TENSOR.issuperset(map(type, given)) and not all(isinstance(value, torch.Tensor) for value in given):
+        raise pytree.disagreement(path, "types", [type(value).__name__ for value in given])
+    if wrong := [tensor for tensor in given if not can_be_placed(tensor)]:
+        raise cannot_be_placed("gather", path, wrong[0])
+    if [tensor for tensor in given if tensor.is_nested]:
+        raise TypeError(
+            f"cannot gather {path}, a nested tensor: it has no axis along which the replicas' could be joined. Return "
+            "it padded (torch.nested.to_padded_tensor) with its lengths, or as a PackedSequence."
+        )
+    if len({tensor.ndim for tensor in given}) > 1:
+        raise pytree.disagreement(path, "numbers of axes", [tuple(tensor.shape) for tensor in given])
+    if len({tensor.dtype for tensor in given}) > 1:
+        raise pytree.disagreement(path, "dtypes", [tensor.dtype for tensor in given])
+
+
+def _check_agree(path: str, given: tuple[torch.Tensor, ...]) -> None:
+    """Check that a tensor with `out_dims` None is the same in every replica, within rounding."""
+    first = given[0].detach()
+    rounding = 1e-4 * first.abs().max().item() if first.is_floating_point() and first.numel() else 0.0
+    for other in given[1:]:
+        if other.shape != first.shape or not torch.allclose(
+            _devices.copy_to(other.detach(), first.device), first, rtol=0, atol=rounding, equal_nan=True
+        ):
+            raise pytree.disagreement(path, "values, but out_dims says None (one for all)", [_brief(t) for t in given])
+
+
+def _brief(tensor: torch.Tensor) -> str:
+    return f"{tensor.item():g}" if tensor.numel() == 1 else f"shape {tuple(tensor.shape)}"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _common_value(path: str, given: tuple[Any, ...], whole: bool) -> Any:
+    """Return the gathered value of a leaf that is no tensor.
+
+    Numbers become a list, unless the leaf is `whole` (`out_dims` None): then they have to be equal, as strings have.
+    """
+    first = given[0]
+    if any(type(value) is not type(first) for value in given):
+        raise pytree.disagreement(path, "types", [type(value).__name__ for value in given])
+    if isinstance(first, bool | int | float | complex) and not whole:
+        return list(given)
+    if all(value is first for value in given):
+        return first
+    if isinstance(first, _VALUES):
+        if any(value != first for value in given):
+            raise pytree.disagreement(path, "values", [repr(value) for value in given])
+        return first
+    raise TypeError(
+        f"cannot gather {path}: the replicas returned objects of type {type(first).__name__}, and "
+        f"{why_whole(first)}. Return tensors, numbers or strings, in tuples, lists, dicts or dataclasses; or register "
+        "how the class is joined: unisono.register_batch_type."
+    )
+
+
+def without_rows(output: Any, rules: OutputRules) -> Any:
+    """Return an output with 0 rows: tensors narrowed along the axis that the rules name, differentiable."""
+    axes = iter(rules.axes(output)[0])
+
+    def cut(leaf: Any) -> Any:
+        axis = next(axes)
+        if not isinstance(leaf, torch.Tensor) or axis is None or not -leaf.dim() <= axis < leaf.dim():
+            return leaf
+        return leaf.narrow(axis, 0, 0)
+
+    return pytree.map_leaves(cut, output)

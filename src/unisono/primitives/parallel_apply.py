@@ -1,0 +1,87 @@
+"""parallel_apply: call replica i with shard i, all at once, each in a thread of its own."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from unisono.primitives import pytree
+from unisono.runtime import devices as _devices
+from unisono.runtime.devices import DeviceLike
+from unisono.runtime.errors import annotate
+from unisono.runtime.interrupts import critical, interruptibly
+from unisono.runtime.rng import own_streams
+from unisono.runtime.thread_pool import Outcome, run_together
+from unisono.runtime.thread_state import modes_that_stay
+
+
+@critical
+def parallel_apply(
+    modules: Sequence[Callable[..., Any]],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[dict[str, Any] | None] | None = None,
+    devices: Sequence[DeviceLike] | None = None,
+) -> list[Any]:
+    """Call `modules[i](*inputs[i], **kwargs_tup[i])` for every i, all at once; return the outputs in order.
+
+        >>> double, negate = torch.nn.Threshold(-1, 0), lambda x: -x
+        >>> unisono.parallel_apply([double, negate], [torch.ones(2), torch.ones(3)])
+        [tensor([1., 1.]), tensor([-1., -1., -1.])]
+
+    Every call sees the caller's thread state: grad mode, autocast, default device and the rest. Several calls on the
+    CPU draw from random streams of their own, seeded from torch's random state: equal seeds, equal runs.
+
+    Args:
+        modules: one module (or any callable) a call.
+        inputs: one tuple of positional inputs a call; anything else is the only input.
+        kwargs_tup: one dict of keyword inputs a call, or None for none.
+        devices: the device that is current during each call; left out, that of the call's first tensor.
+
+    Raises:
+        TypeError: modules or inputs that are no sequence. ValueError: sequences of different lengths, or none at all.
+        BaseException: what a call raised, the same object, with a note that names the replica and its device; of
+            several the lowest replica's, the others named in the note.
+    """
+    for name, sequence in (("modules", modules), ("inputs", inputs)):
+        if isinstance(sequence, torch.Tensor) or not isinstance(sequence, Sequence | torch.nn.ModuleList):
+            raise TypeError(f"{name}: expected a list with one entry a call, got {type(sequence).__name__}")
+    calls = len(modules)
+    if not calls:
+        raise ValueError("no modules to apply: expected at least one")
+    for name, given in (("inputs", inputs), ("kwargs_tup", kwargs_tup), ("devices", devices)):
+        if given is not None and len(given) != calls:
+            raise ValueError(f"{calls} modules but {len(given)} {name}: expected one a module")
+    all_kwargs = [kwargs or {} for kwargs in kwargs_tup] if kwargs_tup is not None else [{}] * calls
+    all_inputs = [given if isinstance(given, tuple | list) else (given,) for given in inputs]
+    if devices is None:
+        used = [_device_of(args, kwargs) for args, kwargs in zip(all_inputs, all_kwargs, strict=True)]
+    else:
+        used = _devices.resolve_each(devices, "devices")
+
+    where = [f"replica {i} on {device}" for i, device in enumerate(used)]
+    with own_streams(type(modules[0]).__name__, used[:1] if modes_that_stay() else used) as streams:
+
+        def task(index: int) -> Callable[[], Any]:
+            def run() -> Any:
+                with streams(index):
+                    return interruptibly(modules[index], *all_inputs[index], **all_kwargs[index])
+
+            return run
+
+        return values_or_raise(run_together([task(i) for i in range(calls)], used), where)
+
+
+def values_or_raise(outcomes: Sequence[Outcome[Any]], where: Sequence[str]) -> list[Any]:
+    """Return the outcomes' values; or raise the first error among them, annotated with where each came from."""
+    errors = [(place, o.error) for place, o in zip(where, outcomes, strict=True) if o.error is not None]
+    try:
+        if errors:
+            raise annotate(errors)
+        return [outcome.value for outcome in outcomes]
+    finally:
+        del errors, outcomes  # the traceback refers to this frame: nothing in it may refer to the exception
+
+
+def _device_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device:
+    found = next(pytree.tensors([list(args), kwargs]), None)
+    return found[1].device if found else torch.device("cpu")

@@ -1,0 +1,242 @@
+"""Nested inputs and outputs: tuples, lists, dicts and dataclasses, to any depth, with their types kept.
+
+Everything that is not one of these containers is a *leaf*: tensors, numbers, strings, None, batches of a registered
+class (batch_types.py), and objects of unknown classes. Containers of other libraries are containers if they are in
+torch's pytree registry. Leaves are visited in order; a container is rebuilt as its own type, and only where
+something inside it changed: a container without changes stays the object it was.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from typing import Any
+
+import torch
+
+from unisono.primitives.batch_types import batch_type_of
+from unisono.runtime import torch_private
+
+
+class Items(list[Any]):
+    """The items of an object of class `cls`, which is made anew from them."""
+
+    def __init__(self, cls: type, items: Iterable[Any]) -> None:
+        super().__init__(items)
+        self.cls = cls
+
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)})
+
+
+def is_flat(value: tuple[Any, ...] | dict[str, Any]) -> bool:
+    """Return whether everything in a tuple or dict is a leaf of the usual kinds: tensors and plain values."""
+    return _PLAIN.issuperset(map(type, value.values() if isinstance(value, dict) else value))
+
+
+def children(value: object) -> dict[Any, Any] | None:
+    """Return the children of a container by index, key or field name; None for a leaf.
+
+    >>> children({"x": 1}), children([2, 3]), children("text")
+    ({'x': 1}, {0: 2, 1: 3}, None)
+    """
+    if isinstance(value, torch.Tensor | str | bytes | torch.Size) or batch_type_of(value) is not None:
+        return None
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return dict(zip(value._fields, value, strict=True))
+    if isinstance(value, tuple | list):
+        return dict(enumerate(value))
+    if isinstance(value, MutableMapping):
+        return dict(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    registered = _registered(value)
+    return dict(enumerate(registered[0])) if registered is not None else None
+
+
+def leaves(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (path, leaf) for every leaf of `value`, in order; a path reads like `[0]['mask'].lengths`.
+
+    Raises:
+        ValueError: containers that contain themselves, or are nested beyond Python's recursion limit; names the path.
+    """
+    try:
+        yield from _leaves(value, path)
+    except RecursionError:
+        raise _too_deep(value, path) from None
+
+
+def _leaves(value: object, path: str) -> Iterator[tuple[str, Any]]:
+    inside = children(value)
+    if inside is None:
+        yield path, value
+    else:
+        for key, child in inside.items():
+            yield from _leaves(child, path + _step(value, key))
+
+
+def tensors(value: object, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (path, tensor) for every tensor in `value`, in order."""
+    return ((where, leaf) for where, leaf in leaves(value, path) if isinstance(leaf, torch.Tensor))
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any, path: str = "", *, rebuild_all: bool = False) -> Any:
+    """Return `value` with `function` applied to every leaf, in order.
+
+    A container in which nothing changes is not rebuilt, unless `rebuild_all`.
+
+    >>> map_leaves(lambda leaf: leaf * 2, {"a": [1, 2], "b": (3,)})
+    {'a': [2, 4], 'b': (6,)}
+
+    Raises:
+        ValueError: as `leaves`.
+    """
+    try:
+        return _mapped(function, value, rebuild_all)
+    except RecursionError:
+        raise _too_deep(value, path) from None
+
+
+def _mapped(function: Callable[[Any], Any], value: Any, rebuild_all: bool) -> Any:
+    inside = children(value)
+    if inside is None:
+        return function(value)
+    new = [_mapped(function, child, rebuild_all) for child in inside.values()]
+    if isinstance(value, Items):
+        return value.cls(iter(new))
+    if not rebuild_all and all(a is b for a, b in zip(new, inside.values(), strict=True)):
+        return value
+    return _rebuild(value, new)
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Return `value` with `function` applied to every tensor in it, in order."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+def map_all_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return `value` with `function` applied to every tensor in it, also to those in batches of registered classes."""
+
+    def of_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return function(leaf)
+        batch_type = batch_type_of(leaf)
+        if batch_type is None:
+            return leaf
+        tensors, rebuild = batch_type.parts(leaf)
+        return rebuild([function(tensor) for tensor in tensors])
+
+    return map_leaves(of_leaf, value)
+
+
+def leaves_together(values: Sequence[Any], path: str = "") -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yield (path, the leaf of each value) for several values of one structure, in the first one's order.
+
+    Raises:
+        ValueError: the structures differ; names the path, and what each of the values has at that path. Or as `leaves`.
+    """
+    try:
+        yield from _leaves_together(values, path)
+    except RecursionError:
+        raise _too_deep(values[0], path) from None
+
+
+def _leaves_together(values: Sequence[Any], path: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    inside = [children(value) for value in values]
+    if all(other is None for other in inside):
+        yield path, tuple(values)
+        return
+    kinds = [value.cls if isinstance(value, Items) else type(value) for value in values]
+    if any(other is None or kind is not kinds[0] for kind, other in zip(kinds, inside, strict=True)):
+        raise disagreement(path, "types", [kind.__name__ for kind in kinds])
+    containers = [container for container in inside if container is not None]
+    if any(container.keys() != containers[0].keys() for container in containers):
+        if isinstance(values[0], tuple | list):
+            raise disagreement(path, "lengths", [len(container) for container in containers])
+        raise disagreement(path, "keys", [list(container) for container in containers])
+    contexts = [taken[2] for value in values if (taken := _registered(value)) is not None]
+    if any(context != contexts[0] for context in contexts):
+        raise disagreement(path, f"{type(values[0]).__name__}s", contexts)
+    for key in containers[0]:
+        where = path + _step(values[0], key)
+        yield from _leaves_together([container[key] for container in containers], where)
+
+
+def _registered(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any] | None:
+    """Return `torch_private.flatten_registered` of a container that is none of the usual ones, else None."""
+    if isinstance(value, tuple | list | MutableMapping) or dataclasses.is_dataclass(value):
+        return None
+    return torch_private.flatten_registered(value)
+
+
+def disagreement(path: str, what: str, given: Sequence[object]) -> ValueError:
+    """Return the error for replicas' outputs that do not have one structure; it shows what each replica returned."""
+    each = "; ".join(f"replica {i}: {value}" for i, value in enumerate(given))
+    return ValueError(
+        f"cannot gather {path or 'the output'}: replicas returned different {what} ({each}). "
+        "Every replica's output must have the same structure; only the number of rows may differ."
+    )
+
+
+_DEEP = 100
+
+
+def _too_deep(value: object, path: str) -> ValueError:
+    """Return the error for a value in which Python's recursion limit was reached; it names the path."""
+
+    def reason(value: object, path: str, around: dict[int, str]) -> str | None:
+        if id(value) in around:
+            return f"{path} is {around[id(value)]} again, so it has no end: a container may not contain itself."
+        if len(around) > _DEEP:
+            return (
+                f"{path[:60]}... is nested more than {_DEEP} deep, beyond Python's recursion limit: put the tensors "
+                "into one list."
+            )
+        around = {**around, id(value): path}
+        inside = (children(value) or {}).items()
+        return next(filter(None, (reason(child, path + _step(value, key), around) for key, child in inside)), None)
+
+    path = path or "value"
+    return ValueError(reason(value, path, {}) or f"{path} is nested beyond Python's recursion limit: flatten it.")
+
+
+def _step(container: object, key: object) -> str:
+    """Return the last step of the path to a child of `container`: `[0]`, `['x']` or `.field`."""
+    if isinstance(container, MutableMapping) or (isinstance(container, tuple | list) and not isinstance(key, str)):
+        return f"[{key!r}]"
+    return f".{key}"
+
+
+def _rebuild(value: Any, new: list[Any]) -> Any:
+    """Return a container like `value`, of the same type, with the children `new`."""
+    if isinstance(value, tuple) and hasattr(value, "_make"):  # namedtuple
+        return value._make(new)
+    if isinstance(value, tuple):
+        return type(value)(new)
+    registered = _registered(value)
+    if registered is not None:
+        return registered[1](new)
+    rebuilt: Any = copy.copy(value)  # keeps a subclass's other attributes
+    if isinstance(value, list):
+        rebuilt[:] = new
+        return rebuilt
+    if isinstance(value, MutableMapping):  # dict, OrderedDict, defaultdict, UserDict
+        return fill_mapping(rebuilt, value, list(zip(value, new, strict=True)))
+    for field, child in zip(dataclasses.fields(value), new, strict=True):
+        object.__setattr__(rebuilt, field.name, child)  # also where the dataclass is frozen
+    return rebuilt
+
+
+def fill_mapping(copied: Any, original: Any, items: Sequence[tuple[Any, Any]]) -> Any:
+    """Give `copied`, a copy of a mapping, new items, also where the mapping shows its items as attributes."""
+    own = getattr(copied, "__dict__", None)
+    if own is not None and vars(original) is original:  # the idiom self.__dict__ = self
+        copied.__dict__ = copied
+        own = None
+    for key, (_, item) in zip(original, items, strict=True):
+        if own is not None and isinstance(key, str) and key in own and own[key] is original[key]:
+            own[key] = item
+    if any(key is not new_key for key, (new_key, _) in zip(original, items, strict=True)):
+        copied.clear()
+    for key, item in items:
+        copied[key] = item
+    return copied

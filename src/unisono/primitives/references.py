@@ -1,0 +1,229 @@
+"""References from a module's attributes to live modules and tensors, and how a replica's attributes get its own.
+
+A replica starts as a copy of the live module's `__dict__`, whose values can still refer to the live module:
+a bound method (`self.op = self._forward_fast`), a list of layers that is no ModuleList, a partial, a lambda that
+closes over `self`, a hook, the flat weights of an RNN. Unchanged, such an attribute would run the live module inside a
+replica: on the wrong device, and its gradients would be lost.
+
+`references` finds what a value refers to; `rebind` returns the value with each live object replaced by the replica's.
+Both search the same places: containers, bound methods, partials, functions' closures and defaults, weak references and
+proxies. They do not search objects of other classes, containers of more than `LARGE` items (such as a vocabulary), or
+more than `DEEP` levels; what they miss is found in the output's graph (engines/threads.py).
+"""
+
+import copy
+import functools
+import types
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Container, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.primitives.pytree import fill_mapping
+
+LARGE = 1000
+DEEP = 100
+_GRAPHED = (
+    "this module replays CUDA graphs (torch.cuda.make_graphed_callables): a graph reads its input and writes its "
+    "output in one place, which replicas cannot share. Wrap it for one device, DataParallel(model, [0]), or wrap the "
+    "module as it was before."
+)
+
+# Values of exactly these types refer to no module or tensor.
+INERT = frozenset(
+    {bool, int, float, complex, str, bytes, type(None), type, range, slice}
+    | {torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format}
+    | {types.BuiltinFunctionType, types.ModuleType}
+)
+
+# Values of exactly these types tell code which way to go, as `training` does.
+MODES = frozenset({bool, str, type(None)})
+
+# Containers of exactly these types are compared with what they held (change_tracking.py).
+TRACKED = (dict, OrderedDict, defaultdict, list, set, deque)
+PROXIES = frozenset({weakref.ProxyType, weakref.CallableProxyType})
+
+
+def is_inert(value: Any) -> bool:
+    """Return whether `value` certainly refers to no module or tensor, as most attributes; a quick check."""
+    kind = type(value)
+    if kind in INERT:
+        return True
+    if kind is tuple or kind is list or kind is set:
+        return len(value) > LARGE or INERT.issuperset(map(type, value))
+    if kind is dict:
+        return len(value) > LARGE or (
+            INERT.issuperset(map(type, value.values())) and INERT.issuperset(map(type, value))
+        )
+    return False
+
+
+def references(value: Any) -> list[nn.Module | torch.Tensor]:
+    """Return every module and tensor that `value` is or refers to, each once."""
+    return [part for part in _reachable(value) if _is_live(part)]
+
+
+def may_refer_later(value: Any, kept: Container[int] = ()) -> bool:
+    """Return whether `value` may come to refer to another object although no tracked container in it changes.
+
+    A variable that a function closes over can be assigned; a weak reference can die; containers of other classes are
+    not tracked.
+
+    Args:
+        kept: ids of objects that do not die.
+    """
+    return any(_is_changing(part, kept) for part in _reachable(value))
+
+
+def _is_changing(part: Any, kept: Container[int]) -> bool:
+    if type(part) in PROXIES or type(part) is weakref.ref:
+        return not all(id(target) in kept for target in _parts(part))
+    if isinstance(part, dict | list | set | deque):
+        return type(part) not in TRACKED
+    return isinstance(part, types.FunctionType | functools.partial | weakref.ref)
+
+
+def _reachable(value: Any) -> list[Any]:
+    """Return what is found in `value`, each object once, but no plain values; what is live is not searched."""
+    found: list[Any] = []
+    seen: set[int] = set()
+    level = [value]
+    for _ in range(DEEP):
+        below: list[Any] = []
+        for part in level:
+            if type(part) in INERT or id(part) in seen:
+                continue
+            seen.add(id(part))
+            found.append(part)
+            if not _is_live(part):
+                below.extend(_parts(part))
+        if not below:
+            break
+        level = below
+    return found
+
+
+def rebind(value: Any, replacements: Mapping[int, Any], memo: dict[int, Any] | None = None) -> Any:
+    """Return `value` with every object whose id is in `replacements` replaced; the same object if it refers to none.
+
+    Args:
+        value: an attribute's value.
+        replacements: id of a live module or tensor -> the replica's.
+        memo: results so far, by id; pass one dict for all attributes of a replica, and what they share stays shared.
+    """
+    if type(value) in INERT:
+        return value
+    if id(value) in replacements:
+        return replacements[id(value)]
+    if _is_live(value):
+        return value
+    memo = {} if memo is None else memo
+    if id(value) not in memo:
+        memo[id(value)] = value  # for a value that refers to itself, until its replacement is made
+        if any(id(reference) in replacements for reference in references(value)):
+            memo[id(value)] = _rebuilt(value, replacements, memo)
+    return memo[id(value)]
+
+
+def referent(proxy: Any) -> Any:
+    """Return the object of a weak proxy; None if it has been freed, or is unknown."""
+    try:
+        return proxy.__repr__.__self__  # only a bound method has it
+    except (ReferenceError, AttributeError):
+        return None
+
+
+def _is_live(value: Any) -> bool:
+    return type(value) not in PROXIES and isinstance(value, nn.Module | torch.Tensor)  # a proxy is an instance, too
+
+
+def _parts(value: Any) -> list[Any]:
+    """Return the values directly inside `value`, if it is of a kind that is searched."""
+    if type(value) in PROXIES:
+        return [referent(value)]
+    if isinstance(value, dict):
+        return [*value, *value.values()] if len(value) <= LARGE else []
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return list(value) if len(value) <= LARGE else []
+    if isinstance(value, types.MethodType):
+        return [value.__self__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values(), *value.__dict__.values()]
+    if isinstance(value, types.FunctionType):
+        if value.__module__ == "torch.cuda.graphs":
+            raise RuntimeError(_GRAPHED)
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_set(cell)]
+        return [*cells, value.__defaults__, value.__kwdefaults__, value.__dict__]
+    if type(value) is weakref.ref:
+        return [value()]
+    return []
+
+
+def _rebuilt(value: Any, replacements: Mapping[int, Any], memo: dict[int, Any]) -> Any:
+    """Return a value like `value` with its parts rebound.
+
+    What can contain itself (lists, dicts, deques, functions) is in the memo before its parts are rebound.
+    """
+
+    def new(part: Any) -> Any:
+        return rebind(part, replacements, memo)
+
+    if type(value) in PROXIES:
+        return weakref.proxy(new(referent(value)))
+    if isinstance(value, dict):
+        memo[id(value)] = table = copy.copy(value)  # keeps the class and its other attributes
+        try:
+            return fill_mapping(table, value, [(new(key), new(item)) for key, item in value.items()])
+        except TypeError:  # a class that cannot be written into: left to the check of the graph
+            memo[id(value)] = value
+            return value
+    if isinstance(value, list | deque):
+        memo[id(value)] = items_in_order = copy.copy(value)
+        for index, item in enumerate(value):
+            items_in_order[index] = new(item)
+        return items_in_order
+    if isinstance(value, types.FunctionType):
+        return _rebuilt_function(value, new, memo)
+    if isinstance(value, types.MethodType):
+        return types.MethodType(value.__func__, new(value.__self__))
+    if type(value) is weakref.ref:
+        return weakref.ref(new(value()))
+    if isinstance(value, functools.partial):
+        keywords = {name: new(item) for name, item in value.keywords.items()}
+        rebuilt_partial = type(value)(new(value.func), *map(new, value.args), **keywords)
+        rebuilt_partial.__dict__.update({name: new(item) for name, item in value.__dict__.items()})
+        return rebuilt_partial
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(map(new, value))
+    return type(value)(map(new, value))  # tuple, set, frozenset
+
+
+def _rebuilt_function(
+    function: types.FunctionType, new: Callable[[Any], Any], memo: dict[int, Any]
+) -> types.FunctionType:
+    """Return `function` with new cells for what is replaced; other cells stay shared with the original."""
+    cells = list(function.__closure__ or ())
+    to_replace = [_is_set(cell) and bool(references(cell.cell_contents)) for cell in cells]
+    closure = [types.CellType() if replace else cell for cell, replace in zip(cells, to_replace, strict=True)]
+    rebuilt = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, None, tuple(closure) if closure else None
+    )
+    memo[id(function)] = rebuilt
+    for cell, own, replace in zip(cells, closure, to_replace, strict=True):
+        if replace:
+            own.cell_contents = new(cell.cell_contents)
+    rebuilt.__defaults__, rebuilt.__kwdefaults__ = new(function.__defaults__), new(function.__kwdefaults__)
+    rebuilt.__qualname__ = function.__qualname__
+    rebuilt.__dict__.update({name: new(item) for name, item in function.__dict__.items()})
+    return rebuilt
+
+
+def _is_set(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - raises ValueError where the variable has not been assigned yet
+    except ValueError:
+        return False
+    return True

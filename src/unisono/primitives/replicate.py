@@ -1,0 +1,129 @@
+"""replicate: copies of a module on several devices, linked to it for autograd."""
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from unisono.primitives.blueprint import Blueprint, check_initialized, collector_paused
+from unisono.runtime import devices as _devices
+from unisono.runtime import torch_private
+from unisono.runtime.devices import DeviceLike
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -> list[M]:
+    """Return one copy of `network` for each device; the copies' parameters are linked to its own for autograd.
+
+        >>> model = torch.nn.Linear(5, 2)
+        >>> first, second = unisono.replicate(model, ["cpu", "cpu"])
+        >>> first(torch.zeros(3, 5)).sum().backward()
+        >>> model.bias.grad
+        tensor([3., 3.])
+
+    Args:
+        network: the module; its parameters may be on any device.
+        devices: one a replica: accelerator indices, strings or `torch.device`s; a device may be named twice.
+        detach: leave the link out, for inference.
+
+    Returns:
+        Modules of the same classes, complete: parameters, buffers, children, attributes. Where the device is the
+        network's own, parameters are the network's own too; buffers only in the first such replica, so that updates
+        there persist and replicas do not write into each other's.
+
+    Raises:
+        TypeError: no module. ValueError: a device that does not exist; a lazy module that has not had its first input
+            yet.
+    """
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"network: expected a torch.nn.Module, got {network!r}")
+    targets = _devices.resolve_each(devices, "devices")
+    with collector_paused:
+        blueprint = Blueprint(network)
+        source = next((tensor.device for tensor in blueprint.parameters.values()), torch.device("cpu"))
+        replicas = []
+        for number, device in enumerate(targets):
+            buffers = blueprint.buffers.items()
+            copies = {
+                k: _devices.copied_to(b, device) for k, b in buffers if not _devices.same_device(b.device, device)
+            }
+            tensors = blueprint.buffers_for(copies, shared=device not in targets[:number])
+            if detach or device != source:
+                for key, parameter in blueprint.parameters.items():
+                    there = _devices.copy_to(parameter, device)
+                    tensors[key] = there.detach() if detach else there
+            for key, constant in blueprint.constants_on(source).items():
+                tensors[key] = _devices.copy_to(constant, device)
+            (root, *_), _ = blueprint.stamp(tensors)
+            replicas.append(root)
+    return replicas  # type: ignore[return-value]
+
+
+def check_device(root: nn.Module, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Check that those of `tensors` that are parameters or buffers of `root` are on `device`, and initialized.
+
+    Raises:
+        RuntimeError: one is not; names it, both devices and the remedy (the type is torch's).
+        ValueError: one is not initialized.
+    """
+    tensors = list(tensors)
+    check_initialized(root, tensors)
+    for tensor in tensors:
+        if tensor.device != device and not _devices.same_device(tensor.device, device):
+            named = (*root.named_parameters(), *root.named_buffers())
+            name = next((name for name, other in named if other is tensor), None)
+            if name is None:
+                continue  # only an attribute refers to it: each replica gets a copy
+            where = f"module must have its parameters and buffers on device {device} (device_ids[0]), but {name} is on"
+            if tensor.is_meta:
+                raise RuntimeError(
+                    f"{where} the meta device, where tensors have no data. Give the whole module memory first, "
+                    f"model.to_empty(device={str(device)!r}), and load or initialise its parameters."
+                )
+            raise RuntimeError(
+                f"{where} {tensor.device}. Move the whole module there first, model.to({str(device)!r}), or wrap only "
+                "the part of the model that is to run on several devices."
+            )
+
+
+def check_layouts(root: nn.Module) -> None:
+    """Check that worker processes can have the parameters and buffers of `root`.
+
+    Raises:
+        TypeError: one has a layout that they cannot share, or whose gradients they cannot sum; names it.
+    """
+    for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+        if tensor.layout == torch._mkldnn or (tensor.layout != torch.strided and tensor.requires_grad):  # type: ignore[attr-defined]
+            raise TypeError(
+                f"{name} has the layout {tensor.layout}, and worker processes can share dense parameters only. Make it "
+                'dense, .to_dense(), or use engine="threads".'
+            )
+
+
+class unchanged_on_failure:  # noqa: N801 - a context manager, as a class because a step enters it each time
+    """Restores the buffers if the block raises: a step that fails changes nothing.
+
+    Attributes:
+        buffers: these.
+        before: copies of them from when the block began.
+    """
+
+    before: list[torch.Tensor]
+
+    def __init__(self, buffers: Iterable[torch.Tensor]) -> None:
+        self.buffers = list(buffers)
+
+    def __enter__(self) -> None:
+        self.before = torch_private.clones(self.buffers)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            write_values(self.buffers, self.before)
+
+
+def write_values(tensors: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None:
+    """Write values into tensors. Autograd does not notice: graphs that have saved the tensors stay valid."""
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.data.copy_(value)

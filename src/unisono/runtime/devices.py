@@ -1,0 +1,766 @@
+"""Devices: naming, checking, and everything that differs from one kind of device to another.
+
+No other file of the library asks what kind a device is. There are two ways to compute:
+
+    on the host     the CPU, and simulated devices: a replica computes in the thread that calls it, so a backward pass
+                    runs in whichever thread asks for it, and the CPU's intra-op threads are divided among replicas
+    on accelerators work is queued on streams, and torch's autograd engine has a thread of its own for each device
+
+Copies from one accelerator to another are verified. On some machines peer-to-peer copies arrive damaged, without an
+error: a bridge or an IOMMU that is set up wrongly is enough. So before a pair's first copy, known numbers are copied
+both ways; if they arrive changed in either direction, all copies of the pair are made through the host.
+"""
+
+import contextlib
+import functools
+import math
+import os
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from unisono.runtime import torch_private
+from unisono.runtime.errors import log_once
+
+DeviceLike: TypeAlias = int | str | torch.device
+
+# Seeds differ by 2**64 / golden ratio: far from each other, and from seeds that people choose.
+_SEED_STEP = 0x9E3779B97F4A7C15
+_CPU = torch.device("cpu")
+_NUM_TRIED = 1 << 20  # numbers of 4 bytes that a test copy has
+_NUM_TIMED = 6  # copies of which the fastest counts
+_NEAR_S = 10.0  # within which the time between two events is exact to a microsecond
+
+
+def accelerators() -> list[torch.device]:
+    """Return every accelerator of this machine, in index order; an empty list where there is none."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
+        return []
+    return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
+
+
+def resolve(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
+    """Return the devices that `device_ids` names, one a replica, in order.
+
+    None is every accelerator. Ints are accelerator indices. On a machine without accelerators, None, ints and an empty
+    list give an empty list: "the plain module, where it is", so that a script written for GPUs runs unchanged.
+
+    >>> resolve(["cpu", "cpu"])
+    [device(type='cpu'), device(type='cpu')]
+
+    Raises:
+        TypeError: not a sequence of ints, strings and devices.
+        ValueError: an index or device that does not exist, an empty list although there are accelerators, or devices
+            of different kinds.
+    """
+    present = accelerators()
+    if device_ids is None:
+        return present
+    _check_is_list(device_ids, "device_ids")
+    if not present and all(_is_index(device_id) for device_id in device_ids):
+        return []
+    if not device_ids:
+        raise ValueError(f"device_ids is empty: leave it out for every accelerator, or name some of {_names(present)}")
+    devices = resolve_each(device_ids, "device_ids")
+    if len({device.type for device in devices}) > 1:
+        raise ValueError(f"device_ids={list(device_ids)!r} mixes kinds of device: replicas must all be of one kind")
+    return devices
+
+
+def resolve_each(device_ids: Sequence[DeviceLike], argument: str) -> list[torch.device]:
+    """Return the devices that a list names; check that they exist."""
+    _check_is_list(device_ids, argument)
+    return [resolve_one(device_id, argument) for device_id in device_ids]
+
+
+def resolve_one(device_id: DeviceLike, argument: str) -> torch.device:
+    """Return the device that an int, a string or a `torch.device` names, with its index; check that it exists."""
+    if _is_index(device_id):
+        present = accelerators()
+        if not 0 <= device_id < len(present):  # type: ignore[operator]
+            raise ValueError(f"{argument}: there is no accelerator {device_id}; {_visible(present)}")
+        return present[device_id]  # type: ignore[index]
+    if not isinstance(device_id, str | torch.device):
+        raise TypeError(f"{argument}: expected an int, a string or a torch.device, got {device_id!r}")
+    try:
+        device = torch.device(device_id)
+    except RuntimeError as error:
+        raise ValueError(f"{argument}: {device_id!r} names no device ({str(error).splitlines()[0]})") from None
+    if device.type == "cpu":
+        return _CPU
+    if device.type == "meta":
+        raise ValueError(f"{argument}: the meta device holds no data, so no replica can run on it")
+    present = accelerators()
+    if present and device.type == present[0].type:
+        if device.index is None:
+            return torch.device(device.type, torch.get_device_module(device).current_device())
+        return resolve_one(device.index, argument)
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ImportError) as error:  # what torch raises differs by kind
+        reason = str(error).splitlines()[0].split(". ")[0][:200]  # torch's can be long
+        raise ValueError(f"{argument}: {device} cannot be used here ({reason}); {_visible(present)}") from None
+    return torch.device(device.type, device.index or 0)
+
+
+def resolve_output(output_device: DeviceLike | None, devices: Sequence[torch.device]) -> torch.device:
+    """Return the device on which outputs are gathered: the first replica's unless another is named.
+
+    -1 is the CPU, as in torch, and deprecated there as here.
+    """
+    if output_device is None:
+        return devices[0]
+    if _is_index(output_device) and output_device == -1:
+        warnings.warn('output_device=-1 is deprecated: write output_device="cpu"', FutureWarning, stacklevel=3)
+        return _CPU
+    return resolve_one(output_device, "output_device")
+
+
+def public_id(device: torch.device) -> int | torch.device:
+    """Return a device as `torch.nn.DataParallel` shows it in `device_ids`: an accelerator's index, else the device."""
+    return device.index if device in accelerators() else device
+
+
+def identity(device: torch.device) -> str:
+    """Return a name of a device that is unique on this machine, and the same in all its processes.
+
+    Indices are not, where CUDA_VISIBLE_DEVICES numbers each process's devices from 0. The slices (MIG) of one GPU have
+    different UUIDs and the GPU's address on the bus; they are one device, because NCCL cannot connect two of them.
+    (Not run on several GPUs so far.)
+    """
+    if not computes_on_host(device):
+        if address := pci_address(device):
+            return f"{device.type} at {address}"
+        uuid = getattr(_properties_of(device), "uuid", None)
+        if uuid is not None:
+            return f"{device.type} {uuid}"
+    return str(device)
+
+
+def pci_address(device: torch.device) -> str | None:
+    """Return where an accelerator is on the PCI bus, as "domain:bus:device" in hexadecimal; None where torch has none.
+
+    The slices (MIG) of one GPU have the GPU's.
+    """
+    if computes_on_host(device):
+        return None
+    properties = _properties_of(device)
+    address: list[Any] = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if None in address:
+        return None
+    domain, bus, slot = address
+    return f"{domain:04x}:{bus:02x}:{slot:02x}"
+
+
+def same_device(a: torch.device, b: torch.device) -> bool:
+    """Return whether two devices are one; the CPU is one device, with an index or without."""
+    return a == b or a.type == b.type == "cpu"
+
+
+def is_cpu(device: torch.device) -> bool:
+    """Return whether a device is the CPU, whose memory is the host's: other processes can map it."""
+    return device.type == "cpu"
+
+
+def are_cpu(devices: Sequence[torch.device]) -> bool:
+    """Return whether all of `devices` are the CPU."""
+    return {device.type for device in devices} == {"cpu"}
+
+
+def copies_on_cpu(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Return differentiable copies of tensors that are on the CPU."""
+    return [None if tensor is None else tensor.to(_CPU, copy=True) for tensor in tensors]
+
+
+def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return `tensor` on `device`: itself if it is there already, else a differentiable copy.
+
+    Copies between accelerators are queued, ordered by both devices' current streams; copies from and to the host
+    have ended on return.
+    """
+    return tensor if same_device(tensor.device, device) else copied_to(tensor, device)
+
+
+def copied_to(tensor: torch.Tensor, device: torch.device, *, wait: bool = True) -> torch.Tensor:
+    """Return a differentiable copy of `tensor` on `device`, even where it is there already.
+
+    Without `wait` a copy from or to pinned host memory is queued as well, and may not have ended on return.
+    """
+    if tensor.device != device and not copies_arrive(tensor.device, device):
+        return tensor.to(_CPU).to(device)  # in backward, the gradient is copied through the host too
+    return tensor.to(device, copy=True, non_blocking=not wait)
+
+
+_lock = threading.Lock()
+_arriving: dict[frozenset[torch.device], bool] = {}  # pairs of accelerators that have been tested
+
+
+def copies_arrive(source: torch.device, target: torch.device) -> bool:
+    """Return whether direct copies between two devices arrive unchanged; tested at the first call for a pair."""
+    pair = frozenset((source, target))
+    if pair not in _arriving:
+        if computes_on_host(source) or computes_on_host(target):
+            return True
+        with _lock:
+            if pair not in _arriving:
+                with ThreadPoolExecutor(1) as elsewhere:  # a thread without this one's modes and streams
+                    _arriving[pair] = elsewhere.submit(_arrives_both_ways, source, target).result()
+        if not _arriving[pair]:
+            log_once(
+                f"copies between {source} and {target} arrive damaged: some of {_NUM_TRIED} known numbers were "
+                "changed on the way. unisono copies through the host instead, which is slower; other programs on "
+                "this machine are likely to compute wrong numbers. The usual causes are PCIe access control (ACS) and "
+                "an IOMMU that translates traffic between devices."
+            )
+    return _arriving[pair]
+
+
+def arrives(
+    source: torch.device,
+    target: torch.device,
+    copy: Callable[[torch.Tensor, torch.device], torch.Tensor] = torch.Tensor.to,
+) -> bool:
+    """Return whether a copy of known numbers from `source` to `target` has the same bits."""
+    known = [_known_numbers(device) for device in (source, target)]
+    return torch.equal(copy(known[0], target), known[1])
+
+
+def _arrives_both_ways(a: torch.device, b: torch.device) -> bool:
+    return arrives(a, b) and arrives(b, a)
+
+
+def _known_numbers(device: torch.device) -> torch.Tensor:
+    """Return numbers that use all bits, and of which no part equals another."""
+    return torch.arange(_NUM_TRIED, dtype=torch.int32, device=device) * -1640531535  # 2**32 / golden ratio, odd
+
+
+def computes_on_host(device: torch.device) -> bool:
+    """Return whether work on `device` runs in the calling thread rather than on an accelerator's streams."""
+    if device.type == "cpu":
+        return True
+    if device.type in _accelerator_types:
+        return False
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None or device.type != kind.type:
+        return True
+    _accelerator_types.add(kind.type)
+    return False
+
+
+_accelerator_types: set[str] = set()  # those found so far: torch takes microseconds to say so again
+
+
+def all_on_host(devices: Sequence[torch.device]) -> bool:
+    """Return whether work on all of `devices` runs in the calling threads."""
+    return all(map(computes_on_host, {*devices}))
+
+
+def has_streams(device: torch.device) -> bool:
+    """Return whether work on `device` is queued on streams, of which it can have several: Apple's devices have one."""
+    return device.type != "mps" and not computes_on_host(device)
+
+
+def exists_for_other_processes(device: torch.device) -> bool:
+    """Return whether other processes see the device too; they do not see a simulated one."""
+    return is_cpu(device) or not computes_on_host(device)
+
+
+def collective_backend(devices: Sequence[torch.device]) -> str:
+    """Return the backend of torch.distributed for one process on each of `devices`: "nccl" or "gloo".
+
+    NCCL needs a GPU of its own for each process. Gloo works on host memory.
+    """
+    each_has_its_own = len(set(devices)) == len(devices) and all(device.type == "cuda" for device in devices)
+    if not each_has_its_own or not torch.distributed.is_available():
+        return "gloo"
+    return "nccl" if torch.distributed.is_nccl_available() else "gloo"
+
+
+def begin_copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[bool], bool]]:
+    """Begin to copy a tensor of an accelerator to the host; return the copy and `is_there(wait)`.
+
+    `is_there(False)` returns whether the copy has ended; `is_there(True)` waits for it and returns True.
+    """
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+    return copy, queued_work(tensor.device)
+
+
+def queued_work(device: torch.device) -> Callable[[bool], bool]:
+    """Return `is_done(wait)` of what the calling thread has queued on a device.
+
+    `is_done(False)` returns whether it has ended; `is_done(True)` waits for it and returns True.
+    """
+    if computes_on_host(device):
+        return lambda wait: True
+    queued = torch.Event(device)
+    queued.record(torch.accelerator.current_stream(device))
+
+    def is_done(wait: bool) -> bool:
+        if wait:
+            queued.synchronize()
+        return wait or bool(queued.query())
+
+    return is_done
+
+
+Moment: TypeAlias = float | torch.Event
+
+
+class DeviceClock:
+    """When a device does what is queued on it, in seconds of the host's `time.perf_counter`.
+
+        >>> clock = DeviceClock(torch.device("cpu"))
+        >>> began = clock.now()
+        >>> clock.seconds(clock.now()) >= clock.seconds(began)
+        True
+
+    On a device with streams a moment is an event on the calling thread's stream, and no one waits for it before its
+    seconds are asked for. Elsewhere it is the host's time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # A moment, and its seconds: others are measured from it, and it follows them, because torch has the time
+        # between two events in single precision, which after an hour has steps of a quarter of a millisecond.
+        self._near: tuple[torch.Event, float] | None = None
+        if has_streams(device):
+            start = self._event()
+            start.synchronize()
+            self._near = start, time.perf_counter()
+
+    def now(self) -> Moment:
+        """Return the moment at which the device will have done what the calling thread has queued so far."""
+        return time.perf_counter() if self._near is None else self._event()
+
+    def seconds(self, moment: Moment) -> float:
+        """Return the time of a moment; waits until it is over."""
+        if isinstance(moment, float):
+            return moment
+        assert self._near is not None
+        moment.synchronize()
+        near, near_s = self._near
+        elapsed_s = near.elapsed_time(moment) / 1000  # which is in milliseconds
+        if abs(elapsed_s) > _NEAR_S:
+            self._near = moment, near_s + elapsed_s
+        return near_s + elapsed_s
+
+    def _event(self) -> torch.Event:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+
+def numbers(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the host's numbers on a device; the host does not wait for the device.
+
+    `torch.tensor(values, device=device)` would: it copies from pageable memory.
+    """
+    if not has_streams(device):
+        return torch.tensor(values, dtype=dtype, device=device)
+    # "cpu", because a default device of the user's holds here too, and only the host's memory can be pinned.
+    return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True).to(device, non_blocking=True)
+
+
+def has_batch_norm_kernels(device: torch.device) -> bool:
+    """Return whether torch has its kernels of synchronised batch norm for a device (sync_batch_norm/kernels.py)."""
+    return device.type in ("cuda", "xpu")
+
+
+def current_streams(devices: Sequence[torch.device]) -> list[torch.Stream]:
+    """Return the calling thread's current stream on each accelerator among `devices`."""
+    return [torch.accelerator.current_stream(d) for d in dict.fromkeys(devices) if not computes_on_host(d)]
+
+
+@contextlib.contextmanager
+def using(device: torch.device, streams: Sequence[torch.Stream]) -> Iterator[None]:
+    """Make `device` the current one, and `streams` current on their devices, within the context."""
+    if computes_on_host(device):
+        yield
+        return
+    streams_before = [torch.accelerator.current_stream(stream.device) for stream in streams]
+    with torch_private.current_device(device):
+        try:
+            for stream in streams:
+                torch.accelerator.set_stream(stream)  # makes its device the current one
+            if streams:
+                torch.accelerator.set_device_index(device.index)
+            yield
+        finally:
+            for stream in streams_before:
+                torch.accelerator.set_stream(stream)
+
+
+def make_current(device: torch.device) -> None:
+    """Make an accelerator the current one, which "cuda" without an index means; on the host nothing happens."""
+    if not computes_on_host(device):
+        torch.accelerator.set_device_index(device.index)
+
+
+def random_states(devices: Sequence[torch.device] | None = None) -> list[torch.Tensor]:
+    """Return the state of the random number generator of the host, then of each accelerator that has one of its own.
+
+    Args:
+        devices: the accelerators that are asked, which gives each of them a context; None: every accelerator.
+    """
+    states = [torch.get_rng_state()]
+    for device in _with_generators(devices):
+        with using(device, []):
+            states.append(torch.get_device_module(device).get_rng_state())
+    return states
+
+
+def set_random_states(states: Sequence[torch.Tensor], devices: Sequence[torch.device] | None = None) -> None:
+    """Restore what `random_states` returned for the same devices."""
+    host, *others = states
+    torch.set_rng_state(host)
+    for device, state in zip(_with_generators(devices), others, strict=True):
+        with using(device, []):
+            torch.get_device_module(device).set_rng_state(state)
+
+
+def _with_generators(devices: Sequence[torch.device] | None) -> list[torch.device]:
+    asked = accelerators() if devices is None else [d for d in dict.fromkeys(devices) if not computes_on_host(d)]
+    return [device for device in asked if hasattr(torch.get_device_module(device), "get_rng_state")]
+
+
+def rounds_float32(device: torch.device) -> bool:
+    """Return whether float32 products on `device` may be computed with fewer bits, as GPUs do with TF32."""
+    if device.type != "cuda":
+        return False
+    return "tf32" in (product_flags()[1], *convolution_flags()[3:])
+
+
+@functools.cache
+def _has_precision_of_each() -> bool:
+    """Return whether torch has a setting of float32 precision for each kind of operation, beside those for all."""
+    return hasattr(torch.backends.cuda.matmul, "fp32_precision")
+
+
+def seed_differently(devices: Sequence[torch.device]) -> None:
+    """Give accelerators whose random generators have the same seed, as after `torch.manual_seed`, seeds of their own.
+
+    The first keeps its seed, and those of the other devices are computed from it and from their positions in the list;
+    a seed that differs already stays. On the host there is one generator for all. (Not run on several GPUs so far.)
+    """
+    different = [device for device in dict.fromkeys(devices) if not computes_on_host(device)]
+    if len(different) < 2:
+        return
+    first, *others = map(_default_generator, different)
+    for number, generator in enumerate(others, 1):
+        if first is not None and generator is not None and generator.initial_seed() == first.initial_seed():
+            generator.manual_seed((first.initial_seed() + number * _SEED_STEP) % 2**64)
+
+
+def shared_generators(devices: Sequence[torch.device]) -> dict[torch.device, torch.Generator]:
+    """Return the random generator of each accelerator that is named more than once."""
+    shared = [device for device, times in Counter(devices).items() if times > 1 and not computes_on_host(device)]
+    generators = {device: _default_generator(device) for device in shared}
+    return {device: generator for device, generator in generators.items() if generator is not None}
+
+
+def _default_generator(device: torch.device) -> torch.Generator | None:
+    """Return an accelerator's default generator, where its module of torch has one for each index, as CUDA's has."""
+    generators = getattr(torch.get_device_module(device), "default_generators", ())
+    return generators[device.index] if device.index is not None and device.index < len(generators) else None
+
+
+def generator_of(device: torch.device) -> torch.Generator | None:
+    """Return an accelerator's own random generator; None on the host, where all threads share one."""
+    if computes_on_host(device):
+        return None
+    torch.empty(0, device=device)  # before a process has used the kind of device, it may have no generators
+    return _default_generator(device)
+
+
+def seed(device: torch.device, number: int | bytes) -> None:
+    """Seed the generators of the host and of `device`; or, given the bytes of a state, set that of the host's."""
+    if isinstance(number, bytes):
+        torch.default_generator.set_state(torch.frombuffer(bytearray(number), dtype=torch.uint8))
+        return
+    torch.default_generator.manual_seed(number)
+    generator = generator_of(device)
+    if generator is not None:
+        generator.manual_seed(number)
+
+
+def generator_states(device: torch.device) -> list[torch.Tensor]:
+    """Return the states of the generators of the host and, where it has one of its own, of `device`."""
+    own = None if computes_on_host(device) else _default_generator(device)
+    return [torch.default_generator.get_state()] + ([] if own is None else [own.get_state()])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether torch found too little memory on a device or on the host; Python's MemoryError does not count."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    )
+
+
+def convolution_flags() -> tuple[Any, ...]:
+    """Return the user's settings for convolutions on GPUs."""
+    cudnn: Any = torch.backends.cudnn
+    if _has_precision_of_each():
+        precisions = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
+    else:
+        precisions = ("tf32" if cudnn.allow_tf32 else "ieee",) * 2
+    return cudnn.enabled, cudnn.benchmark, cudnn.deterministic, *precisions
+
+
+def set_convolution_flags(flags: tuple[Any, ...]) -> None:
+    """Set what `convolution_flags` returned."""
+    if flags != convolution_flags():
+        cudnn: Any = torch.backends.cudnn
+        if flags[3] == flags[4]:  # torch's older setting for both; it cannot be read unless the newer ones agree
+            cudnn.allow_tf32 = flags[3] == "tf32"
+        cudnn.enabled, cudnn.benchmark, cudnn.deterministic = flags[:3]
+        if _has_precision_of_each():
+            cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = flags[3:]
+
+
+def product_flags() -> tuple[str | None, str, str]:
+    """Return the user's settings for float32 matrix products, on GPUs and on the CPU.
+
+    torch has an older setting for both and a newer one for each; where they disagree the older one cannot be read, and
+    is None here.
+    """
+    backends: Any = torch.backends
+    if not _has_precision_of_each():
+        on_gpus = "tf32" if backends.cuda.matmul.allow_tf32 else "ieee"
+        return torch.get_float32_matmul_precision(), on_gpus, ""
+    try:
+        both = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        both = None
+    return both, backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision
+
+
+def set_product_flags(flags: tuple[str | None, str, str]) -> None:
+    """Set what `product_flags` returned."""
+    if flags != product_flags():
+        backends: Any = torch.backends
+        both, on_gpus, on_cpu = flags
+        if both is not None:
+            torch.set_float32_matmul_precision(both)
+        if _has_precision_of_each():
+            backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision = on_gpus, on_cpu
+
+
+def imbalance(devices: Sequence[torch.device]) -> str | None:
+    """Return a sentence if an accelerator has less than 75 % of the memory or cores of the largest (torch's threshold).
+
+    It names the shares that balance them.
+    """
+    different = [device for device in dict.fromkeys(devices) if not computes_on_host(device)]
+    if len(different) < 2:
+        return None
+    properties = [_properties_of(device) for device in different]
+    for what, attribute in (("memory", "total_memory"), ("cores", "multi_processor_count")):
+        values = [getattr(p, attribute, None) for p in properties]
+        known = [value for value in values if value]
+        if len(known) == len(values) and min(known) < 0.75 * max(known):
+            least, most = values.index(min(known)), values.index(max(known))
+            weights = [round(values[different.index(device)] / max(known), 2) for device in devices]
+            return (
+                f"{different[least]} has less than 75 % of the {what} of {different[most]}: every step waits for the "
+                f"slowest replica. Give each its share, shares={weights}, or leave {different[least]} out of "
+                "device_ids."
+            )
+    return None
+
+
+def warn_if_unequal(devices: Sequence[torch.device]) -> None:
+    """Warn about accelerators that are not balanced."""
+    if said := imbalance(devices):
+        warnings.warn(said, UserWarning, stacklevel=3)
+
+
+def _check_is_list(device_ids: object, argument: str) -> None:
+    if isinstance(device_ids, str | bytes) or not isinstance(device_ids, Sequence):
+        raise TypeError(f'{argument}={device_ids!r}: expected a list, such as [0, 1], ["cuda:0"] or ["cpu"] * 2')
+
+
+def _is_index(device_id: object) -> bool:
+    return isinstance(device_id, int) and not isinstance(device_id, bool)
+
+
+def _names(devices: Sequence[torch.device]) -> str:
+    return ", ".join(str(device) for device in devices)
+
+
+def _visible(present: Sequence[torch.device]) -> str:
+    visible = f"this process sees {_names(present)}" if present else "this process sees no accelerator"
+    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"):
+        if variable in os.environ:
+            visible += f" ({variable}={os.environ[variable]!r} hides the others and numbers these from 0)"
+    return visible
+
+
+# ---- what training asks --------------------------------------------------------------------------
+
+
+def has_room_for(device: torch.device, num_bytes: int) -> bool:
+    """Return whether data of this size take no more than a quarter of an accelerator's free memory.
+
+    False on the host, where data stay as they are.
+    """
+    if computes_on_host(device):
+        return False
+    return num_bytes <= torch_private.free_memory_bytes(device) // 4
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Return how much memory tensors have on an accelerator; 0 on the host."""
+    return 0 if computes_on_host(device) else int(torch.accelerator.memory_allocated(device))
+
+
+def most_rows(device: torch.device, rows: int, bytes_before: int) -> float:
+    """Return how many rows an accelerator can bear at most, after a step of `rows` rows; inf on the host.
+
+    The step needed no more than what the largest amount so far exceeds the amount before it, and what it needed is free
+    for the next one.
+    """
+    if computes_on_host(device) or not rows:
+        return math.inf
+    needed = int(torch.accelerator.max_memory_allocated(device)) - bytes_before
+    return rows * (needed + torch_private.free_memory_bytes(device)) / needed if needed > 0 else math.inf
+
+
+def rows_on(
+    device: torch.device, tensor: torch.Tensor, rows: torch.Tensor, into: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return `tensor[rows]` on `device`, in the memory of `into` if that is given.
+
+    A copy from the host is queued there and not waited for. That needs pinned memory: from pageable memory, the calling
+    thread would wait for the copy. torch keeps the pinned memory until the copy has ended, and then reuses it for the
+    next rows.
+    """
+    if into is not None and tensor.device == into.device:
+        return torch.index_select(tensor, 0, rows, out=into)
+    if tensor.device != _CPU or not has_streams(device):
+        there = tensor[rows]
+        return there.to(device) if into is None else into.copy_(there)
+    pinned = torch.empty(len(rows), *tensor.shape[1:], dtype=tensor.dtype, pin_memory=True)
+    torch.index_select(tensor, 0, rows, out=pinned)
+    return pinned.to(device, non_blocking=True) if into is None else into.copy_(pinned, non_blocking=True)
+
+
+def begin_to_read(number: torch.Tensor) -> Callable[[], float]:
+    """Begin to copy a 0-dim tensor to the host; return a function that waits for it and returns the number."""
+    if computes_on_host(number.device):
+        value = number.item()
+        return lambda: value
+    copy, is_there = begin_copy_to_host(number)
+
+    def read() -> float:
+        is_there(True)
+        return copy.item()
+
+    return read
+
+
+def has_tf32(device: torch.device) -> bool:
+    """Return whether a device can compute float32 products in TF32: NVIDIA's GPUs from Ampere on."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@contextlib.contextmanager
+def float32_products(device: torch.device, *, rounded: bool) -> Iterator[None]:
+    """Compute float32 products and convolutions of CUDA devices exactly, or, `rounded`, in TF32 where they have it.
+
+    Rounded, cuDNN also tries its algorithms and takes the fastest. (torch's default is neither: it rounds convolutions
+    and computes products exactly.) The settings belong to the process, and are restored when the context ends. Other
+    kinds of device have none.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    products, convolutions = product_flags(), convolution_flags()
+    try:
+        torch.set_float32_matmul_precision("high" if rounded else "highest")
+        torch.backends.cudnn.allow_tf32 = rounded
+        torch.backends.cudnn.benchmark = rounded
+        yield
+    finally:
+        set_product_flags(products)
+        set_convolution_flags(convolutions)
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Return whether torch.compile can capture what it compiles for a device in CUDA graphs."""
+    return device.type == "cuda"
+
+
+def has_fused_optimizers(device: torch.device) -> bool:
+    """Return whether torch's optimizers have a fused form for an accelerator: one kernel for all parameters."""
+    return device.type in ("cuda", "xpu", "mps")
+
+
+# ---- what the commands about the machine ask -----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What torch says about an accelerator; None for what it does not say.
+
+    Attributes:
+        name: the product's.
+        memory_bytes, cores: in all; a core is a multiprocessor.
+        pci: as `pci_address` has it.
+    """
+
+    name: str | None
+    memory_bytes: int | None
+    cores: int | None
+    pci: str | None
+
+
+def facts(device: torch.device) -> Facts:
+    """Return what torch says about an accelerator, without using it."""
+    properties = _properties_of(device)
+    return Facts(
+        getattr(properties, "name", None),
+        getattr(properties, "total_memory", None),
+        getattr(properties, "multi_processor_count", None),
+        pci_address(device),
+    )
+
+
+def _properties_of(device: torch.device) -> Any:
+    """Return torch's properties of an accelerator; None for a kind without them."""
+    ask = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return None if ask is None else ask(device)
+
+
+def free_memory_bytes(device: torch.device) -> int | None:
+    """Return the free memory of an accelerator; None if it is not known. (CUDA's contexts take some.)"""
+    return None if computes_on_host(device) else torch_private.free_memory_bytes(device) or None
+
+
+def can_access_peer(source: torch.device, target: torch.device) -> bool | None:
+    """Return whether two accelerators can reach each other's memory; None for a kind that does not say."""
+    ask = getattr(torch.get_device_module(source), "can_device_access_peer", None)
+    return None if ask is None else bool(ask(source, target))
+
+
+def copy_bytes_per_s(source: torch.device, target: torch.device, num_bytes: int) -> float:
+    """Measure copies of so many bytes from one accelerator to another, as unisono makes them; return the fastest."""
+    data = torch.zeros(num_bytes, dtype=torch.uint8, device=source)
+    fastest_s = float("inf")
+    for _ in range(_NUM_TIMED):  # the first one tests the pair, and allocates
+        started = time.perf_counter()
+        copied_to(data, target)
+        for device in (source, target):
+            if not computes_on_host(device):
+                torch.accelerator.synchronize(device)
+        fastest_s = min(fastest_s, time.perf_counter() - started)
+    return num_bytes / fastest_s

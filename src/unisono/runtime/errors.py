@@ -1,0 +1,201 @@
+"""Messages that are given once a process, and the one place where context is added to an exception.
+
+unisono raises the types that torch raises in the same place (`ValueError`, `TypeError`, `RuntimeError`), so that
+programs written for `torch.nn.DataParallel` catch what they caught before. An exception from a user's module stays
+the object it was; a note (PEP 678) says which replica raised it.
+"""
+
+import logging
+import signal as _signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+
+import torch
+
+log = logging.getLogger("unisono")
+
+
+class ReplicaNames(list[str]):
+    """The replicas of one call as messages name them: "replica 1 on cpu, rows 8 to 15 of 16".
+
+    Attributes:
+        numbers: of the replicas, as the names have them.
+        devices: of the replicas.
+    """
+
+    numbers: Sequence[int]
+    devices: Sequence[torch.device]
+
+
+class ReplicaLost(RuntimeError):  # noqa: N818 - named as what happened, as those below
+    """What is common to the errors of a replica that has died or is stuck; see these for its attributes."""
+
+    def __init__(
+        self, message: str, replica: int, device: torch.device | None, pid: int | None, stack: str, cause: str
+    ) -> None:
+        super().__init__(message)
+        self.replica, self.device, self.pid, self.stack, self.cause = replica, device, pid, stack, cause or message
+
+
+class ReplicaDied(ReplicaLost):
+    """A replica's worker process has ended by itself: by a signal, or with an exit status.
+
+        >>> model = unisono.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"], engine="processes")
+        >>> try:
+        ...     output = model(torch.zeros(30, 5))
+        ... except unisono.ReplicaDied as died:
+        ...     print("lost", died.replica, died.signal)
+        ...     output = model(torch.zeros(30, 5))  # on other workers
+
+    Parameters, gradients, optimizer, buffers and the random state are as they were before the step. The next forward
+    starts other workers.
+
+    Attributes:
+        replica: its number, from 0: the place of its device in `device_ids`.
+        device: its device.
+        pid: the process id that the worker had.
+        exit_status: with which it exited; None if a signal ended it, or if nothing is known.
+        signal: that ended it (a `signal.Signals`, or an int that has no name); None if it exited, or nothing is known.
+        stack: the Python stacks of its threads, the last call first, if it crashed and could write them; else "".
+        cause: the message without what is lost by it.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        replica: int = -1,
+        device: torch.device | None = None,
+        pid: int = -1,
+        code: int | None = None,
+        stack: str = "",
+        cause: str = "",
+    ) -> None:
+        """Describe a death.
+
+        Args:
+            code: the exit status, or minus the number of the signal; None: not known.
+        """
+        super().__init__(message, replica, device, pid, stack, cause)
+        self.exit_status = code if code is not None and code >= 0 else None
+        self.signal: int | None = None
+        if code is not None and code < 0:
+            self.signal = _signal.Signals(-code) if -code in set(_signal.Signals) else -code
+
+
+class ReplicaTimeout(ReplicaLost):
+    """A replica has made no progress for the `timeout` of its `DataParallel`, and others waited for it.
+
+        >>> model = unisono.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"], timeout=60)
+        >>> try:
+        ...     output = model(torch.zeros(30, 5))
+        ... except unisono.ReplicaTimeout as stuck:
+        ...     print("stuck", stuck.replica, stuck.stack)
+
+    Parameters, gradients, optimizer, buffers and the random state are as they were before the step. Worker processes
+    are ended, and the next forward starts others. A thread cannot be ended: it is left alone, and ends with its task.
+
+    Attributes:
+        replica: its number, from 0: the place of its device in `device_ids`.
+        device: its device.
+        pid: the process id that its worker had; None: it ran in a thread of this process.
+        timeout: the seconds that were waited.
+        stack: where it was stuck: its Python stack, as faulthandler writes it (a worker's, the last call first) or as
+            traceback does (a thread's, the last call last); "" if it could not be read.
+        cause: the message without what is lost by it.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        replica: int = -1,
+        device: torch.device | None = None,
+        pid: int | None = None,
+        timeout: float = 0.0,
+        stack: str = "",
+        cause: str = "",
+    ) -> None:
+        super().__init__(message, replica, device, pid, stack, cause)
+        self.timeout = timeout
+
+
+def threads_timed_out(
+    idents: Mapping[int, int], timeout_s: float, names: ReplicaNames | None, lost: str = "This step is lost"
+) -> ReplicaTimeout:
+    """Return the error for replicas that are stuck in threads of this process.
+
+    Args:
+        idents: the thread of each stuck replica, by index; at least one.
+        names: of all replicas.
+        lost: what is lost, in words.
+    """
+    stacks = {i: stack for i, ident in idents.items() if (stack := _stack_of(ident))}
+    texts = [f"{names[i] if names else f'replica {i}'} is here:\n{stack}" for i, stack in stacks.items()]
+    first = min(idents)
+    return ReplicaTimeout(
+        f"{names[first] if names else f'replica {first}'}: no progress for {timeout_s:g} s (timeout={timeout_s:g}). "
+        f"{lost}; the module is as it was. The replica's thread cannot be ended: it is left alone, and ends with its "
+        "task. " + "\n".join(texts),
+        replica=names.numbers[first] if names else first,
+        device=names.devices[first] if names else None,
+        timeout=timeout_s,
+        stack=stacks.get(first, ""),
+    )
+
+
+def _stack_of(ident: int) -> str:
+    """Return the Python stack of a thread; "" if there is no such thread."""
+    frame = sys._current_frames().get(ident)
+    return "".join(traceback.format_stack(frame)) if frame is not None else ""
+
+
+_logged: set[str] = set()
+_logged_lock = threading.Lock()
+
+
+def log_once(message: str) -> None:
+    """Log `message` as a warning, the first time only in this process."""
+    if _first_time(message):
+        log.warning(message)
+
+
+def warn_once(message: str) -> None:
+    """Issue `message` as a `UserWarning`, the first time only in this process."""
+    if _first_time(message):
+        warnings.warn(message, UserWarning, stacklevel=2)
+
+
+def forget_logged() -> None:
+    """Let every message be given again (for tests)."""
+    with _logged_lock:
+        _logged.clear()
+
+
+def _first_time(message: str) -> bool:
+    with _logged_lock:
+        first = message not in _logged
+        _logged.add(message)
+    return first
+
+
+def annotate(errors: list[tuple[str, BaseException]]) -> BaseException:
+    """Return the first of several replicas' errors, with notes that name its replica and the other errors.
+
+    Args:
+        errors: (where, exception) in replica order, at least one; `where` reads like "replica 1 on cpu, rows 8 to 15".
+    """
+    where, first = errors[0]
+    notes = [f"raised in {where}"]
+    notes += [
+        f"{elsewhere} raised too: {type(other).__name__}: {other}"
+        for elsewhere, other in errors[1:]
+        if other is not first
+    ]
+    for note in notes:
+        if note not in getattr(first, "__notes__", ()):  # a module may raise one object several times
+            first.add_note(note)
+    return first

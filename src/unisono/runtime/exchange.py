@@ -1,0 +1,345 @@
+"""All-gathers among replicas that run at the same time.
+
+`LocalExchange` decides, in one place, when an all-gather is complete. Its replicas run in threads of this process, or
+in other processes, whose requests arrive as messages; `Exchange` is what a replica sees of it, wherever it runs.
+
+    replica i:   submit a request (name, value) ──► wait ──► result: the values of all replicas
+                 withdraw, at the end of its pass
+
+Guarantees
+    - Every replica gets the values of all replicas, in replica order.
+    - The replicas request the same all-gathers in the same order. Where the data leads them different ways, the lowest
+      replica that waits raises an error that says where each replica is.
+    - No replica waits for ever. When a replica has failed, every other one goes on to its own end with its own values:
+      the caller gets the error, and what the others compute is dropped.
+
+Assumes that every replica withdraws, however it ends, and that the replicas do run at the same time.
+"""
+
+import abc
+import contextlib
+import enum
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+
+from unisono.runtime import timeline
+from unisono.runtime.errors import ReplicaNames, log, threads_timed_out
+from unisono.runtime.interrupts import WAKE_S, deliver, uninterruptible
+from unisono.runtime.rng import waiting_for_others
+from unisono.runtime.thread_pool import PassContext, ReplicaContext, inside_replica
+
+T = TypeVar("T")
+
+
+class Purpose(enum.Enum):
+    """What an all-gather is for; the value is the error where the replicas went different ways."""
+
+    BATCH_NORM = (
+        "batch norm over all replicas (sync_batch_norm=True) needs every replica, and the replicas went different "
+        "ways: {ways}. Let all replicas call the same batch norms in the same order, whatever their rows and random "
+        "numbers are, and let the output of each depend on all of them (output + 0 * unused.sum() does). Or make the "
+        "wrapper with sync_batch_norm=False."
+    )
+    DRAW = (
+        'random numbers of one device (randomness="one_device") need every replica, and the replicas went different '
+        "ways: {ways}. Let all replicas draw the same things in the same order, whatever their rows are. Or make the "
+        'wrapper with randomness="per_replica".'
+    )
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of an all-gather, which the replicas of a process share.
+
+    Attributes:
+        values: the replicas' values, in replica order. With a cross-process all-gather: each process's value, by rank.
+        number: identifies this all-gather, for the one in backward.
+    """
+
+    values: dict[int, Any]
+    number: int
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+    _combined: list[Any] = field(default_factory=list, repr=False, compare=False)
+
+    def once(self, combine: Callable[[dict[int, Any]], T]) -> T:
+        """Return `combine(values)`, which the first replica that asks computes for all of them."""
+        with self._lock:
+            if not self._combined:
+                self._combined.append(combine(self.values))
+        combined: T = self._combined[0]
+        return combined
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Result, (self.values, self.number)  # replicas in other processes combine for themselves
+
+
+class CrossProcess(Protocol):
+    """From the name of a batch norm and the values of this process's replicas to the value of each process, by rank.
+
+    Attributes:
+        kernels: as in `Exchange`.
+    """
+
+    @property
+    def kernels(self) -> bool: ...
+
+    def __call__(self, name: str, values: Mapping[int, Any], /) -> dict[int, Any]: ...
+
+
+class Request(NamedTuple):
+    """What a replica submits to take part in an all-gather.
+
+    Attributes:
+        name: of the batch norm, or of the operation that draws.
+        value: the replica's value.
+        forward: in backward, the number of the all-gather in forward that this is the backward of.
+        purpose: what it is for.
+    """
+
+    name: str
+    value: Any
+    forward: int | None = None
+    purpose: Purpose = Purpose.BATCH_NORM
+
+    @property
+    def key(self) -> tuple[Purpose, str, int | None]:
+        """What the requests of all replicas have in common."""
+        return self.purpose, self.name, self.forward
+
+    def __str__(self) -> str:
+        if self.purpose is Purpose.DRAW:
+            return self.name
+        return (
+            f"the batch norm of {self.name}"
+            if self.forward is None
+            else f"the backward of the batch norm of {self.name}"
+        )
+
+
+# What a request gets: its result, or why the replicas cannot go on.
+Response: TypeAlias = Result | str
+
+
+class Exchange(abc.ABC):
+    """A replica's view of the all-gathers of one pass.
+
+    Attributes:
+        failed: whether some replica is known to have failed, so that results are of the replica's own values.
+        all_withdrawn: whether all replicas are known to have withdrawn.
+        kernels: whether all whose values meet here have the same statistics, so that those of kernels.py can be used.
+    """
+
+    failed = False
+    all_withdrawn = False
+    kernels = True
+
+    def all_gather(self, index: int, request: Request) -> Result:
+        """Submit replica `index`'s request; wait for the other replicas' and return all values.
+
+        Raises:
+            RuntimeError: another replica is at another all-gather, or has ended.
+        """
+        response = self.submit_and_wait(index, request)
+        if isinstance(response, str):
+            raise RuntimeError(response)
+        return response
+
+    @abc.abstractmethod
+    def submit_and_wait(self, index: int, request: Request) -> Response:
+        """Submit a request; wait for the response."""
+
+    @abc.abstractmethod
+    def withdraw(self, index: int, *, failed: bool) -> None:
+        """Let no other replica wait for replica `index` any more."""
+
+
+class LocalExchange(Exchange):
+    """The all-gathers of replicas 0 to `num_replicas` - 1, decided in this process.
+
+    Attributes:
+        error: what `cross_process` has raised, or a `ReplicaTimeout`. After that no other replica gets a result.
+        threads: in which replicas of this process take part, by index.
+
+    Args:
+        num_replicas: how many replicas take part.
+        serve: receives the requests of replicas in other processes, until the function that it is given returns True.
+            A replica of this process calls it while it waits. None: it sleeps until another thread wakes it.
+        cross_process: takes the name of a batch norm and the values of this process's replicas; returns the values of
+            all processes, which become the result. None: there are no other processes.
+        timeout_s: for how long a replica waits while none submits or withdraws; None: for ever. Then every replica that
+            waits raises `ReplicaTimeout`, and so does one that comes later. Where replica 0 is the one that does not
+            come, the caller's own thread is stuck, and nothing can be raised there: the error is logged, too.
+        names: of the replicas, for messages.
+    """
+
+    def __init__(
+        self,
+        num_replicas: int,
+        serve: Callable[[Callable[[], bool]], None] | None = None,
+        cross_process: CrossProcess | None = None,
+        timeout_s: float | None = None,
+        names: ReplicaNames | None = None,
+    ) -> None:
+        self._serve = serve
+        self._timeout_s, self._names, self._progress_at = timeout_s, names, time.monotonic()
+        self.threads: dict[int, int] = {}
+        self._cross_process = cross_process
+        self.kernels = cross_process is None or cross_process.kernels
+        self.error: BaseException | None = None
+        self._condition = threading.Condition()
+        self._withdrawn: set[int] = set()
+        self._present = set(range(num_replicas))  # have not withdrawn
+        self._waiting: dict[int, tuple[Request, Callable[[Response], None]]] = {}  # by replica
+
+    @uninterruptible
+    def submit_and_wait(self, index: int, request: Request) -> Response:
+        responses: list[Response] = []
+        with timeline.during(timeline.WAIT), waiting_for_others(), self._condition:
+            if self.error is None:
+                self.submit(index, request, responses.append)
+            while not responses:
+                if self.error is not None:
+                    raise self.error
+                if self._serve is not None:
+                    self._serve(lambda: bool(responses))
+                else:
+                    self._condition.wait(WAKE_S)
+                    deliver()
+                    self._check_progress()
+        return responses[0]
+
+    def waiting(self) -> set[int]:
+        """Return the replicas that wait for others."""
+        return set(self._waiting)
+
+    def absent(self) -> list[int]:
+        """Return the replicas for which those that wait are waiting."""
+        return sorted(self._present - self._waiting.keys())
+
+    def _check_progress(self) -> None:
+        """Take note of an error if no replica has submitted or withdrawn for too long while some wait."""
+        if self._timeout_s is None or self.error is not None or not self._waiting:
+            return
+        if time.monotonic() - self._progress_at <= self._timeout_s:
+            return
+        self.error = threads_timed_out({i: self.threads.get(i, 0) for i in self.absent()}, self._timeout_s, self._names)
+        if 0 not in self._waiting:
+            log.error("%s", self.error)
+        self._condition.notify_all()
+
+    def submit(self, index: int, request: Request, callback: Callable[[Response], None]) -> None:
+        """Submit a replica's request; `callback` is called with the response, now or as soon as it is known."""
+        with self._condition:
+            self._progress_at = time.monotonic()
+            self._waiting[index] = request, callback
+            self._respond()
+
+    def withdraw(self, index: int, *, failed: bool) -> None:
+        with self._condition:
+            self._progress_at = time.monotonic()
+            self.failed |= failed
+            self._present.discard(index)
+            self._withdrawn.add(index)
+            self._waiting.pop(index, None)
+            self.all_withdrawn = not self._present
+            self._respond()
+
+    def _respond(self) -> None:
+        """Respond to the replicas that wait, if all wait that have not withdrawn, or if one has failed."""
+        if not self._waiting or not (self.failed or self._present <= self._waiting.keys()):
+            return
+        waiting, self._waiting = dict(sorted(self._waiting.items())), {}
+        requests = {index: request for index, (request, _) in waiting.items()}
+        for index, response in self._responses(requests).items():
+            _, callback = waiting[index]
+            callback(response)
+        self._condition.notify_all()
+
+    def _responses(self, requests: Mapping[int, Request]) -> dict[int, Response]:
+        alone: dict[int, Response] = {i: Result({i: request.value}, next(_numbers)) for i, request in requests.items()}
+        if self.failed:
+            return alone
+        if self._withdrawn or len({request.key for request in requests.values()}) > 1:
+            self.failed = True
+            lowest = min(requests)
+            text = requests[lowest].purpose.value.format(ways=_ways(requests, self._withdrawn))
+            return {**alone, lowest: text}
+        values = {index: request.value for index, request in requests.items()}
+        if self._cross_process is not None:
+            try:
+                values = self._cross_process(next(iter(requests.values())).name, values)
+            except BaseException as error:
+                self.error = error
+                self._condition.notify_all()
+                raise
+        return dict.fromkeys(requests, Result(values, next(_numbers)))
+
+
+def _ways(requests: Mapping[int, Request], ended: Set[int]) -> str:
+    """Return in words at which request each replica is, and which replicas have ended."""
+    replicas_at: dict[tuple[Purpose, str, int | None], list[int]] = {}
+    for index, request in requests.items():
+        replicas_at.setdefault(request.key, []).append(index)
+    ways = [f"{_replicas(at)} called {requests[at[0]]}" for at in replicas_at.values()]
+    if ended:
+        ways.append(f"{_replicas(sorted(ended))} called no further one")
+    return ", ".join(ways)
+
+
+def _replicas(indices: Sequence[int]) -> str:
+    return ("replica " if len(indices) == 1 else "replicas ") + " and ".join(map(str, indices))
+
+
+_numbers = itertools.count()
+
+
+# ---- the exchange of the calling thread -----------------------------------------------------------
+
+
+def exchanging(num_replicas: int, new_exchange: Callable[[int], Exchange]) -> PassContext:
+    """Return the context of a pass in which the replicas can exchange values.
+
+    A pass inside a replica has no exchange: its replicas run one after the other.
+
+    Args:
+        new_exchange: makes the exchange of so many replicas for one pass.
+    """
+
+    @contextlib.contextmanager
+    def one_pass() -> Iterator[ReplicaContext]:
+        exchange = None if inside_replica() else new_exchange(num_replicas)
+        yield lambda index: taking_part(exchange, index)
+
+    return one_pass
+
+
+@contextlib.contextmanager
+def taking_part(exchange: Exchange | None, index: int) -> Iterator[None]:
+    """The context in which the calling thread is replica `index` of an exchange; at its end the replica withdraws.
+
+    It goes around everything that uses the exchange.
+    """
+    before = current_exchange()
+    _thread.exchange = exchange
+    if isinstance(exchange, LocalExchange):
+        exchange.threads[index] = threading.get_ident()
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        _thread.exchange = before
+        if exchange is not None:
+            exchange.withdraw(index, failed=failed)
+
+
+def current_exchange() -> Exchange | None:
+    """Return the exchange in which the calling thread takes part; None if it takes part in none."""
+    return getattr(_thread, "exchange", None)
+
+
+_thread = threading.local()

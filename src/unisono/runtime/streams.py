@@ -1,0 +1,200 @@
+"""Copies between devices that overlap with computation.
+
+A copy on the stream on which a device computes waits for everything queued before it, and delays everything queued
+after it. So each accelerator gets streams for copies only, one for copies from the host and one for all others:
+
+    compute (the caller's)   ── batch made ──┐             ┌── replica reads copy ──     ┌── caller writes batch
+                                             ▼ (1)     (2) ▲                         (3) ▲
+    copies                                   └─── copy ────┴─────────────────────────────┘
+
+    (1) A copy waits for the work queued on its source's device so far; a copy from the host waits for nothing.
+    (2) `wait_copies`: the reader waits for its copies, and for no later ones.
+    (3) When the block ends, the sources may be written into again. The host waits for copies from the caller's pinned
+        memory.
+
+The driver would copy pageable memory in the calling thread, after everything that the stream has queued; such tensors
+are first copied into pinned memory of our own. Devices that compute on the host have no streams: they copy at once.
+
+Guarantees
+    - Code that follows (1) to (3) reads and writes as if everything ran in one order.
+    - Memory is not used again before every stream is done with it.
+
+Assumes that what is copied needs no gradient, and is not written into before the block ends; and that no device still
+writes into the caller's pinned memory.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from unisono.runtime import devices as _devices
+from unisono.runtime.buckets import is_plain
+
+
+class Copies:
+    """Copies for some readers, one a replica, each on a device. Any thread may call any of its methods.
+
+        with Copies(devices) as copies:
+            shards = [copies.to(part, reader) for reader, part in enumerate(parts)]
+            ...     in each reader's thread: copies.wait_copies(reader)
+
+    Args:
+        devices: one a reader; the calling thread's streams are those on which the readers' threads will compute.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = devices
+        self._computing = {stream.device: stream for stream in _devices.current_streams(devices)}
+        self._lock = threading.RLock()  # around a copy on a copy stream and the event after it
+        self._last: dict[tuple[int, bool], torch.Event] = {}  # after a reader's last copy, from the host or not
+        self._sources: dict[torch.device, torch.Stream] = {}  # copy streams that have read from these devices
+        self._of_callers_memory: list[torch.Event] = []  # after copies from the caller's pinned memory
+
+    def to(self, tensor: torch.Tensor, reader: int) -> torch.Tensor:
+        """Return a copy of `tensor` on the reader's device, for its computation; it may still be in flight."""
+        copy = self.to_add(tensor, reader)
+        if is_plain(copy) and _devices.has_streams(copy.device):
+            copy.record_stream(self._computing[copy.device])
+        return copy
+
+    def to_add(self, tensor: torch.Tensor, reader: int) -> torch.Tensor:
+        """Return a copy of `tensor` on the reader's device for work on the copy stream; it may still be in flight."""
+        target, source = self._devices[reader], tensor.device
+        if not _devices.has_streams(target) or not is_plain(tensor):
+            return _devices.copied_to(tensor, target)
+        from_host = _devices.is_cpu(source)
+        of_caller = from_host and tensor.is_pinned()
+        if from_host:
+            if not of_caller:
+                tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+        else:
+            self._read_from(source, tensor)
+        with self._on_copy_streams(reader, target if from_host else source, from_host):
+            copy = _devices.copied_to(tensor, target, wait=False)
+            if of_caller:
+                self._of_callers_memory.append(copy_stream(target, from_host).record_event())
+        return copy
+
+    def _read_from(self, source: torch.device, tensor: torch.Tensor) -> None:
+        """Let the stream that copies from a device wait for the work that the calling thread has queued there."""
+        stream = copy_stream(source)
+        stream.wait_stream(torch.accelerator.current_stream(source))  # (1)
+        tensor.record_stream(stream)
+        with self._lock:
+            self._sources[source] = stream
+
+    @contextlib.contextmanager
+    def _on_copy_streams(self, reader: int, other: torch.device, from_host: bool = False) -> Iterator[None]:
+        """Within the block, queue work on copy streams: of the reader's device and of another."""
+        target = self._devices[reader]
+        streams = [copy_stream(d, from_host) for d in {target, other} if _devices.has_streams(d)]
+        with self._lock, _devices.using(target, streams):
+            yield
+            if _devices.has_streams(target):
+                self._last[reader, from_host] = copy_stream(target, from_host).record_event()
+
+    def on_copy_stream(self, reader: int) -> AbstractContextManager[None]:
+        """Within the block, queue work on the reader's copy stream, after its copies; `wait_copies` waits for both."""
+        return self._on_copy_streams(reader, self._devices[reader])
+
+    def wait_compute(self, reader: int) -> None:
+        """Let the reader's later copies wait for the work that the calling thread has queued on its device."""
+        target = self._devices[reader]
+        if _devices.has_streams(target):
+            copy_stream(target).wait_stream(torch.accelerator.current_stream(target))
+
+    @contextlib.contextmanager
+    def read(self, reader: int) -> Iterator[None]:
+        """Within the block, queue work on the stream on which the reader's device computes, after its copies."""
+        target = self._devices[reader]
+        streams = [self._computing[target]] if _devices.has_streams(target) else []
+        with _devices.using(target, streams):
+            self.wait_copies(reader)
+            yield
+
+    def wait_copies(self, reader: int) -> None:
+        """Let the calling thread's stream on the reader's device wait for the reader's copies."""
+        with self._lock:
+            events = [event for (other, _), event in self._last.items() if other == reader]
+        for event in events:
+            torch.accelerator.current_stream(self._devices[reader]).wait_event(event)  # (2)
+
+    def __enter__(self) -> "Copies":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            sources = list(self._sources.items())
+        for source, stream in sources:
+            torch.accelerator.current_stream(source).wait_stream(stream)  # (3)
+        for event in self._of_callers_memory:
+            event.synchronize()
+
+    def record_stream(self, tensor: torch.Tensor, reader: int) -> None:
+        """Keep the memory of a tensor on the reader's device until its compute and copy streams are done with it."""
+        target = self._devices[reader]
+        if _devices.has_streams(target):
+            tensor.record_stream(copy_stream(target))
+            tensor.record_stream(self._computing[target])
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """Return the calling thread's stream on a device; None where it has none."""
+    return torch.accelerator.current_stream(device) if _devices.has_streams(device) else None
+
+
+@contextlib.contextmanager
+def queued_on(stream: torch.Stream | None, tensor: torch.Tensor) -> Iterator[None]:
+    """Within the block, queue work on `stream`, after what the calling thread has queued on its device.
+
+    Args:
+        stream: None where the device has no streams: then nothing happens.
+        tensor: made on the calling thread's stream; its memory is kept until `stream` is done with it.
+    """
+    here = None if stream is None else current_stream(stream.device)
+    if stream is None or here == stream:
+        yield
+        return
+    assert here is not None
+    stream.wait_stream(here)
+    if is_plain(tensor):
+        tensor.record_stream(stream)
+    with _devices.using(stream.device, [stream]):
+        yield
+
+
+def wait_for_maker(stream: torch.Stream, *tensors: torch.Tensor) -> None:
+    """Let the calling thread's stream wait for `stream`, on which another thread has queued what makes `tensors`.
+
+    Their memory is kept until both are done with it.
+    """
+    here = current_stream(stream.device)
+    if here is None or here == stream:
+        return
+    here.wait_stream(stream)
+    for tensor in filter(is_plain, tensors):
+        tensor.record_stream(here)
+
+
+def wait_for_streams(device: torch.device, others: Iterable[torch.device]) -> None:
+    """Let the calling thread's stream on `device` wait for its streams on other devices."""
+    here = current_stream(device)
+    for other in set(others) - {device} if here is not None else ():
+        stream = current_stream(other)
+        if stream is not None:
+            here.wait_stream(stream)  # type: ignore[union-attr]
+
+
+_streams: dict[tuple[torch.device, bool], torch.Stream] = {}
+_streams_lock = threading.Lock()
+
+
+def copy_stream(device: torch.device, from_host: bool = False) -> torch.Stream:
+    """Return the stream of an accelerator for copies from the host, or for all others."""
+    with _streams_lock:
+        if (device, from_host) not in _streams:
+            _streams[device, from_host] = torch.Stream(device)
+        return _streams[device, from_host]

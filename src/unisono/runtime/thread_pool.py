@@ -1,0 +1,566 @@
+"""Worker threads: run one task a replica, all at once, with the caller's thread state.
+
+Guarantees
+    - Task 0 runs in the calling thread, task i on worker i; `run_together` returns when every task has ended.
+    - Workers are started when first needed and kept. A call has its workers to itself, so its tasks may wait for each
+      other, and calls from several threads at once do not disturb each other.
+    - Inside a task, `run_together` runs its tasks one after the other in that thread: no worker waits for itself.
+    - An exception that is not an `Exception` (Ctrl-C above all) reaches the caller at once, and so does a
+      `ReplicaTimeout`. Workers that are still busy then are abandoned: their result is dropped, they end when their
+      task does, and the next call starts fresh ones. They are not interrupted: an exception at any instruction could
+      leave locks held for ever, those of Python's imports among them.
+    - On the CPU a worker runs on its own part of the process's cores (affinity.py); the caller's thread is not bound.
+    - After a fork the child starts workers of its own. At exit workers are stopped and joined, because a daemon thread
+      that is inside torch when the interpreter ends aborts the process. Tasks that still run after a while are
+      interrupted then. One that sleeps is left alone: it would not notice, and it is not inside torch's kernels.
+
+`Background` runs tasks that go on while the caller does other things, in threads of their own.
+
+Assumes that tasks do not touch each other's data.
+"""
+
+import atexit
+import contextlib
+import contextvars
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import torch
+
+from unisono.runtime import affinity, openmp, torch_private
+from unisono.runtime import devices as _devices
+from unisono.runtime.errors import ReplicaNames, ReplicaTimeout, log, threads_timed_out
+from unisono.runtime.interrupts import WAKE_S, deliver
+from unisono.runtime.thread_state import ThreadState, modes_that_stay
+
+T = TypeVar("T")
+
+_EXIT_PATIENCE_S = 2.0  # how long interpreter exit waits for workers to end by themselves
+_EXIT_WAIT_S = 10.0  # and how long in all
+_EXIT_ASLEEP_S = 0.5  # a worker that has slept for so long then is asleep
+_EXIT_LOOK_S = 0.05  # how often exit looks
+
+
+@dataclass(slots=True)
+class Outcome(Generic[T]):
+    """How a task ended: with a value, or with an error."""
+
+    value: T | None = None
+    error: BaseException | None = None
+
+
+# The context around replica i in its own thread, in one pass over all replicas: the forward, or a backward. It is
+# entered before the caller's thread state is applied, and left even if that fails.
+ReplicaContext: TypeAlias = Callable[[int], AbstractContextManager[None]]
+# The context around the whole pass, in the caller's thread; it yields the replicas' context. It is left with the
+# exception if the pass fails.
+PassContext: TypeAlias = Callable[[], AbstractContextManager[ReplicaContext]]
+
+
+class one_pass:  # noqa: N801 - a context manager, as a class because a step enters it each time
+    """Enters every context of one pass over all replicas; gives each replica's context in it, the first outermost."""
+
+    def __init__(self, contexts: Sequence[PassContext]) -> None:
+        self._contexts = contexts
+
+    def __enter__(self) -> ReplicaContext:
+        if len(self._contexts) <= 1:
+            context = self._contexts[0] if self._contexts else _no_context
+            self._entered: AbstractContextManager[Any] = context()
+            only: ReplicaContext = self._entered.__enter__()
+            return only
+        with contextlib.ExitStack() as stack:
+            of_replicas = [stack.enter_context(context()) for context in self._contexts]
+            self._entered = stack.pop_all()
+        return partial(_all_of, of_replicas)
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
+
+
+def _no_context() -> AbstractContextManager[ReplicaContext]:
+    return nullcontext(lambda index: nullcontext())
+
+
+@contextlib.contextmanager
+def _all_of(contexts: Sequence[ReplicaContext], index: int) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context(index))
+        yield
+
+
+def run_together(
+    tasks: Sequence[Callable[[], T]],
+    devices: Sequence[torch.device],
+    around: ReplicaContext = lambda index: nullcontext(),
+    timeout_s: float | None = None,
+    names: ReplicaNames | None = None,
+) -> list[Outcome[T]]:
+    """Run all tasks at once, task i for a replica on `devices[i]`; return how each ended, in order.
+
+    >>> [outcome.value for outcome in run_together([lambda: 1, lambda: 2], [torch.device("cpu")] * 2)]
+    [1, 2]
+
+    Args:
+        tasks, devices: one a replica.
+        around: the context of task i in its thread. It is entered before anything else, and left even if the task
+            cannot start, so that it can tell tasks that wait for this one.
+        timeout_s: for how long the caller, once task 0 has ended, waits without another one ending; None: for ever.
+        names: of the replicas, for messages.
+
+    Raises:
+        ReplicaTimeout: that time is over. Workers that are still busy are abandoned.
+        BaseException: what a task (or Ctrl-C) raised, where that is not an `Exception`.
+    """
+    if torch_private.caches_parametrizations():
+        with torch_private.parametrizations_not_cached():
+            return run_together(tasks, devices, around, timeout_s, names)
+    if len(tasks) == 1 or inside_replica() or modes_that_stay():
+        return [_run_here(tasks[i], devices[i], i, around(i)) for i in range(len(tasks))]
+    return _run_in_threads(tasks, devices, around, timeout_s, names)
+
+
+def _run_in_threads(
+    tasks: Sequence[Callable[[], T]],
+    devices: Sequence[torch.device],
+    around: ReplicaContext,
+    timeout_s: float | None,
+    names: ReplicaNames | None,
+) -> list[Outcome[T]]:
+    state = ThreadState.capture()
+    on_host = _devices.all_on_host(devices)
+    streams = None if on_host else _devices.current_streams(devices)
+    own_cores = affinity.cores_per_replica(len(tasks)) if on_host else [()] * len(tasks)
+    threads_before, threads_each = _thread_counts.begin(devices)
+    done: SimpleQueue[tuple[int, Outcome[T]]] = SimpleQueue()
+    context = contextvars.copy_context()
+
+    def run(index: int) -> Outcome[T]:
+        own_context = context.copy()
+
+        def in_context() -> T:
+            affinity.bind(own_cores[index])
+            with around(index), _AsReplica(devices[index], index, threads_each, streams), state.applied():
+                return own_context.run(tasks[index])
+
+        return _outcome(in_context)
+
+    def first() -> T:
+        with around(0), _AsReplica(devices[0], 0, threads_each, streams):
+            return tasks[0]()
+
+    workers = _pool.borrow(len(tasks) - 1)
+    ended: dict[int, Outcome[T]] = {}
+    try:
+        for i, worker in enumerate(workers, 1):
+            worker.inbox.put(_Order(i, [run], done))
+        ended[0] = _outcome(first)
+        _raise_if_urgent(ended[0])
+        num_running, progress_at = len(workers), time.monotonic()
+        while num_running:
+            try:
+                index, ended_now = done.get(timeout=WAKE_S)
+            except Empty:
+                deliver()
+                if timeout_s is not None and time.monotonic() - progress_at > timeout_s:
+                    stuck = {i: worker.thread.ident or 0 for i, worker in enumerate(workers, 1) if i not in ended}
+                    raise threads_timed_out(stuck, timeout_s, names) from None
+                continue
+            num_running, progress_at = num_running - 1, time.monotonic()
+            ended[index] = ended_now
+            del ended_now
+            _raise_if_urgent(ended[index])
+        return [ended[i] for i in range(len(tasks))]
+    finally:
+        _pool.give_back([worker for i, worker in enumerate(workers, 1) if i in ended])
+        _pool.abandon([worker for i, worker in enumerate(workers, 1) if i not in ended])
+        _thread_counts.end(threads_before, threads_each)
+        torch_private.forget_dispatch_modes()  # the caller's thread is in none: `modes_that_stay`
+        ended.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
+
+
+class Background:
+    """Tasks that run in threads of their own until they end, task i for a replica on `devices[i]`; the caller goes on.
+
+    A task sees the thread state that it is given, and the caller's context variables. It has its part of the caller's
+    intra-op threads and cores; the caller's own thread keeps all of its own.
+
+    Args:
+        tasks, devices: one a replica. A task handles its own exceptions, and ends soon after `stop` is called.
+        state: of the tasks' threads.
+        stop: makes the tasks end. It is called when the program ends, too.
+        at_end: called in the thread of the task that ends last.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Callable[[], None]],
+        devices: Sequence[torch.device],
+        state: ThreadState,
+        stop: Callable[[], None],
+        at_end: Callable[[], None],
+    ) -> None:
+        self.stop = stop
+        self._lock = threading.Lock()
+        self._running = set(range(len(tasks)))
+        self._at_end = at_end
+        self._ended = threading.Event()
+        on_host = _devices.all_on_host(devices)
+        streams = None if on_host else _devices.current_streams(devices)
+        own_cores = affinity.cores_per_replica(len(tasks)) if on_host else [()] * len(tasks)
+        context = contextvars.copy_context()
+        started: SimpleQueue[None] = SimpleQueue()
+        threads_before, threads_each = _thread_counts.begin(devices)
+
+        def run(index: int) -> Outcome[None]:
+            def in_context() -> None:
+                affinity.bind(own_cores[index])
+                with _AsReplica(devices[index], index, threads_each, streams), state.applied():
+                    started.put(None)
+                    context.copy().run(tasks[index])
+
+            try:
+                return _outcome(in_context)
+            finally:
+                started.put(None)  # also if it could not start
+                self._leave(index)
+
+        _backgrounds.add(self)
+        num_started = 0
+        try:
+            for i in range(len(tasks)):
+                _pool.start(_Order(i, [run], SimpleQueue()))
+                num_started += 1
+            for _ in tasks:
+                started.get()  # soon: nothing of the user's is called before
+        except BaseException:
+            stop()
+            for i in range(num_started, len(tasks)):
+                self._leave(i)
+            raise
+        finally:
+            # Each task's thread has set its own number by now, and with it that of new threads.
+            _thread_counts.end(threads_before, threads_each)
+
+    def _leave(self, index: int) -> None:
+        with self._lock:
+            if index not in self._running:
+                return
+            self._running.remove(index)
+            is_last = not self._running
+        if is_last:
+            try:
+                self._at_end()
+            finally:
+                _backgrounds.discard(self)
+                self._ended.set()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all tasks have ended."""
+        return self._ended.is_set()
+
+    def abandon(self, index: int) -> None:
+        """Count a task as ended although it is not: it is stuck. It ends when it can, or when the program does."""
+        self._leave(index)
+
+    def wait(self) -> None:
+        """Wait until all tasks have ended."""
+        while not self._ended.wait(WAKE_S):
+            deliver()
+        if not modes_that_stay():
+            torch_private.forget_dispatch_modes()  # those of the tasks' threads may have overlapped
+
+
+class divided_intra_op_threads:  # noqa: N801 - a context manager, as a class because a step enters it each time
+    """Gives the calling thread one replica's part of its intra-op threads, for replicas that run in other processes.
+
+    Its value is how many each replica has. Enter it before they get something to do: it ends the threads that would
+    occupy their cores.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = devices
+
+    def __enter__(self) -> int:
+        self._before, self._each = _thread_counts.begin(self._devices)
+        try:
+            if self._each < self._before:
+                openmp.pause_threads()
+            _set_intra_op_threads(self._each)
+        except BaseException:
+            _thread_counts.end(self._before, self._each)
+            raise
+        return self._each
+
+    def __exit__(self, *_: object) -> None:
+        _thread_counts.end(self._before, self._each)
+
+
+def inside_replica() -> bool:
+    """Return whether the calling thread is running a replica's task."""
+    return getattr(_thread, "replica_device", None) is not None
+
+
+def replica_device() -> torch.device | None:
+    """Return the device of the replica whose task the calling thread is running; None outside of one."""
+    return getattr(_thread, "replica_device", None)
+
+
+def replica_path() -> tuple[int, ...]:
+    """Return which replica's task the calling thread is running: its index in each call, the outermost call first.
+
+    () outside of a replica. Paths in sorted order are the replicas in the order of their rows.
+    """
+    return getattr(_thread, "replica_path", ())
+
+
+def _outcome(task: Callable[[], T]) -> Outcome[T]:
+    try:
+        return Outcome(value=task())
+    except BaseException as error:  # noqa: BLE001 - raised in the caller
+        torch_private.end_checkpoints(error)
+        return Outcome(error=error)
+
+
+def _run_here(
+    task: Callable[[], T], device: torch.device, index: int, around: AbstractContextManager[None]
+) -> Outcome[T]:
+    def run() -> T:
+        with around, _AsReplica(device, index, None, None if _devices.computes_on_host(device) else []):
+            return task()
+
+    outcome = _outcome(run)
+    try:
+        _raise_if_urgent(outcome)
+        return outcome
+    finally:
+        del outcome  # a traceback refers to this frame: nothing in it may refer to an exception
+
+
+def _raise_if_urgent(outcome: Outcome[T]) -> None:
+    try:
+        if outcome.error is not None and (
+            isinstance(outcome.error, ReplicaTimeout) or not isinstance(outcome.error, Exception)
+        ):
+            raise outcome.error
+    finally:
+        del outcome  # as above
+
+
+def _set_intra_op_threads(count: int) -> None:
+    if torch.get_num_threads() != count:
+        torch.set_num_threads(count)
+
+
+class _ThreadCounts:
+    """Restores torch's number of intra-op threads.
+
+    Each thread has its own number, but setting it also sets the initial number of new threads. So a thread that first
+    uses torch while a call runs starts with a replica's number. If such a thread calls for the first time, we assume
+    that it wants the number that the first of the overlapping calls found.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: list[int] = []  # the number of each replica, one entry a running call
+        self._default = 1
+
+    def begin(self, devices: Sequence[torch.device]) -> tuple[int, int]:
+        """Return the calling thread's number, and the part of it for each replica."""
+        before = torch.get_num_threads()
+        with self._lock:
+            if not self._running:
+                self._default = before
+            elif before in self._running and not hasattr(_thread, "num_threads"):
+                before = self._default
+            on_host = len([device for device in devices if _devices.computes_on_host(device)])
+            each = max(1, before // on_host) if on_host else before
+            self._running.append(each)
+        return before, each
+
+    def end(self, before: int, each: int) -> None:
+        """Restore the state before the call of `begin` that returned these numbers."""
+        torch.set_num_threads(before)  # the calling thread's, and the initial one of new threads
+        _thread.num_threads = before
+        with self._lock:
+            self._running.remove(each)
+            wrong_default = not self._running and before != self._default
+        if wrong_default:  # an earlier call found another number; a new thread sets it, so that this one keeps its own
+            setter = threading.Thread(target=torch.set_num_threads, args=(self._default,))
+            setter.start()
+            setter.join()
+
+
+class _AsReplica:
+    """The context of a replica's task in its thread: the number of intra-op threads, device, streams, and its mark.
+
+    The number is not restored: whoever divides the threads does that (`_ThreadCounts`).
+
+    Args:
+        num_threads: None: as many as the thread has.
+        streams: those of the caller's thread on the replicas' devices; None on the host, which has none.
+    """
+
+    __slots__ = ("_before", "_device", "_index", "_num_threads", "_streams", "_using")
+
+    def __init__(
+        self, device: torch.device, index: int, num_threads: int | None, streams: Sequence[torch.Stream] | None
+    ) -> None:
+        self._device, self._index, self._num_threads, self._streams = device, index, num_threads, streams
+
+    def __enter__(self) -> None:
+        if self._num_threads is not None:
+            _set_intra_op_threads(self._num_threads)
+        self._using = None
+        if self._streams is not None:
+            self._using = _devices.using(self._device, self._streams)
+            self._using.__enter__()
+        self._before = replica_device(), replica_path()
+        _thread.replica_device, _thread.replica_path = self._device, (*self._before[1], self._index)
+
+    def __exit__(self, *error: Any) -> None:
+        _thread.replica_device, _thread.replica_path = self._before
+        if self._using is not None:
+            self._using.__exit__(*error)
+
+
+@dataclass(slots=True)
+class _Order:
+    """An order to a worker: call the one job in the list with the index, and put (index, its outcome) into `done`."""
+
+    index: int
+    jobs: list[Callable[[int], Outcome[Any]]]
+    done: SimpleQueue[tuple[int, Outcome[Any]]]
+
+
+class _Worker:
+    """One thread that runs the orders in its inbox, until it finds None there."""
+
+    def __init__(self) -> None:
+        self.inbox: SimpleQueue[_Order | None] = SimpleQueue()
+        self.thread = threading.Thread(target=self._work, name="unisono-worker", daemon=True)
+        self.thread.start()
+
+    def _work(self) -> None:
+        with contextlib.suppress(SystemExit):  # what `stop` raises here
+            while (order := self.inbox.get()) is not None:
+                # Once the caller has the outcome, no reference to the call may be left here: what the caller then drops
+                # is to be freed at once. So no variable holds the outcome, and the job is popped.
+                order.done.put((order.index, order.jobs.pop()(order.index)))
+                del order
+
+
+class _Pool:
+    """The process's workers. A worker that is not idle is busy with a call, or abandoned."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[_Worker] = []
+        self._busy: list[_Worker] = []
+
+    def borrow(self, count: int) -> list[_Worker]:
+        """Take `count` workers, the same ones in the same order whenever they are idle."""
+        with self._lock:
+            while len(self._idle) < count:
+                self._idle.append(_Worker())
+            borrowed, self._idle = self._idle[:count], self._idle[count:]
+            self._busy = [worker for worker in self._busy if worker.thread.is_alive()] + borrowed
+        return borrowed
+
+    def give_back(self, workers: Sequence[_Worker]) -> None:
+        with self._lock:
+            self._busy = [worker for worker in self._busy if worker not in workers]
+            self._idle[:0] = workers
+
+    def abandon(self, workers: Sequence[_Worker]) -> None:
+        """Let busy workers end with their current task."""
+        for worker in workers:
+            worker.inbox.put(None)
+
+    def start(self, order: _Order) -> None:
+        """Have a new worker run one order, and end."""
+        worker = _Worker()
+        worker.inbox.put(order)
+        worker.inbox.put(None)
+        with self._lock:
+            self._busy = [worker for worker in self._busy if worker.thread.is_alive()] + [worker]
+
+    def stop(self) -> None:
+        """Stop every worker and join it; interrupt those whose task runs too long, and give up after `_EXIT_WAIT_S`.
+
+        A worker whose task sleeps, in `time.sleep` or for a lock that nobody releases, is not waited for.
+        """
+        for background in list(_backgrounds):
+            background.stop()
+        with self._lock:
+            ending = self._idle + self._busy
+            self._idle, self._busy = [], []
+        for worker in ending:
+            worker.inbox.put(None)
+        started = time.monotonic()
+        if not self._join(ending, until=started + _EXIT_PATIENCE_S):
+            for worker in ending:
+                if worker.thread.is_alive():
+                    ident = ctypes.c_ulong(worker.thread.ident or 0)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
+            if not self._join(ending, until=started + _EXIT_WAIT_S):
+                log.warning("a replica is still running %g s after the program ended", _EXIT_WAIT_S)
+
+    def _join(self, workers: Sequence[_Worker], until: float) -> bool:
+        """Join workers; return False if one still runs, and is not asleep, when the time is over."""
+        asleep_since: dict[int, tuple[float, object]] = {}  # with the state that it has had since then
+        while True:
+            now = time.monotonic()
+            running = []
+            for worker in workers:
+                if worker.thread.is_alive():
+                    state = _sleep_state(worker.thread)
+                    since, before = asleep_since.get(id(worker), (now, None))
+                    asleep_since[id(worker)] = (since if state == before else now), state
+                    if state is None or now - asleep_since[id(worker)][0] < _EXIT_ASLEEP_S:
+                        running.append(worker)
+            if not running:
+                return True
+            if now >= until:
+                return False
+            running[0].thread.join(min(_EXIT_LOOK_S, until - now))
+
+    def forget(self) -> None:
+        """Start empty, in the child of a fork: the parent's threads do not exist there."""
+        self.__init__()  # type: ignore[misc]
+
+
+def _sleep_state(thread: threading.Thread) -> object:
+    """Return what stays the same as long as a thread sleeps, its processor time; None: it runs, or it is not known."""
+    try:
+        stat = Path(f"/proc/self/task/{thread.native_id}/stat").read_bytes()
+    except OSError:
+        return None
+    state, *fields = stat[stat.rindex(b")") + 2 :].split()
+    return tuple(fields[10:12]) if state in b"SD" else None
+
+
+def _after_fork() -> None:
+    _pool.forget()
+    _backgrounds.clear()
+    _thread_counts.__init__()  # type: ignore[misc]
+    _thread.replica_device, _thread.replica_path = None, ()  # a fork inside a task: the child is no replica
+
+
+_thread = threading.local()
+_thread_counts = _ThreadCounts()
+_backgrounds: set[Background] = set()  # those that run
+_pool = _Pool()
+atexit.register(_pool.stop)
+os.register_at_fork(after_in_child=_after_fork)

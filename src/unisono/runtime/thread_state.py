@@ -1,0 +1,135 @@
+"""The caller's thread-local state, carried into the worker threads.
+
+torch keeps much of what a user has switched on per thread: grad mode, inference mode, autocast, the default device,
+the current streams, denormal flushing. A replica must see all of it as the caller does. (The default dtype and the
+deterministic flags belong to the process.) Some state cannot be carried into other threads: dispatch and function
+modes, torch.func transforms, and saved-tensor hooks, which depend on the order in which tensors are saved
+(activation checkpointing above all). While such a mode is active, `modes_that_stay()` says so and replicas run in the
+caller's thread, one after the other.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unisono.runtime import devices as _devices
+from unisono.runtime import torch_private
+
+# Device types that autocast knows; asking about one that this build of torch lacks is harmless.
+_AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "ipu", "privateuseone")
+
+
+@dataclass(frozen=True)  # without slots: pickle would call Python for each field
+class ThreadState:
+    """The state of one thread (`capture`), to be set in other threads (`applied`)."""
+
+    grad_enabled: bool
+    inference: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    autocast_cache: bool
+    saved_tensor_hooks_disabled: str | None
+    default_device: torch.device | None
+    flush_denormal: bool
+
+    @classmethod
+    def capture(cls) -> "ThreadState":
+        """Return the calling thread's state."""
+        return cls(
+            grad_enabled=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast=_autocast() if torch_private.any_autocast() else (),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            saved_tensor_hooks_disabled=torch_private.saved_tensor_hooks_disabled(),
+            default_device=torch_private.default_device(),
+            flush_denormal=_flushes_denormals(),
+        )
+
+    def applied(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which this state is the calling thread's."""
+        is_usual = self.default_device is None and self.saved_tensor_hooks_disabled is None
+        if is_usual and not (self.inference or self.autocast or self.flush_denormal or _flushes_denormals()):
+            return torch.set_grad_enabled(self.grad_enabled) if self.grad_enabled else torch.no_grad()
+        return self._applied()
+
+    @contextlib.contextmanager
+    def _applied(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            if self.default_device is not None:
+                stack.enter_context(self.default_device)
+            for device_type, dtype in self.autocast:
+                stack.enter_context(torch.autocast(device_type, dtype, cache_enabled=self.autocast_cache))
+            if self.saved_tensor_hooks_disabled is not None:
+                message = self.saved_tensor_hooks_disabled
+                stack.enter_context(torch.autograd.graph.disable_saved_tensors_hooks(message))
+            if self.flush_denormal != _flushes_denormals():
+                torch.set_flush_denormal(self.flush_denormal)  # nothing to undo: each task sets what it needs
+            stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
+            yield
+
+
+@dataclass(frozen=True)  # without slots: pickle would call Python for each field
+class ProcessState:
+    """What another process must set, beside a thread's state, to compute as this one does."""
+
+    default_dtype: torch.dtype
+    deterministic: tuple[bool, bool, bool]
+    anomaly: tuple[bool, bool]
+    product_flags: tuple[str | None, str, str]
+    convolution_flags: tuple[Any, ...]
+
+    @classmethod
+    def capture(cls) -> "ProcessState":
+        """Return this process's state."""
+        return cls(
+            default_dtype=torch.get_default_dtype(),
+            deterministic=_deterministic(),
+            anomaly=(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+            product_flags=_devices.product_flags(),
+            convolution_flags=_devices.convolution_flags(),
+        )
+
+    def set(self) -> None:
+        """Set this state, for good."""
+        torch.set_default_dtype(self.default_dtype)
+        if self.deterministic != _deterministic():  # not for nothing: the call imports torch's compiler
+            enabled, warn_only, fill = self.deterministic
+            torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+            torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+        torch.autograd.set_detect_anomaly(*self.anomaly)
+        _devices.set_product_flags(self.product_flags)
+        _devices.set_convolution_flags(self.convolution_flags)
+
+
+def _deterministic() -> tuple[bool, bool, bool]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+    )
+
+
+def modes_that_stay() -> bool:
+    """Return whether this thread is under a mode or transform that no other thread can join."""
+    return torch_private.any_mode() and (
+        torch_private.has_dispatch_modes()
+        or torch_private.has_transforms()
+        or torch_private.has_saved_tensor_hooks()
+        or any(not torch_private.is_default_device(mode) for mode in torch_private.function_modes())
+    )
+
+
+def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
+    return tuple([(t, torch.get_autocast_dtype(t)) for t in _AUTOCAST_TYPES if torch.is_autocast_enabled(t)])
+
+
+_smallest_denormal = 5e-324
+
+
+def _flushes_denormals() -> bool:
+    # torch.set_flush_denormal cannot be read back; Python's own float arithmetic obeys the same processor flag.
+    return _smallest_denormal * 1.0 == 0.0

@@ -1,0 +1,1016 @@
+"""Every private call of torch that unisono makes, each with its fallback for releases of torch that lack it.
+
+Nothing else in the package may name a `torch._C` function. tests/runtime/test_torch_private.py tries the fallbacks.
+"""
+
+import contextlib
+import copy
+import functools
+import importlib
+import operator
+import os
+import sys
+import threading
+import traceback
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.nn.utils.parametrize
+from torch.utils import _python_dispatch
+
+from unisono.runtime.interrupts import interruptible
+
+# ---- backward ------------------------------------------------------------------------------------
+
+
+def backward_keeps_graph() -> bool:
+    """Return whether the backward pass that is running was asked to keep its graph (`retain_graph=True`).
+
+    Fallback: True. Then activations are freed with the loss, instead of while backward runs.
+    """
+    try:
+        return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+    except AttributeError:
+        return True
+
+
+def backward_reaches(node: Any) -> bool:
+    """Return whether the backward pass that is running computes the gradient that a node receives.
+
+    `torch.autograd.grad` and `backward(inputs=...)` skip what they do not need. Fallback: True.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except AttributeError:
+        return True
+    except RuntimeError:  # a leaf whose gradient torch.autograd.grad returns
+        return True
+
+
+def backward_runs(node: Any) -> bool:
+    """Return whether the backward pass that is running calls a node; a leaf's node adds to the leaf's `grad`.
+
+    Fallback: True.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except AttributeError:
+        return True
+    except RuntimeError:
+        return False
+
+
+@interruptible
+def run_backward(ends: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], *, keep: bool) -> None:
+    """Run `torch.autograd.backward(ends, grads, retain_graph=keep)`, without its check of the gradients in Python.
+
+    The check imports sympy, which takes a second and 33 MiB of each process. The engine, in C++, checks shapes again.
+    Fallback, also for tensors that handle functions of torch themselves: torch's function.
+    """
+    engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
+    if engine is None or not (_PLAIN.issuperset(map(type, ends)) or _none_handles_functions(ends)):
+        _import_what_backward_imports()
+        torch.autograd.backward(ends, grads, retain_graph=keep)
+    else:
+        engine(tuple(ends), tuple(grads), keep, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+@interruptible
+def gradients(
+    ends: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    *,
+    keep: bool = False,
+    create_graph: bool = False,
+) -> tuple[torch.Tensor | None, ...]:
+    """Return `torch.autograd.grad(ends, inputs, grads, allow_unused=True)`, as `run_backward` runs backward."""
+    engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
+    if engine is None or not _none_handles_functions((*ends, *inputs)):
+        _import_what_backward_imports()
+        options = {"retain_graph": keep or create_graph, "create_graph": create_graph, "allow_unused": True}
+        found = torch.autograd.grad(ends, inputs, grads, **options)
+    else:
+        given = tuple(ends), tuple(grads), keep or create_graph, create_graph, tuple(inputs)
+        found = engine(*given, allow_unreachable=True, accumulate_grad=False)
+    return tuple(found)
+
+
+def number_of_backward() -> int:
+    """Return a number that tells the backward that is running from all others of this process.
+
+    Fallback: -1, as outside of a backward.
+    """
+    number = getattr(torch._C, "_current_graph_task_id", None)
+    return -1 if number is None else int(number())
+
+
+def call_at_end_of_backward(function: Callable[[], object]) -> bool:
+    """Have `function` called when the backward that is running has ended; return whether it will be.
+
+    Fallback: it will not.
+    """
+    queue = getattr(torch.autograd.Variable._execution_engine, "queue_callback", None)
+    if queue is None:
+        return False
+    queue(function)
+    return True
+
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def _none_handles_functions(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether no tensor handles functions of torch itself. A function mode does not count: it is ours."""
+    disabled = getattr(torch._C, "_disabled_torch_function_impl", None)
+    return all(getattr(cls, "__torch_function__", None) is disabled for cls in {*map(type, tensors)} - _PLAIN)
+
+
+@functools.cache
+def _import_what_backward_imports() -> None:
+    """Import, once, what torch's check imports.
+
+    A thread of its own does it, because Ctrl-C in the middle of an import leaves half a module behind.
+    """
+
+    def run() -> None:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("torch.fx.experimental.symbolic_shapes")
+
+    importer = threading.Thread(target=run, name="unisono-importer")
+    importer.start()
+    importer.join()
+
+
+@contextlib.contextmanager
+def without_post_accumulate_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Disable the hooks of `register_post_accumulate_grad_hook`, such as an optimizer's step, within the context.
+
+    Fallback: they are called.
+    """
+    registered = [hooks for tensor in tensors if (hooks := getattr(tensor, "_post_accumulate_grad_hooks", None))]
+    held = [dict(hooks) for hooks in registered]
+    for hooks in registered:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in zip(registered, held, strict=True):
+            hooks.update(before)
+
+
+def num_hooks(tensors: Iterable[torch.Tensor]) -> int:
+    """Return how many hooks are on tensors: of `register_hook`, and of `register_post_accumulate_grad_hook`.
+
+    Fallback: 0.
+    """
+    try:
+        return sum(map(len, filter(None, chain.from_iterable(map(_hooks_of, tensors)))))
+    except AttributeError:
+        return 0
+
+
+_hooks_of = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Return whether vmap has hidden an axis of `tensor`, as it does when many gradients are asked for at once.
+
+    Fallback: False. Then such a backward raises torch's own error.
+    """
+    try:
+        functorch = torch._C._functorch
+        return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+    except (AttributeError, NotImplementedError):
+        return False
+
+
+def without_batch(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the axis that vmap hides as its first one.
+
+    Raises:
+        NotImplementedError: it is one of torch.func's, or torch has no such call.
+    """
+    try:
+        if not torch._C._functorch.is_legacy_batchedtensor(tensor):
+            raise NotImplementedError
+        return torch._remove_batch_dim(tensor, _vmap_level(), 0, 0)
+    except (AttributeError, NotImplementedError):
+        raise NotImplementedError(
+            'a backward under torch.func.vmap cannot run in other processes: use engine="threads"'
+        ) from None
+
+
+def with_batch(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with its first axis hidden, as the vmap that is running has it. Inverse of `without_batch`."""
+    return torch._add_batch_dim(tensor, 0, _vmap_level())
+
+
+def _vmap_level() -> int:
+    level = torch._C._vmapmode_increment_nesting()
+    torch._C._vmapmode_decrement_nesting()
+    return int(level) - 1
+
+
+# ---- modes that are active in a thread -----------------------------------------------------------
+
+
+def any_mode() -> bool:
+    """Return whether any of the states below may be active in this thread: they are asked only if so.
+
+    Fallback: True.
+    """
+    c: Any = torch._C
+    try:
+        return bool(
+            c._len_torch_function_stack()
+            or c._len_torch_dispatch_stack()
+            or c._functorch.maybe_current_level() is not None
+            or torch.autograd.forward_ad._current_level >= 0
+            or c._autograd._top_saved_tensors_default_hooks(True) is not None
+        )
+    except AttributeError:
+        return True
+
+
+def any_autocast() -> bool:
+    """Return whether autocast is on for any kind of device in this thread. Fallback: True."""
+    try:
+        return bool(torch._C._is_any_autocast_enabled())
+    except AttributeError:
+        return True
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Return whether default saved-tensor hooks (activation checkpointing, save_on_cpu) are active in this thread.
+
+    Fallback: torch disables the hooks of a thread only while it has none, so trying that tells. Where torch lacks that
+    too: False. Then such hooks act on the caller's replica only.
+    """
+    autograd: Any = torch._C._autograd
+    try:
+        if hasattr(autograd, "_top_saved_tensors_default_hooks"):
+            return bool(autograd._top_saved_tensors_default_hooks(True) is not None)
+        if saved_tensor_hooks_disabled() is not None:
+            return False
+        try:
+            autograd._saved_tensors_hooks_disable("")
+        except RuntimeError:
+            return True
+        finally:
+            autograd._saved_tensors_hooks_enable()
+    except AttributeError:
+        pass
+    return False
+
+
+def end_checkpoints(error: BaseException) -> None:
+    """End the activation checkpoints through which `error` has passed in this thread.
+
+    Older releases of torch leave them open until the error is freed. Until then their saved-tensor hooks stay active in
+    this thread; and if another thread frees the error, theirs stay for good, and that thread loses others.
+    Fallback: nothing; then that happens.
+    """
+    errors = [error]
+    for each in errors:  # the list grows
+        errors += [other for other in (each.__cause__, each.__context__) if other is not None and other not in errors]
+    for each in reversed(errors):
+        for frame in reversed([frame for frame, _ in traceback.walk_tb(each.__traceback__)]):
+            if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+                for local in frame.f_locals.values():
+                    if isinstance(local, types.GeneratorType):  # it goes on to the end of the checkpoint
+                        with contextlib.suppress(Exception):  # the error itself is what the caller is told
+                            local.close()
+
+
+def saved_tensor_hooks_disabled() -> str | None:
+    """Return the message of `torch.autograd.graph.disable_saved_tensors_hooks` where that is active, else None."""
+    try:
+        return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    except AttributeError:
+        return None
+
+
+def function_modes() -> list[Any]:
+    """Return this thread's active `TorchFunctionMode`s; the default device is one of them. Fallback: none."""
+    try:
+        if not torch._C._len_torch_function_stack():
+            return []
+        return list(torch.overrides._get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+    except AttributeError:
+        return []
+
+
+@contextlib.contextmanager
+def with_function_mode(mode: Any) -> Iterator[None]:
+    """Enter a `TorchFunctionMode`; at the end this thread's modes are those of before, whatever happened meanwhile.
+
+    torch takes a mode off its stack while a function of the mode runs, in Python, so Ctrl-C may come before it is put
+    back; and a generator of torch's may put it back when the error is freed, if it is not told to do so before.
+    Fallback: what the mode itself does at the end, which is then an error.
+    """
+    before = function_modes()
+    mode.__enter__()
+    try:
+        yield
+    except BaseException as error:
+        _put_modes_back(error)
+        raise
+    finally:
+        c: Any = torch._C
+        try:
+            while c._len_torch_function_stack():
+                c._pop_torch_function_stack()
+            for mode_before in before:
+                c._push_on_torch_function_stack(mode_before)
+        except AttributeError:
+            mode.__exit__(None, None, None)
+
+
+def _put_modes_back(error: BaseException) -> None:
+    """Close the generators of torch's that an error holds, and that would put modes back when it is freed."""
+    each: BaseException | None = error
+    while each is not None:  # where modes are nested, the interrupt of an inner one is the context of this
+        for frame, _ in traceback.walk_tb(each.__traceback__):
+            generator = getattr(frame.f_locals.get("self"), "gen", None)
+            if isinstance(generator, types.GeneratorType) and generator.gi_code.co_name == "_pop_mode_temporarily":
+                generator.close()
+        each = each.__context__
+
+
+def is_default_device(mode: object) -> bool:
+    """Return whether a function mode is the one behind `torch.set_default_device`. Fallback: False."""
+    try:
+        return isinstance(mode, torch.utils._device.DeviceContext)
+    except AttributeError:
+        return False
+
+
+def default_device() -> torch.device | None:
+    """Return the default device of this thread; None if none has been set. Fallback: None.
+
+    `torch.get_default_device` overlooks `with torch.device(...)` in older releases.
+    """
+    for mode in reversed(function_modes()):
+        if is_default_device(mode):
+            device: torch.device = mode.device
+            return device if device.index is not None else torch.empty(0).device
+    return None
+
+
+def has_dispatch_modes() -> bool:
+    """Return whether a `TorchDispatchMode` is active in this thread. Fallback: False."""
+    try:
+        return bool(torch._C._len_torch_dispatch_stack())
+    except AttributeError:
+        return False
+
+
+def forget_dispatch_modes() -> None:
+    """Tell torch that no `TorchDispatchMode` is active in any thread.
+
+    torch keeps flags of it for the whole process: a mode sets them, and at its end sets them to what it found. Where
+    modes of several threads overlap, the flags stay set, and older releases of torch compile nothing any more.
+    Fallback: nothing; then that happens.
+    """
+    flags = vars(_python_dispatch)
+    for flag in _DISPATCH_MODE_FLAGS if True in map(flags.get, _DISPATCH_MODE_FLAGS) else ():
+        if flag in flags:
+            flags[flag] = False
+
+
+_DISPATCH_MODE_FLAGS = (
+    "_is_in_torch_dispatch_mode",
+    "_is_in_non_infra_torch_dispatch_mode",
+    "_is_in_any_mode_without_ignore_compile_internals",
+)
+
+
+def has_transforms() -> bool:
+    """Return whether a `torch.func` transform or forward-mode AD is active in this thread. Fallback: False."""
+    try:
+        if torch._C._functorch.maybe_current_level() is not None:
+            return True
+    except AttributeError:
+        return False
+    return is_forward_mode()
+
+
+def is_forward_mode() -> bool:
+    """Return whether some thread differentiates in forward mode: torch has one level for all. Fallback: False."""
+    return bool(getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0)
+
+
+def is_tracing() -> bool:
+    """Return whether operations are recorded in this thread, by torch.compile or export, rather than run.
+
+    Fallback: False.
+    """
+    try:
+        kinds = torch._C._TorchDispatchModeKey
+        found = torch._C._get_dispatch_mode
+        recording = (kinds.FAKE, kinds.PROXY, kinds.FUNCTIONAL)
+        return has_dispatch_modes() and any(found(kind) is not None for kind in recording)
+    except AttributeError:
+        return False
+
+
+# ---- torch.compile -------------------------------------------------------------------------------
+
+
+def is_compiled(function: object) -> bool:
+    """Return whether torch.compile made `function`. Fallback: False."""
+    return issubclass(type(function), types.FunctionType) and "_torchdynamo_orig_callable" in function.__dict__
+
+
+def replays_cuda_graphs(function: object) -> bool:
+    """Return whether torch.compile made `function` with CUDA graphs, as mode="reduce-overhead" does. Fallback: False.
+
+    Compiled with the backend "cudagraphs", or with the global setting, it is not noticed.
+    """
+    if not is_compiled(function):
+        return False
+    found = _with_cuda_graphs.get(function)
+    if found is None:
+        config_of: Any = getattr(function, "get_compiler_config", None)
+        config = config_of() if callable(config_of) else None
+        found = _with_cuda_graphs[function] = bool(config and config.get("triton.cudagraphs"))
+    return found
+
+
+_with_cuda_graphs: "weakref.WeakKeyDictionary[Any, bool]" = weakref.WeakKeyDictionary()  # to ask takes milliseconds
+
+
+def keep_code_for_devices(num_devices: int) -> None:
+    """Let torch.compile keep as many versions of a function for each of several devices as it keeps for one.
+
+    Compiled code belongs to one device, and torch keeps few versions of a function (8); the devices beyond run
+    uncompiled. A larger limit stays; it holds for the whole process. Fallback: nothing.
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        config: Any = importlib.import_module("torch._dynamo.config")
+        name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
+        limit = num_devices * _limit_for_one.setdefault(name, getattr(config, name))
+        if getattr(config, name) < limit:  # to set it, even to what it is, makes torch look at all settings again
+            setattr(config, name, limit)
+
+
+_limit_for_one: dict[str, int] = {}  # what the limit was at first
+
+
+def has_compiled_call(module: torch.nn.Module) -> bool:
+    """Return whether calling `module` runs code that torch.compile made for this object."""
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
+@functools.cache
+def keep_compiled_code_in_order() -> None:
+    """Keep torch.compile's cache entries of a function in their order, for the whole process.
+
+    By default, a call that finds its entry moves it to the front of the list. A call in another thread that searches
+    the list at that moment misses it, and compiles the same code again. Fallback: nothing; then that happens.
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        importlib.import_module("torch._C._dynamo.eval_frame")._set_lru_cache(False)
+
+
+def keep_metrics_of_compiling_by_thread() -> None:
+    """Have torch.compile count what it does for each thread by itself, as newer releases do, for the whole process.
+
+    Older ones keep one count, and two threads that compile at the same time, such as those of two replicas' backward
+    passes, raise "Metric(s) have already been set". Fallback: nothing; then that happens.
+    """
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    context = getattr(utils, "_METRICS_CONTEXT", None)
+    if context is None or isinstance(context, threading.local):
+        return
+    with contextlib.suppress(AttributeError, TypeError):
+        by_thread = type("MetricsContextByThread", (type(context), threading.local), {})
+        utils._METRICS_CONTEXT = by_thread(on_exit=context._on_exit)
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that torch.compile runs as it is written, with all that it calls, between two of its graphs.
+
+    It is the same one where torch.compile has not been imported: nothing is compiled there, and to import it is slow.
+    """
+    return _disabled(function) if "torch._dynamo" in sys.modules else function
+
+
+@functools.cache
+def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    disabled: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+def mark_static(tensors: Iterable[torch.Tensor]) -> None:
+    """Tell torch.compile that tensors keep their addresses: CUDA graphs need no copies of them, and may change them.
+
+    Fallback: nothing. Then a compiled function that changes such a tensor is not captured in a CUDA graph.
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        mark = importlib.import_module("torch._dynamo").mark_static_address
+        for tensor in tensors:
+            mark(tensor, guard=True)
+
+
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions that torch.compile raises when it cannot compile; none where nothing has been compiled.
+
+    Fallback: none, so that such an error is raised as it is.
+    """
+    try:
+        return (sys.modules["torch._dynamo"].exc.TorchDynamoException,)
+    except (KeyError, AttributeError):
+        return ()
+
+
+# ---- modules and containers ----------------------------------------------------------------------
+
+
+def hooks_of_every_module() -> bool:
+    """Return whether hooks are registered that act on every module of the process. Fallback: False."""
+    found = vars(torch.nn.modules.module)
+    return bool([name for name in _HOOKS_OF_EVERY_MODULE if found.get(name)])
+
+
+_HOOKS_OF_EVERY_MODULE = (
+    *("_global_forward_hooks", "_global_forward_pre_hooks"),
+    *("_global_backward_hooks", "_global_backward_pre_hooks"),
+)
+
+
+def caches_parametrizations() -> bool:
+    """Return whether `torch.nn.utils.parametrize.cached()` is on. Fallback: False."""
+    return bool(getattr(torch.nn.utils.parametrize, "_cache_enabled", 0))
+
+
+@contextlib.contextmanager
+def parametrizations_not_cached() -> Iterator[None]:
+    """Switch `torch.nn.utils.parametrize.cached()` off: its cache is keyed by the live module, for all replicas alike.
+
+    Fallback: nothing happens.
+    """
+    parametrize: Any = torch.nn.utils.parametrize
+    cached = getattr(parametrize, "_cache_enabled", 0)  # how many `cached()` are open, in all threads
+    if not cached:
+        yield
+        return
+    parametrize._cache_enabled -= cached
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled += cached
+
+
+def flatten_registered(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any] | None:
+    """Return a container's children, a function that rebuilds it from new ones, and its context (what is no child).
+
+    A library registers these functions with torch's pytree; None for a class that is not registered. Fallback: None;
+    such a container is then an object like any other.
+    """
+    try:
+        from torch.utils import _pytree
+
+        node = _pytree.SUPPORTED_NODES.get(type(value))
+        if node is None:
+            return None
+        children, context = node.flatten_fn(value)
+        return list(children), lambda others: node.unflatten_fn(others, context), context
+    except (ImportError, AttributeError):
+        return None
+
+
+# ---- TorchScript ---------------------------------------------------------------------------------
+#
+# A ScriptModule's state is in a TorchScript object, its `_c`; the Python object around it has views of that state where
+# other modules have dicts. A traced module, or one of a user's own subclass of ScriptModule, is one more Python object
+# around that one: it has nothing but `_actual_script_module`.
+
+
+def is_scripted(module: torch.nn.Module) -> bool:
+    """Return whether `module` has its parameters in TorchScript; False where PYTORCH_JIT=0 has disabled that."""
+    return isinstance(module, torch.jit.ScriptModule) and not isinstance(module.__dict__.get("_parameters"), dict)
+
+
+def can_take_scripts_apart() -> bool:
+    """Return whether this release of torch has all that the functions below call. Fallback: False."""
+    try:
+        return None not in (
+            torch._C.ScriptMethod,
+            torch._C.ParameterDict,
+            torch._C.BufferDict,
+            torch._C.ConcreteModuleType.from_jit_type,
+            torch.jit._script.OrderedDictWrapper,
+            torch.jit._script.OrderedModuleDict,
+        )
+    except AttributeError:
+        return False
+
+
+def script_parts(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the `__dict__` that a scripted module would have as an ordinary module.
+
+    Its `_c` is a new TorchScript object that still has the parameters, buffers and children of the old one.
+    """
+    attributes = {
+        name: value for name, value in module.__dict__.items() if not isinstance(value, torch._C.ScriptMethod)
+    }
+    if "_actual_script_module" in attributes:
+        return {**attributes, "_parameters": {}, "_buffers": {}, "_modules": {}}
+    for part in ("_parameters", "_buffers", "_modules"):
+        attributes[part] = dict(attributes[part].items())
+    attributes["_c"] = copy.copy(attributes["_c"])
+    return attributes
+
+
+def script_from_parts(module: torch.nn.Module) -> None:
+    """Turn a module whose `__dict__` is what `script_parts` returns into a scripted one. Inverse of `script_parts`."""
+    attributes = module.__dict__
+    parameters, buffers, children = (attributes.pop(part) for part in ("_parameters", "_buffers", "_modules"))
+    if "_actual_script_module" in attributes:
+        return
+    script_object = attributes["_c"]
+    for name, tensor in {**parameters, **buffers}.items():
+        script_object.setattr(name, tensor)
+    for name, child in children.items():
+        if isinstance(child, torch.jit.ScriptModule):  # else one that only Python code in it uses
+            script_object.setattr(name, child.__dict__.get("_actual_script_module", child).__dict__["_c"])
+    attributes["_parameters"] = torch.jit._script.OrderedDictWrapper(torch._C.ParameterDict(script_object))
+    attributes["_buffers"] = torch.jit._script.OrderedDictWrapper(torch._C.BufferDict(script_object))
+    attributes["_modules"] = torch.jit._script.OrderedModuleDict(script_object, children)
+
+
+def script_attributes(module: torch.nn.Module) -> dict[str, Any]:
+    """Return a scripted module's TorchScript attributes, without parameters, buffers and children; lists are copies."""
+    if "_c" not in module.__dict__:
+        return {}
+    script_object = module.__dict__["_c"]
+    names = torch._C.ConcreteModuleType.from_jit_type(script_object._type()).get_attributes()  # type: ignore[attr-defined]
+    known = {*module._parameters.keys(), *module._buffers.keys()}
+    return {name: script_object.getattr(name) for name in names if name not in known}
+
+
+def set_script_attribute(module: torch.nn.Module, name: str, value: Any) -> None:
+    """Set one of the attributes that `script_attributes` returns."""
+    module.__dict__["_c"].setattr(name, value)
+
+
+# ---- memory, and many tensors at once ------------------------------------------------------------
+
+
+def owns_its_memory(tensor: torch.Tensor) -> bool:
+    """Return whether no other tensor shares the memory of `tensor`, so that it may be written into.
+
+    Fallback: False.
+    """
+    try:
+        return num_references(tensor.untyped_storage()) == 2  # the tensor's reference, and the storage object's
+    except RuntimeError:  # a tensor without storage
+        return False
+
+
+def num_references(storage: torch.UntypedStorage) -> int | None:
+    """Return how many tensors and storage objects refer to the memory of `storage`, itself included.
+
+    Fallback: None.
+    """
+    try:
+        return int(torch._C._storage_Use_Count(storage._cdata))
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def add_all_in_place(targets: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+    """Add each of `others` to its target. Fallback, also where a device lacks it for a dtype: one after the other."""
+    if not targets:
+        return
+    try:
+        torch._foreach_add_(targets, others)
+    except (AttributeError, NotImplementedError):
+        for target, other in zip(targets, others, strict=True):
+            target.add_(other)
+
+
+def add_all(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the sum of each pair, in memory of its own. Fallback, as above: one after the other."""
+    try:
+        return list(torch._foreach_add(tensors, others))
+    except (AttributeError, NotImplementedError):
+        return [tensor + other for tensor, other in zip(tensors, others, strict=True)]
+
+
+def copy_all_in_place(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each of `sources` into its target. Fallback, as above: one after the other."""
+    if not targets:
+        return
+    try:
+        torch._foreach_copy_(targets, sources)
+    except (AttributeError, NotImplementedError):
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+
+def flattened(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return the entries of several tensors as one new flat tensor. Fallback: with a view of each."""
+    try:
+        flat: torch.Tensor = torch._C._nn.flatten_dense_tensors(tensors)
+        return flat
+    except (AttributeError, RuntimeError):
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def clones(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a clone of each tensor, in one call instead of one for each. Fallback: one for each."""
+    if tensors and {torch.Tensor}.issuperset(map(type, tensors)):
+        try:
+            return list(torch._foreach_clone(tensors))
+        except AttributeError:
+            pass
+    return [tensor.clone() for tensor in tensors]
+
+
+# ---- random numbers ------------------------------------------------------------------------------
+
+
+def catch_operations(handlers: Mapping[Any, Callable[..., Any]]) -> Callable[[], AbstractContextManager[None]] | None:
+    """Install a handler for each of some operations, for good; return a context in which a thread calls the handlers.
+
+    `handler(keys, *args, **kwargs)` is called in place of `operation(*args, **kwargs)`, and calls the operation itself
+    by `operation.redispatch(keys, *args, **kwargs)`. Calls in C++, inside another operation or during a backward pass
+    in that thread, are intercepted too. Nothing else is slower, in the context or outside of it: the handlers are
+    kernels for a dispatch key that torch reserves for an external library (deferred initialisation, torchdistx), and
+    the dispatcher skips keys for which an operation has no kernel.
+
+    Fallback: None, where the key is missing or taken. Then nothing is installed.
+    """
+    dispatcher: Any = torch._C
+    library: Any = torch.library.Library
+    try:
+        key = dispatcher._parse_dispatch_key("DeferredInit")
+        if dispatcher._dispatch_has_backend_fallback(key):
+            return None
+        keys_after = dispatcher._dispatch_keyset_full_after(key)
+        in_context = functools.partial(dispatcher._IncludeDispatchKeyGuard, key)
+        higher_order_operators: Any = list(torch._ops._higher_order_ops.values())
+        of_those_to_come: Any = torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS
+        all_operations, aten = library("_", "IMPL"), library("aten", "IMPL")
+        all_operations.fallback(torch.library.fallthrough_kernel, "DeferredInit")
+        # Higher-order operators (flex_attention, cond) are dispatched in Python, which has no such fallback.
+        of_those_to_come.append(key)
+        for operator in higher_order_operators:
+            operator.fallthrough(key)
+        for operation, handler in handlers.items():
+            name = operation.name().removeprefix("aten::")
+            aten.impl(name, _on_remaining_keys(handler, keys_after), "DeferredInit", with_keyset=True)
+    except (AttributeError, RuntimeError):
+        return None
+    _installed.extend([all_operations, aten])
+    return in_context
+
+
+_installed: list[torch.library.Library] = []  # a library's kernels last as long as it does
+
+
+def _on_remaining_keys(handler: Callable[..., Any], keys_after: Any) -> Callable[..., Any]:
+    return lambda keys, *args, **kwargs: handler(keys & keys_after, *args, **kwargs)
+
+
+def is_default_generator(generator: torch.Generator) -> bool:
+    """Return whether `generator` is the CPU's default one; several Python objects may wrap it. Fallback: False."""
+    try:
+        return bool(generator._cdata == torch.default_generator._cdata)  # type: ignore[attr-defined]
+    except AttributeError:
+        return False
+
+
+_MERSENNE_STATE = 624  # numbers in the state of a Mersenne Twister
+
+
+def set_cpu_rng_state(state: torch.Tensor) -> None:
+    """Do what `torch.set_rng_state` does, with a state that may come from anywhere.
+
+    torch checks each field of its Mersenne Twister (`left` and `next`, at bytes 8 and 16) by itself. With the two of
+    them larger than its array together, it would read beyond that array.
+
+    Raises:
+        ValueError, RuntimeError: it is no state of the CPU's generator.
+    """
+    own = torch.get_rng_state()
+    if (state.dtype, state.shape) != (own.dtype, own.shape):
+        raise ValueError(f"a state of the random number generator is {state.dtype} {tuple(state.shape)}")
+    fields = bytes(state[:24].tolist())
+    left, following = (int.from_bytes(fields[at:to], sys.byteorder) for at, to in ((8, 12), (16, 24)))
+    if left + following > _MERSENNE_STATE + 1:
+        raise ValueError("a state of the random number generator is damaged")
+    torch.set_rng_state(state)
+
+
+def redirect_random_state(generator_of_thread: Callable[[], torch.Generator]) -> None:
+    """Make `torch.manual_seed`, `get_rng_state`, `set_rng_state`, `fork_rng` and their like act on another generator.
+
+    From now on they call `generator_of_thread` at each use. Fallback: nothing happens.
+    """
+    if hasattr(torch.random, "default_generator"):
+        torch.random.default_generator = _GeneratorOfThread(generator_of_thread)
+
+
+class _GeneratorOfThread:
+    """Has the methods of a generator that is looked up at each use."""
+
+    def __init__(self, look_up: Callable[[], torch.Generator]) -> None:
+        self._look_up = look_up
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_look_up":  # a copy under construction has no attributes yet
+            raise AttributeError(name)
+        return getattr(self._look_up(), name)
+
+
+# ---- accelerators --------------------------------------------------------------------------------
+
+
+def current_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which an accelerator is the calling thread's current device.
+
+    When it ends, the device before is current again only if this process has used it: to make a device of CUDA's
+    current takes half a gigabyte of its memory. Fallback: it always is.
+    """
+    if hasattr(torch.accelerator, "device_index"):
+        return torch.accelerator.device_index(device.index)
+    module: Any = torch.get_device_module(device)
+    return module.device(device.index) if hasattr(module, "device") else contextlib.nullcontext()
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Return how much memory of an accelerator is free. Fallback: as CUDA's own call says; where it has none, 0."""
+    accelerator: Any = torch.accelerator
+    if hasattr(accelerator, "get_memory_info"):
+        free_bytes, _ = accelerator.get_memory_info(device)
+        return int(free_bytes)
+    module: Any = torch.get_device_module(device)
+    if hasattr(module, "mem_get_info"):
+        free_bytes, _ = module.mem_get_info(device)
+        return int(free_bytes)
+    return 0
+
+
+# ---- process groups ------------------------------------------------------------------------------
+
+
+def process_group(backend: str, store: Any, rank: int, size: int) -> Any:
+    """Return a process group that is not registered with torch.distributed, so that it is never the default group.
+
+    It listens on the loopback device. All its processes call this at the same time.
+
+    Raises:
+        RuntimeError: this torch has no such backend, or another process has not called in time.
+    """
+    distributed: Any = torch.distributed
+    try:
+        if backend == "gloo":
+            options = distributed.ProcessGroupGloo._Options()
+            options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            options._threads = 2
+            options._timeout = _TIME_TO_CONNECT
+            return distributed.ProcessGroupGloo(store, rank, size, options)
+        options = distributed.ProcessGroupNCCL.Options()
+        options._timeout = _FOR_EVER
+        with _environment(_for_nccl()):
+            group = distributed.ProcessGroupNCCL(store, rank, size, options)
+            # NCCL connects when it is first used.
+            broadcast(group, torch.zeros(1, dtype=torch.uint8, device=torch.accelerator.current_accelerator())).wait()
+            return group
+    except AttributeError:
+        raise RuntimeError(
+            f'engine="processes" on these devices needs torch.distributed with {backend}, which this build of torch '
+            f'({torch.__version__}) lacks: use engine="threads"'
+        ) from None
+
+
+def end_process_group(group: Any) -> None:
+    """Abort a group of NCCL's, whose pending work would wait for missing processes for ever; gloo's work fails."""
+    if hasattr(torch.distributed, "ProcessGroupNCCL") and isinstance(group, torch.distributed.ProcessGroupNCCL):
+        group.abort()
+
+
+def broadcast(group: Any, tensor: torch.Tensor) -> Any:
+    """Begin to send a tensor from rank 0 of a group to all other ranks; return the work, to wait for."""
+    options: Any = torch.distributed.BroadcastOptions()
+    options.rootRank, options.timeout, options.asyncOp = 0, _FOR_EVER, True
+    return group.broadcast([tensor], options)
+
+
+def reduce(group: Any, tensor: torch.Tensor) -> Any:
+    """Begin to sum all ranks' tensors into that of rank 0; return the work, to wait for."""
+    options: Any = torch.distributed.ReduceOptions()
+    options.rootRank, options.timeout = 0, _FOR_EVER
+    if hasattr(options, "asyncOp"):  # a torch without this has no other kind of work
+        options.asyncOp = True
+    options.reduceOp = torch.distributed.ReduceOp.SUM
+    return group.reduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options)
+
+
+_TIME_TO_CONNECT = timedelta(minutes=2)
+_FOR_EVER = timedelta(days=1000)  # a step may take any time; the caller checks whether the other processes are alive
+
+
+def _for_nccl() -> dict[str, str]:
+    """Return the environment variables that are set while a group of NCCL's is made.
+
+    With them, `wait` raises errors. Without, when another process dies, a thread of the group ends this process; and a
+    second thread does when the first one seems to hang.
+    """
+    environment = {
+        "TORCH_NCCL_BLOCKING_WAIT": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+    }
+    # NCCL reads once a process where to listen; in a job over several machines, the job's own setting must hold.
+    if os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE"):
+        environment["NCCL_SOCKET_IFNAME"] = "lo"
+    return environment
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def default_group_unbound() -> Iterator[None]:
+    """Let some ranks of the default group make a process group of their own, without the others.
+
+    Where the default group is bound to a device (`init_process_group(device_id=...)`), torch splits the new group's
+    NCCL communicator off that of the default group. All ranks of the default group have to take part in the split, so
+    those of the new group would wait for ever. Unbound, the new group connects when it is first used.
+    Fallback: nothing.
+    """
+    distributed: Any = torch.distributed
+    default = distributed.group.WORLD
+    device = getattr(default, "bound_device_id", None)
+    if device is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
+
+
+def abort_group(group: Any) -> None:
+    """End the collectives of a group of torch.distributed that wait on an accelerator; gloo's end by themselves.
+
+    It does not wait: a thread of its own does, because a driver may take its time to end a kernel. Fallback: nothing.
+    """
+    gloo: Any = getattr(torch.distributed, "ProcessGroupGloo", ())
+    backends: dict[int, Any] = {}
+    for kind in getattr(group, "_device_types", ()):
+        with contextlib.suppress(AttributeError, RuntimeError):
+            backend = group._get_backend(kind)
+            backends[id(backend)] = backend
+    abort = [each.abort for each in backends.values() if hasattr(each, "abort") and not isinstance(each, gloo)]
+    if abort:
+        threading.Thread(target=lambda: [each() for each in abort], name="unisono-abort", daemon=True).start()
+
+
+def all_gather_into(flat: torch.Tensor, tensor: torch.Tensor, group: Any) -> Any:
+    """Begin to all-gather a tensor into `flat`, whose first axis is the rank; return the work. gloo cannot do it."""
+    distributed: Any = torch.distributed
+    # Older releases have it under another name, which newer ones warn about.
+    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+    return gather(flat.view(-1), tensor.reshape(-1), group, True)
+
+
+def store_of_group(group: Any) -> Any:
+    """Return the store of a process group. Older releases have it in a table of all groups."""
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    return torch.distributed.distributed_c10d._get_process_group_store(group)
+
+
+def timeout_of_group(group: Any) -> timedelta:
+    """Return the timeout of a process group. Fallback: 30 minutes, which is gloo's default."""
+    default = timedelta(minutes=30)
+    for kind in getattr(group, "_device_types", ()):
+        with contextlib.suppress(AttributeError, RuntimeError):
+            timeout = group._get_backend(kind).options._timeout
+            if isinstance(timeout, timedelta):
+                return timeout
+    return default

@@ -1,0 +1,143 @@
+"""What the wrappers of a script did: rows, forwards, and seconds by phase.
+
+The clock is the host's. It runs from the first forward to the report, and a forward reads it twice. What the replicas
+did is taken from `replica_timings`; backward fills them in later, so those of the last forwards are kept until then.
+Nothing waits for a device: on an accelerator the phases are those of queueing the work.
+
+Assumes that a forward inside another one, in the same thread or in a replica, is part of it.
+"""
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unisono.primitives import pytree
+from unisono.runtime.thread_pool import inside_replica
+from unisono.runtime.timeline import ReplicaTiming
+
+_MOST_PENDING = 64  # forwards whose backward may still come
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a script has done so far.
+
+    Attributes:
+        devices: those of each wrapper, in the order in which they were made.
+        functions: how often data_parallel and the verbs were called, by name.
+        forwards, rows: of wrappers and of data_parallel, those without gradients too.
+        timed_forwards: those of them that an engine ran, on several devices: of these backward is known.
+        seconds: since the first forward began.
+        replicas_s, backward_s: what the slowest replica took, forward and backward, of all forwards together.
+        around_s: what else the forwards took: to split the batch, make the replicas, join the outputs.
+    """
+
+    devices: tuple[tuple[torch.device, ...], ...]
+    functions: dict[str, int]
+    forwards: int
+    rows: int
+    timed_forwards: int
+    seconds: float
+    replicas_s: float
+    backward_s: float
+    around_s: float
+
+
+class Activity:
+    """Counts what wrappers and functions do, in any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread = threading.local()
+        self._devices: list[tuple[torch.device, ...]] = []
+        self._functions: Counter[str] = Counter()
+        self._forwards = self._rows = self._timed_forwards = 0
+        self._started: float | None = None
+        self._forward_s = self._replicas_s = self._backward_s = 0.0
+        self._pending: deque[list[ReplicaTiming]] = deque()
+
+    def add_wrapper(self, devices: list[torch.device]) -> None:
+        with self._lock:
+            self._devices.append(tuple(devices))
+
+    def add_call(self, function: str) -> None:
+        with self._lock:
+            self._functions[function] += 1
+
+    def measure(
+        self,
+        call: Callable[..., Any],
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dim: int = 0,
+        timings: Callable[[], list[ReplicaTiming]] = list,
+    ) -> Any:
+        """Return `call(*inputs, **kwargs)`, and count its rows and its seconds; a call that fails has no rows.
+
+        Args:
+            dim: the axis of the rows, for a call that leaves no timings.
+            timings: returns those of the last forward.
+        """
+        if inside_replica() or getattr(self._thread, "busy", False):
+            return call(*inputs, **kwargs)
+        before = timings()
+        self._thread.busy = True
+        began = time.perf_counter()
+        try:
+            output = call(*inputs, **kwargs)
+        except BaseException:
+            self._count(began, 0, 0, [])
+            raise
+        finally:
+            self._thread.busy = False
+        of_replicas = timings()
+        if of_replicas is before:  # no engine has run: one device, or overridden verbs
+            of_replicas = []
+        self._count(began, 1, sum(t.rows for t in of_replicas) or _rows(inputs, kwargs, dim), of_replicas)
+        return output
+
+    def _count(self, began: float, forwards: int, rows: int, timings: list[ReplicaTiming]) -> None:
+        took = time.perf_counter() - began
+        with self._lock:
+            self._started = began if self._started is None else min(began, self._started)
+            self._forwards += forwards
+            self._rows += rows
+            self._forward_s += took
+            self._replicas_s += max((timing.forward_s for timing in timings), default=took)
+            if timings:
+                self._timed_forwards += 1
+                self._pending.append(timings)
+            if len(self._pending) > _MOST_PENDING:
+                self._backward_s += _slowest_backward(self._pending.popleft())
+
+    def report(self) -> Report:
+        now = time.perf_counter()
+        with self._lock:
+            return Report(
+                devices=tuple(self._devices),
+                functions=dict(self._functions),
+                forwards=self._forwards,
+                rows=self._rows,
+                timed_forwards=self._timed_forwards,
+                seconds=now - self._started if self._started is not None else 0.0,
+                replicas_s=self._replicas_s,
+                backward_s=self._backward_s + sum(map(_slowest_backward, self._pending)),
+                around_s=max(0.0, self._forward_s - self._replicas_s),
+            )
+
+
+def _slowest_backward(timings: list[ReplicaTiming]) -> float:
+    return max(timing.backward_s for timing in timings)
+
+
+def _rows(inputs: tuple[Any, ...], kwargs: dict[str, Any], dim: int) -> int:
+    """Return the rows of the first tensor that has the axis; 0 if there is none."""
+    for _, tensor in pytree.tensors([list(inputs), kwargs]):
+        if -tensor.dim() <= dim < tensor.dim():
+            return int(tensor.shape[dim])
+    return 0

@@ -1,0 +1,215 @@
+"""The command `unisono run script.py [args]`: an unmodified script, with unisono in the place of torch's names."""
+
+import argparse
+import atexit
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from types import CodeType
+from typing import Any
+
+from unisono.console.device_option import choose_devices
+from unisono.console.errors import FAILED, OptionError
+from unisono.console.options import shares
+from unisono.distributed.environment import started_by_launcher
+from unisono.primitives.split_sizes import check_shares
+from unisono.runtime import devices as _devices
+from unisono.scripts import summary
+from unisono.scripts.gpu_count import counted_as_gpus, counts_gpus
+from unisono.scripts.install import Installation, install
+from unisono.scripts.main_program import ProgramError, find_module, find_script, run_program
+
+_WITH_VALUE = ("--devices", "--engine", "--shares", "--randomness")
+
+SUMMARY = "run a script of yours with unisono in the place of torch.nn.DataParallel"
+
+DESCRIPTION = """\
+Run a script that is left as it is: torch.nn.DataParallel, data_parallel, replicate, scatter, parallel_apply and gather
+in it are unisono'. The options come before the script and hold for every wrapper that it makes; what follows the
+script is its own. At the end one line on standard error says which devices it used, how many rows a second, and where
+the time went.
+"""
+
+EXAMPLES = """\
+examples:
+  unisono run train.py                            on the script's own devices
+  unisono run --devices 'cpu*2' train.py --lr 0.1
+  unisono run --devices 2 --sync-batch-norm -m package.train
+  unisono run --devices 'cpu*2' --shares measured train.py
+  unisono run --devices 'cpu*2' --count-replicas tutorial.py
+
+exit status:
+  that of the script: of sys.exit, 1 after an exception, 130 after Ctrl-C
+  2  also if nothing was run: there is no such script, or an option cannot be used
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to its parser; only what was given comes out of it."""
+    parser.usage = "unisono run [options] (SCRIPT | -m MODULE) [ARGUMENT ...]"
+    parser.add_argument("script", nargs="?", metavar="SCRIPT", help="a file, a folder with a __main__.py, or -")
+    parser.add_argument("-m", dest="module", metavar="MODULE", help="a module instead, as with python -m")
+    parser.add_argument(
+        "--devices",
+        metavar="WHICH",
+        help="those of every wrapper, whatever the script names. auto: every accelerator, or two CPU replicas without "
+        "one; a count; or by name: cpu,cpu, 'cpu*8', cuda:0,cuda:1 (default: the script's own)",
+    )
+    parser.add_argument("--engine", choices=("threads", "processes"), help="what runs replicas (default: threads)")
+    parser.add_argument(
+        "--shares",
+        type=shares,
+        metavar="RULE",
+        help="rows of each replica: chunk; even; measured, which tries a few in the first steps and keeps the "
+        "fastest; or one weight a device, such as 2,1 (default: chunk)",
+    )
+    parser.add_argument(
+        "--sync-batch-norm", action="store_true", help="batch norm with the statistics of the whole batch"
+    )
+    parser.add_argument(
+        "--randomness",
+        choices=("per_replica", "one_device"),
+        help="the random numbers of dropout and other draws (default: per_replica)",
+    )
+    parser.add_argument(
+        "--count-replicas",
+        action="store_true",
+        help="device_count() of torch.cuda is the number of --devices to the script, for one that makes no "
+        "DataParallel if it has less than two GPUs",
+    )
+    parser.add_argument("--json", action="store_true", help="the closing line as JSON")
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words that are the command's own, the script's name last, and the script's own arguments."""
+    position = 0
+    while position < len(words):
+        word = words[position]
+        position += 1
+        if word == "-m":
+            position += 1
+            break
+        if word == "-" or not word.startswith("-") or (word.startswith("-m") and word != "-m"):
+            break
+        position += word in _WITH_VALUE
+    return list(words[:position]), list(words[position:])
+
+
+def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Return the packages that must be installed, by the extra that has them: none."""
+    return {}
+
+
+def run(given: dict[str, Any]) -> int:
+    """Run the script, and return its exit status; the closing line is printed when the program exits.
+
+    Raises:
+        CommandError: nothing was run.
+    """
+    script, module = given.get("script"), given.get("module")
+    if (script is None) == (module is None):
+        raise OptionError("expected one script, or -m module (unisono run --help has examples)")
+    devices = choose_devices(given["devices"], among_several=_among_several()) if "devices" in given else None
+    names = ("engine", "shares", "sync_batch_norm", "randomness")
+    options = {name: given[name] for name in names if name in given}
+    if "count_replicas" in given and devices is None:
+        raise OptionError("--count-replicas counts those of --devices: give --devices too, such as --devices 'cpu*2'")
+    try:
+        check_shares(options.get("shares", "chunk"), len(devices) if devices else None)
+        installed = install(devices, **options)
+    except ValueError as error:
+        raise OptionError(error) from error
+
+    codes = list[CodeType]()
+    find = partial(find_script, script) if script is not None else partial(find_module, str(module))
+    counted = len(devices) if devices and "count_replicas" in given else None
+    engine = options.get("engine", "threads")
+    ending = _Ending(installed, engine, codes, as_json="json" in given, counted_replicas=counted)
+    atexit.register(ending)  # before the script's own, so it is called after them
+    try:
+        ending.status = run_program(find, given["arguments"], codes.append)
+    except ProgramError:
+        atexit.unregister(ending)
+        ending.uninstall()
+        raise
+    with contextlib.suppress(AttributeError, ValueError):  # the script has put None there, or closed it
+        sys.stdout.flush()
+    return ending.status
+
+
+class _Ending:
+    """What is left for the program's exit: the closing line, and torch's names put back.
+
+    Threads of the script may outlive its last line, and its exit handlers come later still. All of these may make
+    wrappers, and what they do counts.
+
+    Args:
+        codes: those of the script, once it was found.
+        counted_replicas: the number of GPUs that the script is told; None: the true one.
+
+    Attributes:
+        status: the script's exit status.
+    """
+
+    def __init__(
+        self,
+        installed: Installation,
+        engine: str,
+        codes: Sequence[CodeType],
+        *,
+        as_json: bool,
+        counted_replicas: int | None,
+    ) -> None:
+        self.status = FAILED
+        self._installed, self._engine, self._codes = installed, engine, codes
+        self._as_json, self._counts_replicas = as_json, counted_replicas is not None
+        self._process, self._stream = os.getpid(), sys.stderr
+        self._entered = contextlib.ExitStack()
+        self._entered.enter_context(installed)
+        if counted_replicas is not None:
+            self._entered.enter_context(counted_as_gpus(counted_replicas))
+
+    def uninstall(self) -> None:
+        """Put everything back."""
+        self._entered.close()
+
+    def __call__(self) -> None:
+        """Print the closing line."""
+        report = self._installed.report()
+        self.uninstall()
+        if report is None or os.getpid() != self._process or os.environ.get("RANK", "0") != "0":
+            return  # a child that the script has forked, and another rank, have no line of their own
+        if self._as_json:
+            text = summary.record(report, self._engine, self.status, _world_size())
+        else:
+            hidden = not self._counts_replicas and any(map(counts_gpus, self._codes))
+            line = summary.line(report, self._engine, _world_size(), _advice() if hidden else None)
+            text = f"unisono run: {line}"
+        with contextlib.suppress(AttributeError, ValueError, OSError):
+            sys.stdout.flush()  # the closing line comes after all that the script has printed
+        with contextlib.suppress(ValueError, OSError):  # the script has closed it, or nothing reads it any more
+            print(text, file=self._stream, flush=True)
+
+
+def _world_size() -> int:
+    """Return how many processes a launcher has started."""
+    value = os.environ.get("WORLD_SIZE", "1")
+    return int(value) if value.isdecimal() else 1
+
+
+def _among_several() -> bool:
+    try:
+        return started_by_launcher()
+    except RuntimeError as error:
+        raise OptionError(error) from error
+
+
+def _advice() -> str | None:
+    if len(_devices.accelerators()) > 1:
+        return None
+    return (
+        "It asks for the number of GPUs: unisono run --devices 'cpu*2' --count-replicas answers with that of the "
+        "replicas"
+    )

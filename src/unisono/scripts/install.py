@@ -1,0 +1,216 @@
+"""install: from here on torch's DataParallel, data_parallel and the four verbs are unisono', in the whole program.
+
+Names are replaced, not classes changed: in torch's modules that have them, and in the modules of the program that have
+imported them already. `uninstall` puts torch's back in both. What is torch's own use of them (DistributedDataParallel,
+torch.compile) stays as it is.
+
+Assumes that one thread installs, while no other imports.
+"""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.data_parallel import DataParallel as OwnDataParallel
+from unisono.data_parallel import data_parallel
+from unisono.primitives.parallel_apply import parallel_apply
+from unisono.primitives.replicate import replicate
+from unisono.primitives.scatter_gather import gather, scatter, scatter_kwargs
+from unisono.runtime import devices as _devices
+from unisono.runtime.devices import DeviceLike
+from unisono.runtime.errors import log_once
+from unisono.scripts.activity import Report
+from unisono.scripts.wrapper import TORCHS_MODULE, DataParallel, Settings, set_settings, settings
+
+# torch's modules, and which names in them are replaced. Some names are both a module's and a function's.
+_NAMES = {
+    "torch.nn": ["DataParallel"],
+    "torch.nn.parallel": ["DataParallel", "data_parallel", "replicate", "scatter", "parallel_apply", "gather"],
+    TORCHS_MODULE: ["DataParallel", "data_parallel", "replicate", "scatter_kwargs", "parallel_apply", "gather"],
+    "torch.nn.parallel.replicate": ["replicate"],
+    "torch.nn.parallel.scatter_gather": ["scatter", "scatter_kwargs", "gather"],
+    "torch.nn.parallel.parallel_apply": ["parallel_apply"],
+}
+_ENGINES = ("threads", "processes")
+_DEFINED_BEFORE = (
+    "{classes}: defined before unisono.install() as subclasses of torch.nn.DataParallel, so these stay torch's. Call "
+    "install() before they are defined."
+)
+
+
+def install(
+    device_ids: Sequence[DeviceLike] | None = None,
+    *,
+    engine: str = "threads",
+    shares: str | Sequence[float] = "chunk",
+    sync_batch_norm: bool = False,
+    randomness: str = "per_replica",
+) -> "Installation":
+    """Let torch's DataParallel, data_parallel, replicate, scatter, parallel_apply and gather mean unisono'.
+
+        >>> with unisono.install(["cpu", "cpu"]):
+        ...     model = torch.nn.DataParallel(torch.nn.Linear(5, 2))  # in any module of the program
+        ...     output = model(torch.zeros(30, 5))
+        >>> [timing.rows for timing in model.replica_timings]
+        [15, 15]
+
+    `unisono run script.py` does this for a script that is left as it is. Options hold for every wrapper that is made
+    from then on. Names that a module has imported already are replaced too; an object that was made before, and a
+    subclass that was defined before, stay torch's. A second call only changes the options.
+
+    Args:
+        device_ids: the devices of every wrapper, whatever the script names. A device's number, as the verbs take it, is
+            then its place in this list, counted round it. None: the script's own devices.
+        engine: "threads" or "processes".
+        shares, sync_batch_norm, randomness: as in `unisono.DataParallel`, for every wrapper.
+
+    Returns:
+        What was installed. `uninstall()`, or the end of a `with` block, puts torch's names back; wrappers that were
+        made stay usable. Its text names what was replaced.
+
+    Raises:
+        TypeError, ValueError: arguments that cannot be used.
+    """
+    if engine not in _ENGINES:
+        raise ValueError(f"engine={engine!r}: expected one of {list(_ENGINES)}; every wrapper gets one of its own")
+    devices = None if device_ids is None else tuple(_devices.resolve(device_ids))
+    options = {"engine": engine, "shares": shares, "sync_batch_norm": sync_batch_norm, "randomness": randomness}
+    some = devices or ["cpu"] * (1 if isinstance(shares, str) else len(shares))
+    OwnDataParallel(nn.Identity(), some, process_group=False, **options)  # type: ignore[arg-type]
+    now = settings()
+    if now is not None:
+        set_settings(Settings(devices, options, now.activity))
+        return Installation(())
+    classes = [cls for cls in _torchs["DataParallel"].__subclasses__() if cls is not OwnDataParallel]
+    if classes:
+        log_once(_DEFINED_BEFORE.format(classes=", ".join(sorted(f"{c.__module__}.{c.__qualname__}" for c in classes))))
+    set_settings(Settings(devices, options))
+    return Installation(_replace(_torchs, _ours))
+
+
+class Installation:
+    """What `install` has replaced.
+
+        >>> installed = unisono.install()
+        >>> "torch.nn.DataParallel" in installed.replaced
+        True
+        >>> installed.uninstall()
+
+    Attributes:
+        replaced: the names, as `module.name`; none if it was installed already.
+    """
+
+    def __init__(self, replaced: tuple[str, ...]) -> None:
+        self.replaced = replaced
+
+    def uninstall(self) -> None:
+        """Put torch's names back, in every module; does nothing if they are back already."""
+        set_settings(None)
+        _replace(_ours, _torchs)
+
+    def report(self) -> Report | None:
+        """Return what wrappers have done so far; None after `uninstall`."""
+        now = settings()
+        return None if now is None else now.activity.report()
+
+    def __enter__(self) -> "Installation":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.uninstall()
+
+    def __repr__(self) -> str:
+        return f"unisono.install: {', '.join(self.replaced) or 'options only, the names were replaced already'}"
+
+
+def _replace(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
+    """Replace what `old` names by what `new` has under the same name, in every module; return where."""
+    replacements = {id(value): new[name] for name, value in old.items()}
+    replaced = []
+    for place, namespace, names in _namespaces():
+        for name in names:
+            if (found := id(namespace.get(name))) in replacements:
+                namespace[name] = replacements[found]
+                replaced.append(f"{place}.{name}")
+    return tuple(replaced)
+
+
+def _namespaces() -> Iterator[tuple[str, dict[str, Any], list[str]]]:
+    """Yield modules, and the names in them that may be replaced: of torch's those above, of the program's all."""
+    for place, module in list(sys.modules.items()):
+        if place in _NAMES:
+            yield place, vars(module), _NAMES[place]
+        elif isinstance(module, ModuleType) and place.partition(".")[0] not in ("torch", "unisono"):
+            yield place, module.__dict__, list(module.__dict__)
+
+
+def _place(device: Any, devices: Sequence[torch.device]) -> Any:
+    """Return the device that a script means by a number or an accelerator's name; any other as it is."""
+    if isinstance(device, str):
+        device = torch.device(device)
+    if isinstance(device, torch.device):
+        return device if _devices.is_cpu(device) else devices[(device.index or 0) % len(devices)]
+    if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
+        return devices[device % len(devices)]
+    return device
+
+
+def _verb(verb: Callable[..., Any], argument: str, *, is_list: bool) -> Callable[..., Any]:
+    """Return a verb that is counted, and whose devices, given as `argument`, are those of the installation."""
+    signature = inspect.signature(verb)
+
+    @functools.wraps(verb)
+    def installed(*args: Any, **kwargs: Any) -> Any:
+        now = settings()
+        if now is None:
+            return verb(*args, **kwargs)
+        now.activity.add_call(verb.__name__)
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments.get(argument)
+        if now.devices and given is not None:
+            placed = [_place(device, now.devices) for device in given] if is_list else _place(given, now.devices)
+            bound.arguments[argument] = placed
+        return verb(*bound.args, **bound.kwargs)
+
+    return installed
+
+
+@functools.wraps(data_parallel)
+def _installed_data_parallel(*args: Any, **kwargs: Any) -> Any:
+    now = settings()
+    if now is None:
+        return data_parallel(*args, **kwargs)
+    now.activity.add_call("data_parallel")
+    bound = inspect.signature(data_parallel).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    if now.devices is not None:
+        given["device_ids"] = now.devices
+        has_place = given["output_device"] is not None and now.devices
+        given["output_device"] = _place(given["output_device"], now.devices) if has_place else None
+
+    def call(*_: Any, **__: Any) -> Any:
+        return data_parallel(*bound.args, **bound.kwargs)
+
+    inputs = given["inputs"] if isinstance(given["inputs"], tuple) else (given["inputs"],)
+    return now.activity.measure(call, inputs, given["module_kwargs"] or {}, given["dim"])
+
+
+_torchs: dict[str, Any] = {
+    name: vars(sys.modules[place])[name] for place, names in reversed(_NAMES.items()) for name in names
+}
+_ours: dict[str, Any] = {
+    "DataParallel": DataParallel,
+    "data_parallel": _installed_data_parallel,
+    "replicate": _verb(replicate, "devices", is_list=True),
+    "scatter": _verb(scatter, "target_gpus", is_list=True),
+    "scatter_kwargs": _verb(scatter_kwargs, "target_gpus", is_list=True),
+    "parallel_apply": _verb(parallel_apply, "devices", is_list=True),
+    "gather": _verb(gather, "target_device", is_list=False),
+}

@@ -1,0 +1,188 @@
+"""Run a script or a module as `python script.py` and `python -m module` do: the same names, paths, ends.
+
+What the program sees: `__name__ == "__main__"`, its own `sys.argv`, its folder first on `sys.path`, and itself as
+`sys.modules["__main__"]`, which is where pickle, cloudpickle and worker processes that are spawned look for what it
+defines. All of this is left as it is at the end, because threads and exit handlers of the program may go on.
+
+How it ends: with the status of `sys.exit`, or 1 after an exception, whose traceback begins in the program.
+"""
+
+import builtins
+import contextlib
+import importlib.machinery
+import importlib.util
+import io
+import os
+import signal
+import sys
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import CodeType, ModuleType, TracebackType
+from typing import Any
+
+from unisono.console.errors import DONE, FAILED, CommandError
+
+_INTERRUPTED = 128 + signal.SIGINT
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program that was found, and has not been run.
+
+    Attributes:
+        load: compiles it; raises what Python raises, such as SyntaxError.
+        attributes: those of `__main__`, beside its name.
+        argument: `sys.argv[0]`.
+        folder: what is first on `sys.path`.
+    """
+
+    load: Callable[[], CodeType]
+    attributes: dict[str, Any]
+    argument: str
+    folder: str
+
+
+class ProgramError(CommandError):
+    """There is no such script or module; nothing was run."""
+
+
+def find_script(name: str) -> Program:
+    """Return the script in a file; that on standard input for "-"; for a folder or a zip file its `__main__.py`.
+
+    Raises:
+        ProgramError: there is no such file, or it cannot be read.
+    """
+    if name == "-":
+        source = sys.stdin.buffer.read() if sys.stdin is not None else b""
+        return Program(lambda: compile(source, "<stdin>", "exec"), {}, name, "")
+    if os.path.isdir(name) or (os.path.isfile(name) and zipfile.is_zipfile(name)):
+        spec = importlib.machinery.PathFinder.find_spec("__main__", [name])
+        if spec is None:
+            raise ProgramError(f"{name}: there is no __main__.py in it; name a script in it")
+        return _from_spec(spec, name, name)
+    try:
+        with io.open_code(os.path.abspath(name)) as file:
+            code = file.read()
+    except OSError as error:
+        raise ProgramError(f"{name} cannot be read ({error.strerror}): expected a script, or -m module") from error
+    path = os.path.abspath(name)
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    attributes = {"__file__": path, "__loader__": loader, "__cached__": None}
+    return Program(lambda: compile(code, path, "exec"), attributes, name, os.path.dirname(os.path.realpath(name)))
+
+
+def find_module(name: str) -> Program:
+    """Return the module with this name, for a package its `__main__`; packages around it are imported.
+
+    Raises:
+        ProgramError: there is no such module.
+    """
+    _put_first(os.getcwd())
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+            if spec is None:
+                raise ProgramError(f"-m {name}: it is a package without a __main__; name a module in it")
+    except (ModuleNotFoundError, ValueError) as error:
+        missing = getattr(error, "name", None)
+        if missing is not None and not f"{name}.".startswith(f"{missing}."):
+            raise  # a module on the way fails
+        spec = None
+    if spec is None or spec.loader is None:
+        raise ProgramError(f"-m {name}: there is no such module in {os.getcwd()} or installed")
+    return _from_spec(spec, spec.origin or name, os.getcwd())
+
+
+def _from_spec(spec: importlib.machinery.ModuleSpec, argument: str, folder: str) -> Program:
+    loader: Any = spec.loader
+    attributes = {
+        "__file__": spec.origin,
+        "__spec__": spec,
+        "__loader__": loader,
+        "__package__": spec.parent,
+        "__cached__": spec.cached,
+    }
+    return Program(lambda: loader.get_code(spec.name), attributes, argument, folder)
+
+
+def run_program(find: Callable[[], Program], arguments: Sequence[str], seen: Callable[[CodeType], None]) -> int:
+    """Find a program and run it as `__main__`; return its exit status.
+
+    Args:
+        arguments: what follows its name on the command line.
+        seen: called with its code before it runs.
+
+    Raises:
+        ProgramError: there is no such program.
+    """
+    failure: BaseException
+    try:
+        program = find()
+        code = program.load()
+        seen(code)
+        main = ModuleType("__main__")
+        main.__dict__.update({"__builtins__": builtins, **program.attributes})
+        sys.modules["__main__"] = main
+        sys.argv[:] = [program.argument, *arguments]
+        _put_first(program.folder)
+        exec(code, main.__dict__)
+        return DONE
+    except ProgramError:
+        raise
+    except SystemExit as end:
+        return _status(end)
+    except BaseException as error:  # noqa: BLE001  whatever the program raises, Python would show it
+        failure = error
+    return _show(failure)  # outside of `except`, so that it is no part of what the program's own hook raises
+
+
+def _show(failure: BaseException) -> int:
+    """Show an exception as Python does at the end, by the program's own hook if it has set one; return the status."""
+    try:
+        _call_hook(sys.excepthook, failure)
+    except SystemExit as end:
+        return _status(end)
+    except BaseException as error:  # noqa: BLE001
+        _print_error("Error in sys.excepthook:")
+        _call_hook(sys.__excepthook__, error)
+        _print_error("\nOriginal exception was:")
+        _call_hook(sys.__excepthook__, failure)
+    return _INTERRUPTED if isinstance(failure, KeyboardInterrupt) else FAILED
+
+
+def _call_hook(hook: Callable[..., object], error: BaseException) -> None:
+    frames = _of_program(error.__traceback__)
+    hook(type(error), error.with_traceback(frames), frames)  # Python's own shows those of the exception
+
+
+def _print_error(text: object) -> None:
+    if sys.stderr is not None:  # print would take standard output
+        with contextlib.suppress(ValueError, OSError):  # closed; a full disk
+            print(text, file=sys.stderr, flush=True)
+
+
+def _put_first(folder: str) -> None:
+    """Put the program's folder where Python has put ours; with -P it has put none."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+
+
+def _status(end: SystemExit) -> int:
+    if end.code is None:
+        return DONE
+    if isinstance(end.code, int):
+        return end.code
+    _print_error(end.code)
+    return FAILED
+
+
+def _of_program(frames: TracebackType | None) -> TracebackType | None:
+    """Leave out the frames that lead to the program: this file's, and those of Python's own import."""
+    while frames is not None:
+        file = frames.tb_frame.f_code.co_filename
+        if file != __file__ and not file.startswith("<frozen ") and file != importlib.util.__file__:
+            break
+        frames = frames.tb_next
+    return frames

@@ -1,0 +1,73 @@
+"""The closing line of `unisono run`: devices, rows a second, and the share of time of each phase."""
+
+import json
+from typing import Any
+
+from unisono.console.device_option import describe
+from unisono.scripts.activity import Report
+
+_NO_WRAPPER = (
+    "the script made no torch.nn.DataParallel in this process and called none of the functions beside it: it ran as "
+    "with python alone"
+)
+_PLAIN = "no accelerator, where the plain module runs (--devices 'cpu*2' makes two replicas)"
+
+
+def line(report: Report, engine: str, world_size: int = 1, advice: str | None = None) -> str:
+    """Return one line of plain ASCII for people.
+
+    Args:
+        world_size: how many processes run the script; the report is that of rank 0.
+        advice: for a script that has made no wrapper.
+    """
+    if not report.devices and not report.functions:
+        return f"{_NO_WRAPPER}. {advice}" if advice else _NO_WRAPPER
+    parts = [f"rank 0 of {world_size}"] if world_size > 1 else []
+    if report.devices:
+        number = _counted(len(report.devices), "wrapper")
+        wheres = [describe(devices) if devices else _PLAIN for devices in report.devices]
+        several = any(len(devices) > 1 for devices in report.devices)
+        parts.append(f"{number} on {' and '.join(dict.fromkeys(wheres))}{f', engine {engine}' * several}")
+    if report.functions:
+        parts.append("calls of " + ", ".join(f"{name} {count:,}" for name, count in report.functions.items()))
+    if report.forwards:
+        rate = f", {report.rows / report.seconds:,.0f} rows/s" if report.seconds else ""
+        parts.append(f"{_counted(report.rows, 'row')} in {_counted(report.forwards, 'forward')}{rate}")
+        if report.seconds:
+            parts.append(", ".join(f"{name} {share:.0%}" for name, share in phases(report).items()))
+    elif report.devices:
+        parts.append("no forward")
+    return "; ".join(parts)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def phases(report: Report) -> dict[str, float]:
+    """Return the share of each phase in the time since the first forward; of one device backward is not known."""
+    named = {"forward": report.replicas_s}
+    rest = "backward and the rest of the script"
+    if report.timed_forwards:
+        named |= {"backward": report.backward_s, "scatter, replicate, gather": report.around_s}
+        rest = "the rest of the script"
+    named[rest] = max(0.0, report.seconds - sum(named.values()))
+    whole = max(report.seconds, sum(named.values()))
+    return {name: seconds / whole for name, seconds in named.items()}
+
+
+def record(report: Report, engine: str, status: int, world_size: int = 1) -> str:
+    """Return the same for machines: one line of JSON."""
+    content: dict[str, Any] = {
+        "wrappers": [[str(device) for device in devices] for devices in report.devices],
+        "engine": engine,
+        "functions": report.functions,
+        "forwards": report.forwards,
+        "rows": report.rows,
+        "seconds": round(report.seconds, 6),
+        "rows_per_second": round(report.rows / report.seconds, 3) if report.seconds else None,
+        "shares": {name: round(share, 4) for name, share in phases(report).items()} if report.seconds else {},
+        "exit_status": status,
+        "world_size": world_size,
+    }
+    return json.dumps(content)

@@ -1,0 +1,148 @@
+"""The class that torch.nn.DataParallel is while unisono is installed: unisono' own, with torch's arguments.
+
+What it is pickled as is torch's: the name of torch's class, and the attributes that torch's has. So a plain program
+loads what a program with unisono installed has saved, as torch's wrapper, and the other way round: where unisono
+is installed the name leads here, and the wrapper is made anew, with the options of that program.
+"""
+
+import copyreg
+import importlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import GenericAlias
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.data_parallel import DataParallel as OwnDataParallel
+from unisono.runtime import devices as _devices
+from unisono.runtime.devices import DeviceLike
+from unisono.scripts.activity import Activity
+from unisono.wrapper import accept_clean_names
+
+TORCHS_MODULE = "torch.nn.parallel.data_parallel"
+_GIVEN = "_unisono_given"  # in a pickle, what the wrapper was made with; torch's wrapper does not read it
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What holds for every wrapper.
+
+    Attributes:
+        devices: those of every wrapper, whatever the script names; None: the script decides.
+        options: further arguments of `unisono.DataParallel`, by name.
+        activity: what counts the rows.
+    """
+
+    devices: tuple[torch.device, ...] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    activity: Activity = field(default_factory=Activity)
+
+
+_installed: list[Settings] = []  # the settings, if unisono is installed: one entry or none
+
+
+def settings() -> Settings | None:
+    """Return what holds for wrappers; None while unisono is not installed."""
+    return _installed[0] if _installed else None
+
+
+def set_settings(new: Settings | None) -> None:
+    """Let these settings hold from now on."""
+    _installed[:] = [new] if new is not None else []
+
+
+class DataParallel(OwnDataParallel):
+    """See `unisono.DataParallel`; devices and options are those of `unisono.install`, if they are given there."""
+
+    __class_getitem__: Any = classmethod(GenericAlias)  # torch's is generic: `nn.DataParallel[Model]`
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[DeviceLike] | None = None,
+        output_device: DeviceLike | None = None,
+        dim: int = 0,
+    ) -> None:
+        before = set(self.__dict__)
+        given = (None if device_ids is None else list(device_ids), output_device, dim)
+        now = settings() or Settings()
+        if now.devices is not None:
+            device_ids, output_device = now.devices, _kept(output_device, now.devices)
+        super().__init__(module, device_ids, output_device, dim, **now.options)
+        own = self.__dict__.keys() - before - nn.Module().__dict__.keys()
+        self.__dict__["_given"] = given
+        self.__dict__["_own_names"] = frozenset({*own, "_given", "_own_names"})
+        now.activity.add_wrapper(self.devices)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        now = settings()
+        if now is None:
+            return super().forward(*inputs, **kwargs)
+        return now.activity.measure(super().forward, inputs, kwargs, self.dim, self._engine.timings)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: value for name, value in self.__dict__.items() if name not in self._own_names}
+        hooks = state["_load_state_dict_pre_hooks"].items()
+        state["_load_state_dict_pre_hooks"] = OrderedDict(
+            (number, hook) for number, hook in hooks if getattr(hook, "hook", hook) is not accept_clean_names
+        )
+        state[_GIVEN] = self._given
+        return state | _torchs_attributes(*self._given)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        module = state["_modules"]["module"]
+        given = state.pop(_GIVEN, None) or (_device_ids(state, module), state.get("output_device"), state.get("dim", 0))
+        DataParallel.__init__(self, module, *given)
+        own_hooks = self.__dict__["_load_state_dict_pre_hooks"]
+        self.__dict__.update({name: value for name, value in state.items() if name not in self._own_names})
+        self.__dict__["_load_state_dict_pre_hooks"] = own_hooks | state.get("_load_state_dict_pre_hooks", {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        pickled_as = _TorchsClass() if type(self) is DataParallel else type(self)
+        return copyreg._reconstructor, (pickled_as, object, None), self.__getstate__()  # type: ignore[attr-defined]
+
+
+def _kept(output_device: DeviceLike | None, devices: Sequence[torch.device]) -> torch.device | None:
+    """Return the script's output device if it is one of the devices; None, for the first, if not."""
+    try:
+        wanted = None if output_device is None else _devices.resolve_one(output_device, "output_device")
+    except (TypeError, ValueError):
+        return None
+    return wanted if wanted in devices else None
+
+
+def _torchs_attributes(
+    device_ids: list[DeviceLike] | None, output_device: DeviceLike | None, dim: int
+) -> dict[str, Any]:
+    """Return the attributes of torch's wrapper that was made with these arguments on this machine."""
+    devices = [device for device in _devices.resolve(device_ids) if not _devices.is_cpu(device)]
+    if not devices:
+        return {"device_ids": []}
+    ids = [_devices.public_id(device) for device in devices]
+    output = ids[0] if output_device is None else _devices.public_id(_devices.resolve_one(output_device, "output"))
+    return {"device_ids": ids, "output_device": output, "dim": dim, "src_device_obj": devices[0]}
+
+
+def _device_ids(state: dict[str, Any], module: nn.Module) -> list[Any] | None:
+    """Return the devices of torch's wrapper; if it has none, the one on which it runs the plain module."""
+    device_ids: list[Any] = state.get("device_ids") or []
+    tensor = next(module.parameters(), None)
+    if device_ids or not _devices.accelerators() or tensor is None:
+        return device_ids
+    return [tensor.device]
+
+
+class _TorchsClass:
+    """Is pickled as the name of torch's class, and leads to what has this name in the program that loads it."""
+
+    def __reduce__(self) -> Any:
+        return getattr, (_TorchsModule(), "DataParallel")
+
+
+class _TorchsModule:
+    def __reduce__(self) -> Any:
+        return importlib.import_module, (TORCHS_MODULE,)

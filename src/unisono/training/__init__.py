@@ -1,0 +1,1 @@
+"""Data, models and the loop behind `unisono train`."""

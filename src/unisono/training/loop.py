@@ -1,0 +1,271 @@
+"""The training loop of `unisono train`, one story from top to bottom.
+
+    unisono train                                       # digits, every device
+    unisono train --devices 'cpu*2' --model mlp         # two replicas on the CPU, done in a moment
+
+    torchrun --nproc-per-node 2 -m unisono train        # two processes
+
+A step is: rows, learning rate, forward, backward, update, record. An epoch is: steps, evaluation, record, checkpoint,
+picture. The loop is the same on one device and on several, compiled or not (computation.py). Each of several processes
+takes its shard of every batch, and the losses are summed over the processes.
+
+Nothing in a step waits for an accelerator: rows are on the device or are copied to it asynchronously, and losses are
+read a step later (pending_steps.py).
+"""
+
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from unisono.console.device_option import describe
+from unisono.console.errors import Interrupted, OptionError
+from unisono.profiling.profile import Profile
+from unisono.runtime import devices, torch_private
+from unisono.training.compiling import cannot_compile
+from unisono.training.computation import IGNORED
+from unisono.training.display import Display
+from unisono.training.interrupts import StopRequest
+from unisono.training.metrics import EpochRecord
+from unisono.training.observers import Observer
+from unisono.training.options import Options
+from unisono.training.pending_steps import PendingStep, PendingSteps
+from unisono.training.ranks import ALONE, Ranks
+from unisono.training.run import Run
+from unisono.training.run_folder import RunFolder
+from unisono.training.schedule import epoch_batches, learning_rate, num_steps
+from unisono.training.work import Share, Work
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a run.
+
+    Attributes:
+        test_accuracy: after the last epoch.
+        seconds_per_epoch: of training; the median over the epochs (the lower one of two).
+        devices_by_rank: the devices of each process.
+        profile: where the steps of the last epoch went, in this process; None: they were not profiled.
+    """
+
+    test_accuracy: float
+    seconds_per_epoch: float
+    devices_by_rank: Sequence[Sequence[torch.device]]
+    profile: Profile | None
+
+
+def train(
+    options: Options,
+    folder: RunFolder,
+    display: Display,
+    *,
+    resume: bool = False,
+    ranks: Ranks = ALONE,
+    profile: bool = False,
+    observers: Mapping[str, Observer] = MappingProxyType({}),
+) -> Outcome:
+    """Train as the options say, and write the files that run_folder.py lists.
+
+    Args:
+        options: what to train, and how.
+        folder: for the results; without `resume` a run in it is deleted.
+        display: shows the steps.
+        resume: go on from the checkpoint in the folder.
+        ranks: the processes that train together; all of them call this, with equal arguments but for `options.devices`.
+        profile: whether the steps are profiled.
+        observers: who is told of each step and epoch, by name; called in the first process only.
+
+    Raises:
+        CommandError: it cannot start or go on; the message is one line for the user.
+        Interrupted: a signal asked it to stop, and the last finished step has been saved.
+    """
+    run = Run.begin(options, folder, display, resume=resume, ranks=ranks, observers=observers, profile=profile)
+    products = devices.float32_products(run.devices[0], rounded=options.precision != "fp32")
+    with contextlib.closing(run), products, StopRequest(ranks) as stop, run.observers:
+        pending = PendingSteps(run, display)
+        if run.saved is not None:  # the run may have ended after its checkpoint, and before these
+            run.write_model()
+            run.draw()
+        try:
+            for epoch in range(run.progress.epochs, options.epochs):
+                with run.profiled():
+                    _train_epoch(run, epoch, pending, display, stop)
+                _finish_epoch(run, epoch, display, stop)
+        except Interrupted:
+            pending.record()
+            run.save()
+            display.say(f"stopped after step {run.progress.steps}; to go on: unisono train --resume {folder}")
+            raise
+        except torch_private.compiler_errors() as error:
+            if stop.received is None:
+                raise cannot_compile(run.devices[0], error) from error
+            # A signal from the terminal also ends the processes of the compiler, in the middle of a step.
+            display.say(f"stopped while compiling; what had been saved stays in {folder}")
+            raise Interrupted(stop.received) from error
+    return _outcome(run)
+
+
+def _train_epoch(run: Run, epoch: int, pending: PendingSteps, display: Display, stop: StopRequest) -> None:
+    """Take the steps of an epoch that are not finished yet."""
+    options = run.options
+    where = run.dataset.train_labels.device
+    batches = epoch_batches(run.num_rows, options.batch_size, seed=options.seed, epoch=epoch, device=where)
+    first_step = epoch * run.steps_per_epoch
+
+    run.model.train()
+    pending.start_clock()
+    for step in range(run.progress.steps, first_step + run.steps_per_epoch):
+        stop.check()
+
+        rate = learning_rate(
+            step,
+            peak=options.lr,
+            schedule=options.schedule,
+            warmup_steps=round(options.warmup_epochs * run.steps_per_epoch),
+            total_steps=options.epochs * run.steps_per_epoch,
+        )
+        rows = batches[step - first_step]
+        with _compilation_shown(run, f"steps of {len(rows)} rows", display):
+            loss, shares = _take_step(run, rows, rate)
+
+        pending.add(PendingStep(step, epoch, rate, len(rows), loss, shares))
+        if pending.should_save:
+            pending.record()
+            run.save()
+            pending.start_clock()  # saving is not training
+    pending.record()
+
+
+def _take_step(run: Run, rows: Tensor, rate: float) -> tuple[Callable[[], float], Sequence[Share]]:
+    """Take a step: forward, backward, update.
+
+    Returns:
+        What waits for this process's part of the loss, and the work of each replica of this process.
+    """
+    # The batch is divided into micro-batches (--accumulate), and this process takes its shard of each. Each loss is a
+    # sum divided by the rows of the whole batch. So losses and gradients add up to those of the mean, also where the
+    # shards are uneven.
+    images, labels = run.dataset.train_images, run.dataset.train_labels
+    batch_loss = torch.zeros((), device=run.devices[0])
+    work = Work(run.devices)
+    run.computation.begin_step()
+    for micro_batch, is_last in _micro_batches(rows, run.options.accumulate):
+        shard = run.ranks.shard_of(micro_batch)
+        # Gradients are all-reduced once, with the last micro-batch.
+        sync = contextlib.nullcontext() if is_last else run.model.no_sync()
+        with _explained(run), sync, work.measured(run.model, len(shard)):
+            micro_batch_loss = run.computation.training_loss(images, labels, shard, len(rows))
+            micro_batch_loss.backward()  # type: ignore[no-untyped-call]
+        batch_loss += micro_batch_loss.detach()
+    loss = devices.begin_to_read(batch_loss)
+    run.computation.update(rate)
+    return loss, work.shares
+
+
+def _finish_epoch(run: Run, epoch: int, display: Display, stop: StopRequest) -> None:
+    """Evaluate; record, save and draw the results of the epoch."""
+    began = time.perf_counter()
+    test_loss, test_accuracy = evaluate(run, display, stop)
+    test_seconds = time.perf_counter() - began
+    if not math.isfinite(test_loss):
+        raise run.diverged(f"the test loss is {test_loss} after epoch {epoch + 1}", run.options.lr)
+
+    record = EpochRecord(
+        epoch=epoch + 1,
+        step=run.progress.steps,
+        train_loss=run.metrics.train_loss(epoch + 1),
+        test_loss=test_loss,
+        test_accuracy=test_accuracy,
+        train_seconds=run.metrics.train_seconds(epoch + 1),
+        test_seconds=test_seconds,
+    )
+    run.progress = replace(run.progress, epochs=epoch + 1)
+    run.metrics.add(record)
+    display.say(
+        f"epoch {record.epoch}/{run.options.epochs}: train loss {record.train_loss:.4f}, "
+        f"test accuracy {record.test_accuracy:.4f}, {record.train_seconds:.1f} s of training"
+    )
+    run.save()
+    run.draw()
+    run.write_profile()  # the epoch is saved, whatever becomes of these files
+    run.observers.epoch(record)
+
+
+def evaluate(run: Run, display: Display, stop: StopRequest) -> tuple[float, float]:
+    """Return the mean loss and the accuracy over all test rows, computed on all replicas of all processes."""
+    images, labels = run.dataset.test_images, run.dataset.test_labels
+    # All batches have one size; rows beyond the last picture, of which there are few, have a label that does not count.
+    size = math.ceil(len(labels) / num_steps(len(labels), run.options.batch_size))
+    padded_labels = pad(labels, (0, 1), value=IGNORED)
+    totals = [torch.zeros(2, device=run.devices[0])]  # of each batch: sum of the losses, number of correct answers
+    run.model.eval()
+    with torch.no_grad(), _explained(run):
+        for first in range(0, len(labels), size):
+            stop.check()
+            rows = run.ranks.shard_of(torch.arange(first, first + size, device=labels.device))
+            if not len(rows):
+                continue
+            with _compilation_shown(run, f"tests of {size} rows", display):
+                run.computation.begin_step()
+                totals.append(run.computation.test_totals(images, padded_labels, rows))
+    # Read once: each reading waits for the device. Added up in Python, whose numbers have 64 bits on every machine.
+    total_loss, num_correct = run.ranks.sum(*map(math.fsum, zip(*torch.stack(totals).tolist(), strict=True)))
+    return total_loss / len(labels), num_correct / len(labels)
+
+
+def _micro_batches(rows: Tensor, number: int) -> Iterator[tuple[Tensor, bool]]:
+    """Yield the micro-batches of a batch, none of them empty, and whether each is the last."""
+    micro_batches = rows.tensor_split(min(number, len(rows)))
+    for i, micro_batch in enumerate(micro_batches, start=1):
+        yield micro_batch, i == len(micro_batches)
+
+
+@contextlib.contextmanager
+def _compilation_shown(run: Run, what_for: str, display: Display) -> Iterator[None]:
+    """Show that the block compiles, which may take minutes, and then how long it took: at its first time in a run."""
+    if not run.options.compile or what_for in run.compiled:
+        yield
+        return
+    display.begin(f"compiling the model for {what_for}")
+    began = time.perf_counter()
+    yield
+    run.compiled.add(what_for)
+    display.say(f"compiled the model for {what_for} in {time.perf_counter() - began:.1f} s")
+
+
+@contextlib.contextmanager
+def _explained(run: Run) -> Iterator[None]:
+    """Turn the errors of a batch that is too large or too small for the devices into ones that say what to do."""
+    options = run.options
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OptionError(
+            f"out of memory with --batch-size {options.batch_size} on {describe(*run.devices_by_rank)}: "
+            f"--accumulate {2 * options.accumulate} takes about half at a time"
+        ) from error
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        each, remedy = "batch norm", f"--batch-size {4 * options.accumulate}"
+        if not options.sync_batch_norm:
+            each = "some replica's batch norm"
+            num_replicas = sum(map(len, run.devices_by_rank))
+            remedy = f"--batch-size {4 * num_replicas * options.accumulate}, or leave out --no-sync-batch-norm"
+        raise OptionError(
+            f"--batch-size {options.batch_size} on {describe(*run.devices_by_rank)} leaves {each} a single row, "
+            f"which it cannot train on: take {remedy}"
+        ) from error
+
+
+def _outcome(run: Run) -> Outcome:
+    epochs = run.metrics.epochs
+    seconds = statistics.median_low(record.train_seconds for record in epochs)  # the first one may include compiling
+    return Outcome(epochs[-1].test_accuracy, seconds, run.devices_by_rank, run.profile)

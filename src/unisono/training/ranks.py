@@ -1,0 +1,193 @@
+"""The processes of one training, seen from one of them: what each does, and what all must agree on.
+
+All ranks take the same steps, each with its shard of the rows. Only rank 0 writes files and prints. A program that was
+started by itself is rank 0 of a world of one, and nothing here communicates.
+
+Guarantees
+    - All ranks start training, or all end with the error of the lowest rank that had one.
+    - No rank ends before rank 0 has printed why, as far as rank 0 still can: a launcher ends all processes as soon as
+      it sees that one has failed.
+
+Assumes that all ranks call these methods in the same order.
+"""
+
+import contextlib
+import datetime
+import os
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from unisono.console.errors import CommandError, OptionError
+from unisono.distributed.process_group import AllGatherWork, Communicator, communicator_for, distributed
+from unisono.runtime import torch_private
+
+_LAST_WORDS_S = 300.0  # how long rank 0 may take to save, and to print why it stops
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The processes that train together, of which this is one.
+
+    Args:
+        communicator: the processes; None if this one is alone.
+
+    Attributes:
+        rank, world_size: this process's number, from 0 on, and how many processes there are.
+    """
+
+    def __init__(self, communicator: Communicator | None = None) -> None:
+        self._communicator = communicator
+        self.rank = communicator.rank if communicator else 0
+        self.world_size = communicator.world_size if communicator else 1
+        self._last_max: AllGatherWork | None = None
+
+    @classmethod
+    def join(cls) -> "Ranks":
+        """Return the processes that a launcher has started, or that have a default process group.
+
+        Raises:
+            OptionError: the variables of the launcher contradict each other, or some are missing.
+        """
+        try:
+            return cls(communicator_for())
+        except (RuntimeError, ValueError) as error:
+            raise OptionError(error) from error
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is rank 0, which writes and prints."""
+        return self.rank == 0
+
+    @property
+    def are_lost(self) -> bool:
+        """Whether a process has failed or ended, so that the others cannot go on."""
+        return self._communicator is not None and self._communicator.broken
+
+    # ---- deciding --------------------------------------------------------------------------------
+
+    def together(self, do: Callable[[], T]) -> T:
+        """Call `do` in every process; return its result when it has succeeded in all of them.
+
+        Raises:
+            CommandError: in every process, that of the lowest rank in which `do` has raised one.
+        """
+        if self._communicator is None:
+            return do()
+        outcome: T | None = None
+        error: Exception | None = None
+        try:
+            outcome = do()
+        except CommandError as raised:
+            error = raised
+        errors = self._communicator.all_gather_object(error, "seeing whether all can start")
+        for rank, found in enumerate(errors):
+            if found is not None:
+                raise found if rank == 0 else type(found)(f"rank {rank}: {found}")
+        return outcome  # type: ignore[return-value]
+
+    def from_first(self, decide: Callable[[], T]) -> T:
+        """Call `decide` in the first process only; return its result in all of them.
+
+        Raises:
+            CommandError: it has raised one.
+        """
+        decided = self.together(lambda: decide() if self.is_first else None)
+        if self._communicator is not None:
+            decided = self._communicator.all_gather_object(decided, "receiving what the first process has decided")[0]
+        return decided  # type: ignore[return-value]
+
+    def expect_equal(self, what: str, facts: Mapping[str, Any]) -> None:
+        """Check that all processes have the same facts.
+
+        Raises:
+            OptionError: some differ; names the first difference.
+        """
+        if self._communicator is None:
+            return
+        first, *others = self._communicator.all_gather_object(dict(facts), f"comparing {what}")
+        for rank, other in enumerate(others, start=1):
+            for name in {**first, **other}:
+                mine, theirs = first.get(name, "nothing"), other.get(name, "nothing")
+                if mine != theirs:
+                    raise OptionError(
+                        f"{what} of the processes differ: for {name}, rank 0 has {mine}, rank {rank} has {theirs}; "
+                        "start all of them alike"
+                    )
+
+    def all_gather(self, value: T) -> list[T]:
+        """Return the values of all processes, in rank order."""
+        return (
+            [value] if self._communicator is None else self._communicator.all_gather_object(value, "exchanging values")
+        )
+
+    # ---- training --------------------------------------------------------------------------------
+
+    def shard_of(self, rows: Tensor) -> Tensor:
+        """Return this process's shard of a batch: contiguous; sizes differ by one row at most, and may be 0."""
+        return rows.tensor_split(self.world_size)[self.rank]
+
+    def sum(self, *values: float) -> list[float]:
+        """Return the sum of each number over the processes. Whole numbers are exact."""
+        if self._communicator is None:
+            return list(values)
+        gathered = self._communicator.all_gather(values, "adding up the processes' results").wait()
+        return [sum(column) for column in zip(*gathered, strict=True)]
+
+    def delayed_max(self, value: int) -> int:
+        """Return the maximum over the processes of what they gave in the previous call; alone, the value itself.
+
+        No process waits for another one: a call's numbers are on their way until the next call.
+        """
+        if self._communicator is None:
+            return value
+        previous, self._last_max = self._last_max, self._communicator.all_gather([value], "asking whether to stop")
+        return 0 if previous is None else int(max(number for (number,) in previous.wait()))
+
+    # ---- ending ----------------------------------------------------------------------------------
+
+    def fail(self, reason: object) -> None:
+        """Tell the other processes that this one has failed, so that none waits for it."""
+        if self._communicator is not None:
+            self._communicator.report_failure(str(reason))
+
+    def wait_for_first(self) -> None:
+        """Return when the first process has saved and printed everything; no process should end before.
+
+        After a failure this does not wait: the process that has ended may be the first one.
+        """
+        if self._communicator is None or (self.are_lost and not self.is_first):
+            return
+        with contextlib.suppress(RuntimeError):  # the store ended with the process that kept it
+            store = distributed.PrefixStore("unisono train", torch_private.store_of_group(distributed.group.WORLD))
+            if self.is_first:
+                store.set("done", "")
+            else:
+                store.wait(["done"], datetime.timedelta(seconds=_LAST_WORDS_S))
+
+
+ALONE = Ranks()
+
+
+def launch() -> str | None:
+    """Return the name of the launch that this process is part of; None without a launcher that restarts processes.
+
+    It is the same in all processes of the launch, and in those that replace them after a failure: torchrun's
+    `--rdzv-id`, or the one that `--standalone` generates. A launch without a name is named after the launcher's process
+    on this machine.
+    """
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    if name != "none":
+        return name
+    import psutil  # here: whether it is installed is checked after this file has been loaded
+
+    parent = psutil.Process(os.getppid())
+    return f"process {parent.pid} of {socket.gethostname()}, started at {parent.create_time():.2f}"
+
+
+def is_first_of_its_host() -> bool:
+    """Return whether this process is the first of those that a launcher has started on this machine."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"

@@ -1,0 +1,146 @@
+"""The command `unisono verify package.module:build`: from the words of the command line to a report.
+
+Every error is one line: in the arguments, in finding and calling `build`, and in running the model. With --traceback
+the traceback of the caller's own code is shown too.
+"""
+
+import argparse
+import math
+import traceback
+from typing import Any
+
+from torch import nn
+
+from unisono.console.device_option import choose_devices
+from unisono.console.options import TARGET, shares
+from unisono.console.targets import TargetError, current_folder_first, one_line
+from unisono.data_parallel import DataParallel
+from unisono.runtime.devices import resolve
+from unisono.verification.report import Report
+from unisono.verification.targets import build_arguments
+from unisono.verification.verify import verify
+
+_SAME = 0
+_DIFFERS = 1
+
+SUMMARY = "compare a model of yours on one device and on several"
+
+DESCRIPTION = """\
+Run a model of yours on one device and on several, from one state, in training and in eval mode, and compare outputs,
+loss, gradients and buffers. Where they differ, say which submodule does first, and why.
+
+package.module:build is a function without arguments, found from the current folder. It returns (model, inputs), or a
+dict with the arguments of unisono.verify by name: model, inputs, target, criterion, out_dims, and so on. Options
+given here replace those in the dict.
+"""
+
+EXAMPLES = """\
+examples:
+  unisono verify train:build
+  unisono verify train:build --shares 2,1
+  unisono verify train:build --shares 2,1 --sync-batch-norm
+  unisono verify package.module:build --devices cuda:0,cuda:1 --dim 1
+
+where train.py has, for instance:
+  def build():
+      return model, torch.randn(30, 1, 28, 28)
+
+exit status:
+  0  the same, or the differences are explained: by random numbers, which each replica draws for itself, or by an
+     option that was given and causes them (--no-sync-batch-norm, --scalars stack)
+  1  something differs
+  2  nothing was compared: the arguments cannot be used, the model failed, or has nothing to compare, or one device
+     had all rows
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to its parser; only what was given comes out of it."""
+    parser.add_argument("target", metavar=TARGET, help="what to compare")
+    parser.add_argument(
+        "--devices",
+        metavar="WHICH",
+        help="auto: every accelerator (one alone counts twice), or two CPU replicas without one; a count: so many "
+        "accelerators, or CPU replicas without one; or by name: cpu,cpu, 'cpu*8', cuda:0,cuda:1 (default: auto)",
+    )
+    parser.add_argument(
+        "--shares",
+        type=shares,
+        metavar="RULE",
+        help="rows of each replica: chunk, even, measured, or one weight a device, such as 2,1 (default: chunk)",
+    )
+    parser.add_argument("--dim", type=int, metavar="AXIS", help="the axis of the rows (default: 0)")
+    parser.add_argument(
+        "--scalars", metavar="RULE", help="how 0-dim outputs are combined: stack, mean or sum (default: stack)"
+    )
+    parser.add_argument(
+        "--sync-batch-norm",
+        action=argparse.BooleanOptionalAction,
+        help="batch norm with the statistics of the whole batch; with --no, given, of each shard, as intended",
+    )
+    parser.add_argument(
+        "--randomness",
+        choices=("per_replica", "one_device"),
+        help="the random numbers of dropout and other draws; with one_device they are compared too (default: "
+        "per_replica)",
+    )
+    parser.add_argument(
+        "--rtol",
+        type=_tolerance,
+        metavar="R",
+        help="the largest allowed difference, relative to the largest value (default: 1e-5 for float32)",
+    )
+    parser.add_argument("--traceback", action="store_true", help="if the model fails, show the traceback")
+
+
+def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Return the packages that must be installed, by the extra that has them: none."""
+    return {}
+
+
+def run(given: dict[str, Any]) -> int:
+    """Find the model, compare, print the report, and return the exit status.
+
+    Raises:
+        TargetError: nothing was compared. OptionError: `--devices` cannot be used.
+    """
+    target, show_traceback = given.pop("target"), given.pop("traceback", False)
+    devices = given.pop("devices", "auto")
+    if devices != "auto":
+        given["device_ids"] = choose_devices(devices)
+
+    try:
+        with current_folder_first():
+            report = _compare(build_arguments(target) | given)
+    except Exception as error:
+        if show_traceback:
+            traceback.print_exc()
+        if isinstance(error, TargetError):
+            raise
+        raise TargetError(f"{target} could not be compared: {one_line(error)}") from error
+    if report.num_replicas == 1:
+        raise TargetError(
+            f"{target}: nothing was compared, because one device had all rows: give a batch with rows for each device, "
+            "and two devices or more (--devices cpu,cpu)"
+        )
+    if not report.rows:
+        raise TargetError(f"{target}: nothing was compared, because the model has no output, gradients or buffers")
+    print(report)
+    return _SAME if report.same or report.explained else _DIFFERS
+
+
+def _compare(arguments: dict[str, Any]) -> Report:
+    model, places = arguments["model"], resolve(arguments.get("device_ids"))
+    if places and isinstance(model, nn.Module) and not isinstance(model, DataParallel):
+        model.to(places[0])
+    return verify(**arguments, show=False)
+
+
+def _tolerance(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a finite number, 0 or more; got {text!r}")
+    return value
